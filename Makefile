@@ -1,0 +1,45 @@
+# make setup | demo | test | lint | tables
+
+# The interpreter that makes .venv: `make setup PYTHON=python3.12`.
+PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
+	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	2>/dev/null && echo $$python && break; done)
+
+VENV := .venv
+INSTALLED := $(VENV)/.installed-from-pyproject
+# DeepSpeed looks for ninja on PATH when it builds an operator.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+# Two ranks need two GPUs; on anything less they are two CPU processes, one thread each.
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
+ON_CPU := $(if $(filter 0 1,$(GPUS)),DS_ACCELERATOR=cpu)
+
+.PHONY: setup demo test lint tables
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
+		{ echo "no Python 3.11 to 3.13 found: make setup PYTHON=/path/to/python"; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: setup
+	OMP_NUM_THREADS=1 $(ON_CPU) $(VENV)/bin/deepspeed --num_accelerators 2 \
+		harness/train.py --deepspeed ds_configs/zero3.json
+
+test: setup
+	$(VENV)/bin/python -m pytest -q
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python tools/library_size.py
+
+tables: setup
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_parity.py --full \
+		--out build/parity --markdown docs/parity.md
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/measure_memory.py --full \
+		--out build/memory --markdown docs/memory_accuracy.md

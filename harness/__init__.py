@@ -1,0 +1,1 @@
+"""A thin DeepSpeed harness for large decoder models."""

@@ -1,0 +1,1 @@
+"""Saving, resuming and exporting a run."""

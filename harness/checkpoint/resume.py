@@ -1,0 +1,50 @@
+"""May this plan go on where that run stopped?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# What a resumed run may change freely: it says how long, how often and how spread, not what is
+# learned. Everything else needs the user's word (resume.allow).
+FREE_SECTIONS = ("eval", "save", "log", "sample", "run", "resume")
+FREE_KEYS = (
+    *("train.steps", "train.tokens", "train.epochs", "train.micro_batch"),
+    *("model.checkpointing", "model.attention", "data.cache_dir", "data.prefetch"),
+)
+
+
+def resume_problems(
+    saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str]
+) -> list[str]:
+    """What keeps `planned` from resuming the run of `saved`; both as in plan.json.
+
+    Compared are the run config, the precision family, the model and the data fingerprint.
+    """
+    return [
+        f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: use its value, "
+        f"another run.dir, or resume.allow=['{key}'] to change it on purpose"
+        for key, old, new in _differences(saved, planned)
+        if key not in allowed
+    ]
+
+
+def _differences(
+    saved: Mapping[str, Any], planned: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    for section, values in planned["run"].items():
+        if section in FREE_SECTIONS:
+            continue
+        known = saved["run"].get(section, {})  # a run of an earlier version lacks newer keys
+        for name, new in values.items():
+            key = f"{section}.{name}"
+            if key not in FREE_KEYS and name in known and known[name] != new:
+                yield key, known[name], new
+    for key in ("precision", "model_config", "data_fingerprint"):
+        if saved.get(key) != planned.get(key):
+            yield key, saved.get(key), planned.get(key)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,126 @@
+"""The command line of train.py and of the tools that plan a run: argv -> Command -> Plan."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.assignments import assign_all
+from harness.config import RunConfig
+from harness.config_file import load_run_config
+from harness.ds_config import Source, read_ds_json
+from harness.errors import ConfigError
+from harness.plan import Plan, check_json, make_plan
+from harness.planning.world import World
+
+DS_PREFIX = "ds."
+DEFAULT_DS_JSON = Path(__file__).resolve().parent.parent / "ds_configs" / "zero1.json"
+
+_EXAMPLES = """\
+examples:
+  deepspeed harness/train.py --deepspeed ds_configs/zero3.json
+  torchrun --nproc-per-node 2 harness/train.py train.steps=300 optim.lr=1e-3
+  python harness/train.py --dry-run --config run.toml model.name=llama-1b
+  srun python harness/train.py --deepspeed ds_configs/zero2.json run.dir=runs/first
+  deepspeed harness/train.py ds.zero_optimization.stage=2 ds.bf16.enabled=auto
+
+key=value sets a key of the run config, ds.key.sub=value one of the DeepSpeed JSON; values are
+TOML, a bare word is a string. Precedence: default < --config file < command line.
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user asked for, unread: no file has been opened yet."""
+
+    deepspeed_path: Path = DEFAULT_DS_JSON
+    config_path: Path | None = None
+    assignments: tuple[str, ...] = ()
+    dry_run: bool = False
+    trust_remote_code: bool = False
+    local_rank: int | None = None
+
+
+def parse_command(argv: Sequence[str] | None = None) -> Command:
+    """Parse the command line; argparse exits with code 2 and a message for what it does not know.
+
+    `--local_rank`, which launchers inject, is accepted in both spellings.
+    """
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a decoder language model with DeepSpeed.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--deepspeed",
+        dest="deepspeed_path",
+        type=Path,
+        default=DEFAULT_DS_JSON,
+        metavar="JSON",
+        help="how the run is spread (default: ds_configs/zero1.json)",
+    )
+    parser.add_argument(
+        "--config",
+        dest="config_path",
+        type=Path,
+        metavar="TOML",
+        help="what is learned: a run config",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the plan and stop; needs no device"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run model code that comes with a hub repository",
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "assignments",
+        nargs="*",
+        metavar="key=value",
+        help="run config keys, or ds.* keys of the DeepSpeed JSON",
+    )
+    given = vars(parser.parse_intermixed_args(argv))
+    return Command(**{**given, "assignments": tuple(given["assignments"])})
+
+
+def plan_from(
+    command: Command, environ: Mapping[str, str] = os.environ, world: World | None = None
+) -> Plan:
+    """Read both files and make the plan. Raises one ConfigError with every problem of both.
+
+    `world` takes the place of what the environment says, for plans of machines that are elsewhere.
+    """
+    problems: list[str] = []
+    run: RunConfig | None = None
+    ds: dict[str, Any] | None = None
+    run_texts = [text for text in command.assignments if not text.startswith(DS_PREFIX)]
+    ds_texts = [
+        text[len(DS_PREFIX) :] for text in command.assignments if text.startswith(DS_PREFIX)
+    ]
+    try:
+        run = load_run_config(command.config_path, run_texts)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        ds = read_ds_json(command.deepspeed_path)
+    except ConfigError as error:
+        problems += error.problems
+    assigned, wrong = assign_all(ds or {}, ds_texts)
+    problems += [f"{DS_PREFIX}{problem}" for problem in wrong]
+    source = Source(str(command.deepspeed_path), frozenset(assigned))
+    try:
+        world = world or World.from_environ(environ)
+    except ValueError as error:
+        raise ConfigError([*problems, str(error)]) from None
+    if problems or run is None or ds is None:
+        *_, wrong = check_json(ds or {}, world, source)
+        raise ConfigError([*problems, *wrong])
+    return make_plan(run, ds, world, ds_source=source)

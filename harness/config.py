@@ -1,0 +1,253 @@
+"""RunConfig: what is learned. The DeepSpeed JSON says how it is spread.
+
+Precedence: default < TOML file < `key=value` on the command line. Values of `key=value` are parsed
+as TOML; a bare word that is not TOML is a string. A length given on the command line also displaces
+the file's (`train.steps=10` beats `tokens = ...`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+# Keys of which at most one may be given.
+LENGTHS = ("train.steps", "train.tokens", "train.epochs")
+DEFAULT_STEPS = 100
+
+Count = Annotated[int, Field(gt=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+PositiveOrZero = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class ModelConfig(_Section):
+    """The decoder to train."""
+
+    name: Text = "tiny"
+    """Its shape only: a preset, a config.json, a folder that holds one, or a hub id."""
+    init_from: Text | None = None
+    """Folder or hub id whose weights to start from; None starts from fresh random weights."""
+    checkpointing: Literal["none", "full"] = "none"
+    """Recompute activations in the backward pass: of no layer, or of every decoder layer."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention implementation, by its Hugging Face name."""
+    dropout: Probability | None = None
+    """Sets every dropout probability of the model; None keeps the model config's own."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Hugging Face config keys to change, e.g. model.overrides.num_hidden_layers=2."""
+
+
+class DataConfig(_Section):
+    """What it reads."""
+
+    path: Text | None = None
+    """Text, .jsonl, a folder of them, or a .bin/.idx pair; None reads Python's own library."""
+    tokenizer: Text | None = None
+    """Folder or hub id of a Hugging Face tokenizer; None trains one, or uses the corpus's."""
+    seq_len: Annotated[int, Field(ge=2)] = 128
+    """Length of a sample, tokens."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Fraction of the documents kept for evaluation."""
+    document_mask: bool | None = None
+    """Tokens attend only within their own document; None: on for prompt/completion data."""
+    cache_dir: Text | None = None
+    """Where tokenised corpora are kept; None is the user's cache folder."""
+    prefetch: CountOrZero = 2
+    """Batches prepared ahead of the step that needs them."""
+
+
+class TrainConfig(_Section):
+    """How long, and how much a step."""
+
+    steps: CountOrZero | None = None
+    """Optimizer steps, 0 only evaluates and exports; at most one of steps, tokens and epochs may
+    be given, and without any of them a run has 100 steps."""
+    tokens: Count | None = None
+    """Tokens to train on, rounded up to whole steps."""
+    epochs: Positive | None = None
+    """Passes over the training split, rounded up to whole steps."""
+    global_batch: Count = 48
+    """Samples per optimizer step over all ranks."""
+    micro_batch: Count | None = None
+    """Samples a rank takes at once; None: the largest divisor of global_batch / data ranks <= 8."""
+    seed: CountOrZero = 0
+    """Seed of the initial weights, the data order and dropout."""
+
+    def num_steps(self, tokens_per_step: int) -> int | None:
+        """Optimizer steps of the run; None under epochs, until the data is counted."""
+        if self.epochs is not None:
+            return None
+        if self.tokens is not None:
+            return math.ceil(self.tokens / tokens_per_step)
+        return DEFAULT_STEPS if self.steps is None else self.steps
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        given = [k for k in LENGTHS if getattr(self, k.removeprefix("train.")) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: keep one")
+        return self
+
+
+class OptimConfig(_Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """adamw decouples weight decay; adam adds it to the gradient (L2); sgd has momentum."""
+    lr: Positive = 3e-3
+    """Maximum learning rate."""
+    betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
+    """Adam's decay rates of the first and second moment."""
+    eps: Positive = 1e-8
+    """Adam's denominator floor."""
+    momentum: Probability = 0.0
+    """Momentum of sgd."""
+    weight_decay: PositiveOrZero = 0.1
+    """Decay per unit of learning rate; never on biases, norms and embeddings."""
+    clip_norm: PositiveOrZero = 1.0
+    """Largest global norm of the gradient; 0 does not clip."""
+    clip_value: Positive | None = None
+    """Largest absolute value of a gradient element; excludes clip_norm."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_steps: CountOrZero = 20
+    """Steps over which the learning rate rises to lr."""
+    warmup_type: Literal["linear", "log"] = "linear"
+    """Curve of the rise; "log" is steep first, as in DeepSpeed's own schedulers."""
+    min_lr_ratio: Fraction = 0.1
+    """Learning rate at the end, as a fraction of lr."""
+    decay_fraction: Fraction = 0.2
+    """Part of all steps that wsd spends decaying."""
+
+    @model_validator(mode="after")
+    def _one_clipping(self) -> OptimConfig:
+        if self.clip_value is not None and self.clip_norm and "clip_norm" in self.model_fields_set:
+            raise ValueError("optim.clip_norm and optim.clip_value exclude each other: keep one")
+        return self
+
+
+class EvalConfig(_Section):
+    """Held-out loss."""
+
+    every: CountOrZero = 50
+    """Steps between evaluations; 0 evaluates only at the start and the end."""
+    samples: Count = 96
+    """Held-out samples in one evaluation, over all ranks."""
+
+
+class SaveConfig(_Section):
+    """Checkpoints and export."""
+
+    every: CountOrZero = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: Count = 3
+    """Checkpoints kept in the run folder."""
+    export: bool = True
+    """Write a Hugging Face folder at the end."""
+
+
+class LogConfig(_Section):
+    """The metrics."""
+
+    every: Count = 1
+    """Steps between lines of metrics.jsonl."""
+
+
+class SampleConfig(_Section):
+    """The text sampled from the model at the end."""
+
+    tokens: CountOrZero = 48
+    """Its length, tokens; 0 samples nothing."""
+    prompt: str | None = None
+    """What it continues; None begins a document."""
+
+
+class RunFolderConfig(_Section):
+    """Where the run lives."""
+
+    dir: Text | None = None
+    """Run folder; None makes a new one under runs/. A folder that holds a run resumes it."""
+
+
+class ResumeConfig(_Section):
+    """What may change when a run is resumed."""
+
+    allow: list[str] = Field(default_factory=list)
+    """Keys that may differ from the run being resumed."""
+
+
+class RunConfig(_Section):
+    """What is learned; one section per noun."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    save: SaveConfig = Field(default_factory=SaveConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    sample: SampleConfig = Field(default_factory=SampleConfig)
+    run: RunFolderConfig = Field(default_factory=RunFolderConfig)
+    resume: ResumeConfig = Field(default_factory=ResumeConfig)
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key: get("optim.lr")."""
+        section, _, field = key.partition(".")
+        return getattr(getattr(self, section), field)
+
+    def is_set(self, key: str) -> bool:
+        """Whether the user gave this dotted key, wherever, rather than leaving our default."""
+        section, _, field = key.partition(".")
+        return section in self.model_fields_set and field in getattr(self, section).model_fields_set
+
+    def origin(self, key: str) -> str:
+        """Where the value of a dotted key came from: "run.toml", "command line", "default"."""
+        return origin_of(key, self._origins) or "default"
+
+    def origins(self) -> dict[str, str]:
+        """Where every value that the user set came from, by dotted key."""
+        return dict(self._origins)
+
+    def with_origins(self, origins: Mapping[str, str]) -> RunConfig:
+        """A copy that knows where its values came from."""
+        copy = self.model_copy()
+        copy._origins = dict(origins)
+        return copy
+
+
+def origin_of(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key came from: the places of it, of the keys in it, and of the table it lies in."""
+    places = (
+        where
+        for given, where in origins.items()
+        if f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
+    )
+    return ", ".join(dict.fromkeys(places))
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the run config, in order."""
+    return [
+        f"{section}.{name}"
+        for section, field in RunConfig.model_fields.items()
+        for name in field.annotation.model_fields  # type: ignore[union-attr]
+    ]

@@ -1,0 +1,83 @@
+"""Reads a RunConfig from a TOML file and the command line, reporting every mistake at once."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from harness.assignments import COMMAND_LINE, assign_all, did_you_mean, flat
+from harness.config import LENGTHS, RunConfig, known_keys, origin_of
+from harness.errors import ConfigError
+
+
+def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) -> RunConfig:
+    """Defaults, then the TOML file (if any), then `key=value`, into one validated RunConfig.
+
+    Raises ConfigError with every problem of the file and of the command line.
+    """
+    problems: list[str] = []
+    tree: dict[str, Any] = {}
+    try:
+        tree = _read_toml(Path(path)) if path is not None else {}
+    except ConfigError as error:
+        problems += error.problems
+    origins = {key: str(path) for key, _ in flat(tree)}
+    assigned, wrong = assign_all(tree, assignments)
+    if any(key in LENGTHS for key in assigned):
+        for key in set(LENGTHS) - set(assigned):
+            tree["train"].pop(key.removeprefix("train."), None)
+            origins.pop(key, None)
+    origins |= dict.fromkeys(assigned, COMMAND_LINE)
+    problems += wrong
+    try:
+        run = validated(tree, origins)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
+    """A RunConfig from a nested dict; `origins` says where each dotted key came from.
+
+    Raises ConfigError.
+    """
+    try:
+        return RunConfig.model_validate(tree).with_origins(origins)
+    except ValidationError as error:
+        raise ConfigError([_sentence(item, origins) for item in error.errors()]) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no run config {path}: give --config an existing file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        where = re.search(r"at line (\d+)", str(error))
+        line = f":{where.group(1)}" if where else ""
+        raise ConfigError(f"{path}{line} is not valid TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"run config {path} cannot be read: {error}") from None
+
+
+def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
+    """One pydantic error as: the key, its value, where it came from, what is wrong."""
+    key = ".".join(map(str, item["loc"]))
+    origin = origin_of(key, origins)
+    if item["type"] == "extra_forbidden":
+        hint = did_you_mean(key, [*RunConfig.model_fields, *known_keys()])
+        return f"{key} ({origin}) is not a key of the run config{hint}"
+    if item["type"] == "value_error":  # raised by a validator of ours, over a whole section
+        return f"{item['ctx']['error']} ({origin})"
+    wrong = item["msg"].replace("Input should be", "it must be")
+    return f"{key} is {item['input']!r} ({origin}): {wrong}"

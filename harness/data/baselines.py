@@ -1,0 +1,45 @@
+"""What a model must beat: the cross-entropy of counting single tokens, and pairs of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.data.batches import Stream
+from harness.data.packing import IGNORED
+
+# Enough for two decimals; a larger corpus is sampled in training order.
+MAX_SAMPLES = 1 << 16
+_SAMPLES_AT_ONCE = 256
+# Weight of the unigram estimate in the bigram's, in counts (Dirichlet prior).
+_PRIOR_COUNTS = 5.0
+
+
+def unigram_and_bigram_nats(
+    train: Stream, held_out: Stream, vocab_size: int
+) -> tuple[float, float]:
+    """Held-out cross-entropy, nats per target token, of the train split's smoothed frequencies:
+    those of the target alone, and those given the token before it."""
+    before, target = _pairs(train)
+    held_before, held_target = _pairs(held_out)
+    counts = np.bincount(target, minlength=vocab_size) + 1.0  # add-one: no id has probability 0
+    unigram = counts[held_target] / counts.sum()
+    seen, times = np.unique(before * vocab_size + target, return_counts=True)
+    asked = held_before * vocab_size + held_target
+    at = np.minimum(np.searchsorted(seen, asked), len(seen) - 1)
+    pair_counts = np.where(seen[at] == asked, times[at], 0)
+    before_counts = np.bincount(before, minlength=vocab_size)[held_before]
+    bigram = (pair_counts + _PRIOR_COUNTS * unigram) / (before_counts + _PRIOR_COUNTS)
+    return float(-np.log(unigram).mean()), float(-np.log(bigram).mean())
+
+
+def _pairs(stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(previous token, target) of the first epoch, or of its first MAX_SAMPLES."""
+    samples = min(stream.samples, MAX_SAMPLES)
+    pairs = []
+    for first in range(0, samples, _SAMPLES_AT_ONCE):
+        batch = stream.batch(first, min(_SAMPLES_AT_ONCE, samples - first))
+        learned = batch.labels != IGNORED
+        pairs.append((batch.input_ids[learned].numpy(), batch.labels[learned].numpy()))
+    before, target = zip(*pairs, strict=True)
+    return np.concatenate(before), np.concatenate(target)

@@ -1,0 +1,155 @@
+"""Samples in training order, as tensors; prepared ahead by a thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from harness.data.order import window_of
+from harness.data.packing import Packed, Span
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on the CPU, (micro_batch, seq_len) int64 each."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    """Already shifted: the target of position i stands at i; -100 where there is none."""
+    position_ids: torch.Tensor | None
+    """From 0 in each document, when tokens attend only within their own; else None."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as it is trained on, for people to look at."""
+
+    epoch: int
+    window: int
+    spans: list[Span]
+    batch: Batch
+    """With this one sample."""
+
+
+def share_of_rank(
+    first_sample: int, global_batch: int, micro_batch: int, data_rank: int, data_ranks: int
+) -> NDArray[np.int64]:
+    """(accumulation, micro_batch) global sample indices of one rank in one step.
+
+    Row j starts at first_sample + (j * data_ranks + data_rank) * micro_batch. Over all ranks and
+    rows these are exactly [first_sample, first_sample + global_batch), whatever the split.
+    """
+    per_round = data_ranks * micro_batch
+    assert global_batch % per_round == 0, (
+        f"global_batch {global_batch} is no multiple of {data_ranks} ranks x {micro_batch} samples"
+    )
+    rounds = np.arange(global_batch // per_round)[:, None]
+    return first_sample + (rounds * data_ranks + data_rank) * micro_batch + np.arange(micro_batch)
+
+
+class Stream:
+    """One split's samples, endlessly: epoch after epoch, each in its own order.
+
+    The global sample index alone says which window a sample is (order.window_of).
+    """
+
+    def __init__(self, packed: Packed, seed: int, fingerprint: str, *, document_mask: bool) -> None:
+        assert packed.num_windows > 0, "a stream needs at least one window"
+        self._packed = packed
+        self._seed, self._fingerprint = seed, fingerprint
+        self._document_mask = document_mask
+
+    @property
+    def samples(self) -> int:
+        """Samples in an epoch."""
+        return self._packed.num_windows
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the split, with separators and the incomplete window that is dropped."""
+        return self._packed.split.num_tokens
+
+    @property
+    def documents(self) -> int:
+        """Documents of the split."""
+        return self._packed.split.num_documents
+
+    @property
+    def masks_prompts(self) -> bool:
+        """Whether some tokens are read but not learned."""
+        return self._packed.split.masks_prompts
+
+    def targets_in(self, first_sample: int, count: int) -> int:
+        """Target tokens of samples [first_sample, first_sample + count), over all ranks."""
+        return self._packed.targets(self._windows(first_sample + np.arange(count)))
+
+    def batch(self, first_sample: int, count: int) -> Batch:
+        """Samples [first_sample, first_sample + count) as one batch.
+
+        Raises ConfigError for a token id outside the model's vocabulary.
+        """
+        return self._read(first_sample + np.arange(count))
+
+    def steps(
+        self,
+        samples_consumed: int,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> Generator[list[Batch]]:
+        """One rank's micro-batches (share_of_rank) of every step from samples_consumed on, without
+        end; close() it."""
+
+        def load(step: int) -> list[Batch]:
+            first = samples_consumed + step * global_batch
+            share = share_of_rank(first, global_batch, micro_batch, data_rank, data_ranks)
+            return [self._read(samples, pin_memory) for samples in share]
+
+        return load_ahead(load, prefetch)
+
+    def sample(self, index: int) -> Sample:
+        """The sample at one global index, with the documents that it shows."""
+        window = int(self._windows(np.array([index]))[0])
+        spans = self._packed.spans(window)
+        return Sample(index // self.samples, window, spans, self.batch(index, 1))
+
+    def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        return window_of(samples, self.samples, self._seed, self._fingerprint)
+
+    def _read(self, samples: NDArray[np.int64], pin_memory: bool = False) -> Batch:
+        windows = self._packed.read(self._windows(samples))
+        arrays = (windows.ids, windows.labels, windows.positions)
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if pin_memory:
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        ids, labels, positions = tensors
+        return Batch(ids, labels, positions if self._document_mask else None)
+
+
+def load_ahead(load: Callable[[int], Item], depth: int) -> Generator[Item]:
+    """load(0), load(1), ... from a thread that stays at most `depth` ahead, until it is closed.
+
+    What `load` raises is raised here, at its place in the order.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="load_ahead")
+    try:
+        ahead = deque(pool.submit(load, number) for number in range(depth))
+        for number in itertools.count(depth):
+            ahead.append(pool.submit(load, number))
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

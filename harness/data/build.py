@@ -1,0 +1,253 @@
+"""build_data: from data.path to streams of samples, through a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from harness.config import RunConfig
+from harness.data.baselines import unigram_and_bigram_nats
+from harness.data.batches import Stream
+from harness.data.cache import Report, build_once, cache_key, default_cache
+from harness.data.corpus import Corpus, find_corpus
+from harness.data.indexed import IndexedTokens, write_indexed
+from harness.data.packing import Packed
+from harness.data.split import SIDES, load_split, stores_separator, write_splits
+from harness.data.tokenizer import (
+    encode,
+    load_tokenizer,
+    tokenizer_hash,
+    train_tokenizer,
+    vocab_size,
+)
+from harness.errors import ConfigError
+
+# Raise it whenever the same input would give other files.
+FORMAT = 2
+TOKENS, PROMPTS, SPLIT_FACTS = "tokens", "prompts.npy", "split.json"
+_PIECES_AT_ONCE = 256  # what the tokenizer's threads share
+_REPORT_EVERY_CHARS = 1 << 26
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What build_data needs of the run config."""
+
+    path: str | None = None
+    """Text file, folder, .jsonl, or .bin/.idx pair; None: the Python library."""
+    tokenizer: str | None = None
+    """Folder or hub id; None trains one on the corpus."""
+    seq_len: int = 128
+    held_out: float = 0.02
+    """Fraction of the documents."""
+    document_mask: bool | None = None
+    """None: on where prompts are masked."""
+    cache_dir: str | None = None
+    seed: int = 0
+    model_vocab_size: int | None = None
+    """None: the tokenizer's."""
+    trust_remote_code: bool = False
+    shuffle_targets: bool = False
+    """Control experiment: targets drawn from all over the split, so nothing can be learned."""
+
+    @classmethod
+    def of_run(
+        cls, run: RunConfig, model_config: Mapping[str, Any], *, trust_remote_code: bool = False
+    ) -> DataSpec:
+        """What a run says; a model that brings its weights brings its tokenizer too."""
+        data = run.data
+        return cls(
+            path=data.path,
+            tokenizer=data.tokenizer or run.model.init_from,
+            seq_len=data.seq_len,
+            held_out=data.held_out,
+            document_mask=data.document_mask,
+            cache_dir=data.cache_dir,
+            seed=run.train.seed,
+            model_vocab_size=model_config.get("vocab_size"),
+            trust_remote_code=trust_remote_code,
+        )
+
+
+@dataclass(frozen=True)
+class Data:
+    """Tokens ready to train on."""
+
+    train: Stream
+    held_out: Stream
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+    """Hash of the .idx, the size of the .bin, the tokenizer and the prompt lengths."""
+    corpus: Corpus
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that the tokenizer gives."""
+        return vocab_size(self.tokenizer)
+
+    @property
+    def eos_id(self) -> int:
+        """The separator: it ends every document, and is a target."""
+        return int(self.tokenizer.eos_token_id)
+
+    @cached_property
+    def _baselines(self) -> tuple[float, float]:
+        return unigram_and_bigram_nats(self.train, self.held_out, self.vocab_size)
+
+    @property
+    def unigram_nats(self) -> float:
+        """Held-out cross-entropy of the train split's token frequencies, nats per token."""
+        return self._baselines[0]
+
+    @property
+    def bigram_nats(self) -> float:
+        """The same for pairs of tokens, interpolated with the single ones."""
+        return self._baselines[1]
+
+
+def build_data(spec: DataSpec, report: Report | None = None) -> Data:
+    """Finds or builds tokenizer, tokens and split in the cache, and opens them.
+
+    Every rank may call it at once: one builds, the others wait. `report` receives progress lines.
+    Raises ConfigError, before anything is trained, for whatever is wrong with the input.
+    """
+    report = report or (lambda line: None)
+    try:
+        corpus = find_corpus(spec.path)
+        identity = corpus.identity()
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+    cache = Path(spec.cache_dir).expanduser() if spec.cache_dir else default_cache()
+    source = spec.tokenizer or _trained_tokenizer(corpus, cache, report)
+    tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
+    ids = vocab_size(tokenizer)
+    if spec.model_vocab_size is not None and ids > spec.model_vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only "
+            f"{spec.model_vocab_size}: set model.overrides.vocab_size={ids}"
+        )
+    hashed = tokenizer_hash(tokenizer)
+    key = cache_key(format=FORMAT, corpus=identity, tokenizer=hashed)
+    prefix, prompts = corpus.path, None
+    if corpus.kind != "indexed":
+        folder = cache / f"tokens-{key}"
+        build_once(folder, lambda path: _tokenise(corpus, tokenizer, path, report), report)
+        prefix, prompts = folder / TOKENS, np.load(folder / PROMPTS, mmap_mode="r")
+    tokens = IndexedTokens(prefix)
+    split_key = cache_key(source=key, held_out=spec.held_out)
+    folder = build_once(
+        cache / f"split-{split_key}",
+        lambda path: _split(tokens, prompts, tokenizer, spec.held_out, path),
+        report,
+    )
+    facts = json.loads((folder / SPLIT_FACTS).read_text())
+    packed = {
+        side: Packed(
+            tokens.tokens,
+            load_split(folder, side),
+            seq_len=spec.seq_len,
+            eos_id=tokenizer.eos_token_id,
+            vocab_size=spec.model_vocab_size or ids,
+            add_separator=facts["add_separator"],
+            shuffle_targets=spec.shuffle_targets,
+        )
+        for side in SIDES
+    }
+    _require_windows(packed, spec)
+    document_mask = spec.document_mask
+    if document_mask is None:
+        document_mask = any(side.split.masks_prompts for side in packed.values())
+    # The held-out order is the same for every seed, so that runs are compared on the same samples.
+    fingerprint = facts["fingerprint"]
+    train = Stream(packed["train"], spec.seed, fingerprint, document_mask=document_mask)
+    held_out = Stream(packed["held_out"], 0, fingerprint, document_mask=document_mask)
+    return Data(train, held_out, tokenizer, fingerprint, corpus)
+
+
+def _trained_tokenizer(corpus: Corpus, cache: Path, report: Report) -> Path:
+    if corpus.kind == "indexed":
+        raise ConfigError(
+            f"data.path: {corpus.path} holds token ids: set data.tokenizer to the one that wrote "
+            "them"
+        )
+
+    def build(path: Path) -> None:
+        report("training a tokenizer")
+        train_tokenizer(corpus, path)
+
+    key = cache_key(format=FORMAT, corpus=corpus.identity())
+    return build_once(cache / f"tokenizer-{key}", build, report)
+
+
+def _tokenise(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
+) -> None:
+    """Writes the tokens, and how many of each document are its prompt."""
+    prompts, in_prompt, characters, reported = array("i"), 0, 0, 0
+
+    def sequences() -> Iterator[tuple[list[int], bool]]:
+        nonlocal in_prompt, characters, reported
+        pieces = corpus.pieces()
+        while group := list(islice(pieces, _PIECES_AT_ONCE)):
+            texts = [piece.text for piece in group]
+            for piece, ids in zip(group, encode(tokenizer, texts), strict=True):
+                in_prompt += len(ids) * piece.is_prompt
+                if piece.is_last:
+                    prompts.append(in_prompt)
+                    in_prompt = 0
+                    ids.append(tokenizer.eos_token_id)
+                yield ids, piece.is_last
+            characters += sum(map(len, texts))
+            if characters - reported > _REPORT_EVERY_CHARS:
+                reported = characters
+                report(f"tokenised {characters / corpus.num_bytes():.0%} of {corpus.path}")
+
+    write_indexed(folder / TOKENS, vocab_size(tokenizer), sequences())
+    if not characters:
+        raise ConfigError(f"data.path: {corpus.path} holds no text ({len(prompts)} documents)")
+    np.save(folder / PROMPTS, np.asarray(prompts, dtype=np.int32))
+
+
+def _split(
+    tokens: IndexedTokens,
+    prompts: NDArray[np.int32] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: float,
+    folder: Path,
+) -> None:
+    """Writes both sides of the split, the fingerprint, and whether separators are to be added."""
+    starts = tokens.document_starts()
+    if prompts is None:
+        prompts = np.zeros(len(starts) - 1, dtype=np.int32)
+    add_separator = not stores_separator(tokens, starts, tokenizer.eos_token_id)
+    write_splits(folder, starts, prompts, held_out, add_separator=add_separator)
+    digest = hashlib.sha256(f"{tokens.bin_bytes}:{tokenizer_hash(tokenizer)}:".encode())
+    digest.update(tokens.idx_path.read_bytes())
+    digest.update(prompts.tobytes())
+    facts = {"fingerprint": digest.hexdigest(), "add_separator": add_separator}
+    (folder / SPLIT_FACTS).write_text(json.dumps(facts))
+
+
+def _require_windows(packed: dict[str, Packed], spec: DataSpec) -> None:
+    """Raises ConfigError unless each side has at least one sample."""
+    problems = [
+        f"data.path: the {side.replace('_', '-')} split has {windows.split.num_tokens} tokens in "
+        f"{windows.split.num_documents} documents; one sample takes data.seq_len + 1 = "
+        f"{spec.seq_len + 1}: give more text, lower data.seq_len, or change data.held_out "
+        f"(now {spec.held_out})"
+        for side, windows in packed.items()
+        if not windows.num_windows
+    ]
+    if problems:
+        raise ConfigError(problems)

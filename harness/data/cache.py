@@ -1,0 +1,85 @@
+"""Built once, by one of many processes: finished folders in a cache that several nodes may share.
+
+Correctness rests on the atomic rename of a finished folder; the lock only saves work. So a file
+system without locks merely builds twice, and a killed builder leaves nothing in anybody's way: the
+kernel drops its lock, and the next builder on its machine removes its unfinished folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from harness.errors import ConfigError
+
+Report = Callable[[str], None]
+
+
+def default_cache() -> Path:
+    """$XDG_CACHE_HOME/harness, else ~/.cache/harness."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harness"
+
+
+def cache_key(**parts: Any) -> str:
+    """16 hex digits that identify what a folder was built from."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> Path:
+    """Returns `folder`, after `build(path)` has filled it in some process, once.
+
+    `build` writes into a private folder that is renamed when it returns; if it raises, nothing is
+    left and the next process in line tries for itself. Raises ConfigError if the cache cannot be
+    written.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+            is_alone = _acquire(lock, report)
+            if not folder.is_dir():
+                _build(folder, build, is_alone)
+    except OSError as error:
+        raise ConfigError(f"data.cache_dir: cannot write under {folder.parent}: {error}") from error
+    return folder
+
+
+def _acquire(lock: TextIO, report: Report) -> bool:
+    """Waits for the lock, which closing the file releases; False where there are no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        report(f"waiting for the process that holds {lock.name}")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _build(folder: Path, build: Callable[[Path], None], is_alone: bool) -> None:
+    ours = f"{folder.name}.partial-{socket.gethostname()}"
+    if is_alone:  # on this machine at least, whatever the file system
+        for abandoned in folder.parent.glob(f"{ours}-*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+    partial = folder.with_name(f"{ours}-{os.getpid()}")
+    partial.mkdir()
+    try:
+        build(partial)
+        for file in partial.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())  # a finished folder holds whole files, come what may
+        partial.rename(folder)
+    except OSError:
+        # Without locks another process may have finished first: its folder is as good as ours.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

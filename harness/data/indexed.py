@@ -1,0 +1,125 @@
+"""Tokens on disk: Megatron's PREFIX.bin (ids) and PREFIX.idx (where each document lies).
+
+The layout of the .idx is that of Megatron-LM's MMapIndexedDataset: 9 bytes of magic, uint64
+version, uint8 type of the ids, uint64 sequences, uint64 document bounds; then int32 tokens of each
+sequence, int64 byte offset of each sequence, and int64 bounds of the documents in sequences.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.errors import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+# uint16 is 6 in DeepSpeed and 8 in Megatron-LM.
+_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<u2", 7: "<u4", 8: "<u2"}
+_UINT16, _INT32 = 6, 4
+
+
+class IndexedTokens:
+    """Reads a .bin/.idx pair through memory maps.
+
+    `tokens` is (num_tokens,) in the type of the file. Opening checks the header and the sizes of
+    both files, and raises ConfigError with the sizes in bytes.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        try:
+            self.bin_bytes = self.bin_path.stat().st_size
+            self._open()
+        except OSError as error:
+            raise ConfigError(
+                f"data.path: cannot read {error.filename}: {error.strerror}"
+            ) from error
+
+    def _open(self) -> None:
+        idx_bytes = self.idx_path.stat().st_size
+        if idx_bytes < _HEADER.size:
+            raise ConfigError(
+                f"{self.idx_path} is truncated: {idx_bytes} bytes, its header has {_HEADER.size}"
+            )
+        with self.idx_path.open("rb") as file:
+            header = file.read(_HEADER.size)
+        magic, version, code, sequences, bounds = _HEADER.unpack(header)
+        if magic != MAGIC or version != 1 or code not in _TYPES:
+            raise ConfigError(
+                f"{self.idx_path} is no Megatron index: it begins with {header[:18]!r}, not with "
+                f"{MAGIC!r}, version 1 and a type from {min(_TYPES)} to {max(_TYPES)}"
+            )
+        if not sequences or bounds < 2:
+            raise ConfigError(f"{self.idx_path} is empty: {sequences} sequences, {bounds} bounds")
+        offsets_at = _HEADER.size + 4 * sequences
+        bounds_at = offsets_at + 8 * sequences
+        self._require_size(self.idx_path, idx_bytes, bounds_at + 8 * bounds)
+        index = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r"))
+        self._sizes = index[_HEADER.size : offsets_at].view("<i4")
+        self._offsets = index[offsets_at:bounds_at].view("<i8")
+        self._bounds = index[bounds_at:].view("<i8")
+        dtype = np.dtype(_TYPES[code])
+        end = int(self._offsets[-1]) + int(self._sizes[-1]) * dtype.itemsize
+        self._require_size(self.bin_path, self.bin_bytes, end)
+        if not end:
+            raise ConfigError(f"{self.bin_path} is empty (0 bytes)")
+        self.tokens: NDArray[np.integer] = np.asarray(np.memmap(self.bin_path, dtype, mode="r"))
+
+    def _require_size(self, path: Path, found: int, expected: int) -> None:
+        if found != expected:
+            raise ConfigError(
+                f"{path} is {'truncated' if found < expected else 'too long'}: {found} bytes, "
+                f"where {self.idx_path.name} describes {expected}"
+            )
+
+    def document_starts(self) -> NDArray[np.int64]:
+        """(documents + 1,) where each document begins in `tokens`, and their end.
+
+        Reads the whole index; ConfigError unless it describes one gapless run of tokens in
+        documents that follow each other.
+        """
+        starts: NDArray[np.int64] = np.r_[0, np.cumsum(self._sizes, dtype=np.int64)]
+        wrong = (self._sizes < 0) | (self._offsets != starts[:-1] * self.tokens.itemsize)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ConfigError(
+                f"{self.idx_path}: sequence {at} has {self._sizes[at]} tokens at byte "
+                f"{self._offsets[at]}: the sequences do not follow each other"
+            )
+        ends = (self._bounds[0], self._bounds[-1])
+        if ends != (0, len(self._sizes)) or (np.diff(self._bounds) < 0).any():
+            raise ConfigError(
+                f"{self.idx_path}: its documents run from sequence {ends[0]} to {ends[1]} of "
+                f"{len(self._sizes)}, or are out of order"
+            )
+        return starts[self._bounds]
+
+
+def write_indexed(
+    prefix: Path, vocab_size: int, sequences: Iterable[tuple[Sequence[int], bool]]
+) -> None:
+    """Writes (ids, whether they end a document) as a .bin/.idx pair, as a stream.
+
+    The ids are uint16 below 65,500 of them, as in Megatron-LM, else int32. Only 12 bytes per
+    sequence are held in memory.
+    """
+    code = _UINT16 if vocab_size < 65500 else _INT32
+    dtype = np.dtype(_TYPES[code])
+    sizes, bounds = array("i"), array("q", [0])
+    with Path(f"{prefix}.bin").open("wb") as file:
+        for ids, ends_document in sequences:
+            file.write(np.array(ids, dtype=dtype).tobytes())
+            sizes.append(len(ids))
+            if ends_document:
+                bounds.append(len(sizes))
+    offsets = np.r_[0, np.cumsum(sizes, dtype=np.int64)[:-1]] * dtype.itemsize
+    with Path(f"{prefix}.idx").open("wb") as file:
+        file.write(_HEADER.pack(MAGIC, 1, code, len(sizes), len(bounds)))
+        for column, width in ((sizes, "<i4"), (offsets, "<i8"), (bounds, "<i8")):
+            file.write(np.asarray(column, dtype=width).tobytes())

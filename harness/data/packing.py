@@ -1,0 +1,143 @@
+"""Documents laid end to end with separators, and cut to windows.
+
+Window w holds the stream's tokens [w * seq_len, w * seq_len + seq_len + 1): its first seq_len are
+inputs, its last seq_len are their targets, so every token but the stream's first is a target once.
+Tokens after the last complete window are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.data.order import permute, round_keys
+from harness.data.split import Split
+from harness.errors import ConfigError
+
+IGNORED = -100  # the label that torch's cross entropy skips
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a window shows a part of a document: its tokens [first, last) at a column."""
+
+    document: int
+    first: int
+    last: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Windows:
+    """n windows as (n, seq_len) arrays."""
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    """Already shifted: labels[:, i] is the target of position i, IGNORED where there is none."""
+    positions: NDArray[np.int64]
+    """From 0 in each document."""
+
+
+class Packed:
+    """One split's stream of tokens as windows of seq_len + 1."""
+
+    def __init__(
+        self,
+        tokens: NDArray[np.integer],
+        split: Split,
+        *,
+        seq_len: int,
+        eos_id: int,
+        vocab_size: int,
+        add_separator: bool,
+        shuffle_targets: bool = False,
+    ) -> None:
+        self.split, self.seq_len = split, seq_len
+        self.num_windows = max(0, split.num_tokens - 1) // seq_len
+        self._tokens = tokens
+        self._eos_id, self._vocab_size = eos_id, vocab_size
+        self._add_separator, self._shuffle_targets = add_separator, shuffle_targets
+
+    def read(self, windows: NDArray[np.int64]) -> Windows:
+        """The (n,) windows asked for; ConfigError for an id outside the vocabulary."""
+        begin = windows[:, None] * self.seq_len
+        places = begin + np.arange(self.seq_len + 1)  # (n, seq_len + 1) in the stream
+        rows = self._rows_of(windows)
+        starts = self.split.starts[rows]
+        ids = self._ids(rows, places - starts)
+        labels = self._shuffled(places[:, 1:]) if self._shuffle_targets else ids[:, 1:]
+        if self.split.masks_prompts:
+            prompts = self.split.prompts[rows + 1] - self.split.prompts[rows]
+            labels = np.where((places - starts < prompts)[:, 1:], IGNORED, labels)
+        positions = places - np.maximum(starts, begin)
+        return Windows(
+            *(np.ascontiguousarray(array) for array in (ids[:, :-1], labels, positions[:, :-1]))
+        )
+
+    def targets(self, windows: NDArray[np.int64]) -> int:
+        """Target tokens of the (n,) windows, counted without reading a token."""
+        begin = windows * self.seq_len + 1
+        masked = self._masked_before(begin + self.seq_len) - self._masked_before(begin)
+        return len(windows) * self.seq_len - int(masked.sum())
+
+    def spans(self, window: int) -> list[Span]:
+        """The parts of documents that a window shows, seq_len + 1 tokens in all."""
+        shown = self._rows_of(np.array([window]))[0]
+        rows, columns, lengths = np.unique(shown, return_index=True, return_counts=True)
+        firsts = window * self.seq_len + columns - self.split.starts[rows]
+        parts = np.stack([self.split.numbers[rows], firsts, firsts + lengths, columns], axis=1)
+        return [Span(*part) for part in parts.tolist()]
+
+    def _rows_of(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(n, seq_len + 1) the split's row that holds each token of (n,) windows.
+
+        One search per window, not per token: most tokens follow another of the same document.
+        """
+        begin = windows * self.seq_len
+        end = begin + self.seq_len + 1
+        first = self._rows_at(begin)
+        counts = self._rows_at(end - 1) - first + 1
+        window = np.repeat(np.arange(len(windows)), counts)
+        rows = np.arange(len(window)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        starts = np.maximum(self.split.starts[rows], begin[window])
+        stops = np.minimum(self.split.starts[rows + 1], end[window])
+        return np.repeat(rows, stops - starts).reshape(len(windows), -1)
+
+    def _masked_before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Prompt tokens in the stream before each of the (n,) places."""
+        rows = self._rows_at(places)
+        before, after = self.split.prompts[rows], self.split.prompts[rows + 1]
+        return before + np.minimum(places - self.split.starts[rows], after - before)
+
+    def _rows_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The split's row that holds each place of the stream; the last row at its very end."""
+        rows: NDArray[np.int64] = np.searchsorted(self.split.starts, places, side="right") - 1
+        return np.minimum(rows, self.split.num_documents - 1)
+
+    def _ids(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids at offsets in documents, with the separators that the file lacks; any shape."""
+        sources = self.split.offsets[rows] + offsets
+        if self._add_separator:
+            is_separator = offsets == self.split.starts[rows + 1] - self.split.starts[rows] - 1
+            stored = self._tokens[np.where(is_separator, 0, sources)]
+            ids = np.where(is_separator, self._eos_id, stored.astype(np.int64))
+        else:
+            ids = self._tokens[sources].astype(np.int64)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            at = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0]
+            raise ConfigError(
+                f"data.path: document {self.split.numbers[rows.flat[at]]} has token id "
+                f"{ids.flat[at]} at offset {offsets.flat[at]}, outside the model's vocabulary of "
+                f"{self._vocab_size} (model.overrides.vocab_size)"
+            )
+        return ids
+
+    def _shuffled(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Ids from all over the stream in place of those at `places`: nothing left to learn but
+        their frequencies."""
+        keys = round_keys("shuffled targets", self.split.num_tokens)
+        elsewhere = permute(places.ravel(), self.split.num_tokens, keys).reshape(places.shape)
+        rows = self._rows_at(elsewhere)
+        return self._ids(rows, elsewhere - self.split.starts[rows])

@@ -1,0 +1,112 @@
+"""Which documents train and which are held out, and where each lies in its stream of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.data.indexed import IndexedTokens
+from harness.data.order import mix
+from harness.errors import ConfigError
+
+SIDES = ("train", "held_out")
+_SAMPLED_DOCUMENTS = 10_000
+
+
+@dataclass(frozen=True)
+class Split:
+    """One side's n documents, laid end to end in a stream; (n + 1,) memory maps.
+
+    A document takes one token more in the stream than in the file where the separator is not
+    stored with it.
+    """
+
+    starts: NDArray[np.int64]
+    """Where each document begins in the stream; the last is the stream's length."""
+    offsets: NDArray[np.int64]
+    """Where each document begins in the .bin."""
+    numbers: NDArray[np.int64]
+    """Number of each document in the corpus."""
+    prompts: NDArray[np.int64]
+    """Tokens of prompts in all documents before."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, which may be empty."""
+        return len(self.starts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the stream."""
+        return int(self.starts[-1])
+
+    @property
+    def masks_prompts(self) -> bool:
+        """Whether some tokens are read but not learned."""
+        return bool(self.prompts[-1] > 0)
+
+
+def load_split(folder: Path, side: str) -> Split:
+    """Opens what write_splits wrote for "train" or "held_out"."""
+    return Split(*np.asarray(np.load(folder / f"{side}.npy", mmap_mode="r")))
+
+
+def stores_separator(tokens: IndexedTokens, starts: NDArray[np.int64], eos_id: int) -> bool:
+    """Whether the documents of the file end with the separator; ConfigError if only some do."""
+    filled = np.flatnonzero(np.diff(starts))
+    sampled = filled[:: 1 + len(filled) // _SAMPLED_DOCUMENTS]
+    ended = int((tokens.tokens[starts[sampled + 1] - 1] == eos_id).sum())
+    if ended not in (0, len(sampled)):
+        raise ConfigError(
+            f"data.path: {ended} of {len(sampled)} documents looked at in {tokens.bin_path} end "
+            f"with the tokenizer's eos (id {eos_id}), the others do not; is data.tokenizer the "
+            "one that wrote them?"
+        )
+    return ended > 0
+
+
+def write_splits(
+    folder: Path,
+    starts: NDArray[np.int64],
+    prompts: NDArray[np.int32],
+    held_out: float,
+    *,
+    add_separator: bool,
+) -> None:
+    """Writes both sides; `starts` are (n + 1,) bounds in the .bin, `prompts` (n,) masked tokens.
+
+    A document is held out by a hash of its number alone, so neither the seed nor the tokenizer
+    changes the choice; each side gets at least one. The only document of a corpus is cut: its
+    last part is held out.
+    """
+    numbers, held = np.arange(len(prompts)), _held_out(len(prompts), held_out)
+    if len(prompts) == 1:
+        first_length = starts[1] - max(1, round(int(starts[1]) * held_out))
+        starts, numbers, held = (
+            np.insert(starts, 1, first_length),
+            numbers[[0, 0]],
+            np.arange(2) > 0,
+        )
+        prompts = np.diff(np.minimum(starts, prompts))
+    lengths = np.diff(starts) + add_separator
+    for side, chosen in zip(SIDES, (~held, held), strict=True):
+        columns = np.zeros((4, chosen.sum() + 1), dtype=np.int64)
+        columns[0, 1:] = np.cumsum(lengths[chosen])
+        columns[1, :-1] = starts[:-1][chosen]
+        columns[2, :-1] = numbers[chosen]
+        columns[3, 1:] = np.cumsum(prompts[chosen])
+        np.save(folder / f"{side}.npy", columns)
+
+
+def _held_out(documents: int, fraction: float) -> NDArray[np.bool_]:
+    """(documents,) which are held out: neither none nor all, if there are two or more."""
+    hashes = mix(mix(np.arange(1, documents + 1, dtype=np.uint64)))
+    held = hashes < np.uint64(int(fraction * 2**64))
+    if not held.any():
+        held[hashes.argmin()] = True
+    elif held.all():
+        held[hashes.argmax()] = False
+    return held

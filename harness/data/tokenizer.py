@@ -1,0 +1,158 @@
+"""Tokenizers: one trained on the corpus, or any that Hugging Face's AutoTokenizer opens."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2 as sentencepiece_model
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from harness.data.corpus import Corpus
+from harness.errors import ConfigError
+
+VOCAB_SIZE = 8192
+# Pieces converge long before: a larger corpus is thinned to about this much text.
+TRAINING_CHARS = 48_000_000
+# Long enough that runs of line breaks become pieces, short enough for SentencePiece's buffers.
+_SENTENCE_CHARS = 2000
+_SPACE = "\u2581"  # SentencePiece writes every space as this character
+UNK, BOS, EOS = "<unk>", "<s>", "</s>"
+
+
+def train_tokenizer(corpus: Corpus, folder: Path) -> None:
+    """Trains byte-pair pieces on the corpus and writes them as a Hugging Face tokenizer folder.
+
+    Any text survives encoding and decoding: identity normalisation, bytes for characters without
+    a piece, every space kept, no prefix. The same text gives the same files.
+    """
+    wrap(to_backend(train_model(corpus))).save_pretrained(folder)
+
+
+def train_model(corpus: Corpus) -> bytes:
+    """The SentencePiece model of train_tokenizer; ConfigError where there is nothing to learn."""
+    sentences = [sentence for sentence in _sentences(corpus) if sentence]
+    if not sentences:
+        raise ConfigError(f"data.path: {corpus.path} holds no text to train a tokenizer on")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=VOCAB_SIZE,
+        hard_vocab_limit=False,  # a small corpus has fewer pairs to merge
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        max_sentence_length=1 << 20,
+        num_threads=1,
+        minloglevel=3,
+    )
+    return model.getvalue()
+
+
+def _sentences(corpus: Corpus) -> Iterator[str]:
+    """The corpus, or an even share of it, in runs of whole lines."""
+    keep_one_in = max(1, round(corpus.num_bytes() / TRAINING_CHARS))
+    runs = (run for piece in corpus.pieces() for run in _runs_of_lines(piece.text))
+    # SentencePiece refuses NUL; it is left to the bytes.
+    return (run.replace("\0", "") for run in islice(runs, keep_one_in - 1, None, keep_one_in))
+
+
+def _runs_of_lines(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = start + _SENTENCE_CHARS
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def to_backend(model: bytes) -> Tokenizer:
+    """A SentencePiece BPE model as a tokenizers pipeline that gives the same ids.
+
+    SentencePiece merges whichever adjacent pair makes the piece of the highest score, so a pair
+    for every way to split each piece goes into the merges, in the order of the scores. Spaces are
+    spaces here, unlike in SentencePiece, so that a literal "\u2581" in the text is told from one.
+    """
+    proto: Any = sentencepiece_model  # its classes are made at run time
+    pieces = proto.ModelProto.FromString(model).pieces
+    normal = proto.ModelProto.SentencePiece.NORMAL
+    vocab = {
+        piece.piece.replace(_SPACE, " ") if piece.type == normal else piece.piece: number
+        for number, piece in enumerate(pieces)
+    }
+    assert len(vocab) == len(pieces), "two pieces became one"
+    ranks = {text: n for text, n in vocab.items() if pieces[n].type == normal}
+    merges = []
+    for text in ranks:  # in the order of the scores
+        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+        known = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    backend = Tokenizer(BPE(vocab, merges, unk_token=UNK, byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """The Hugging Face tokenizer; "</s>" in a text is text, never the end of a document."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token=UNK,
+        bos_token=BOS,
+        eos_token=EOS,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(
+    source: str | Path, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """AutoTokenizer's, from a folder or hub id; ConfigError if there is none or it has no eos."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises whatever the file at fault provokes
+        raise ConfigError(
+            f"data.tokenizer: {source} opens as no tokenizer: {type(error).__name__}: {error}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"data.tokenizer: {source} names no eos_token, which must separate the documents; "
+            "set it in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """The ids of each text, without special tokens, as users of the export will get them."""
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+    return ids
+
+
+def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id; `len(tokenizer)` is less where the ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Identifies what encoding does, whatever folder the tokenizer came from."""
+    parts: dict[str, Any] = {
+        "vocab": sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]),
+        "eos": tokenizer.eos_token_id,
+        "split_special_tokens": getattr(tokenizer, "split_special_tokens", False),
+    }
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        parts["backend"] = json.loads(tokenizer.backend_tokenizer.to_str())
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

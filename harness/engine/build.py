@@ -1,0 +1,150 @@
+"""From a Plan to an engine: the model built, partitioned and handed to DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+
+from harness.engine import quirks
+from harness.engine.zero import ZeroEngine
+from harness.errors import ConfigError
+from harness.models.initialize import materialize
+from harness.models.skeleton import DTYPES, decayed_parameters, hf_config, skeleton
+from harness.plan import Plan
+
+
+def build_engine(plan: Plan, device: torch.device, trust_remote_code: bool = False) -> ZeroEngine:
+    """Build the model that `plan` names and hand it to DeepSpeed.
+
+    Under ZeRO-3 no rank ever holds more than one decoder layer in full.
+    Raises ConfigError where the model or its weights do not fit the plan.
+    """
+    model, decayed = _build_model(plan, device, trust_remote_code)
+    if plan.run.model.checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    config, events = _with_buildable_optimizer(plan)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=_parameter_groups(model, decayed, plan.run.optim.weight_decay),
+        config=config,
+    )
+    return ZeroEngine(engine, plan, events)
+
+
+def _build_model(
+    plan: Plan, device: torch.device, trust_remote_code: bool
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model with its weights on `device`, and the names of the parameters that decay."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # else every default is logged twice
+    try:
+        config = hf_config(plan.model_config, plan.model_source, trust_remote_code)
+    except ValueError as error:
+        raise ConfigError(f"model.name={plan.run.model.name}: {error}") from error
+    dtype = DTYPES[plan.precision]
+    try:
+        model = skeleton(config, dtype, plan.run.model.attention, trust_remote_code)
+    except ValueError as error:  # an attention implementation that the architecture lacks
+        raise ConfigError(f"model.attention={plan.run.model.attention}: {error}") from error
+    decayed = decayed_parameters(model)
+    if plan.run.model.init_from is not None:
+        return _load_weights(plan, config, dtype, device, trust_remote_code), decayed
+    materialize(
+        model,
+        plan.run.train.seed,
+        device,
+        rank=plan.world.rank,
+        world_size=plan.world.world_size,
+        send=_send if plan.world.world_size > 1 else None,
+        placed=_Partition(plan.deepspeed) if plan.zero_stage == 3 else None,
+    )
+    return model, decayed
+
+
+def _load_weights(
+    plan: Plan, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Read weights from safetensors; transformers partitions them as it reads under ZeRO-3."""
+    # Transformers asks a global for the DeepSpeed config; it must live while the model is read.
+    zero3 = HfDeepSpeedConfig(plan.deepspeed) if plan.zero_stage == 3 else None
+    source = plan.run.model.init_from
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation=plan.run.model.attention,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,  # never a pickle
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise ConfigError(f"model.init_from={source}: {error}") from error
+    finally:
+        del zero3
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError([f"model.init_from={source} has no weights for {', '.join(missing[:5])}"])
+    return model if plan.zero_stage == 3 else model.to(device)
+
+
+def _send(tensor: torch.Tensor, owner_rank: int) -> None:
+    dist.broadcast(tensor.view(torch.uint8), owner_rank)
+
+
+class _Partition:
+    """Cuts the parameters of one piece after the other into ZeRO-3 partitions."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.first: nn.Parameter | None = None
+
+    def __call__(self, parameters: list[nn.Parameter]) -> None:
+        if self.first is None:
+            deepspeed.zero.Init(
+                module=nn.ParameterList(parameters), config_dict_or_path=self.config
+            )
+            self.first = parameters[0]
+        else:
+            self.first.convert_to_zero_parameters(param_list=parameters)
+
+
+def _parameter_groups(
+    model: nn.Module, decayed: set[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two optimizer groups: matrices that decay; biases, norms and embeddings that do not."""
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in trainable if n in decayed], "weight_decay": weight_decay},
+        {"params": [p for n, p in trainable if n not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The resolved JSON, with torch's Adam where DeepSpeed's cannot be compiled, and the event.
+
+    Raises ConfigError for CPU offload without a compiler: only DeepSpeed's CPU Adam steps there.
+    """
+    config = plan.deepspeed
+    if config["optimizer"]["type"] not in ("Adam", "AdamW"):
+        return config, []
+    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    offloaded = offload.get("device", "none") != "none"
+    lacking = quirks.compiled_adam_available("cpu" if offloaded else plan.world.accelerator)
+    if lacking is None:
+        return config, []
+    if offloaded:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer needs DeepSpeed's compiled CPU Adam, but "
+            f"{lacking}; install a C++ compiler and ninja (apt install g++ ninja-build), or "
+            f"remove offload_optimizer"
+        )
+    event = {"kind": "fallback", "what": "torch Adam instead of DeepSpeed's", "why": lacking}
+    return quirks.with_torch_adam(config), [event]

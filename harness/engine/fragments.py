@@ -1,0 +1,88 @@
+"""The pieces of weights and gradients that DeepSpeed spreads over ranks, found and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import nn
+
+
+def local_gradients(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Views of the gradient elements that this rank's optimizer will use, one per parameter.
+
+    Valid between the last backward of a step and the step itself. In fp16 they are still
+    multiplied by the loss scale.
+    """
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_id"):  # ZeRO-3
+            optimizer = parameter._z3_optimizer
+            yield optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)[0]
+        elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1, ZeRO-2
+            fragment = _owned_gradient(parameter)
+            if fragment is not None:
+                yield fragment
+        elif parameter.grad is not None:  # ZeRO-0
+            yield parameter.grad
+
+
+def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The part of one parameter's gradient in this rank's partition, as a view."""
+    mapping: Any = parameter._hp_mapping
+    if mapping is None:
+        return None
+    fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
+    if fragment.numel() == parameter.numel():  # BF16_Optimizer keeps the whole gradient
+        address = mapping.lp_fragment_address
+        return fragment.narrow(0, address.start, address.numel)
+    return fragment
+
+
+def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, fp32 gradient on the CPU) of every parameter; all ranks must iterate together."""
+    for name, parameter in module.named_parameters():
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            yield name, gradient.detach().float().cpu() / loss_scale
+
+
+def full_masters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, fp32 weight on the CPU that the optimizer steps); all ranks must iterate together."""
+    for name, parameter in module.named_parameters():
+        master = safe_get_full_fp32_param(parameter)
+        master = parameter if master is None else master  # ZeRO-0 in fp32 has no second copy
+        yield name, master.detach().float().to("cpu", copy=True)
+
+
+def full_weights(module: nn.Module, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight on the CPU in the model's dtype); all ranks must iterate together.
+
+    One parameter is in full at a time. With `keep=False` (the ranks that do not write) the ranks
+    take part in the gathering and yield nothing. Tied parameters come once.
+    """
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            if keep:
+                yield name, parameter.detach().to("cpu", copy=True)
+
+
+def elements_held(module: nn.Module) -> int:
+    """How many parameter elements this rank stores between steps."""
+    return sum(
+        p.ds_tensor.numel() if hasattr(p, "ds_id") else p.numel() for p in module.parameters()
+    )
+
+
+def clip_by_value(module: nn.Module, limit: float, partitioned: bool) -> torch.Tensor:
+    """Clamp every gradient element to [-limit, limit]; returns the norm before, over all ranks."""
+    pieces = list(local_gradients(module))
+    squares = torch.stack([piece.detach().float().square().sum() for piece in pieces]).sum()
+    if partitioned:
+        dist.all_reduce(squares)
+    for piece in pieces:
+        piece.clamp_(-limit, limit)
+    return squares.sqrt()

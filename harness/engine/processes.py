@@ -1,0 +1,78 @@
+"""The process group: joined before anything else, left tidily."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import warnings
+
+import torch
+
+from harness.planning.world import World
+
+
+def join(world: World) -> torch.device:
+    """Join this process to the others of `world`; returns the device that it computes on.
+
+    Works under any launcher: what DeepSpeed reads from the environment is set from `world`.
+    """
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if world.world_size == 1:
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ["RANK"] = str(world.rank)
+    os.environ["WORLD_SIZE"] = str(world.world_size)
+    os.environ["LOCAL_RANK"] = str(world.local_rank)
+    if world.accelerator == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for devices, and talks
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Ranks that share a machine share its cores; torch would give all cores to each.
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(max(1, cores // world.local_world_size))
+    # The collectives DeepSpeed calls were renamed in torch 2.13; one line per process says so.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    _find_own_ninja()
+    import deepspeed
+    from deepspeed.utils import logger
+
+    from harness.engine import quirks
+
+    logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
+    quirks.silence()
+    atexit.register(quirks.remove_shared_memory)  # also when a run is refused from here on
+    quirks.outlive_killed_builds()
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    if world.accelerator == "cpu":
+        quirks.allow_fp16_on_any_cpu()
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def leave() -> None:
+    """Leave the process group and remove what DeepSpeed would leave behind in /dev/shm."""
+    from harness.engine.quirks import remove_shared_memory
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    remove_shared_memory()
+
+
+def _find_own_ninja() -> None:
+    """Put the ninja installed beside this interpreter first on PATH, where torch looks for it.
+
+    The environment need not be activated. And ninja builds everything again, for minutes, when
+    another version of it wrote the log of a folder: always the same one must be found.
+    """
+    try:
+        import ninja
+    except ImportError:
+        return
+    os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

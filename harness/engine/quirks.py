@@ -1,0 +1,161 @@
+"""What DeepSpeed 0.19.8 (and torch under it) does that has to be worked around, in one place.
+
+tests/engine/test_quirks.py shows for every entry that the defect is still there: when such a test
+fails after an upgrade, its workaround can go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.utils import cpp_extension
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def compiled_adam_available(accelerator: str) -> str | None:
+    """None when DeepSpeed's compiled Adam can be built here, else what is missing.
+
+    DeepSpeed's own `is_compatible` says yes without looking for a compiler; the build then fails
+    inside `initialize`, after the model was built.
+    """
+    needed = ["c++", "ninja"] if accelerator == "cpu" else ["c++", "ninja", "nvcc"]
+    found = {"c++": _compiler(), "ninja": _ninja(), "nvcc": _nvcc()}
+    missing = [name for name in needed if not found[name]]
+    return f"{', '.join(missing)} not found" if missing else None
+
+
+def with_torch_adam(config: dict[str, Any]) -> dict[str, Any]:
+    """The same JSON with torch's Adam in the place of DeepSpeed's compiled one."""
+    optimizer = config["optimizer"]
+    params = {**optimizer["params"], "torch_adam": True}
+    return {**config, "optimizer": {**optimizer, "params": params}}
+
+
+def keeps_no_grad_norm(engine: Any) -> bool:
+    """True for ZeRO-0 in fp32, which clips inside `step` and records no norm at all.
+
+    `get_global_grad_norm` is then None; the norm has to be taken between backward and step.
+    """
+    return engine.zero_optimization_stage() == 0 and not (
+        engine.fp16_enabled() or engine.bfloat16_enabled()
+    )
+
+
+def replay_adam_steps(optimizer: Any) -> None:
+    """Bring DeepSpeed's Adam on the CPU to where the run was saved, exactly; after a load.
+
+    Its C++ multiplies the powers of beta up step by step, but takes them by `pow` when it meets a
+    step that does not follow the last: a resumed run would round differently from then on.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    cpu = type(inner).__name__ == "DeepSpeedCPUAdam"
+    states = [state for state in inner.state.values() if "step" in state]
+    if not states or not (cpu or type(inner).__name__ == "FusedAdam"):
+        return
+    if not cpu and next(iter(states))["exp_avg"].device.type != "cpu":
+        return  # CUDA's takes them by `pow` always
+    value = torch.zeros(1)
+    value.grad = torch.zeros(1)
+    kept = inner.state, inner.param_groups
+    group = {**inner.param_groups[0], "lr": 0.0, "params": [value]}
+    group.pop("step", None)
+    inner.state, inner.param_groups = defaultdict(dict), [group]
+    try:
+        for _ in range(max(int(state["step"]) for state in states)):
+            inner.step()
+    finally:
+        inner.state, inner.param_groups = kept
+
+
+def is_minimum_loss_scale(error: Exception) -> bool:
+    """Whether `error` is DeepSpeed's bare Exception for a loss scale that cannot fall further."""
+    return type(error) is Exception and "loss scale already at minimum" in str(error)
+
+
+def allow_fp16_on_any_cpu() -> None:
+    """Let fp16 run on CPUs without fp16 instructions, as torch does, if slowly.
+
+    DeepSpeed refuses the whole run there, and with it every rehearsal of an fp16 job.
+    """
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def silence() -> None:
+    """Stop the memory reports that BF16_Optimizer prints on every rank, whatever the log level."""
+    from deepspeed.runtime import bf16_optimizer
+
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
+
+
+class _Baton:
+    """torch's FileBaton, held by the kernel instead of by the file being there."""
+
+    def __init__(self, lock_file_path: str, **_waiting: Any) -> None:
+        self._path = Path(lock_file_path)
+        self._file: IO[str] | None = None
+
+    def try_acquire(self) -> bool:
+        file = self._path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        self._file = file
+        return True
+
+    def wait(self) -> None:
+        with contextlib.suppress(FileNotFoundError), self._path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        assert self._file is not None, "release without acquire"
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+
+def outlive_killed_builds() -> None:
+    """Let a process killed while it loads a compiled operator block nobody.
+
+    torch takes the presence of a file for a lock; after a kill every later run on the machine
+    waits for it to vanish, for ever and without a word.
+    """
+    cpp_extension.FileBaton = _Baton
+
+
+def remove_shared_memory() -> None:
+    """Remove the files that DeepSpeed's CPU all-reduce leaves in /dev/shm (69 MB per rank).
+
+    Their names hold the user, the rendezvous and the rank; only this process's own go.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    rank = os.environ.get("RANK")
+    pattern = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
+    for path in SHARED_MEMORY.glob(pattern + "*"):
+        path.unlink(missing_ok=True)
+
+
+def _compiler() -> bool:
+    return shutil.which(os.environ.get("CXX", "c++")) is not None
+
+
+def _ninja() -> bool:
+    try:
+        import ninja  # noqa: F401
+    except ImportError:
+        return shutil.which("ninja") is not None
+    return True
+
+
+def _nvcc() -> bool:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()

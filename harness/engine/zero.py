@@ -1,0 +1,187 @@
+"""The engine without pipeline stages: ZeRO 0 to 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.data.batches import Batch
+from harness.engine import fragments, quirks
+from harness.errors import ExitCode, RunStopped
+from harness.models.loss import forward
+from harness.plan import Plan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did. Tensors stay on the device: reading them is the caller's sync.
+
+    `loss_share`: this rank's part of the loss; the sum over data ranks is the mean over the target
+    tokens of the global batch. `grad_norm`: before clipping, over all ranks.
+    """
+
+    loss_share: torch.Tensor
+    grad_norm: float | torch.Tensor
+
+
+class ZeroEngine:
+    """One DeepSpeed engine: accumulates, scales, clips and steps as its JSON says."""
+
+    def __init__(self, engine: Any, plan: Plan, events: list[dict[str, Any]]) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.events = events  # what building it did that the user should know
+        self.device: torch.device = engine.device
+
+    def train_batch(self, batches: list[Batch], targets: int, lr: float) -> StepResult:
+        """Take one optimizer step on this rank's micro-batches of a global batch.
+
+        `targets`: target tokens of the whole global batch, over all ranks.
+        Raises RunStopped (diverged) when fp16's loss scale cannot fall any further.
+        """
+        loss_share = self.accumulate(batches, targets)
+        return StepResult(loss_share, self.apply(lr))
+
+    def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
+        """Forward and backward of all micro-batches; the gradients are then ready, not used."""
+        self.engine.train()
+        data_ranks = self.plan.grid.data
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            token_loss, auxiliary = self._forward(batch)
+            share = token_loss / max(targets, 1)
+            if auxiliary is not None:
+                share = share + auxiliary / (len(batches) * data_ranks)
+            # DeepSpeed averages over the data ranks; the shares are to be summed. Its division by
+            # the accumulation steps is off: micro-batches need not hold equally many targets.
+            self.engine.backward(share * data_ranks, scale_wrt_gas=False)
+            if batch is not batches[-1]:
+                self.engine.step()  # not a boundary: counts the micro-step
+            total += share.detach()
+        return total
+
+    def apply(self, lr: float) -> float | torch.Tensor:
+        """Clip and step with the accumulated gradients; returns the norm before clipping."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        norm = None
+        if self.plan.run.optim.clip_value is not None:
+            norm = self._clip_by_value(self.plan.run.optim.clip_value)
+        elif quirks.keeps_no_grad_norm(self.engine):
+            norm = torch.nn.utils.get_total_norm(list(fragments.local_gradients(self.module)))
+        try:
+            self.engine.step()
+        except Exception as error:
+            if quirks.is_minimum_loss_scale(error):
+                raise RunStopped(ExitCode.DIVERGED, self._loss_scale_diagnosis()) from error
+            raise
+        return self.engine.get_global_grad_norm() if norm is None else norm
+
+    @torch.no_grad()
+    def eval_batch(self, batches: list[Batch]) -> torch.Tensor:
+        """(summed loss in nats, target tokens) of this rank's micro-batches, fp64, unreduced."""
+        self.engine.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            sums[0] += self._forward(batch)[0]
+            sums[1] += (batch.labels != -100).sum().to(self.device)
+        return sums
+
+    @torch.no_grad()
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all ranks."""
+        self.engine.eval()
+        output = self.engine(input_ids=input_ids.to(self.device), use_cache=False)
+        return output.logits[0, -1].float()
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over the data ranks, in place."""
+        dist.all_reduce(values)
+        return values
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 gradient) of every parameter, between `accumulate` and `apply`."""
+        return fragments.full_gradients(self.module, self.loss_scale)
+
+    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 weight) of every parameter as the optimizer holds it."""
+        return fragments.full_masters(self.module)
+
+    def weights(self, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, weight) of every parameter; all ranks iterate, those with `keep` receive."""
+        return fragments.full_weights(self.module, keep)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The Hugging Face model inside the engine."""
+        return self.engine.module
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward: 1 but for fp16."""
+        return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not applied because of overflows, since the start."""
+        return int(self.engine.skipped_steps)
+
+    @property
+    def step_applied(self) -> bool:
+        """Whether the last step changed the weights; False after an overflow."""
+        return bool(self.engine.was_step_applied())
+
+    def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
+        """Pass (name, value, samples) to the monitors that the JSON enables; rank 0 only."""
+        if self.engine.monitor.enabled:
+            self.engine.monitor.write_events(events)
+
+    def describe(self) -> dict[str, Any]:
+        """What really runs on this rank: classes, ZeRO stage, parameter elements held."""
+        optimizer = self.engine.optimizer
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return {
+            "engine": type(self.engine).__name__,
+            "optimizer": type(optimizer).__name__,
+            "inner_optimizer": type(inner).__name__,
+            "zero_stage": int(self.engine.zero_optimization_stage()),
+            "elements_held": fragments.elements_held(self.module),
+        }
+
+    def close(self) -> None:
+        """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
+        self.engine.destroy()
+
+    def save(self, folder: str) -> None:
+        """Write the engine's state of all ranks into `folder`."""
+        self.engine.save_checkpoint(folder, tag="engine", save_latest=False)
+
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote, on the same layout. Raises ValueError when it is not there."""
+        path, _ = self.engine.load_checkpoint(folder, tag="engine")
+        if path is None:
+            raise ValueError(f"{folder} holds no engine state")
+        quirks.replay_adam_steps(self.engine.optimizer)
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The loss of one micro-batch, copied to the device while the last one still computes."""
+        tensors = (batch.input_ids, batch.labels, batch.position_ids)
+        moved = [None if t is None else t.to(self.device, non_blocking=True) for t in tensors]
+        return forward(self.engine, *moved)
+
+    def _clip_by_value(self, limit: float) -> torch.Tensor:
+        scale = self.loss_scale
+        partitioned = self.engine.zero_optimization_stage() > 0
+        return fragments.clip_by_value(self.module, limit * scale, partitioned) / scale
+
+    def _loss_scale_diagnosis(self) -> str:
+        fp16 = self.plan.deepspeed["fp16"]
+        return (
+            f"the fp16 loss scale fell to its minimum ({fp16.get('min_loss_scale', 1)}) and the "
+            f"gradients still overflow: {self.skipped_steps} steps were skipped. The model has "
+            "diverged: lower optim.lr or raise optim.warmup_steps, or train in bf16"
+        )

@@ -1,0 +1,54 @@
+"""Exit codes, and the two exceptions that end a run on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process returns; batch scripts decide from it whether to requeue.
+
+    `status.json` in the run folder is the truth: torchrun and accelerate turn every code into 1.
+    """
+
+    DONE = 0
+    BAD_CONFIG = 2
+    STOPPED = 75
+    DIVERGED = 76
+    NO_CHECKPOINT = 77
+    HANG = 78
+
+
+class ConfigError(ValueError):
+    """What the user wrote cannot run; carries every problem found, not just the first.
+
+    Each problem is one sentence that names the wrong value, where it came from and the key to
+    change. `str()` is the report to print.
+    """
+
+    code = ExitCode.BAD_CONFIG
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        assert self.problems, "a ConfigError needs at least one problem"
+        super().__init__(self._report())
+
+    def _report(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        numbered = [f"  {n}. {problem}" for n, problem in enumerate(self.problems, 1)]
+        return "\n".join([f"{len(self.problems)} problems:", *numbered])
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        """Pickle by the problems: the report alone would come back as one problem."""
+        return type(self), (self.problems,)
+
+
+class RunStopped(Exception):
+    """Ends the loop with an exit code other than DONE (a signal, a time limit, divergence)."""
+
+    def __init__(self, code: ExitCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message

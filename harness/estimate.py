@@ -1,0 +1,63 @@
+"""The memory that a plan comes to."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from harness.ds_config import value_of
+from harness.planning.hardware import find_gpu
+from harness.planning.memory.inputs import GIB, Inputs, ZeroSettings
+from harness.planning.memory.timeline import Estimate, estimate_memory
+
+if TYPE_CHECKING:
+    from harness.plan import Plan
+
+
+def estimate(plan: Plan) -> Estimate | None:
+    """What `plan` will hold; None for an architecture that the planner does not know.
+
+    Raises ValueError for layouts whose memory is not counted yet.
+    """
+    inputs = memory_inputs(plan)
+    return None if inputs is None else estimate_memory(inputs, device_bytes(plan.world.gpu))
+
+
+def device_bytes(gpu: str | None) -> int | None:
+    """Memory of a GPU by name; None where it is unknown."""
+    try:
+        return None if gpu is None else int(find_gpu(gpu).memory_gib * GIB)
+    except ValueError:
+        return None
+
+
+def memory_inputs(plan: Plan) -> Inputs | None:
+    """The part of a plan that decides its memory."""
+    if plan.shape is None:
+        return None
+    config, run = plan.model_config, plan.run
+    return Inputs(
+        shape=plan.shape,
+        zero=ZeroSettings.read(partial(value_of, plan.deepspeed)),
+        precision=plan.precision,
+        grid=plan.grid,
+        micro_batch=plan.micro_batch,
+        seq_len=run.data.seq_len,
+        grad_accum=plan.grad_accum,
+        checkpointing=run.model.checkpointing,
+        attention=run.model.attention,
+        document_mask=bool(run.data.document_mask),
+        activation=str(config.get("activation_function") or ""),
+        dropout=max(
+            (
+                float(value)
+                for key, value in config.items()
+                if key.endswith(("dropout", "pdrop", "dropout_prob"))
+                and isinstance(value, int | float)
+            ),
+            default=0.0,
+        ),
+        loads_weights=run.model.init_from is not None,
+        gpus_per_node=plan.world.local_world_size,
+        accelerator=plan.world.accelerator,
+    )

@@ -1,0 +1,1 @@
+"""What keeps a run alive: signals and stop decisions."""

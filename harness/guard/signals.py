@@ -1,0 +1,60 @@
+"""Signals become one decision of all ranks, at a step boundary."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Ctrl-C; a batch system's end; a batch system's early warning.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopGuard:
+    """Knows whether any rank was asked to stop.
+
+    Ranks get their signals at different times, and a rank that stopped alone would leave the
+    others waiting in a collective. So each step starts an asynchronous reduction of everyone's
+    flag, which is read one step later: no waiting, and all ranks read the same answer.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.received: str | None = None
+        # gloo, whatever the model talks over: the flags live on the host.
+        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._work: Any = None
+        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+
+    def stop_requested(self) -> bool:
+        """Whether any rank had been asked to stop when this was last called."""
+        if self._group is None:
+            return self.received is not None
+        agreed = self._read()
+        self._flag = torch.tensor([self.received is not None], dtype=torch.int32)
+        self._work = dist.all_reduce(
+            self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+        return agreed
+
+    def close(self, wait: bool = True) -> None:
+        """Give the signals back. `wait`: let the reduction under way end; not after a failure,
+        when the other ranks may never join it.
+        """
+        if wait:
+            self._read()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _read(self) -> bool:
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = None
+        return bool(self._flag.item())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name

@@ -1,0 +1,149 @@
+"""What a step cost and brought: measured, reduced over ranks, shown and kept."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from harness.plan import Plan
+from harness.planning.hardware import find_gpu
+from harness.planning.shape import flops_per_token
+
+GIB = 2**30
+
+
+class Meter:
+    """Times steps and turns what they return into one metrics line."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._peak_flops = _peak_flops(plan)
+        self._since = time.perf_counter()
+        self._steps = 0
+
+    def restart(self) -> None:
+        """Leave out what just happened (evaluation, saving) from the next step time."""
+        self._since = time.perf_counter()
+        self._steps = 0
+
+    def step_done(self) -> None:
+        """Count one optimizer step."""
+        self._steps += 1
+
+    def line(
+        self, loss_share: torch.Tensor, grad_norm: float | torch.Tensor, **known: Any
+    ) -> dict[str, Any]:
+        """The metrics of the steps since the last line. Collective, and a sync with the host."""
+        loss = loss_share.detach().clone()
+        dist.all_reduce(loss)
+        peak_gib = _peak_allocated_gib(loss.device)
+        step_time_s = (time.perf_counter() - self._since) / max(self._steps, 1)
+        tokens_per_s = self.plan.global_batch * self.plan.run.data.seq_len / step_time_s
+        self.restart()
+        return {
+            **known,
+            "loss": float(loss),
+            "grad_norm": float(grad_norm),
+            "step_time_s": step_time_s,
+            "tokens_per_s": tokens_per_s,
+            "mfu": self._mfu(tokens_per_s),
+            "peak_allocated_gib": peak_gib,
+        }
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOPs utilisation: the model's own FLOPs over what the devices could do."""
+        if self._peak_flops is None or self.plan.shape is None:
+            return None
+        return (
+            flops_per_token(self.plan.shape, self.plan.run.data.seq_len)
+            * tokens_per_s
+            / self._peak_flops
+        )
+
+
+def _peak_flops(plan: Plan) -> float | None:
+    """Dense FLOP/s of all devices together in the run's precision; None where it is not known."""
+    if plan.world.gpu is None:
+        return None
+    try:
+        tflops = find_gpu(plan.world.gpu).peak_tflops(plan.precision)
+    except ValueError:
+        return None
+    return tflops and tflops * 1e12 * plan.world.world_size
+
+
+def _peak_allocated_gib(device: torch.device) -> float | None:
+    """The most that any rank's allocator held since the last call; None on CPU."""
+    if device.type != "cuda":
+        return None
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated(device)), device=device)
+    torch.cuda.reset_peak_memory_stats(device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return float(peak) / GIB
+
+
+class Progress:
+    """A live line on a terminal; one plain line a step elsewhere."""
+
+    def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
+        self.total_steps = 0  # known once the data is counted
+        self.enabled = enabled
+        self.stream = stream or sys.stdout
+        self.live = self.stream.isatty()
+        self._average_s: float | None = None
+        self._width = 0
+
+    def step(self, line: dict[str, Any]) -> None:
+        """Show one metrics line and the time that is left."""
+        parts = [f"step {line['step']:>{len(str(self.total_steps))}}/{self.total_steps}"]
+        if "loss" in line:
+            parts += self._training_parts(line)
+        if "eval_loss" in line:
+            parts.append(f"held-out loss {line['eval_loss']:.4f}")
+        self._write(" | ".join(parts), keep=not self.live or "eval_loss" in line)
+
+    def _training_parts(self, line: dict[str, Any]) -> list[str]:
+        seconds = line["step_time_s"]
+        average = seconds if self._average_s is None else 0.9 * self._average_s + 0.1 * seconds
+        self._average_s = average
+        parts = [
+            f"loss {line['loss']:.4f}",
+            f"norm {line['grad_norm']:.3f}",
+            f"lr {line['learning_rate']:.2e}",
+            f"{line['tokens_per_s']:,.0f} tokens/s",
+        ]
+        if line["mfu"] is not None:
+            parts.append(f"mfu {line['mfu']:.1%}")
+        if line["loss_scale"] != 1.0:
+            parts.append(f"scale {line['loss_scale']:g} skipped {line['skipped_steps']}")
+        parts.append(f"{_clock(average * (self.total_steps - line['step']))} left")
+        return parts
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._write(text, keep=True)
+
+    def _write(self, text: str, keep: bool) -> None:
+        if not self.enabled:
+            return
+        if self.live:
+            text = "\r" + text.ljust(self._width)
+            self._width = 0 if keep else len(text) - 1
+        self.stream.write(text + ("\n" if keep else ""))
+        self.stream.flush()
+
+
+def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
+    """A metrics line as (name, value, samples) for the JSON's monitors (TensorBoard, W&B, ...)."""
+    names = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "eval_loss")
+    return [(f"train/{n}", line[n], line["samples"]) for n in names if line.get(n) is not None]
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,111 @@
+"""`model.name` -> a Hugging Face model config as a plain dict, without transformers.
+
+A name is, in this order: a preset, a config.json, a folder that holds one, or a hub id.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.assignments import did_you_mean
+from harness.config import RunConfig
+from harness.errors import ConfigError
+
+PRESETS = Path(__file__).with_name("presets")
+
+# What a config.json may leave out; the file says what its tables mean.
+_UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
+_DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+
+
+def preset_names() -> list[str]:
+    """The presets that ship with the harness."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_model_config(run: RunConfig) -> tuple[dict[str, Any], str]:
+    """The config of `model.name`, with overrides and dropout applied, and where it came from.
+
+    The source is "preset NAME", or the folder, file or hub id the config was read from (what
+    transformers needs for architectures that bring their own code). Raises ConfigError.
+    """
+    config, source = find_model_config(run.model.name, run.origin("model.name"))
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"model.name is {run.model.name!r}, but {source} has no model_type")
+    known = {*config, *_UNSAID["optional"].split()}
+    problems = [
+        f"model.overrides.{key} ({run.origin(f'model.overrides.{key}')}) is not a config key of "
+        f"{source}{did_you_mean(key, known)}"
+        for key in run.model.overrides
+        if key not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
+    config = _merged(config, run.model.overrides)
+    if run.model.dropout is not None:
+        config |= dict.fromkeys(_dropout_keys(config), run.model.dropout)
+    return config, source
+
+
+def find_model_config(name: str, origin: str = "default") -> tuple[dict[str, Any], str]:
+    """The config that `model.name` stands for, unchanged, and its source. Raises ConfigError."""
+    preset = PRESETS / f"{name}.toml"
+    if name in preset_names():
+        return tomllib.loads(preset.read_text(encoding="utf-8"))["config"], f"preset {name}"
+    path = Path(name).expanduser()
+    if path.exists():
+        return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
+    if name.endswith(".json") or name.startswith((".", "/", "~")):
+        raise ConfigError(f"model.name is {name!r} ({origin}): there is no such file or folder")
+    return _read_config(_from_hub(name, origin), name), name
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence the model has positions for, None where its config names no limit."""
+    limits = (config.get(key) for key in _POSITION_KEYS)
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def _read_config(path: Path, name: str) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name is {name!r}, but {path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.name is {name!r}, but {path} holds no object {{...}}")
+    return config
+
+
+def _from_hub(name: str, origin: str) -> Path:
+    """Path of the hub's config.json in the local cache, downloaded if need be."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(name, "config.json", etag_timeout=5))
+    except Exception as error:  # the hub raises a dozen unrelated classes; all mean "not there"
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ConfigError(
+            f"model.name is {name!r} ({origin}): it is no preset ({', '.join(preset_names())}), "
+            f"no file or folder here, and the hub did not give its config.json ({reason})"
+            f"{did_you_mean(name, preset_names())}"
+        ) from None
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the overrides in; a table goes into a table key by key."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(old, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def _dropout_keys(config: Mapping[str, Any]) -> set[str]:
+    family = _UNSAID["dropout"].get(config["model_type"], ["attention_dropout"])
+    return {key for key in config if key.endswith(_DROPOUT_ENDINGS)} | set(family)

@@ -1,0 +1,1 @@
+"""Hugging Face decoders: built empty, initialised by name."""

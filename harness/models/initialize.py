@@ -1,0 +1,116 @@
+"""Initial weights as a function of (seed, parameter name), whatever the layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from harness.models.pieces import Piece, pieces
+
+Send = Callable[[torch.Tensor, int], None]  # broadcast a tensor in place from the rank given
+Placed = Callable[[list[nn.Parameter]], None]
+
+
+def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Tensor]:
+    """Draw one piece's weights: fp32 on the CPU, by qualified parameter name.
+
+    Each module is initialised by the model's own `_init_weights` under a generator seeded from
+    the module's name. Parents come after their children: GPT-2 draws `c_proj` again from a module
+    that owns no parameter itself.
+    Raises ValueError naming the parameters that the model's own code leaves uninitialised.
+    """
+    slots = piece.parameters()
+    for _, owner, attribute, parameter in slots:
+        stand_in = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
+        owner._parameters[attribute] = nn.Parameter(stand_in, requires_grad=False)
+    try:
+        for name, module in piece.modules():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_seed_of(seed, name))
+                model._init_weights(module)
+        drawn = {name: owner._parameters[attribute].detach() for name, owner, attribute, _ in slots}
+    finally:
+        for _, owner, attribute, parameter in slots:
+            owner._parameters[attribute] = parameter
+    missed = [name for name, tensor in drawn.items() if bool(tensor.isnan().any())]
+    if missed:
+        raise ValueError(
+            f"{type(model).__name__}._init_weights leaves {', '.join(missed)} uninitialised; "
+            "train it from given weights instead (model.init_from)"
+        )
+    return drawn
+
+
+@torch.no_grad()
+def materialize(
+    model: PreTrainedModel,
+    seed: int,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    send: Send | None = None,
+    placed: Placed | None = None,
+) -> None:
+    """Give a skeleton its initial weights on `device`, in the dtype of the skeleton.
+
+    Ranks draw different pieces at the same time and `send` them to each other, so each tensor is
+    drawn once. `placed` is called after each piece with its new parameters: ZeRO-3 partitions
+    them there, so no rank ever holds more than one piece in full. Tied parameters stay one object.
+    """
+    canonical: dict[int, str] = {}
+    ties: list[tuple[str, str]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = canonical.setdefault(id(parameter), name)
+        if first != name:
+            ties.append((name, first))
+    tied_names = {name for name, _ in ties}
+    todo = [p for p in pieces(model) if {slot[0] for slot in p.parameters()} - tied_names]
+    for start in range(0, len(todo), world_size):
+        round_ = todo[start : start + world_size]
+        mine = draw(model, round_[rank], seed) if rank < len(round_) else {}
+        for owner, piece in enumerate(round_):
+            weights = mine if owner == rank else {}
+            _place(piece, weights, tied_names, device, owner, send, placed)
+    for module in model.modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[attribute] = buffer.to(device)
+    for name, first in ties:
+        owner_name, _, attribute = name.rpartition(".")
+        model.get_submodule(owner_name)._parameters[attribute] = model.get_parameter(first)
+
+
+def _place(
+    piece: Piece,
+    weights: dict[str, torch.Tensor],
+    skip: set[str],
+    device: torch.device,
+    owner_rank: int,
+    send: Send | None,
+    placed: Placed | None,
+) -> None:
+    """Put one piece's weights, drawn here or received, on the device as parameters."""
+    parameters = []
+    for name, owner, attribute, parameter in piece.parameters():
+        if name in skip:
+            continue
+        if name in weights:
+            tensor = weights[name].to(device=device, dtype=parameter.dtype)
+        else:
+            tensor = torch.empty(parameter.shape, device=device, dtype=parameter.dtype)
+        if send is not None:
+            send(tensor, owner_rank)
+        owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        parameters.append(owner._parameters[attribute])
+    if placed is not None:
+        placed(parameters)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

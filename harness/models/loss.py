@@ -1,0 +1,48 @@
+"""The training loss, summed over target tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropy over target tokens, in nats and fp32.
+
+    logits (micro_batch, seq_len, vocab_size); labels (micro_batch, seq_len), already shifted,
+    -100 where nothing is to be predicted. The sum, not the mean: micro-batches may hold different
+    numbers of targets, and only the caller knows how many the whole global batch has.
+    """
+    return functional.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]),
+        labels.reshape(-1),
+        ignore_index=-100,
+        reduction="sum",
+    )
+
+
+def forward(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the model on one micro-batch; all three are (micro_batch, seq_len) int64.
+
+    Returns the summed token loss and the auxiliary loss of a mixture of experts, already weighted
+    by the model's own coefficient (None for dense models). No attention mask is passed: every
+    position is a token, and transformers reads document boundaries from `position_ids`.
+    """
+    positions = {} if position_ids is None else {"position_ids": position_ids}
+    outputs = model(input_ids=input_ids, use_cache=False, **positions)
+    auxiliary = getattr(outputs, "aux_loss", None)
+    if auxiliary is not None:
+        auxiliary = auxiliary * router_aux_weight(model)
+    return token_losses(outputs.logits, labels), auxiliary
+
+
+def router_aux_weight(model: torch.nn.Module) -> float:
+    """The coefficient of the router's balancing loss, as transformers applies it."""
+    inner: PreTrainedModel = getattr(model, "module", model)
+    return float(inner.config.router_aux_loss_coef)

@@ -1,0 +1,68 @@
+"""The pieces that a decoder is built from, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Modules that are initialised, placed and partitioned together.
+
+    A decoder layer with all that is in it, or one other module that owns parameters itself.
+    """
+
+    name: str  # qualified name of the module within the model
+    module: nn.Module
+    whole: bool  # True: the module and its descendants; False: only its own parameters
+
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """Qualified names and modules, children before their parents."""
+        if not self.whole:
+            return [(self.name, self.module)]
+        named = [(_join(self.name, name), module) for name, module in self.module.named_modules()]
+        return named[::-1]
+
+    def parameters(self) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+        """(qualified name, owner, attribute, parameter) of each parameter, in the model's order."""
+        return [
+            (_join(name, attribute), module, attribute, parameter)
+            for name, module in reversed(self.modules())
+            for attribute, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The name and the list of the decoder layers.
+
+    Raises ValueError when no ModuleList of the model has `num_hidden_layers` entries.
+    """
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return name, module
+    raise ValueError(
+        f"{type(model).__name__} has no list of {layers} decoder layers (num_hidden_layers); "
+        "the harness finds layers by that list"
+    )
+
+
+def pieces(model: PreTrainedModel) -> Iterator[Piece]:
+    """Split the model into pieces, in the order of its modules."""
+    list_name, layers = decoder_layers(model)
+    inside = {id(module) for module in layers.modules()}
+    for name, module in model.named_modules():
+        if module is layers:
+            for index, layer in enumerate(layers):
+                yield Piece(f"{list_name}.{index}", layer, whole=True)
+        elif id(module) not in inside and any(p is not None for p in module._parameters.values()):
+            yield Piece(name, module, whole=False)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -1,0 +1,71 @@
+"""A Hugging Face decoder without its weights: parameters on meta, buffers real."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def hf_config(
+    model_config: dict[str, Any], source: str | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """Make the transformers config object of a `config.json` dict.
+
+    `source` (a folder or hub id) is read only for architectures that bring their own code; that
+    code runs only with `trust_remote_code`.
+    Raises ValueError for a `model_type` that transformers does not know and sizes that do not fit.
+    """
+    values = {key: value for key, value in model_config.items() if key != "model_type"}
+    if "auto_map" in values and source:
+        values.pop("auto_map")
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **values)
+    try:
+        return AutoConfig.for_model(model_config["model_type"], **values)
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__ or error)) from error
+
+
+def skeleton(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build the model class that `config` names, with every parameter on the meta device.
+
+    Buffers are real and hold what transformers computes (rotary frequencies, scales): the
+    weights that follow, drawn or loaded, never touch them. Tied parameters are one object.
+    """
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+        )
+    model.tie_weights()  # init_empty_weights makes a new Parameter at every registration
+    return model
+
+
+def decayed_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay applies to.
+
+    Matrices, and the stacked matrices of experts; not biases, norms and embeddings (nor a head
+    that is tied to an embedding). Needs full shapes, so it is asked of a skeleton.
+    """
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and id(parameter) not in embeddings
+    }

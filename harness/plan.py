@@ -1,0 +1,210 @@
+"""The Plan: run config + DeepSpeed JSON + world, checked against each other and made whole.
+
+No torch, no transformers, no deepspeed: a plan is made on a laptop in a fraction of a second, and
+every mistake of both files is in one report.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.config import RunConfig
+from harness.ds_adopt import adopt
+from harness.ds_config import (
+    Source,
+    literal,
+    normalized,
+    refusals,
+    take_wrong_keys,
+    value_of,
+)
+from harness.ds_resolve import Precision, fill_in, overrides, resolve_precision
+from harness.errors import ConfigError
+from harness.lr_and_batch import Batch, Schedule
+from harness.model_config import load_model_config, max_positions
+from harness.plan_text import describe
+from harness.planning.grid import Grid
+from harness.planning.shape import Shape
+from harness.planning.sizes import UnknownArchitecture
+from harness.planning.world import World
+
+Event = dict[str, Any]
+
+UNNAMED = Source("DeepSpeed JSON")
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a device is touched."""
+
+    run: RunConfig
+    """The run config, with what was adopted from the JSON."""
+    deepspeed: dict[str, Any]
+    """The resolved JSON, handed unchanged to zero.Init and deepspeed.initialize."""
+    deepspeed_given: dict[str, Any]
+    """The JSON as the user gave it."""
+    deepspeed_source: str
+    world: World
+    grid: Grid
+    model_config: dict[str, Any]
+    """Hugging Face config, with model.overrides and model.dropout applied."""
+    model_source: str
+    """"preset NAME", or the path or hub id the config came from."""
+    shape: Shape | None
+    """None for an architecture that the planner does not know."""
+    precision: Precision
+    zero_stage: int
+    global_batch: int
+    """Samples per optimizer step over all ranks."""
+    micro_batch: int
+    """Samples that a rank takes at once."""
+    grad_accum: int
+    """Micro-batches per optimizer step."""
+    events: tuple[Event, ...] = ()
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run; None under train.epochs, until the data is counted."""
+        return self.run.train.num_steps(self.global_batch * self.run.data.seq_len)
+
+    def schedule(self, total_steps: int) -> Schedule:
+        """The learning rate over a run of `total_steps` optimizer steps."""
+        optim = self.run.optim
+        return Schedule(
+            optim.schedule,
+            optim.lr,
+            total_steps,
+            warmup_steps=optim.warmup_steps,
+            warmup_type=optim.warmup_type,
+            min_lr_ratio=optim.min_lr_ratio,
+            decay_fraction=optim.decay_fraction,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values, for plan.json."""
+        return {
+            **{key: value for key, value in vars(self).items() if key != "shape"},
+            "run": self.run.model_dump(mode="json"),
+            "run_set": self.run.origins(),
+            "world": asdict(self.world),
+            "grid": {**asdict(self.grid), "data": self.grid.data},
+            "steps": self.steps,
+            "events": list(self.events),
+        }
+
+    def describe(self) -> str:
+        """The plan as text, for people."""
+        return describe(self)
+
+
+def make_plan(
+    run: RunConfig,
+    ds_json: Mapping[str, Any],
+    world: World,
+    *,
+    ds_source: Source = UNNAMED,
+) -> Plan:
+    """Check the two configs against each other, the model and the world, and resolve the JSON.
+
+    Raises one ConfigError with every problem.
+    """
+    ds, precision, events, problems = check_json(ds_json, world, ds_source)
+    given = copy.deepcopy(ds)
+    grid = _grid(ds, world, ds_source, problems)
+    run, adopted, wrong = adopt(ds, run, grid.data, ds_source)
+    events += adopted
+    problems += wrong
+    batch = None
+    try:
+        # A value of the wrong type is reported already: the default in its place is nobody's wish.
+        if all((key in ds) == (key in ds_json) for key in _BATCH_KEYS):
+            accum = literal(ds, "gradient_accumulation_steps")
+            batch = Batch.divided(run.train.global_batch, grid.data, run.train.micro_batch, accum)
+    except ValueError as error:
+        problems.append(str(error))
+    problems += _attention_problems(run, world)
+    config: dict[str, Any] = {}
+    model_source, shape = "", None
+    try:
+        config, model_source = load_model_config(run)
+        problems += _position_problems(run, config)
+        shape = Shape.from_hf(config)
+    except UnknownArchitecture as error:
+        events.append({"kind": "unknown_architecture", "message": str(error)})
+    except ConfigError as error:
+        problems += error.problems
+    except ValueError as error:
+        problems.append(f"model.name is {run.model.name!r} ({model_source}): {error}")
+    if problems or batch is None:
+        raise ConfigError(problems)
+    hidden_sizes = (config[key] for key in ("hidden_size", "n_embd", "d_model") if key in config)
+    fill_in(ds, run, batch, grid, next(hidden_sizes, None))
+    return Plan(
+        run=run,
+        deepspeed=ds,
+        deepspeed_given=copy.deepcopy(dict(ds_json)),
+        deepspeed_source=ds_source.name,
+        world=world,
+        grid=grid,
+        model_config=config,
+        model_source=model_source,
+        shape=shape,
+        precision=precision,
+        zero_stage=value_of(ds, "zero_optimization.stage"),
+        global_batch=batch.global_batch,
+        micro_batch=batch.micro_batch,
+        grad_accum=batch.grad_accum,
+        events=(*events, *overrides(given, ds)),
+    )
+
+
+def check_json(
+    ds_json: Mapping[str, Any], world: World, source: Source
+) -> tuple[dict[str, Any], Precision, list[Event], list[str]]:
+    """What can be said of the JSON alone.
+
+    Returns what is right of it with its precision decided, that precision, events and problems.
+    """
+    ds: dict[str, Any] = normalized(ds_json)
+    problems = take_wrong_keys(ds, source)
+    precision, events, wrong = resolve_precision(ds, world, source)
+    return ds, precision, events, [*problems, *wrong, *refusals(ds, source)]
+
+
+def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[str]) -> Grid:
+    """How the ranks are split; the plain data-parallel grid where that does not divide."""
+    stages = value_of(ds, "pipeline.stages")
+    try:
+        return Grid(
+            world.world_size,
+            pipeline=max(1, stages) if isinstance(stages, int) else 1,
+            tensor=max(1, value_of(ds, "tensor_parallel.autotp_size")),  # DeepSpeed's 0 means off
+            sequence=max(1, value_of(ds, "sequence_parallel_size")),
+        )
+    except ValueError as error:
+        problems.append(f"{error} ({source.name})")
+        return Grid(world.world_size)
+
+
+def _attention_problems(run: RunConfig, world: World) -> Iterator[str]:
+    package = _FLASH_PACKAGES.get(run.model.attention)
+    if package and (world.accelerator == "cpu" or not importlib.util.find_spec(package)):
+        yield (
+            f"model.attention is {run.model.attention!r} ({run.origin('model.attention')}): it "
+            f'needs a GPU and the package {package}: use "sdpa"'
+        )
+
+
+def _position_problems(run: RunConfig, config: Mapping[str, Any]) -> Iterator[str]:
+    limit = max_positions(config)
+    if limit is not None and run.data.seq_len > limit:
+        yield (
+            f"data.seq_len is {run.data.seq_len} ({run.origin('data.seq_len')}), but "
+            f"{run.model.name} has {limit} positions: set data.seq_len to {limit} or less"
+        )

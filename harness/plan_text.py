@@ -1,0 +1,116 @@
+"""The Plan as text: what --dry-run prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from harness.ds_config import value_of
+from harness.planning.shape import num_parameters, parameters_by_kind
+
+if TYPE_CHECKING:
+    from harness.plan import Plan
+
+_LABEL_WIDTH = 15
+
+
+def describe(plan: Plan) -> str:
+    """The summary and the resolved JSON."""
+    title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
+    return "\n".join([summary(plan), "", title, json.dumps(plan.deepspeed, indent=2)])
+
+
+def summary(plan: Plan) -> str:
+    """Model, spread, batch, length, learning rate and what was adopted; a line each."""
+    rows = [
+        ("model", _model(plan)),
+        ("parameters", _parameters(plan)),
+        ("spread", _spread(plan)),
+        ("batch", _batch(plan)),
+        ("length", _length(plan)),
+        ("optimizer", _optimizer(plan)),
+        ("learning rate", _learning_rate(plan)),
+        *(("note", _note(event)) for event in plan.events),
+    ]
+    return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}" for label, text in rows)
+
+
+def _model(plan: Plan) -> str:
+    kind = plan.model_config["model_type"]
+    source = plan.run.model.init_from
+    start = f"weights from {source}" if source else "fresh random weights, nothing is loaded"
+    return f"{kind} ({plan.model_source}), {start}"
+
+
+def _parameters(plan: Plan) -> str:
+    if plan.shape is None:
+        return "not counted: the planner does not know this architecture"
+    kinds = parameters_by_kind(plan.shape)
+    parts = ", ".join(f"{kind} {count:,}" for kind, count in kinds.items())
+    return f"{num_parameters(plan.shape):,} ({parts})"
+
+
+def _spread(plan: Plan) -> str:
+    grid, world = plan.grid, plan.world
+    device = world.gpu or world.accelerator
+    axes = [f"{grid.data} data"]
+    axes += [
+        f"{size} {axis}"
+        for axis in ("pipeline", "sequence", "tensor")
+        if (size := getattr(grid, axis)) > 1
+    ]
+    offloaded = [
+        f"{what} on {place}"
+        for what in ("optimizer", "param")
+        if (place := value_of(plan.deepspeed, f"zero_optimization.offload_{what}.device")) != "none"
+    ]
+    ranks = f"{grid.world_size} rank{'s' if grid.world_size > 1 else ''}"
+    return (
+        f"ZeRO {plan.zero_stage}, {plan.precision}, {ranks} ({' x '.join(axes)}) on {device}, "
+        f"offload: {', '.join(offloaded) or 'none'}, "
+        f"activation checkpointing: {plan.run.model.checkpointing}"
+    )
+
+
+def _batch(plan: Plan) -> str:
+    return (
+        f"{plan.global_batch} samples a step = micro-batch {plan.micro_batch} x "
+        f"{plan.grad_accum} accumulated x {plan.grid.data} data ranks, "
+        f"{plan.run.data.seq_len} tokens each"
+    )
+
+
+def _length(plan: Plan) -> str:
+    if plan.steps is None:
+        return f"{plan.run.train.epochs:g} epochs: the data will say how many steps"
+    tokens = plan.steps * plan.global_batch * plan.run.data.seq_len
+    return f"{plan.steps:,} steps = {tokens:,} tokens"
+
+
+def _optimizer(plan: Plan) -> str:
+    optim = plan.run.optim
+    params = plan.deepspeed["optimizer"]["params"]
+    values = ", ".join(f"{key} {value}" for key, value in params.items() if key != "lr")
+    clipping = f"gradient norm clipped at {optim.clip_norm:g}" if optim.clip_norm else "no clipping"
+    if optim.clip_value is not None:
+        clipping = f"gradient elements clipped at {optim.clip_value:g}"
+    return f"{optim.name} ({values}), {clipping}"
+
+
+def _learning_rate(plan: Plan) -> str:
+    optim = plan.run.optim
+    if not plan.steps:
+        return f"{optim.schedule}, at most {optim.lr:g} after {optim.warmup_steps} steps of warm-up"
+    schedule = plan.schedule(plan.steps)
+    marks = sorted({1, min(max(optim.warmup_steps, 1), plan.steps), plan.steps})
+    rates = ", ".join(f"{schedule.lr(step):g} at step {step:,}" for step in marks)
+    return f"{optim.schedule}: {rates}"
+
+
+def _note(event: Mapping[str, Any]) -> str:
+    if event["kind"] == "adopted":
+        return f"{event['key']} = {event['value']!r}, from the JSON's {event['json_key']}"
+    if event["kind"] == "override":
+        return f"{event['json_key']} is {event['value']!r}, not the JSON's {event['was']!r}"
+    return str(event["message"])

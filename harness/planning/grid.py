@@ -1,0 +1,83 @@
+"""Where a rank stands: global rank <-> (pipeline, data, sequence, tensor) coordinates.
+
+Pipeline is the outermost axis and tensor the innermost, so that the ranks that talk most are
+neighbours on one node.  This is the order of DeepSpeed's `PipeModelDataParallelTopology` (axes
+pipe, data, model), with sequence parallelism, which DeepSpeed lays over consecutive ranks, between
+data and tensor.  Everybody who asks "which part is mine" (data, engine, checkpoint, estimator)
+asks here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Axis = Literal["pipeline", "data", "sequence", "tensor"]
+
+
+@dataclass(frozen=True)
+class Coords:
+    """One rank's place on every axis, each counted from 0."""
+
+    pipeline: int
+    data: int
+    sequence: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`world_size` ranks as a box: pipeline x data x sequence x tensor.
+
+    Raises ValueError when a size is below 1 or the three given sizes do not divide `world_size`.
+    """
+
+    world_size: int
+    pipeline: int = 1
+    tensor: int = 1
+    sequence: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "pipeline", "tensor", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.world_size % self._ranks_per_replica:
+            raise ValueError(
+                f"{self.world_size} ranks cannot be split into pipeline {self.pipeline} x tensor "
+                f"{self.tensor} x sequence {self.sequence} = {self._ranks_per_replica}: "
+                f"the number of ranks must be a multiple of it"
+            )
+
+    @property
+    def _ranks_per_replica(self) -> int:
+        return self.pipeline * self.tensor * self.sequence
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size: how many different micro-batches are read at a time."""
+        return self.world_size // self._ranks_per_replica
+
+    def coords(self, rank: int) -> Coords:
+        """The coordinates of a global rank; IndexError when there is no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not one of {self.world_size} ranks")
+        rest, tensor = divmod(rank, self.tensor)
+        rest, sequence = divmod(rest, self.sequence)
+        pipeline, data = divmod(rest, self.data)
+        return Coords(pipeline=pipeline, data=data, sequence=sequence, tensor=tensor)
+
+    def rank(self, coords: Coords) -> int:
+        """The global rank at these coordinates; the inverse of `coords`."""
+        outer = coords.pipeline * self.data + coords.data
+        return (outer * self.sequence + coords.sequence) * self.tensor + coords.tensor
+
+    def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axis` only, itself included, ascending."""
+        here = self.coords(rank)
+        return tuple(
+            self.rank(replace(here, **{axis: place})) for place in range(getattr(self, axis))
+        )
+
+    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """Every group along `axis`, ordered by first rank: what `new_group` is called with."""
+        return tuple(sorted({self.group(axis, rank) for rank in range(self.world_size)}))

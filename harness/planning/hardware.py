@@ -1,0 +1,58 @@
+"""GPUs by name: how much they hold, how fast they compute, how wide their links are."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Precision = Literal["fp32", "fp16", "bf16"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device as PyTorch sees it: a table of gpus.toml, which says what each figure means."""
+
+    name: str
+    memory_gib: float
+    fp32_tflops: float
+    fp16_tflops: float
+    link_gb_per_s: float
+    source: str
+    must: str
+    may: str
+    bf16_tflops: float | None = None
+
+    def peak_tflops(self, precision: Precision) -> float:
+        """Peak of dense matrix products in `precision`, in 10**12 operations per second.
+
+        bf16 on a device without it is emulated in fp32, and so is its peak.
+        """
+        if precision == "fp16":
+            return self.fp16_tflops
+        if precision == "bf16" and self.bf16_tflops is not None:
+            return self.bf16_tflops
+        return self.fp32_tflops
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+GPUS: dict[str, Gpu] = {key: Gpu(**table) for key, table in _TABLES.items()}
+_COMMON_WORDS = {"nvidia", "amd", "tesla", "geforce", "rtx", "instinct", "gb", "gpu"}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU that a person or a driver calls `name`: "h100-80", "NVIDIA A100-SXM4-80GB".
+
+    Raises ValueError with the keys that there are, or that it may mean.
+    """
+    words = set(re.findall(r"rtx|[a-z]+\d+[a-z]*|\d+|[a-z]+", name.lower()))
+    found = []
+    for key, gpu in GPUS.items():
+        must = set(gpu.must.split())
+        if must <= words <= must | set(gpu.may.split()) | _COMMON_WORDS:
+            found.append(key)
+    if len(found) == 1:
+        return GPUS[found[0]]
+    raise ValueError(f"unknown GPU {name!r}: one of {', '.join(found or GPUS)}")

@@ -1,0 +1,224 @@
+"""Activations: what autograd keeps for the backward pass, and the peak around the loss.
+
+Bytes per token, from what each operation of transformers 5's models saves.  `e` is the size of a
+weight.  The tests hold the sums equal to what autograd saves of the real models; where a family is
+only guessed at, `activation_evidence` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.planning.memory.inputs import (
+    BACKWARD,
+    FP32,
+    Evidence,
+    Held,
+    Inputs,
+)
+
+_INDEX = 8  # bytes of an int64
+
+# Tensors as wide as the MLP that an activation function and the product after it keep.  gelu_new is
+# written out in Python: x, its cube's argument, tanh, and two factors.
+_UNFUSED = {"gelu_new": 4, "gelu_fast": 4}
+_LAYER_NORM = {"gpt2", "gpt_neox", "opt", "bloom", "falcon"}
+_NO_GATE = {
+    "gpt2": "gelu_new",
+    "gpt_neox": "gelu",
+    "opt": "relu",
+    "bloom": "gelu",
+    "falcon": "gelu",
+}
+_LEARNED_POSITIONS = {"gpt2", "opt", "bloom"}
+_HEAD_NORMS = {"qwen3", "qwen3_moe"}
+_FUSED_QKV = {"phi3", "gpt_neox", "bloom", "falcon"}
+_TRACED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"}
+
+
+def activation_evidence(inputs: Inputs) -> Evidence:
+    """How well the family's activations are known."""
+    known = inputs.shape.model_type in _TRACED and not inputs.dropout
+    return "traced" if known and inputs.attention in ("sdpa", "eager") else "guessed"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes that one decoder layer keeps for a whole micro-batch."""
+
+    attention: int
+    mlp: int
+    norms: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.attention + self.mlp + self.norms
+
+
+def layer_activations(inputs: Inputs, index: int) -> Layer:
+    """What autograd keeps of layer `index` without checkpointing."""
+    per_token = Layer(_attention(inputs, index), _mlp(inputs, index), _norms(inputs))
+    return Layer(*(size * inputs.tokens for size in vars(per_token).values()))
+
+
+def activations(inputs: Inputs) -> list[Held]:
+    """Saved activations and the temporaries of the backward pass, of one micro-batch."""
+    evidence = activation_evidence(inputs)
+    layers = [layer_activations(inputs, index) for index in range(inputs.shape.num_layers)]
+    before_loss = frozenset({"forward", "loss"})
+    everything = before_loss | {"backward_first"}
+    held = []
+    last, first = layers[-1], layers[0]
+    if inputs.checkpointing == "full":
+        boundary = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
+        held.append(Held("activations: layer inputs", len(layers) * boundary, everything, evidence))
+        held.append(
+            Held("activations: layer inputs", boundary, frozenset({"backward_last"}), evidence)
+        )
+        for phase, layer in (("backward_first", last), ("backward_last", first)):
+            held.append(Held("recomputed layer", layer.total, frozenset({phase}), evidence))
+    else:
+        for kind in ("attention", "mlp", "norms"):
+            total = sum(getattr(layer, kind) for layer in layers)
+            name = f"activations: {kind}"
+            held.append(Held(name, total, everything, evidence))
+            held.append(Held(name, getattr(first, kind), frozenset({"backward_last"}), evidence))
+    full = inputs.checkpointing == "full"  # then the mask is an argument of every layer
+    lives = everything | BACKWARD if full else frozenset({"forward"})
+    held.append(Held("attention mask", _mask(inputs), lives, "read"))
+    shared = _INDEX * inputs.tokens + _positions(inputs)
+    held.append(Held("activations: shared", shared, everything | BACKWARD, evidence))
+    held.append(Held("activations: head", _head(inputs), before_loss, evidence))
+    held.append(Held("backward temporaries", _temporaries(inputs), BACKWARD, "guessed"))
+    return [part for part in held if part.bytes] + _logits(inputs)
+
+
+def saved_for_backward(inputs: Inputs) -> int:
+    """All that autograd holds between a forward pass and its backward pass.
+
+    Under checkpointing rotary tensors and mask are arguments of each layer, alive but not saved.
+    """
+    parts = [part for part in activations(inputs) if part.component.startswith("activations")]
+    size = sum(part.bytes for part in parts if "loss" in part.phases) + log_softmax(inputs)
+    if inputs.checkpointing == "full":
+        if inputs.shape.model_type not in _LEARNED_POSITIONS:
+            size -= _positions(inputs)
+        if inputs.shape.model_type == "gpt2":  # passes the mask by position: autograd saves it
+            size += _mask(inputs)
+    return size
+
+
+def log_softmax(inputs: Inputs) -> int:
+    """The probabilities' logarithms in fp32, the labels, and the weight they sum to."""
+    return (FP32 * inputs.shape.vocab_size + _INDEX) * inputs.tokens
+
+
+def _attention(inputs: Inputs, index: int) -> int:
+    shape, e, s = inputs.shape, inputs.element_bytes, inputs.seq_len
+    q, kv, heads = shape.q_size, shape.kv_size, shape.num_heads
+    size = 0
+    if shape.model_type in _HEAD_NORMS:  # two RMSNorms, over each head
+        size += (FP32 + e) * (q + kv) + FP32 * (heads + shape.num_kv_heads)
+    masked = _masked(inputs, index)
+    if inputs.attention == "eager":
+        # Softmax in fp32, its copy in the model's type, keys and values repeated for every head.
+        scores = e if e == FP32 or shape.model_type == "gpt2" else FP32 + e
+        return size + 4 * e * q + scores * heads * s
+    size += 2 * e * (q + kv) + FP32 * heads
+    if shape.model_type in _FUSED_QKV and not masked:  # v is a part of one tensor of all three
+        size += e * (q + kv)
+    if masked and inputs.attention == "sdpa":
+        # Keys and values are repeated, and the boolean mask becomes numbers, in every layer.
+        size += 2 * e * (q - kv) + e * s
+    return size
+
+
+def _masked(inputs: Inputs, index: int) -> bool:
+    """Whether a mask is made for SDPA: it knows only the plain causal one by itself."""
+    window = inputs.shape.sliding_windows[index]
+    return inputs.document_mask or (window is not None and inputs.seq_len >= window)
+
+
+def _mask(inputs: Inputs) -> int:
+    """The mask that all layers share: numbers for eager attention, booleans for SDPA."""
+    if inputs.attention == "eager":
+        return inputs.element_bytes * inputs.tokens * inputs.seq_len
+    masked = any(_masked(inputs, index) for index in range(inputs.shape.num_layers))
+    return inputs.tokens * inputs.seq_len if masked and inputs.attention == "sdpa" else 0
+
+
+def _mlp(inputs: Inputs, index: int) -> int:
+    shape, e = inputs.shape, inputs.element_bytes
+    sparse = any(tensor.kind == "experts" for tensor in shape.body.layers[index])
+    if sparse:
+        k, h, f = shape.experts_per_token, shape.hidden_size, shape.expert_size
+        # Each chosen expert's input, gate, activation, up, product and output, and indices; the
+        # router's softmax over all experts.
+        return k * (4 * e * f + 2 * e * h + 5 * _INDEX) + FP32 * shape.num_experts + FP32
+    f = shape.intermediate_size
+    if shape.model_type not in _NO_GATE:
+        return 4 * e * f  # gate, activation, up, product
+    name = inputs.activation or _NO_GATE[shape.model_type]
+    return (1 + _UNFUSED.get(name, 0 if name == "relu" else 1)) * e * f
+
+
+def _norms(inputs: Inputs) -> int:
+    shape, e = inputs.shape, inputs.element_bytes
+    count = sum(
+        1
+        for tensor in shape.body.layers[0]
+        if tensor.name.endswith("weight")
+        and tensor.kind == "norm"
+        and tensor.shape == (shape.hidden_size,)
+    )
+    dropped = int(shape.hidden_size * 2 * bool(inputs.dropout))  # masks, a byte an element
+    if shape.model_type in _LAYER_NORM:
+        return count * (2 * e * shape.hidden_size + 2 * e) + dropped
+    wide = FP32 if shape.model_type.startswith("gemma") else e
+    return count * ((FP32 + wide + e) * shape.hidden_size + FP32) + dropped
+
+
+def _positions(inputs: Inputs) -> int:
+    """Rotary cosines and sines, which all layers share, or the indices of learned positions."""
+    rows = inputs.seq_len * (inputs.micro_batch if inputs.document_mask else 1)
+    if inputs.shape.model_type in _LEARNED_POSITIONS:
+        return _INDEX * rows
+    return 2 * inputs.element_bytes * inputs.shape.head_dim * rows
+
+
+def _head(inputs: Inputs) -> int:
+    """The final norm and the input of the output head."""
+    e, h = inputs.element_bytes, inputs.shape.hidden_size
+    if inputs.shape.model_type in _LAYER_NORM:
+        return (2 * e * h + 2 * e) * inputs.tokens
+    wide = FP32 if inputs.shape.model_type.startswith("gemma") else e
+    return ((FP32 + wide + e) * h + FP32) * inputs.tokens
+
+
+def _temporaries(inputs: Inputs) -> int:
+    """Gradients inside one layer: of gate, up and product, and of the stream in both types."""
+    shape, e = inputs.shape, inputs.element_bytes
+    width = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
+    return (3 * e * width + (e + FP32) * shape.hidden_size) * inputs.tokens
+
+
+def _logits(inputs: Inputs) -> list[Held]:
+    """The loss in phases: forward 2V + 4V + 4V bytes a token (16-bit), backward 4V + 4V + 4V.
+
+    models/loss.py drops the logits before the backward pass; a caller that keeps the model's output
+    would add its 2V.
+    """
+    vocabulary = inputs.shape.vocab_size * inputs.tokens
+    e = inputs.element_bytes
+    half = e != FP32
+    saved = log_softmax(inputs)
+    forward = (e + (FP32 if half else 0)) * vocabulary
+    backward = 2 * FP32 * vocabulary
+    evaluation = forward + FP32 * vocabulary
+    return [
+        Held("logits and loss", saved, frozenset({"loss"}), "traced"),
+        Held("logits and loss", max(forward, backward), frozenset({"loss"}), "traced"),
+        Held("logits and loss", saved, frozenset({"forward"}), "traced"),
+        Held("logits and loss", evaluation, frozenset({"evaluation"}), "traced"),
+    ]

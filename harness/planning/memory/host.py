@@ -1,0 +1,62 @@
+"""Bytes outside the device: host memory, NVMe, and checkpoints on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.planning.memory.inputs import ALWAYS, FP32, GIB, Held, Inputs
+from harness.planning.memory.partition import piece, sub_groups
+from harness.planning.memory.states import master_bytes, moment_bytes
+
+# A rank that has imported torch, transformers and deepspeed, before any weight.
+PROCESS_HOST = int(0.5 * GIB)
+# A CUDA context with its libraries' workspaces, and NCCL's buffers.
+PROCESS_DEVICE = int(1.0 * GIB)
+
+
+def process(inputs: Inputs) -> list[Held]:
+    """What a rank costs before any tensor."""
+    parts = [Held("process", PROCESS_HOST, ALWAYS, "guessed", "host")]
+    if inputs.accelerator == "cuda":
+        parts.append(Held("process", PROCESS_DEVICE, ALWAYS, "guessed"))
+    return parts
+
+
+def loading(inputs: Inputs) -> list[Held]:
+    """Copies on the host while the model is built."""
+    building = frozenset({"build"})
+    if inputs.loads_weights and inputs.zero.stage < 3:
+        # from_pretrained reads a rank's whole model before it moves to the device.
+        size = inputs.element_bytes * inputs.parameters
+    else:
+        # Weights are drawn in fp32 on the CPU, a tensor at a time (models/initialize.py).
+        size = FP32 * max(tensor.numel for tensor in inputs.shape.tensors())
+    return [Held("weights being made", size, building, "read", "host")]
+
+
+def nvme_buffers(inputs: Inputs) -> list[Held]:
+    """Pinned host buffers through which states and weights are swapped."""
+    zero = inputs.zero
+    found = []
+    if zero.offload_optimizer == "nvme":
+        subs = sub_groups(inputs.groups(), inputs.shards, zero.sub_group_size)
+        # optimizer_utils.py: each buffer holds the largest sub-group in fp32.
+        size = zero.nvme_buffers * FP32 * max(subs)
+        found.append(Held("nvme optimizer buffers", size, ALWAYS, "read", "host"))
+    if zero.offload_param == "nvme":
+        size = zero.nvme_param_buffers * zero.nvme_param_buffer * inputs.element_bytes
+        found.append(Held("nvme parameter buffers", size, ALWAYS, "read", "host"))
+    return found
+
+
+def checkpoint_parts(inputs: Inputs) -> Iterator[tuple[str, int]]:
+    """What one DeepSpeed checkpoint of all ranks writes, by content."""
+    count, element = inputs.parameters, inputs.element_bytes
+    if inputs.zero.stage == 3:  # its master weights are its only weights
+        numels = [tensor.numel for tensor in inputs.shape.tensors()]
+        count = sum(piece(numel, inputs.shards) * inputs.shards for numel in numels)
+    else:
+        yield "weights", element * count
+    if inputs.zero.stage or inputs.precision != "fp32":
+        yield "master", master_bytes(inputs) * count
+    yield "moments", moment_bytes(inputs) * count

@@ -1,0 +1,196 @@
+"""What the memory of a run depends on, and the unit that it is counted in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from harness.planning.grid import Grid
+from harness.planning.shape import Shape
+from harness.planning.tensors import Tensor
+
+Evidence = Literal["measured", "traced", "read", "guessed"]
+"""measured: equal to live bytes of real runs; traced: to what autograd saves of the real model;
+read: in the sources of DeepSpeed, torch or transformers; guessed: by analogy."""
+EVIDENCE: tuple[Evidence, ...] = ("measured", "traced", "read", "guessed")
+Place = Literal["device", "host", "nvme"]
+
+GIB = 2**30
+FP32 = 4  # bytes
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_DTYPE_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}
+
+# In the order of a step.  `build` happens once; `built` lacks Adam's moments, which the first step
+# makes; every other phase is that of a later step.
+PHASES = (
+    "build",
+    "built",
+    "forward",
+    "loss",
+    "backward_first",
+    "backward_last",
+    "reduce",
+    "gradients_ready",
+    "norm",
+    "cast",
+    "step",
+    "between_steps",
+    "evaluation",
+    "save",
+)
+ALWAYS = frozenset(PHASES)
+STEPPED = ALWAYS - {"build", "built"}
+BACKWARD = frozenset({"backward_first", "backward_last"})
+GRADIENTS = BACKWARD | {"reduce", "gradients_ready", "norm", "cast"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that one component holds in the phases it lives in."""
+
+    component: str
+    bytes: int
+    phases: frozenset[str]
+    evidence: Evidence
+    place: Place = "device"
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """The keys of the DeepSpeed JSON that cost memory; sizes count elements."""
+
+    stage: int
+    offload_optimizer: Place
+    offload_param: Place
+    offload_ratio: float
+    reduce_bucket: int
+    overlap_given: bool | None
+    """overlap_comm; None leaves it to the stage."""
+    contiguous_gradients: bool
+    prefetch_bucket: int
+    persistence_threshold: int
+    max_reuse_distance: int
+    sub_group_size: int
+    secondary_ranks: int
+    """zero_hpz_partition_size: ranks over which a second copy of the weights is spread."""
+    sum_bytes: int | None
+    """Bytes of data_types.grad_accum_dtype; None follows the model."""
+    half_master: bool
+    half_moments: bool
+    optimizer: str
+    momentum: float
+    nvme_buffers: int
+    nvme_param_buffers: int
+    nvme_param_buffer: int
+    gather_on_save: bool
+
+    @classmethod
+    def read(cls, value: Callable[[str], Any]) -> ZeroSettings:
+        """`value(key)` gives a dotted key's literal, or DeepSpeed's own default."""
+
+        def zero(key: str) -> Any:
+            return value(f"zero_optimization.{key}")
+
+        def place(section: str) -> Place:
+            device = str(zero(f"{section}.device"))
+            return {"cpu": "host", "nvme": "nvme"}.get(device, "device")  # type: ignore[return-value]
+
+        stage = int(zero("stage"))
+        sums = value("data_types.grad_accum_dtype")
+        optimizer = value("optimizer.params") or {}
+        return cls(
+            stage=stage,
+            offload_optimizer=place("offload_optimizer") if stage else "device",
+            offload_param=place("offload_param") if stage == 3 else "device",
+            offload_ratio=float(zero("offload_optimizer.ratio")),
+            reduce_bucket=int(zero("reduce_bucket_size")),
+            overlap_given=zero("overlap_comm"),
+            contiguous_gradients=bool(zero("contiguous_gradients")),
+            prefetch_bucket=int(zero("stage3_prefetch_bucket_size")),
+            persistence_threshold=int(zero("stage3_param_persistence_threshold")),
+            max_reuse_distance=int(zero("stage3_max_reuse_distance")),
+            sub_group_size=int(zero("sub_group_size")),
+            secondary_ranks=int(zero("zero_hpz_partition_size")),
+            sum_bytes=None if sums is None else _DTYPE_BYTES.get(str(sums), 2),
+            half_master=bool(
+                value("bf16.bf16_master_weights_and_grads")
+                or value("fp16.fp16_master_weights_and_grads")
+            ),
+            half_moments=bool(value("bf16.bf16_optimizer_states")),
+            optimizer=str(value("optimizer.type")).lower(),
+            momentum=float(optimizer.get("momentum", 0.0)),
+            nvme_buffers=int(zero("offload_optimizer.buffer_count")),
+            nvme_param_buffers=int(zero("offload_param.buffer_count")),
+            nvme_param_buffer=int(zero("offload_param.buffer_size")),
+            gather_on_save=bool(zero("stage3_gather_16bit_weights_on_model_save")),
+        )
+
+    @property
+    def overlap_comm(self) -> bool:
+        """Whether gradients are reduced while the backward pass goes on."""
+        return self.stage == 3 if self.overlap_given is None else self.overlap_given
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run, as far as its memory goes."""
+
+    shape: Shape
+    zero: ZeroSettings
+    precision: Literal["fp32", "bf16", "fp16"]
+    grid: Grid
+    micro_batch: int
+    """Samples that a rank takes at once."""
+    seq_len: int
+    """Tokens of a sample."""
+    grad_accum: int
+    """Micro-batches per optimizer step."""
+    checkpointing: Literal["none", "full"] = "none"
+    attention: str = "sdpa"
+    document_mask: bool = False
+    """Whether tokens attend only within their own document: the mask is then a tensor."""
+    activation: str = ""
+    """The MLP's activation function, by its Hugging Face name; "" for the family's usual one."""
+    dropout: float = 0.0
+    loads_weights: bool = False
+    """Whether weights are read (model.init_from) rather than drawn."""
+    gpus_per_node: int = 1
+    accelerator: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight as the model computes with it."""
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of an accumulated gradient's element."""
+        return self.zero.sum_bytes or self.element_bytes
+
+    @property
+    def shards(self) -> int:
+        """Ranks that ZeRO spreads states over."""
+        return self.grid.data * self.grid.sequence
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return self.micro_batch * self.seq_len // self.grid.sequence
+
+    def groups(self) -> list[list[Tensor]]:
+        """The two parameter groups of the optimizer, in the model's order.
+
+        Matrices decay; biases, norms and embeddings, tied to the head or not, do not.
+        """
+        decayed: list[Tensor] = []
+        rest: list[Tensor] = []
+        for tensor in self.shape.tensors():
+            matrix = len(tensor.shape) >= 2 and tensor.kind != "embedding"
+            (decayed if matrix else rest).append(tensor)
+        return [group for group in (decayed, rest) if group]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters on one rank, unsharded."""
+        return sum(tensor.numel for tensor in self.shape.tensors())

@@ -1,0 +1,238 @@
+"""The estimate: phases times components for every rank that differs, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from harness.planning.memory.activations import activations
+from harness.planning.memory.buffers import communication, gathered_parameters
+from harness.planning.memory.host import checkpoint_parts, loading, nvme_buffers, process
+from harness.planning.memory.inputs import EVIDENCE, GIB, PHASES, Evidence, Held, Inputs, Place
+from harness.planning.memory.partition import flat_groups
+from harness.planning.memory.states import model_states, optimizer_class
+
+MARGIN = 0.8
+"""An estimate below this part of the card never ran out in 454 runs (Fujii et al.)."""
+PROCESS = "process"
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """One data rank, and how many others are like it."""
+
+    rank: int
+    held: tuple[Held, ...]
+
+    def phase(self, name: str, place: Place = "device") -> dict[str, int]:
+        """Bytes of each component in a phase, the process itself left out on the device."""
+        sizes: dict[str, int] = {}
+        for part in self.held:
+            if part.place == place and name in part.phases:
+                if part.component == PROCESS and place == "device":
+                    continue
+                sizes[part.component] = sizes.get(part.component, 0) + part.bytes
+        return sizes
+
+    def total(self, name: str, place: Place = "device") -> int:
+        """Bytes held in a phase."""
+        return sum(self.phase(name, place).values())
+
+    @cached_property
+    def peak_phase(self) -> str:
+        """The phase in which the device holds most."""
+        return max(PHASES, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        """Largest bytes in tensors on the device: torch's max_memory_allocated."""
+        return self.total(self.peak_phase)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that torch's allocator keeps when no phase can use another's freed blocks."""
+        components: dict[str, int] = {}
+        for name in PHASES:
+            for component, size in self.phase(name).items():
+                components[component] = max(size, components.get(component, 0))
+        return sum(components.values())
+
+    def most(self, place: Place) -> int:
+        """Largest bytes at a place over all phases."""
+        return max(self.total(name, place) for name in PHASES)
+
+    def evidence(self, component: str) -> Evidence:
+        """The weakest evidence of a component on the device."""
+        return weakest(part.evidence for part in self.held if part.component == component)
+
+
+def weakest(evidence: Iterable[Evidence]) -> Evidence:
+    """The least reliable of several."""
+    return max(evidence, key=EVIDENCE.index)
+
+
+def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
+    """All that one data rank holds."""
+    parts = [
+        *model_states(inputs, rank),
+        *communication(inputs),
+        *gathered_parameters(inputs),
+        *activations(inputs),
+        *loading(inputs),
+        *nvme_buffers(inputs),
+        *process(inputs),
+    ]
+    return RankTimeline(rank, tuple(parts))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will need."""
+
+    inputs: Inputs
+    ranks: tuple[RankTimeline, ...]
+    """The ranks that differ: that with the largest and that with the smallest peak."""
+    device_bytes: int | None
+    """Memory of the device; None where it is not known."""
+
+    @property
+    def worst(self) -> RankTimeline:
+        """The rank that decides."""
+        return self.ranks[0]
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        """Largest host memory of a node's ranks together."""
+        return self.worst.most("host") * self.inputs.gpus_per_node
+
+    @property
+    def nvme_bytes_per_node(self) -> int:
+        """Swap files of a node's ranks together."""
+        return self.worst.most("nvme") * self.inputs.gpus_per_node
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """One checkpoint on disk, of all ranks."""
+        return sum(size for _, size in checkpoint_parts(self.inputs))
+
+    @property
+    def late_bytes(self) -> int:
+        """Moments that the first step makes: a run can begin, and run out there."""
+        states = (part for part in self.worst.held if part.component == "moments")
+        return sum(
+            part.bytes for part in states if "built" not in part.phases and part.place == "device"
+        )
+
+    @property
+    def process_bytes(self) -> int:
+        """What the device loses before any tensor."""
+        parts = (part for part in self.worst.held if part.component == PROCESS)
+        return sum(part.bytes for part in parts if part.place == "device")
+
+    @property
+    def evidence(self) -> Evidence:
+        """The weakest evidence that the peak rests on."""
+        phase = self.worst.peak_phase
+        return weakest(
+            part.evidence
+            for part in self.worst.held
+            if phase in part.phases and part.place == "device" and part.component != PROCESS
+        )
+
+    @property
+    def verdict(self) -> str:
+        """fits | fits without margin | does not fit | unknown device."""
+        if self.device_bytes is None:
+            return "unknown device"
+        if self.worst.peak <= MARGIN * self.device_bytes:
+            return "fits"
+        if self.worst.peak + self.process_bytes <= self.device_bytes:
+            return "fits without margin"
+        return "does not fit"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys; sizes in GiB."""
+        worst, components = self.worst, self.worst.phase(self.worst.peak_phase)
+        saved = sum(size for name, size in components.items() if name.startswith("activations"))
+        return {
+            "peak_allocated_gib": _gib(worst.peak),
+            "peak_reserved_gib": _gib(worst.reserved),
+            "peak_phase": worst.peak_phase,
+            "peak_component": max(components, key=lambda name: components[name]),
+            "components": {
+                **{name: _gib(size) for name, size in components.items()},
+                "activations_saved": _gib(saved),
+            },
+            "phases": {
+                name: {part: _gib(size) for part, size in worst.phase(name).items()}
+                for name in PHASES
+            },
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "peak_allocated_gib": _gib(rank.peak),
+                    "peak_phase": rank.peak_phase,
+                }
+                for rank in self.ranks
+            ],
+            "first_step_adds_gib": _gib(self.late_bytes),
+            "process_gib": _gib(self.process_bytes),
+            "device_gib": None if self.device_bytes is None else _gib(self.device_bytes),
+            "host_gib_per_node": _gib(self.host_bytes_per_node),
+            "host_components_gib_per_rank": {
+                name: _gib(size) for name, size in _largest(worst, "host").items()
+            },
+            "nvme_gib_per_node": _gib(self.nvme_bytes_per_node),
+            "checkpoint_gib": _gib(self.checkpoint_bytes),
+            "optimizer_class": optimizer_class(self.inputs),
+            "evidence": {
+                "weakest": self.evidence,
+                **{name: worst.evidence(name) for name in components},
+            },
+            "verdict": self.verdict,
+        }
+
+
+def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate:
+    """The timelines of the ranks that differ.
+
+    Raises ValueError for pipeline, tensor and sequence parallelism, which are not counted yet.
+    """
+    for axis in ("pipeline", "tensor", "sequence"):
+        if getattr(inputs.grid, axis) > 1:
+            raise ValueError(f"the memory of {axis} parallelism is not estimated yet")
+    ranks = tuple(rank_timeline(inputs, rank) for rank in _ranks_that_differ(inputs))
+    return Estimate(inputs, ranks, device_bytes)
+
+
+def _ranks_that_differ(inputs: Inputs) -> list[int]:
+    """The rank with most and that with least: gradients are kept by whole parameters."""
+    if inputs.zero.stage not in (1, 2):
+        return [0]
+    flats = flat_groups(inputs.groups(), inputs.shards)
+    sizes = [0] * inputs.shards
+    for flat in flats:
+        for rank, size in enumerate(flat.whole):
+            sizes[rank] += size
+    by_size = sorted(range(inputs.shards), key=lambda rank: -sizes[rank])
+    return list(dict.fromkeys((by_size[0], by_size[-1])))
+
+
+def _largest(rank: RankTimeline, place: Place) -> dict[str, int]:
+    return rank.phase(max(PHASES, key=lambda name: rank.total(name, place)), place)
+
+
+def _gib(size: float) -> float:
+    return round(size / GIB, 4)
+
+
+def paper_bytes(parameters: int, stage: int, shards: int, optimizer_bytes: int = 12) -> float:
+    """Model states per rank as the ZeRO paper counts them (arXiv 1910.02054, table 1).
+
+    2 bytes of weights, 2 of gradients and K = 12 of optimizer states per parameter, in fp16 with
+    Adam; stage 1 divides the states, 2 the gradients too, 3 everything.
+    """
+    cut = [shards if stage >= level else 1 for level in (3, 2, 1)]
+    return parameters * (2 / cut[0] + 2 / cut[1] + optimizer_bytes / cut[2])

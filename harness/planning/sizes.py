@@ -1,0 +1,164 @@
+"""A decoder's sizes, read from its HF config whatever the family calls the keys.
+
+A key that a `config.json` leaves out means what it means in transformers 5's config class of that
+model type: families.toml holds those meanings.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def _load_families() -> dict[str, dict[str, Any]]:
+    path = Path(__file__).with_name("families.toml")
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {name: {**tables.get(table.get("like"), {}), **table} for name, table in tables.items()}
+
+
+# The families of decoders that are known tensor by tensor.  Adding one is a table there and a case
+# in the tests, which hold every name and shape equal to transformers' own model.
+FAMILIES = _load_families()
+
+
+class UnknownArchitecture(ValueError):
+    """A model type whose tensors nobody has written down here; callers do without a shape."""
+
+
+class Keys:
+    """Typed access to an HF config that gathers every problem instead of stopping at the first."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.problems: list[str] = []
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """The first of `names` (synonyms) that is set, an integer of at least 1."""
+        for name in names:
+            value = self.config.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                self.problems.append(f"{name} = {value!r} is not an integer of at least 1")
+                return 1
+            return value
+        if default is None:
+            self.problems.append(f"{' or '.join(names)} is missing")
+            return 1
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        """The boolean `name`."""
+        value = self.config.get(name)
+        return default if value is None else bool(value)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a family's tensors are made of; sizes count elements, lengths count tokens."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Width of a dense MLP."""
+    max_positions: int
+    """Longest sequence in tokens."""
+    tied: bool
+    """Whether the output head is the embedding matrix."""
+    sliding_windows: tuple[int | None, ...]
+    """Per layer, how many tokens attention looks back over; None where it sees them all."""
+    num_experts: int
+    """Experts of a mixture-of-experts layer; 0 for a dense model."""
+    experts_per_token: int
+    expert_size: int
+    """Width of one expert."""
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together, and of all value heads together."""
+        return self.num_kv_heads * self.head_dim
+
+
+def read_sizes(keys: Keys) -> Sizes:
+    """The sizes in an HF config; what is wrong with them is added to `keys.problems`.
+
+    Raises UnknownArchitecture for a `model_type` that is not in FAMILIES.
+    """
+    model_type = keys.config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UnknownArchitecture(
+            f"the tensors of model_type {model_type!r} are not known: one of {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    hidden_size = keys.size("hidden_size", "n_embd")
+    num_layers = keys.size("num_hidden_layers", "n_layer")
+    num_heads = keys.size("num_attention_heads", "n_head")
+    num_kv_heads = keys.size("num_key_value_heads", default=num_heads)
+    head_dim = keys.size("head_dim", default=family.get("head_dim", hidden_size // num_heads or 1))
+    has_experts = family.get("experts", False)
+    num_experts = keys.size("num_local_experts", "num_experts") if has_experts else 0
+    experts_per_token = keys.size("num_experts_per_tok") if has_experts else 0
+    if num_heads % num_kv_heads:
+        keys.problems.append(
+            f"num_attention_heads = {num_heads} is not a multiple of "
+            f"num_key_value_heads = {num_kv_heads}"
+        )
+    if hidden_size % num_heads and keys.config.get("head_dim", family.get("head_dim")) is None:
+        keys.problems.append(
+            f"hidden size {hidden_size} is not a multiple of {num_heads} attention heads"
+        )
+    if experts_per_token > num_experts:
+        keys.problems.append(
+            f"num_experts_per_tok = {experts_per_token} of only {num_experts} experts"
+        )
+    return Sizes(
+        model_type=model_type,
+        vocab_size=keys.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=keys.size(
+            "intermediate_size", "n_inner", default=family.get("mlp_ratio", 0) * hidden_size or None
+        ),
+        max_positions=keys.size("max_position_embeddings", "n_positions"),
+        tied=keys.flag("tie_word_embeddings", family.get("tied", False)),
+        sliding_windows=_sliding_windows(keys, family, num_layers),
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        expert_size=keys.size("moe_intermediate_size", "intermediate_size") if has_experts else 0,
+    )
+
+
+def _sliding_windows(
+    keys: Keys, family: Mapping[str, Any], num_layers: int
+) -> tuple[int | None, ...]:
+    # An explicit null switches the window off; an absent key leaves the family's default.
+    default, rule = family.get("sliding_window"), family.get("slides")
+    if rule is None or keys.config.get("sliding_window", default) is None:
+        return (None,) * num_layers
+    window = keys.size("sliding_window", default=default)
+    if layer_types := keys.config.get("layer_types"):
+        slides = [kind == "sliding_attention" for kind in layer_types]
+    else:
+        asked = rule in ("every", "even") or keys.flag("use_sliding_window", False)
+        first = keys.config.get("max_window_layers", 28) if rule == "upper" else 0
+        step = 2 if rule == "even" else 1
+        slides = [asked and layer >= first and layer % step == 0 for layer in range(num_layers)]
+    if len(slides) != num_layers:
+        keys.problems.append(f"layer_types has {len(slides)} entries for {num_layers} layers")
+    return tuple(window if slide else None for slide in slides)

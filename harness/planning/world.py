@@ -1,0 +1,115 @@
+"""Who this process is among all processes, read from what the launcher left in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+NVIDIA_CONTROL = Path("/dev/nvidiactl")
+NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class World:
+    """One process of the job. `gpu` is the model name the driver reports, None where unknown."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str = "none"
+    accelerator: Literal["cuda", "cpu"] = "cpu"
+    gpu: str | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> World:
+        """Understands deepspeed, torchrun and accelerate, then srun.
+
+        Raises ValueError for numbers that cannot be (rank 3 of 2). Without a launcher this is the
+        only process. The order matters: inside a Slurm step `deepspeed` sets RANK for its own
+        children, and that is the finer truth.
+        """
+        launcher, rank, world_size, local_rank, local_world_size = (
+            _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
+        )
+        if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
+            raise ValueError(
+                f"the {launcher} environment says rank {rank} of {world_size}, local rank "
+                f"{local_rank} of {local_world_size}: start every process with the same launcher"
+            )
+        accelerator = find_accelerator(environ)
+        gpu = find_gpu_name() if accelerator == "cuda" else None
+        return cls(rank, world_size, local_rank, local_world_size, launcher, accelerator, gpu)
+
+
+_Place = tuple[str, int, int, int, int]
+
+
+def _from_torch_names(environ: Mapping[str, str]) -> _Place | None:
+    """RANK, WORLD_SIZE, LOCAL_RANK; torchrun adds LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE."""
+    if not {"RANK", "WORLD_SIZE"} <= environ.keys():
+        return None
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_rank = _number(environ, "LOCAL_RANK", rank)
+    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
+    return "torch", rank, world_size, local_rank, _number(environ, name, world_size)
+
+
+def _from_slurm_step(environ: Mapping[str, str]) -> _Place | None:
+    """Only inside a step: a batch script sees SLURM_PROCID=0 too, without being started by srun.
+
+    The local size is that of the node with most tasks: "2(x3),1" is three nodes of 2 and one of 1.
+    """
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
+        return None
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    world_size = _number(environ, tasks, 1)
+    per_node = re.findall(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return (
+        "slurm",
+        _number(environ, "SLURM_PROCID"),
+        world_size,
+        _number(environ, "SLURM_LOCALID", 0),
+        max(map(int, per_node), default=world_size),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, default)
+    try:
+        return int("" if text is None else text)
+    except ValueError:
+        raise ValueError(f"environment variable {name} is {text!r}, not a whole number") from None
+
+
+def find_accelerator(environ: Mapping[str, str] = os.environ) -> Literal["cuda", "cpu"]:
+    """What the ranks will compute on, found without importing torch."""
+    if environ.get("DS_ACCELERATOR") == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "cpu"
+    return "cuda" if NVIDIA_CONTROL.exists() else "cpu"
+
+
+def find_gpu_name() -> str | None:
+    """The first NVIDIA GPU's model name, as its driver publishes it under /proc."""
+    for path in sorted(NVIDIA_PROC.glob("*/information")):
+        match = re.search(r"^Model:\s*(.+)$", path.read_text(), re.MULTILINE)
+        if match:
+            return match.group(1).strip()
+    return None
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16).
+
+    Others emulate it: right, but here 5 times slower than fp32.
+    """
+    try:
+        words = set(CPU_INFO.read_text().split())
+    except OSError:
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})

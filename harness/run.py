@@ -1,0 +1,186 @@
+"""A run, trained to its end or to a stop. Every tool drives this loop, not a copy of it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from contextlib import closing
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.checkpoint.export import export_hf
+from harness.engine.processes import leave
+from harness.errors import ExitCode, RunStopped
+from harness.metrics import monitor_events
+from harness.plan import Plan
+from harness.sampling import sample_text
+from harness.start import Run, build
+
+__all__ = ["Run", "build", "evaluate", "train"]
+
+SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baselines takes seconds
+
+
+def train(run: Run) -> ExitCode:
+    """Train to the last step, or to a stop; the run folder then says how it ended."""
+    outcome, code = "failed", 1
+    try:
+        if run.state.step == run.total_steps and run.folder.export_dir.exists():
+            run.progress.say("nothing is left to do")
+        else:
+            _loop(run)
+            _finish(run)
+        outcome, code = "done", ExitCode.DONE
+    except RunStopped as stop:
+        code = stop.code
+        outcome = "stopped" if code == ExitCode.STOPPED else "diverged"
+        run.event(outcome, step=run.state.step, message=stop.message)
+        run.progress.say(f"{outcome} at step {run.state.step}: {stop.message}")
+    except BaseException as error:
+        code = getattr(error, "code", 1)
+        run.event("failed", step=run.state.step, message=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if run.is_writer:
+            run.folder.write_status(outcome, code, run.state.step)
+            run.folder.close()
+        run.guard.close(wait=outcome != "failed")
+        leave()
+    return ExitCode(code)
+
+
+def _loop(run: Run) -> None:
+    """One optimizer step after the other. Syncs with the host only where it logs."""
+    plan, every = run.plan, run.plan.run
+    stream = run.data.train.steps(
+        run.state.samples,
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        data_rank=plan.grid.coords(plan.world.rank).data,
+        data_ranks=plan.grid.data,
+        prefetch=every.data.prefetch,
+        pin_memory=plan.world.accelerator == "cuda",
+    )
+    with closing(stream):
+        if run.state.step == 0:
+            _log(run, {"eval_loss": evaluate(run)})
+        run.meter.restart()
+        while run.state.step < run.total_steps:
+            step = run.state.step + 1
+            targets = run.data.train.targets_in(run.state.samples, plan.global_batch)
+            _seed_dropout(plan, step)
+            lr = run.schedule.lr(step)
+            result = run.engine.train_batch(next(stream), targets, lr)
+            run.state = run.state.after(plan.global_batch, every.data.seq_len)
+            run.meter.step_done()
+            _note_skipped(run)
+            if step == 1:
+                _note_what_runs(run)
+            last = step == run.total_steps
+            evaluates = last or _due(step, every.eval.every)
+            if evaluates or _due(step, every.log.every):
+                line = run.meter.line(result.loss_share, result.grad_norm, learning_rate=lr)
+                _log(run, line | ({"eval_loss": evaluate(run)} if evaluates else {}))
+            stop = run.guard.stop_requested()
+            if stop or last or _due(step, every.save.every):
+                _save(run)
+            if stop and not last:
+                raise RunStopped(ExitCode.STOPPED, "asked to stop by a signal")
+
+
+def evaluate(run: Run) -> float:
+    """Mean loss in nats over the target tokens of the first held-out samples; the same anywhere."""
+    plan, stream = run.plan, run.data.held_out
+    samples = min(plan.run.eval.samples, stream.samples)
+    micro, ranks = plan.micro_batch, plan.grid.data
+    first = plan.grid.coords(plan.world.rank).data * micro
+    batches = []
+    # All ranks run equally often (ZeRO-3 gathers weights together); what is too much counts not.
+    for start in range(0, samples, micro * ranks):
+        batch = stream.batch(start + first, micro)
+        batch.labels[max(0, samples - start - first) :] = -100
+        batches.append(batch)
+    loss, tokens = run.engine.sum_over_ranks(run.engine.eval_batch(batches)).tolist()
+    run.meter.restart()
+    return loss / tokens
+
+
+def _finish(run: Run) -> None:
+    """Export the weights and show what was learned."""
+    plan = run.plan
+    if plan.run.save.export:
+        weights = run.engine.weights(keep=run.is_writer)
+        if run.is_writer:
+            export_hf(run.folder.export_dir, run.engine.module, weights, run.data.tokenizer)
+            run.progress.say(f"exported {run.folder.export_dir}")
+        else:
+            for _ in weights:
+                pass
+        dist.barrier()
+    small = run.data.train.tokens <= SMALL_CORPUS_TOKENS
+    if run.is_writer and small:
+        found = run.folder.read_metrics()[-1]["eval_loss"]
+        run.progress.say(
+            f"held-out loss {found:.2f} nats per token; token frequencies alone give "
+            f"{run.data.unigram_nats:.2f}, pairs of tokens {run.data.bigram_nats:.2f}"
+        )
+    if plan.run.sample.tokens:
+        text = sample_text(
+            run.engine.next_token_logits,
+            run.data.tokenizer,
+            plan.run.sample.prompt or "",
+            plan.run.sample.tokens,
+            plan.run.data.seq_len,
+            plan.run.train.seed,
+        )
+        run.progress.say(f"sample: {text!r}")
+
+
+def _log(run: Run, line: dict[str, Any]) -> None:
+    """Complete a metrics line, write it, show it, and pass it to the JSON's monitors."""
+    line = {
+        "step": run.state.step,
+        "samples": run.state.samples,
+        "tokens": run.state.tokens,
+        "loss_scale": run.engine.loss_scale,
+        "skipped_steps": run.engine.skipped_steps,
+        **line,
+    }
+    if run.is_writer:
+        run.folder.append_metrics(line)
+        run.engine.write_monitors(monitor_events(line))
+        run.progress.step(line)
+
+
+def _save(run: Run) -> None:
+    began = time.perf_counter()
+    path = run.store.save(run.state, run.engine.save, run.plan.run.save.keep)
+    seconds = time.perf_counter() - began
+    run.event("saved", step=run.state.step, path=str(path), seconds=seconds)
+    run.meter.restart()
+
+
+def _note_skipped(run: Run) -> None:
+    """Every step that was not applied is an event."""
+    if not run.engine.step_applied:
+        run.event("skipped_step", step=run.state.step, loss_scale=run.engine.loss_scale)
+
+
+def _note_what_runs(run: Run) -> None:
+    """Record each rank's classes and share of the parameters: what really runs."""
+    ranks: list[Any] = [None] * run.plan.world.world_size
+    dist.all_gather_object(ranks, run.engine.describe())
+    run.event("engine", step=1, ranks=ranks)
+
+
+def _seed_dropout(plan: Plan, step: int) -> None:
+    """Dropout as a function of (seed, step, rank): a resumed run has no generator to restore."""
+    text = f"dropout:{plan.run.train.seed}:{step}:{plan.world.rank}"
+    digest = hashlib.sha256(text.encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,187 @@
+"""A run, built from a Plan: everything that the loop needs, on this rank."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.checkpoint.resume import resume_problems
+from harness.checkpoint.store import CheckpointStore, TrainState
+from harness.data.build import Data, DataSpec, build_data
+from harness.engine.processes import join
+from harness.errors import ConfigError
+from harness.guard.signals import StopGuard
+from harness.lr_and_batch import Schedule, steps_in_epochs
+from harness.metrics import Meter, Progress
+from harness.plan import Plan
+from harness.plan_text import summary
+from harness.runfolder import RunFolder, create_run_dir
+
+
+@dataclass
+class Run:
+    """All parts of a run on this rank. Only rank 0's folder is open for writing."""
+
+    plan: Plan
+    data: Data
+    engine: Any
+    folder: RunFolder
+    store: CheckpointStore
+    schedule: Schedule
+    total_steps: int
+    guard: StopGuard
+    meter: Meter
+    progress: Progress
+    state: TrainState
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the run folder."""
+        return self.plan.world.rank == 0
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Record something that should not pass unnoticed."""
+        if self.is_writer:
+            self.folder.append_event(kind, **fields)
+
+
+def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None) -> Run:
+    """Make everything that the loop needs; resumes the run that `run.dir` already holds.
+
+    What is wrong with data, model or folder raises ConfigError on every rank, before the run
+    folder is written. `data` takes the place of what the plan names.
+    """
+    progress = Progress(enabled=plan.world.rank == 0)
+    progress.say(summary(plan))
+    spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
+    data = data or build_data(spec, progress.say)
+    total_steps = plan.steps
+    if total_steps is None:
+        assert plan.run.train.epochs is not None
+        total_steps = steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
+    device = join(plan.world)
+    record = _plan_record(plan, data, total_steps)
+    checkpoint = _resumable(plan, record)
+    from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices
+
+    engine = build_engine(plan, device, trust_remote_code)
+    folder = _open_folder(plan)
+    progress.total_steps = total_steps
+    run = Run(
+        plan=plan,
+        data=data,
+        engine=engine,
+        folder=folder,
+        store=_store(plan, folder),
+        schedule=plan.schedule(total_steps),
+        total_steps=total_steps,
+        guard=StopGuard(plan.world.world_size),
+        meter=Meter(plan),
+        progress=progress,
+        state=TrainState(),
+    )
+    if run.is_writer:
+        folder.write_plan(record)
+    for event in (*plan.events, *engine.events):
+        run.event(**event)
+    progress.say(f"run folder {folder.path}")
+    if checkpoint is not None:
+        path, run.state = checkpoint
+        engine.load(str(path))
+        run.event("resumed", step=run.state.step, path=str(path))
+        progress.say(f"resumed {path.name} of {total_steps} steps")
+    return run
+
+
+def _resumable(plan: Plan, record: dict[str, Any]) -> tuple[Path, TrainState] | None:
+    """The newest checkpoint of the run that run.dir already holds, None for a new run.
+
+    Raises ConfigError when this plan may not go on from there.
+    """
+    if plan.run.run.dir is None:
+        return None
+    folder = RunFolder(plan.run.run.dir)
+    saved = folder.read_plan()
+    problems = resume_problems(saved, record, plan.run.resume.allow) if saved else []
+    try:
+        checkpoint = _store(plan, folder).newest()
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError([f"{plan.run.run.dir}: {problem}" for problem in problems])
+    return checkpoint
+
+
+def _store(plan: Plan, folder: RunFolder) -> CheckpointStore:
+    return CheckpointStore(folder.checkpoints_dir, plan.world.rank, dist.barrier, _layout(plan))
+
+
+def _open_folder(plan: Plan) -> RunFolder:
+    """Choose and open the run folder on rank 0; all ranks know its path or its refusal."""
+
+    def choose() -> RunFolder:
+        json_name = Path(plan.deepspeed_source).stem
+        path = plan.run.run.dir or create_run_dir(plan.run.model.name, json_name, datetime.now())
+        folder = RunFolder(path)
+        taken_from = folder.open()
+        if taken_from is not None:
+            folder.append_event("stale_lock", owner=str(taken_from))
+        return folder
+
+    folder, path = None, [None, None]
+    if plan.world.rank == 0:
+        try:
+            folder = choose()
+            path = [str(folder.path), None]
+        except (ConfigError, OSError) as error:
+            path = [None, f"run.dir={plan.run.run.dir}: {error}"]
+    dist.broadcast_object_list(path)
+    if path[1] is not None:
+        raise ConfigError(path[1])
+    return folder or RunFolder(path[0])
+
+
+def _plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
+    """plan.json: everything needed to explain or repeat the run."""
+    packages = ("torch", "deepspeed", "transformers", "accelerate", "sentencepiece")
+    return {
+        **plan.to_json(),
+        "total_steps": total_steps,
+        "data_fingerprint": data.fingerprint,
+        "versions": {name: version(name) for name in packages},
+        "git_commit": _git_commit(),
+    }
+
+
+def _layout(plan: Plan) -> dict[str, Any]:
+    """What DeepSpeed's own checkpoints require to be the same when they are loaded."""
+    zero = plan.deepspeed.get("zero_optimization", {})
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+    return {
+        "world_size": plan.world.world_size,
+        "zero_stage": plan.zero_stage,
+        "precision": plan.precision,
+        "offload_optimizer": offload,
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the code that runs, "+" appended when files differ from it."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

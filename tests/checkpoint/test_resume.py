@@ -1,0 +1,60 @@
+"""What a resumed run may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.checkpoint.resume import resume_problems
+from harness.config import RunConfig
+
+
+def record(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "run": RunConfig.model_validate(sections).model_dump(mode="json"),
+        "precision": "bf16",
+        "model_config": {"model_type": "llama", "hidden_size": 64},
+        "data_fingerprint": "abc",
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {"steps": 999}},
+        {"eval": {"every": 3}},
+        {"save": {"keep": 9}},
+        {"log": {"every": 7}},
+    ],
+)
+def test_length_and_reporting_may_change(change: dict[str, Any]) -> None:
+    assert resume_problems(record(), record(**change), []) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"optim": {"lr": 0.5}}, "optim.lr"),
+        ({"train": {"seed": 5}}, "train.seed"),
+        ({"train": {"global_batch": 5}}, "train.global_batch"),
+        ({"data": {"seq_len": 64}}, "data.seq_len"),
+        ({"model": {"dropout": 0.5}}, "model.dropout"),
+    ],
+)
+def test_what_is_learned_may_not_change_unless_allowed(change: dict[str, Any], key: str) -> None:
+    (problem,) = resume_problems(record(), record(**change), [])
+    assert problem.startswith(f"{key} is ")
+    assert f"resume.allow=['{key}']" in problem
+    assert resume_problems(record(), record(**change), [key]) == []
+
+
+@pytest.mark.parametrize("key", ["precision", "model_config", "data_fingerprint"])
+def test_precision_model_and_data_may_not_change(key: str) -> None:
+    (problem,) = resume_problems(record(), {**record(), key: "other"}, [])
+    assert problem.startswith(f"{key} is 'other'")
+
+
+def test_every_difference_is_in_the_report() -> None:
+    problems = resume_problems(record(), record(optim={"lr": 0.5, "momentum": 0.5}), [])
+    assert len(problems) == 2

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.data.batches import Batch, Stream, load_ahead, share_of_rank
+from harness.data.build import Data, DataSpec, build_data
+
+GLOBAL_BATCH = 24
+SPLITS = [(1, 24), (1, 8), (1, 1), (2, 6), (2, 12), (3, 4), (4, 2), (8, 3), (24, 1)]
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return torch.equal(one.input_ids, other.input_ids) and torch.equal(one.labels, other.labels)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), SPLITS)
+def test_ranks_and_micro_steps_share_the_global_batch(ranks: int, micro_batch: int) -> None:
+    shares = [share_of_rank(1000, GLOBAL_BATCH, micro_batch, r, ranks) for r in range(ranks)]
+    accumulation = GLOBAL_BATCH // ranks // micro_batch
+    assert {share.shape for share in shares} == {(accumulation, micro_batch)}
+    everything = np.concatenate([share.ravel() for share in shares])
+    assert sorted(everything.tolist()) == list(range(1000, 1000 + GLOBAL_BATCH))
+
+
+def test_the_share_is_as_documented() -> None:
+    assert share_of_rank(100, 12, 2, 1, 3).tolist() == [[102, 103], [108, 109]]
+    with pytest.raises(AssertionError, match="global_batch 10 is no multiple of 3 ranks x 2"):
+        share_of_rank(0, 10, 2, 0, 3)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), SPLITS)
+def test_the_samples_do_not_depend_on_the_split(
+    library: Data, ranks: int, micro_batch: int
+) -> None:
+    whole = library.train.batch(48, GLOBAL_BATCH)
+    rows = {}
+    for rank in range(ranks):
+        share = share_of_rank(48, GLOBAL_BATCH, micro_batch, rank, ranks)
+        steps = library.train.steps(
+            48,
+            global_batch=GLOBAL_BATCH,
+            micro_batch=micro_batch,
+            data_rank=rank,
+            data_ranks=ranks,
+        )
+        batches = next(steps)
+        steps.close()
+        for samples, batch in zip(share, batches, strict=True):
+            assert batch.input_ids.shape == (micro_batch, 128)
+            rows.update(zip(samples.tolist(), batch.input_ids, strict=True))
+    assert torch.equal(torch.stack([rows[48 + i] for i in range(GLOBAL_BATCH)]), whole.input_ids)
+
+
+def test_a_batch_is_its_samples(library: Data) -> None:
+    batch = library.train.batch(7, 5)
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.position_ids is None
+    assert batch.input_ids.is_contiguous()
+    assert batch.labels.is_contiguous()
+    for row in range(5):
+        sample = library.train.sample(7 + row).batch
+        assert torch.equal(batch.input_ids[row : row + 1], sample.input_ids)
+        assert torch.equal(batch.labels[row : row + 1], sample.labels)
+    assert torch.equal(batch.input_ids[:, 1:], batch.labels[:, :-1])
+
+
+def test_positions_restart_when_documents_are_masked(cache_dir: Path) -> None:
+    data = build_data(DataSpec(cache_dir=str(cache_dir), document_mask=True, seq_len=2000))
+    batch = data.train.batch(0, 16)
+    assert batch.position_ids is not None
+    ended = batch.input_ids[:, :-1] == data.eos_id
+    assert ended.any()
+    assert (batch.position_ids[:, 1:][ended] == 0).all()
+    steps = batch.position_ids.diff(dim=1)
+    assert (steps[~ended] == 1).all()
+    assert (batch.position_ids[:, 0] == 0).all()
+
+
+def test_an_epoch_reads_every_window_once(library: Data) -> None:
+    stream = library.held_out
+    windows = [stream.sample(i).window for i in range(stream.samples)]
+    assert sorted(windows) == list(range(stream.samples))
+    following = [stream.sample(i).window for i in range(stream.samples, 2 * stream.samples)]
+    assert sorted(following) == sorted(windows) != following
+    assert [stream.sample(i).epoch for i in (0, stream.samples - 1, stream.samples)] == [0, 0, 1]
+
+
+def test_a_global_batch_larger_than_the_epoch_wraps(library: Data) -> None:
+    stream = library.held_out
+    many = stream.batch(stream.samples - 3, stream.samples + 10)
+    assert len(many.input_ids) == stream.samples + 10
+    assert torch.equal(many.input_ids[3:4], stream.batch(stream.samples, 1).input_ids)
+    assert stream.targets_in(0, 3 * stream.samples) == 3 * stream.samples * 128
+
+
+def test_the_seed_reorders_training_but_not_the_held_out(library: Data, cache_dir: Path) -> None:
+    other = build_data(DataSpec(cache_dir=str(cache_dir), seed=1))
+    assert other.fingerprint == library.fingerprint
+    assert not same(other.train.batch(0, 4), library.train.batch(0, 4))
+    assert same(other.held_out.batch(0, 4), library.held_out.batch(0, 4))
+
+
+def test_steps_go_on_from_what_was_consumed(library: Data) -> None:
+    def take(stream: Stream, consumed: int, count: int) -> list[list[Batch]]:
+        steps = stream.steps(consumed, global_batch=4, micro_batch=1, data_rank=1, data_ranks=2)
+        taken = [next(steps) for _ in range(count)]
+        steps.close()
+        return taken
+
+    undisturbed = take(library.train, 0, 6)
+    resumed = take(library.train, 12, 3)
+    assert [len(step) for step in undisturbed] == [2] * 6
+    for one, other in zip(undisturbed[3:], resumed, strict=True):
+        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("load_ahead")]
+
+
+def wait_until_none() -> None:
+    deadline = time.monotonic() + 5
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_everything_is_loaded_in_order(depth: int) -> None:
+    items = load_ahead(lambda n: n * n, depth)
+    assert [next(items) for _ in range(20)] == [n * n for n in range(20)]
+    items.close()
+
+
+def test_loading_stays_at_most_depth_ahead() -> None:
+    loaded: list[int] = []
+    items = load_ahead(lambda n: loaded.append(n) or n, 3)
+    assert [next(items), next(items)] == [0, 1]
+    time.sleep(0.3)
+    assert loaded == [0, 1, 2, 3, 4]
+    items.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_error_is_raised_at_its_place(depth: int) -> None:
+    def load(number: int) -> int:
+        if number == 3:
+            raise ValueError("the third")
+        return number
+
+    items = load_ahead(load, depth)
+    assert [next(items) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="the third"):
+        next(items)
+    wait_until_none()
+
+
+@pytest.mark.parametrize("end", ["close", "forget"])
+def test_closing_or_forgetting_ends_the_thread(end: str) -> None:
+    items = load_ahead(lambda n: n, 2)
+    next(items)
+    assert threads()
+    if end == "close":
+        items.close()
+        with pytest.raises(StopIteration):
+            next(items)
+    del items
+    gc.collect()
+    wait_until_none()

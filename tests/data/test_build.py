@@ -1,0 +1,275 @@
+"""From data.path to batches, as a run does it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDatasetBuilder
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from harness.config import RunConfig
+from harness.data.build import Data, DataSpec, build_data
+from harness.data.tokenizer import encode
+from harness.errors import ConfigError
+
+WORDS = ["the", "model", "reads", "text", "and", "learns", "a", "bit", "of", "it", "each", "day"]
+
+
+def text(number: int, words: int = 60) -> str:
+    return (
+        " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words)) + f" {number}.\n"
+    )
+
+
+def opened(path: Path | None, tmp_path: Path, **options: object) -> Data:
+    settings = {"seq_len": 16, "held_out": 0.2, "cache_dir": str(tmp_path / "cache"), **options}
+    return build_data(DataSpec(path=None if path is None else str(path), **settings))
+
+
+def everything(data: Data) -> dict[int, list[int]]:
+    """Ids of every document, put together again from the samples of both splits."""
+    found: dict[int, dict[int, int]] = {}
+    for stream in (data.train, data.held_out):
+        for index in range(stream.samples):
+            sample = stream.sample(index)
+            shown = [*sample.batch.input_ids[0].tolist(), None]
+            for span in sample.spans:
+                ids = shown[span.column : span.column + span.last - span.first]
+                places = range(span.first, span.last)
+                for place, token in zip(places, ids, strict=True):
+                    if token is not None:
+                        found.setdefault(span.document, {})[place] = token
+    return {n: [ids[place] for place in sorted(ids)] for n, ids in found.items()}
+
+
+def test_text_files_lines_and_pairs_give_the_same_batches(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    texts = [text(n) for n in range(40)]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number, content in enumerate(texts):
+        (folder / f"{number:03}.txt").write_text(content)
+    lines = write_jsonl(*({"text": content} for content in texts))
+    whole = opened(lines, tmp_path, tokenizer=tokenizer_dir)
+    pairs = []
+    for name, ending in (("with", [whole.eos_id]), ("without", [])):
+        builder = MMapIndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.int32)
+        for ids in encode(whole.tokenizer, texts):
+            builder.add_item(torch.tensor(ids + ending))
+            builder.end_document()
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+        pairs.append(opened(tmp_path / name, tmp_path, tokenizer=tokenizer_dir))
+    others = [opened(folder, tmp_path, tokenizer=tokenizer_dir), *pairs]
+    for other in others:
+        assert other.train.samples == whole.train.samples > 50
+        assert everything(other) == everything(whole)
+    assert others[0].fingerprint == whole.fingerprint
+    assert torch.equal(others[0].train.batch(0, 9).labels, whole.train.batch(0, 9).labels)
+
+
+def test_only_completions_are_learned(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    pairs = [(text(n, 5 + n % 9), f" answer {n}" * (n % 3)) for n in range(60)]
+    path = write_jsonl(*({"prompt": p, "completion": c} for p, c in pairs))
+    data = opened(path, tmp_path, tokenizer=tokenizer_dir, seq_len=12)
+    learned = 0
+    for stream in (data.train, data.held_out):
+        assert stream.masks_prompts
+        for index in range(stream.samples):
+            sample = stream.sample(index)
+            assert sample.batch.position_ids is not None  # the document mask is on for such data
+            for span in sample.spans:
+                prompt, completion = encode(data.tokenizer, list(pairs[span.document]))
+                document = [*prompt, *completion, data.eos_id]
+                for place in range(span.first, span.last):
+                    column = span.column + place - span.first - 1
+                    if column >= 0:
+                        is_learned = place >= len(prompt)
+                        expected = document[place] if is_learned else -100
+                        assert sample.batch.labels[0, column] == expected
+                        learned += is_learned
+    counted = [stream.targets_in(0, stream.samples) for stream in (data.train, data.held_out)]
+    assert sum(counted) == learned > 200
+
+
+def test_the_tokenizer_is_trained_on_the_users_text(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("".join(text(n) for n in range(200)))
+    data = opened(path, tmp_path)
+    assert 300 < data.vocab_size < 8192
+    assert data.tokenizer.decode(encode(data.tokenizer, [text(3)])[0]) == text(3)
+    assert (data.train.documents, data.held_out.documents) == (1, 1)  # one document, cut
+    assert data.held_out.tokens / data.train.tokens == pytest.approx(0.25, rel=0.01)
+
+
+def test_a_second_start_only_opens_the_cache(library: Data, cache_dir: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in cache_dir.rglob("*")}
+    began = time.monotonic()
+    again = build_data(DataSpec(cache_dir=str(cache_dir), seq_len=64), pytest.fail)
+    assert time.monotonic() - began < 10
+    assert {file: file.stat().st_mtime_ns for file in cache_dir.rglob("*")} == before
+    assert again.fingerprint == library.fingerprint
+    assert again.train.samples == pytest.approx(2 * library.train.samples, abs=1)
+
+
+def test_the_fingerprint_follows_the_data_and_the_tokenizer_not_the_place(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    def fingerprint(name: str, count: int, tokenizer: str | None = tokenizer_dir) -> str:
+        path = write_jsonl(*({"text": text(n)} for n in range(count)), name=name)
+        return opened(path, tmp_path / name.split(".")[0], tokenizer=tokenizer).fingerprint
+
+    first = fingerprint("a.jsonl", 50)
+    assert first == fingerprint("b.jsonl", 50)
+    assert first != fingerprint("c.jsonl", 51)
+    assert first != fingerprint("d.jsonl", 50, tokenizer=None)
+
+
+def test_the_library_is_as_the_readme_says(library: Data) -> None:
+    assert library.vocab_size == 8192
+    assert library.train.masks_prompts is False
+    assert library.train.documents + library.held_out.documents > 500
+    assert 2.5e6 < library.train.tokens < 4.5e6
+    assert library.held_out.samples > 96  # what one evaluation reads
+    assert 5 < library.bigram_nats + 1.5 < library.unigram_nats < math.log(8192)
+
+
+def test_shuffled_targets_teach_nothing_but_frequencies(library: Data, cache_dir: Path) -> None:
+    data = build_data(DataSpec(cache_dir=str(cache_dir), shuffle_targets=True))
+    assert torch.equal(data.train.batch(0, 8).input_ids, library.train.batch(0, 8).input_ids)
+    assert data.unigram_nats == pytest.approx(library.unigram_nats, abs=0.1)
+    assert data.bigram_nats > data.unigram_nats - 0.05
+
+
+def test_a_run_says_what_it_needs() -> None:
+    given = {
+        "data": {"path": "p", "seq_len": 9, "held_out": 0.5, "cache_dir": "c"},
+        "train": {"seed": 4},
+    }
+    spec = DataSpec.of_run(RunConfig.model_validate(given), {"vocab_size": 100})
+    assert spec == DataSpec("p", None, 9, 0.5, None, "c", 4, 100)
+    with_weights = RunConfig.model_validate({"model": {"init_from": "folder"}})
+    assert DataSpec.of_run(with_weights, {}).tokenizer == "folder"
+
+
+def refused(path: Path | None, tmp_path: Path, **options: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        opened(path, tmp_path, **options)
+    cache = tmp_path / "cache"
+    assert not list(cache.glob("*.partial-*"))
+    return caught.value.problems
+
+
+def test_too_little_text_names_the_numbers(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    path = write_jsonl({"text": "a"}, {"text": "b"})
+    problems = refused(path, tmp_path, tokenizer=tokenizer_dir, seq_len=100)
+    assert len(problems) == 2
+    assert "the train split has 2 tokens in 1 documents" in problems[0]
+    assert "data.seq_len + 1 = 101" in problems[0]
+    assert "the held-out split has 2 tokens" in problems[1]
+    assert "change data.held_out (now 0.2)" in problems[1]
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize("values", [[], [{"text": ""}] * 3, [{"prompt": "", "completion": ""}]])
+def test_no_text_is_refused(
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    tokenizer_dir: str,
+    values: list[dict[str, str]],
+    tokenizer: bool,
+) -> None:
+    path = write_jsonl(*values, name="none.jsonl")
+    if not values:
+        path.write_text("\n\n")
+    problems = refused(path, tmp_path, tokenizer=tokenizer_dir if tokenizer else None)
+    assert "holds no text" in problems[0]
+
+
+def test_a_bad_line_is_refused_before_anything_is_kept(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    path = write_jsonl({"text": text(1)}, {"txt": "typo"}, {"text": 1}, {"text": text(2)})
+    for tokenizer in (tokenizer_dir, None):
+        problems = refused(path, tmp_path, tokenizer=tokenizer)
+        assert [problem.split(": ")[1] for problem in problems] == [f"{path}:2", f"{path}:3"]
+    assert not [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
+
+
+def test_a_tokenizer_larger_than_the_models_vocabulary(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    path = write_jsonl({"text": text(1)})
+    options = {"tokenizer": tokenizer_dir, "model_vocab_size": 8191}
+    (problem,) = refused(path, tmp_path, **options)
+    assert "has 8192 ids, the model's vocabulary only 8191" in problem
+    assert "model.overrides.vocab_size=8192" in problem
+
+
+def test_ids_outside_the_vocabulary_stop_the_step_that_reads_them(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    """A pair may hold what its tokenizer does not know; it is caught in the prefetch thread."""
+    builder = MMapIndexedDatasetBuilder(str(tmp_path / "pair.bin"), dtype=np.uint16)
+    for _ in range(10):
+        builder.add_item(torch.tensor([*[10, 11, 12] * 11, 9000, *[14] * 40, 2]))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "pair.idx"))
+    data = opened(tmp_path / "pair", tmp_path, tokenizer=tokenizer_dir)
+    steps = data.train.steps(0, global_batch=data.train.samples, micro_batch=1)
+    with pytest.raises(ConfigError, match=r"document \d has token id 9000 at offset 33, .* 8192 "):
+        next(steps)
+    steps.close()
+
+
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    (problem,) = refused(tmp_path / ("long" * 100), tmp_path)
+    assert problem.startswith("data.path: cannot read")
+    assert problem.endswith("File name too long")
+
+
+def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    """Two ids, the larger one 70000: neither the width on disk nor the check may go by len()."""
+    words = {"a": 70_000, "</s>": 1}
+    backend = Tokenizer(WordLevel(words, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    wrapped.save_pretrained(tmp_path / "gaps")
+    path = write_jsonl(*({"text": "a a a a " * 9} for _ in range(9)))
+    data = opened(path, tmp_path, tokenizer=str(tmp_path / "gaps"))
+    assert data.vocab_size == 70_001
+    assert set(data.train.batch(0, 9).input_ids.unique().tolist()) == {1, 70_000}
+    (problem,) = refused(path, tmp_path, tokenizer=str(tmp_path / "gaps"), model_vocab_size=50_000)
+    assert "has 70001 ids" in problem
+
+
+def test_a_pair_needs_its_tokenizer(tmp_path: Path) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"pair.{suffix}").write_bytes(b"MMIDIDX")
+    (problem,) = refused(tmp_path / "pair", tmp_path)
+    assert "set data.tokenizer" in problem
+
+
+def test_a_damaged_pair_is_refused(tmp_path: Path, tokenizer_dir: str) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"pair.{suffix}").write_bytes(b"MMIDIDX")
+    (problem,) = refused(tmp_path / "pair", tmp_path, tokenizer=tokenizer_dir)
+    assert "pair.idx is truncated: 7 bytes" in problem
+
+
+def test_the_split_says_what_it_was_built_from(library: Data, cache_dir: Path) -> None:
+    (facts,) = [json.loads(file.read_text()) for file in cache_dir.glob("split-*/split.json")]
+    assert facts == {"fingerprint": library.fingerprint, "add_separator": False}

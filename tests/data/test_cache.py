@@ -1,0 +1,175 @@
+"""Several real processes at one cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.data import cache
+from harness.data.cache import build_once, cache_key
+from harness.errors import ConfigError
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def build_slowly(path: Path) -> None:
+    """Notes who built, beside the folder that is renamed; takes half a second."""
+    with (path.parent / "builders.txt").open("a") as note:
+        note.write(f"{os.getpid()}\n")
+    for part in range(5):
+        (path / f"{part}.txt").write_text("x" * 1000)
+        time.sleep(0.1)
+
+
+def build_forever(path: Path) -> None:
+    (path / "half.txt").write_text("half")
+    time.sleep(600)
+
+
+def one_of_many(folder: Path, results: multiprocessing.Queue) -> None:
+    build_once(folder, build_slowly, print)
+    results.put(sorted(file.name for file in folder.iterdir()))
+
+
+def hang(folder: Path) -> None:
+    build_once(folder, build_forever, print)
+
+
+def builders(folder: Path) -> int:
+    return len((folder.parent / "builders.txt").read_text().splitlines())
+
+
+def wait_for(pattern: str, folder: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not list(folder.glob(pattern)):
+        assert time.monotonic() < deadline, f"no {pattern} appeared"
+        time.sleep(0.02)
+
+
+def run_together(folder: Path, count: int) -> None:
+    results = SPAWN.Queue()
+    processes = [SPAWN.Process(target=one_of_many, args=(folder, results)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=300) for _ in processes]
+    for process in processes:
+        process.join()
+    assert found == [[f"{part}.txt" for part in range(5)]] * count
+
+
+def test_one_of_many_processes_builds(tmp_path: Path) -> None:
+    run_together(tmp_path / "made", 4)
+    assert builders(tmp_path / "made") == 1
+    assert not list(tmp_path.glob("*.partial-*"))
+
+
+def build_data_of(path: str, cache: str, results: multiprocessing.Queue) -> None:
+    from harness.data.build import DataSpec, build_data  # takes seconds; the others need it not
+
+    data = build_data(DataSpec(path=path, seq_len=16, held_out=0.2, cache_dir=cache))
+    results.put((data.fingerprint, data.train.batch(0, 3).input_ids.tolist()))
+
+
+def test_ranks_that_start_together_agree(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl(*({"text": f"{n} lines of text\n" * 20} for n in range(300)))
+    results = SPAWN.Queue()
+    arguments = (str(path), str(tmp_path / "cache"), results)
+    ranks = [SPAWN.Process(target=build_data_of, args=arguments) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
+    first, second = (results.get(timeout=300) for _ in ranks)
+    for rank in ranks:
+        rank.join()
+    assert first == second
+    folders = [f.name.split("-")[0] for f in (tmp_path / "cache").iterdir() if f.is_dir()]
+    assert sorted(folders) == ["split", "tokenizer", "tokens"]
+
+
+def test_without_locks_many_build_and_all_find_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a file system without flock comes to: here the second builder, seen from inside."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError("flock is not implemented")
+
+    def overtaken(path: Path) -> None:
+        build_slowly(path)
+        os.rename(winner, tmp_path / "made")  # noqa: PTH104
+
+    winner = tmp_path / "by another"
+    winner.mkdir()
+    (winner / "0.txt").write_text("by another")
+    monkeypatch.setattr(cache.fcntl, "flock", no_locks)
+    assert build_once(tmp_path / "made", overtaken, print) == tmp_path / "made"
+    assert (tmp_path / "made" / "0.txt").read_text() == "by another"
+    assert not list(tmp_path.glob("*.partial-*"))
+
+
+def test_a_killed_builder_is_in_nobodys_way(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    victim = SPAWN.Process(target=hang, args=(folder,))
+    victim.start()
+    wait_for("made.partial-*/half.txt", tmp_path)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+    assert list(tmp_path.glob("made.partial-*"))
+    began = time.monotonic()
+    build_once(folder, build_slowly, print)
+    assert time.monotonic() - began < 5
+    assert not (folder / "half.txt").exists()
+    assert not list(tmp_path.glob("made.partial-*"))
+
+
+def test_those_who_wait_say_so(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    builder = SPAWN.Process(target=hang, args=(folder,))
+    builder.start()
+    wait_for("made.partial-*/half.txt", tmp_path)
+    said: list[str] = []
+
+    def kill_once_heard(text: str) -> None:
+        said.append(text)
+        os.kill(builder.pid, signal.SIGKILL)
+        builder.join()
+
+    build_once(folder, build_slowly, kill_once_heard)
+    assert said == [f"waiting for the process that holds {folder}.lock"]
+
+
+def test_a_failed_build_leaves_nothing_and_may_be_tried_again(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        (path / "half.txt").write_text("half")
+        raise ValueError("bad line")
+
+    with pytest.raises(ValueError, match="bad line"):
+        build_once(tmp_path / "made", fail, print)
+    assert [file.name for file in tmp_path.iterdir()] == ["made.lock"]
+    build_once(tmp_path / "made", build_slowly, print)
+    assert (tmp_path / "made" / "4.txt").exists()
+
+
+def test_a_finished_folder_is_only_opened(tmp_path: Path) -> None:
+    build_once(tmp_path / "made", build_slowly, print)
+    build_once(tmp_path / "made", build_forever, print)
+    assert builders(tmp_path / "made") == 1
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot write under /proc/nowhere"):
+        build_once(Path("/proc/nowhere/made"), build_slowly, print)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot write under .*file"):
+        build_once(tmp_path / "file" / "made", build_slowly, print)
+
+
+def test_keys_tell_everything_apart() -> None:
+    keys = {cache_key(a=a, b=b) for a in (1, "1", None) for b in (0.1, [1, "x"], [[1], "x"])}
+    assert len(keys) == 9
+    assert cache_key(a=1, b=2) == cache_key(b=2, a=1)

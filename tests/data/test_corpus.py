@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.data import corpus as corpus_module
+from harness.data.corpus import Corpus, Piece, find_corpus
+from harness.errors import ConfigError
+
+
+def documents(corpus: Corpus) -> list[str]:
+    found, open_text = [], ""
+    for piece in corpus.pieces():
+        open_text += piece.text
+        if piece.is_last:
+            found.append(open_text)
+            open_text = ""
+    assert not open_text
+    return found
+
+
+def problems(corpus: Corpus) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        list(corpus.pieces())
+    return caught.value.problems
+
+
+def test_the_library_is_this_interpreters() -> None:
+    corpus = find_corpus(None)
+    found = documents(corpus)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    assert 8 < sum(len(text.encode()) for text in found) / 2**20 < 20
+    assert (root / "argparse.py").read_text() in found
+    assert any(text.startswith('The "assert" statement') for text in found)
+    assert found == documents(find_corpus(None))
+    parts = {part for file in corpus.files for part in file.relative_to(root).parts}
+    assert not parts & {"test", "tests", "site-packages", "__pycache__"}
+    number = corpus.files.index(root / "argparse.py")
+    assert corpus.name_of(number) == str(root / "argparse.py")
+    assert found[number] == (root / "argparse.py").read_text()
+
+
+def test_a_text_file_is_one_document_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("one\r\ntwo\rthree\n\n é\t".encode())
+    assert documents(find_corpus(str(path))) == ["one\r\ntwo\rthree\n\n é\t"]
+
+
+def test_a_folder_is_read_in_a_fixed_order_without_hidden_files(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a.txt", ".git/config", "a/.hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "c.jsonl").write_text('{"text": "1"}\n\n{"text": "2"}')
+    corpus = find_corpus(str(tmp_path))
+    assert documents(corpus) == ["a/z.md", "a.txt", "b.txt", "1", "2"]
+
+
+def test_prompts_are_pieces_of_their_own(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl({"prompt": "2+2=", "completion": "4", "id": 7})
+    assert list(find_corpus(str(path)).pieces()) == [
+        Piece("2+2=", is_prompt=True, is_last=False),
+        Piece("4"),
+    ]
+
+
+@pytest.mark.parametrize("separator", ["\n", "a word", " ", "x"])
+def test_a_long_file_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
+) -> None:
+    monkeypatch.setattr(corpus_module, "PIECE_CHARS", 100)
+    text = separator.join(f"{n} é" for n in range(500))
+    path = tmp_path / "long.txt"
+    path.write_text(text, newline="")
+    pieces = list(find_corpus(str(path)).pieces())
+    assert "".join(piece.text for piece in pieces) == text
+    assert max(len(piece.text) for piece in pieces) <= 200
+    assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    if separator == "a word":
+        assert all(piece.text.startswith(" word") for piece in pieces[1:])
+
+
+def test_every_bad_line_is_named(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "good"}',
+        b'{"text": "no end"',
+        b'["text"]',
+        b'{"txt": "typo"}',
+        b'{"text": 3}',
+        b'{"prompt": "p"}',
+        b'{"text": "t", "prompt": "p", "completion": "c"}',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud800"}',
+        b"",
+        b'{"prompt": null, "completion": "c"}',
+    ]
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    said = problems(find_corpus(str(path)))
+    assert [text.split(": ")[1] for text in said] == [
+        f"{path}:{number}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 11)
+    ]
+    expected = [
+        "delimiter: line 1 column",
+        "object, not list",
+        "'txt'",
+        "text must be a string, not int",
+        "prompt and completion; it has 'prompt'",
+        "either",
+        "codec can't decode byte 0xff",
+        "surrogates not allowed",
+        "prompt must be a string, not NoneType",
+    ]
+    for text, part in zip(said, expected, strict=True):
+        assert part in text
+
+
+def test_a_thousand_bad_lines_make_a_short_report(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl(*range(1000))
+    assert len(problems(find_corpus(str(path)))) == corpus_module.MAX_PROBLEMS
+
+
+def test_files_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "binary.txt"
+    path.write_bytes(b"fine\nalso \xe9 fine\n")
+    (problem,) = problems(find_corpus(str(path)))
+    assert problem.startswith(
+        f"data.path: cannot read {path}: 'utf-8' codec can't decode byte 0xe9"
+    )
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("fine")
+    corpus = find_corpus(str(tmp_path))
+    (tmp_path / "a.txt").unlink()
+    (problem,) = problems(corpus)
+    assert problem.startswith(f"data.path: cannot read {tmp_path / 'a.txt'}: ")
+    assert "No such file" in problem
+
+
+def test_what_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
+    def refuse(path: Path, said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            find_corpus(str(path))
+
+    refuse(tmp_path / "gone.txt", "does not exist")
+    refuse(tmp_path, "empty: 0 files, 0 bytes")
+    (tmp_path / "empty.txt").touch()
+    refuse(tmp_path / "empty.txt", "is empty")
+
+
+def test_a_pair_is_found_by_prefix_or_either_name(tmp_path: Path) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"my.tokens.{suffix}").write_bytes(b"1")
+    for name in ("my.tokens", "my.tokens.bin", "my.tokens.idx"):
+        corpus = find_corpus(str(tmp_path / name))
+        assert corpus.kind == "indexed"
+        assert corpus.path == tmp_path / "my.tokens"
+
+
+def test_its_identity_changes_with_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = find_corpus(str(path)).identity()
+    assert json.dumps(before) == json.dumps(find_corpus(str(path)).identity())
+    path.write_text("two!")
+    assert find_corpus(str(path)).identity() != before

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.config import RunConfig
+from harness.data.build import Data, DataSpec, build_data
+from harness.data.show import show_step
+
+
+def test_it_shows_what_is_trained_on(library: Data) -> None:
+    shown = show_step(library, step=3, global_batch=4)
+    batch = library.train.batch(8, 4)
+    assert shown.startswith("step 3: samples 8 to 11, 512 target tokens, data ")
+    for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        assert f"ids       {' '.join(map(str, ids))}\n" in shown
+        assert f"targets   {' '.join(map(str, labels))}\n" in shown
+        assert f"text      {library.tokenizer.decode(ids)!r}" in shown
+    for index in range(8, 12):
+        for span in library.train.sample(index).spans:
+            name = library.corpus.name_of(span.document)
+            assert name.endswith(".py")
+            assert f"{span.document} [{span.first}:{span.last}] {name}" in shown
+
+
+def test_masks_and_positions(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    path = write_jsonl(*({"prompt": "ab " * 9, "completion": "c"} for _ in range(8)))
+    spec = DataSpec(str(path), tokenizer_dir, seq_len=8, cache_dir=str(tmp_path), held_out=0.3)
+    shown = show_step(build_data(spec), step=1, global_batch=2)
+    assert "targets   - -" in shown
+    assert "positions 0 1" in shown
+
+
+def test_the_command_needs_the_run_folder_alone(
+    library: Data,
+    cache_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = RunConfig.model_validate({"data": {"cache_dir": str(cache_dir)}})
+    plan = {
+        "run": run.model_dump(mode="json"),
+        "model_config": {"vocab_size": 8192},
+        "global_batch": 4,
+        "data_fingerprint": library.fingerprint,
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # as a script it replaces the first entry
+    main = importlib.import_module("tools.show_batch").main
+    assert main([str(tmp_path), "--step", "3"]) == 0
+    assert capsys.readouterr().out == show_step(library, 3, 4) + "\n"
+    plan["data_fingerprint"] = "0" * 64
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert main([str(tmp_path), "--step", "3"]) == 2
+    assert "the data has changed since the run" in capsys.readouterr().err
+    for arguments, said in (
+        ([str(tmp_path / "none"), "--step", "1"], "holds no plan.json"),
+        ([str(tmp_path), "--step", "0"], "steps count from 1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert said in capsys.readouterr().err

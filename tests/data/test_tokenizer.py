@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import random
+import re
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from harness.data import corpus as corpus_module
+from harness.data.build import Data
+from harness.data.corpus import Corpus, find_corpus
+from harness.data.tokenizer import (
+    EOS,
+    encode,
+    load_tokenizer,
+    to_backend,
+    tokenizer_hash,
+    train_model,
+    train_tokenizer,
+    wrap,
+)
+from harness.errors import ConfigError
+
+NASTY = [
+    "",
+    " ",
+    "  leading",
+    "trailing   ",
+    "\ttab\t\ttabs",
+    "a\r\nb\rc\n\n\n\nd",
+    "\n",
+    "\n    indented\n\t\tmore",
+    "</s>",
+    "a</s>b <unk> <s> <pad> <0x41> <0x0A>",
+    "\u2581literal\u2581 meta symbol",
+    "naïve café « quotes »",
+    "日本語のテキスト 中文 한국어",
+    "😀👩‍👩‍👧‍👦🏳️‍🌈",
+    "\0nul\x01\x7f\x85\u2028\u200b\ufeff",
+    "e\u0301 \u00e9 ﬁ ①",
+    "\ufffd\uffff\U0010ffff",
+    "x" * 10_000,
+    " " * 1001,
+    "ab" * 3000 + " " * 77 + "\t" * 33,
+    "def f(x):\n    return x  # why\n",
+]
+
+
+@pytest.fixture(scope="module")
+def model(library: Data) -> bytes:
+    """Trained a second time on the same corpus."""
+    return train_model(library.corpus)
+
+
+def texts_of(library: Data, count: int) -> list[str]:
+    """Short documents of the library and parts of others cut anywhere, `count` in all."""
+    whole = [piece.text for piece in library.corpus.pieces()]
+    cutter = random.Random(0)
+    texts = [text for text in whole if len(text) < 10_000]
+    while len(texts) < count:
+        text = cutter.choice(whole)
+        start = cutter.randrange(len(text) + 1)
+        texts.append(text[start : start + cutter.randrange(3000)])
+    return texts
+
+
+def random_unicode(count: int) -> list[str]:
+    chooser = random.Random(1)
+    alphabet = [chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) != "Cs"]
+    return ["".join(chooser.choices(alphabet, k=chooser.randrange(40))) for _ in range(count)]
+
+
+def test_any_text_comes_back(library: Data) -> None:
+    tokenizer = library.tokenizer
+    texts = [*texts_of(library, 1000), *NASTY, *random_unicode(200)]
+    for text, ids in zip(texts, encode(tokenizer, texts), strict=True):
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert tokenizer.eos_token_id not in ids
+
+
+def test_the_export_gives_the_same_ids_as_training(library: Data, tmp_path: Path) -> None:
+    """Twice exported, called as users call it, one text at a time and all at once."""
+    library.tokenizer.save_pretrained(tmp_path / "export")
+    once = AutoTokenizer.from_pretrained(tmp_path / "export")
+    once.save_pretrained(tmp_path / "again")
+    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    texts = [*texts_of(library, 1000), *NASTY, *random_unicode(200)]
+    trained_on = encode(library.tokenizer, texts)
+    for exported in (once, again):
+        assert exported(texts)["input_ids"] == trained_on
+        assert [exported.encode(text) for text in texts[-300:]] == trained_on[-300:]
+        assert exported.eos_token_id == library.eos_id
+        assert tokenizer_hash(exported) == tokenizer_hash(library.tokenizer)
+
+
+def test_sentencepiece_itself_gives_the_same_ids(library: Data, model: bytes) -> None:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    texts = [*texts_of(library, 1000), *random_unicode(200), *NASTY]
+    # SentencePiece takes a literal U+2581 for a space, and so cannot give it back; we can.
+    texts = [text for text in texts if "\u2581" not in text]
+    assert processor.encode(texts) == encode(library.tokenizer, texts)
+
+
+def test_the_same_text_gives_the_same_tokenizer(library: Data, model: bytes) -> None:
+    assert tokenizer_hash(wrap(to_backend(model))) == tokenizer_hash(library.tokenizer)
+    assert len(library.tokenizer) == 8192
+
+
+def test_no_piece_reaches_over_the_end_of_a_word(library: Data) -> None:
+    """So long documents may be cut before a space (corpus._CUT) without changing an id."""
+    assert not [text for text in library.tokenizer.get_vocab() if re.search("[^ ] ", text)]
+
+
+def test_a_document_read_in_pieces_has_the_same_ids(
+    library: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("\n".join(piece.text for piece in list(library.corpus.pieces())[:20]))
+    whole = encode(library.tokenizer, [path.read_text()])[0]
+    monkeypatch.setattr(corpus_module, "PIECE_CHARS", 20_000)
+    pieces = [piece.text for piece in find_corpus(str(path)).pieces()]
+    assert len(pieces) > 10
+    assert [n for ids in encode(library.tokenizer, pieces) for n in ids] == whole
+
+
+@pytest.mark.parametrize("text", ["a", "tiny text", "日本語 " * 50, " ", "▁"])
+def test_little_text_is_enough(text: str, tmp_path: Path) -> None:
+    (tmp_path / "little.txt").write_text(text)
+    corpus = find_corpus(str(tmp_path / "little.txt"))
+    train_tokenizer(corpus, tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    for sample in [text, *NASTY]:
+        assert tokenizer.decode(encode(tokenizer, [sample])[0]) == sample
+
+
+def test_a_large_corpus_is_thinned(
+    write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harness.data import tokenizer as tokenizer_module
+
+    path = write_jsonl(*({"text": f"line {n}"} for n in range(1000)))
+    monkeypatch.setattr(tokenizer_module, "TRAINING_CHARS", 2000)
+    kept = list(tokenizer_module._sentences(find_corpus(str(path))))
+    assert 50 < len(kept) < 120
+    assert kept[0] != kept[-1]
+
+
+def test_other_tokenizers_are_called_as_they_are(model: bytes, tmp_path: Path) -> None:
+    """Truncation, padding and special tokens that a tokenizer.json brings along do not leak in."""
+    backend = to_backend(model)
+    backend.enable_truncation(4)
+    backend.enable_padding(length=9)
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=EOS, bos_token="<s>", pad_token="<unk>"
+    )
+    other.add_bos_token = True
+    other.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    texts = ["one two three four five six", "a</s>b"]
+    expected = [loaded(t, add_special_tokens=False, truncation=False)["input_ids"] for t in texts]
+    assert encode(loaded, texts) == expected
+    assert len(expected[0]) > 4
+    assert loaded.eos_token_id in expected[1]  # this one reads its special tokens in text
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
+    backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="names no eos_token"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="opens as no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_corpus_is_never_empty_for_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text('\n\n{"text": "\\u0000"}\n')
+    corpus = Corpus("text", tmp_path, (tmp_path / "blank.jsonl",))
+    with pytest.raises(ConfigError, match="no text"):
+        train_tokenizer(corpus, tmp_path / "tokenizer")

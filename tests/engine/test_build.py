@@ -1,0 +1,83 @@
+"""Building: the same weights however they are spread, and never more than a piece in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from harness.models.pieces import pieces
+from harness.models.skeleton import hf_config, skeleton
+from tests.engine.small import MODEL
+from tests.two_ranks import Ended
+
+pytestmark = pytest.mark.slow
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_ranks_start_from_the_weights_that_one_process_draws(
+    stage: int,
+    tensors: Callable[[str, str], dict[str, torch.Tensor]],
+    drawn_weights: dict[str, torch.Tensor],
+) -> None:
+    assert equal(tensors(f"initial_weights_{stage}", f"initial-{stage}"), drawn_weights)
+
+
+def test_zero3_never_holds_more_than_one_piece_in_full(
+    result: Callable[[str], list[Any]],
+) -> None:
+    largest = max(
+        sum(parameter.numel() for _, _, _, parameter in piece.parameters())
+        for piece in pieces(skeleton(hf_config(MODEL), torch.float32))
+    )
+    for rank in result("weights_whole_while_building"):
+        assert max(rank["before"]) == largest < rank["total"] / 3
+        assert max(rank["after"]) == 0
+
+
+def test_zero3_leaves_each_rank_half_of_the_weights(result: Callable[[str], list[Any]]) -> None:
+    for rank in result("weights_whole_while_building"):
+        assert rank["held"] == pytest.approx(rank["total"] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_given_weights_are_loaded_exactly(
+    stage: int,
+    tensors: Callable[[str, str], dict[str, torch.Tensor]],
+    given_weights: dict[str, torch.Tensor],
+) -> None:
+    assert equal(tensors("loads_given_weights", f"loaded-{stage}"), given_weights)
+
+
+def test_missing_weights_are_refused_by_name(result: Callable[[str], list[Any]]) -> None:
+    for refusals in result("missing_weights"):
+        assert len(refusals) == 2  # stage 1, stage 3
+        assert all("no weights for model.layers.1.mlp.up_proj.weight" in text for text in refusals)
+
+
+def test_without_a_compiler_torch_adam_steps_and_an_event_says_so(
+    result: Callable[[str], list[Any]],
+) -> None:
+    for rank in result("without_compiler"):
+        assert rank["optimizer"] == "AdamW"  # torch's; DeepSpeed's is FusedAdam
+        assert [event["kind"] for event in rank["events"]] == ["fallback"]
+        assert rank["losses"][-1] < rank["losses"][0]
+
+
+def test_without_a_compiler_offload_names_the_package_to_install(
+    result: Callable[[str], list[Any]],
+) -> None:
+    for rank in result("without_compiler"):
+        assert "apt install g++" in rank["offload"]
+
+
+def test_nothing_is_left_in_shared_memory(two_ranks: Ended) -> None:
+    assert not two_ranks.succeeded().left_in_shared_memory

@@ -1,0 +1,304 @@
+"""Many small checks of the real engine in one group of ranks; `conftest.py` launches it.
+
+Each check returns plain values, which its test judges: every rank writes OUT/NAME.RANK.json.
+Weights go to OUT/NAME.safetensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+
+from harness.config import RunConfig
+from harness.data.batches import Batch
+from harness.ds_config import read_ds_json
+from harness.engine.processes import join, leave
+from harness.errors import ConfigError, RunStopped
+from harness.plan import make_plan
+from harness.planning.world import World
+from tests.engine.small import DS_CONFIGS, SEQ_LEN, run_config
+
+WORLD = World.from_environ()
+DEVICE = join(WORLD)
+OUT = Path(sys.argv[1])
+STAGES = (0, 1, 2, 3)
+# ZeRO-3 that really partitions: no parameter is small enough to stay whole.
+SPLIT = {"stage3_param_persistence_threshold": 0}
+
+
+def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
+    from harness.engine.build import build_engine
+
+    run = RunConfig.model_validate(run_config(OUT, **sections))
+    return build_engine(make_plan(run, ds, WORLD), DEVICE)
+
+
+def stage(number: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": number, **(SPLIT if number == 3 else {})}}
+
+
+def fp16(**knobs: float) -> dict[str, Any]:
+    """A scale that overflows at once, and is halved at once."""
+    settings = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1, **knobs}
+    return {"zero_optimization": {"stage": 1}, "fp16": settings}
+
+
+def batches(step: int = 0) -> tuple[list[Batch], int]:
+    """This rank's two micro-batches of two samples, and the targets of all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=generator)
+    mine = [ids[start : start + 2] for start in (2 * WORLD.rank, 4 + 2 * WORLD.rank)]
+    made = [Batch(rows[:, :-1].contiguous(), rows[:, 1:].clone(), None) for rows in mine]
+    return made, 8 * SEQ_LEN
+
+
+def losses(engine: Any, steps: int, lr: float = 3e-3) -> list[float]:
+    """The global batch's mean loss of each step; always the same batch, so that it falls."""
+    found = []
+    for _ in range(steps):
+        result = engine.train_batch(*batches(), lr)
+        found.append(float(engine.sum_over_ranks(result.loss_share.clone())))
+    return found
+
+
+def save(name: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    gathered = dict(tensors)  # collective
+    if WORLD.rank == 0:
+        save_file(gathered, OUT / f"{name}.safetensors")
+
+
+def initial_weights(number: int) -> None:
+    engine = engine_of(stage(number))
+    save(f"initial-{number}", engine.masters())
+    engine.close()
+
+
+def initial_weights_0() -> None:
+    initial_weights(0)
+
+
+def initial_weights_1() -> None:
+    initial_weights(1)
+
+
+def initial_weights_3() -> None:
+    initial_weights(3)
+
+
+def weights_whole_while_building() -> dict[str, Any]:
+    """Parameter elements in full on this rank before and after each piece is cut up."""
+    from harness.engine import build
+
+    before, after = [], []
+
+    def watched(model: Any, *args: Any, placed: Any, **kwargs: Any) -> None:
+        def whole() -> int:
+            return sum(p.numel() for p in model.parameters() if not p.is_meta)
+
+        def place(parameters: list[Any]) -> None:
+            before.append(whole())
+            placed(parameters)
+            after.append(whole())
+
+        materialize(model, *args, placed=place, **kwargs)
+
+    materialize = build.materialize
+    with mock.patch.object(build, "materialize", watched):
+        engine = engine_of(stage(3))
+    shares = [parameter.ds_tensor.numel() for parameter in engine.module.parameters()]
+    total = sum(parameter.ds_numel for parameter in engine.module.parameters())
+    engine.close()
+    return {"before": before, "after": after, "held": sum(shares), "total": total}
+
+
+def loads_given_weights() -> None:
+    for number in (0, 3):
+        engine = engine_of(stage(number), model={"init_from": str(OUT / "given")})
+        save(f"loaded-{number}", engine.masters())
+        engine.close()
+
+
+def missing_weights() -> list[str]:
+    found = []
+    for number in (1, 3):
+        try:
+            engine_of(stage(number), model={"init_from": str(OUT / "incomplete")})
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def clips_by_value(number: int) -> dict[str, float]:
+    """One SGD step of rate 1 moves every weight by its clamped gradient."""
+    limit = 1e-3
+    optim = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_value": limit}
+    engine = engine_of(stage(number), optim=optim)
+    before = dict(engine.masters())
+    engine.accumulate(*batches())
+    gradients = dict(engine.gradients())
+    norm = float(engine.apply(1.0))
+    moved = {name: before[name] - after for name, after in engine.masters()}
+    engine.close()
+    error = max(
+        float((moved[n] - g.clamp(-limit, limit)).abs().max()) for n, g in gradients.items()
+    )
+    clamped = sum(int((g.abs() > limit).sum()) for g in gradients.values())
+    true = torch.stack([g.norm() for g in gradients.values()]).norm()
+    return {"error": error, "clamped": clamped, "norm": norm, "true_norm": float(true)}
+
+
+def clip_by_value_at_every_stage() -> list[dict[str, float]]:
+    return [clips_by_value(number) for number in STAGES]
+
+
+def grad_norm_of_stage_0() -> dict[str, Any]:
+    engine = engine_of(stage(0))
+    engine.accumulate(*batches())
+    true = torch.stack([g.norm() for _, g in engine.gradients()]).norm()
+    reported = float(engine.apply(1e-3))
+    deepspeeds = engine.engine.get_global_grad_norm()
+    engine.close()
+    return {"deepspeeds": deepspeeds, "reported": reported, "true": float(true)}
+
+
+def overflow_is_skipped() -> dict[str, Any]:
+    engine = engine_of(fp16())
+    before = dict(engine.masters())
+    scale = engine.loss_scale
+    engine.train_batch(*batches(), 1e-3)
+    moved = any(not torch.equal(before[name], after) for name, after in engine.masters())
+    facts = {
+        "applied": engine.step_applied,
+        "skipped": engine.skipped_steps,
+        "ratio": engine.loss_scale / scale,
+        "moved": moved,
+    }
+    engine.close()
+    return facts
+
+
+def minimum_loss_scale() -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    engine = engine_of(fp16(min_loss_scale=2**32))
+    engine.accumulate(*batches())
+    try:
+        engine.engine.step()
+    except Exception as error:
+        facts["deepspeeds"] = [type(error).__name__, str(error)]
+    engine = engine_of(fp16(min_loss_scale=2**32))
+    try:
+        engine.train_batch(*batches(), 1e-3)
+    except RunStopped as stop:
+        facts["ours"] = [int(stop.code), stop.message]
+    return facts
+
+
+def fp16_refused() -> dict[str, Any]:
+    """What DeepSpeed says to fp16 without our permission."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    ours = accelerator.__dict__.pop("is_fp16_supported")
+    try:
+        supported = bool(accelerator.is_fp16_supported())
+        engine_of(fp16(initial_scale_power=8)).close()
+        error = None
+    except ValueError as refusal:
+        error = str(refusal)
+    finally:
+        accelerator.is_fp16_supported = ours
+    return {"supported": supported, "error": error}
+
+
+def bf16_optimizer_prints() -> dict[str, str]:
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.utils import see_memory_usage
+
+    ds = {
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    facts = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine_of(ds).close()
+    facts["ours"] = printed.getvalue()
+    with (
+        mock.patch.object(bf16_optimizer, "see_memory_usage", see_memory_usage),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        engine_of(ds).close()
+    facts["deepspeeds"] = printed.getvalue()
+    return facts
+
+
+def without_compiler() -> dict[str, Any]:
+    """The same jobs on a machine without g++."""
+    facts: dict[str, Any] = {}
+    with mock.patch.dict(os.environ, CXX="/nonexistent/c++"):
+        engine = engine_of(stage(2))
+        facts["events"] = engine.events
+        facts["optimizer"] = engine.describe()["inner_optimizer"]
+        facts["losses"] = losses(engine, 3)
+        engine.close()
+        offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+        try:
+            engine_of(offloaded)
+        except ConfigError as error:
+            facts["offload"] = str(error)
+    return facts
+
+
+def shipped_configs() -> dict[str, Any]:
+    found = {}
+    for path in sorted(DS_CONFIGS.glob("*.json")):
+        engine = engine_of(read_ds_json(path))
+        found[path.stem] = {"losses": losses(engine, 12), **engine.describe()}
+        engine.close()
+    return found
+
+
+CHECKS = (
+    initial_weights_0,
+    initial_weights_1,
+    initial_weights_3,
+    weights_whole_while_building,
+    loads_given_weights,
+    missing_weights,
+    clip_by_value_at_every_stage,
+    grad_norm_of_stage_0,
+    overflow_is_skipped,
+    fp16_refused,
+    bf16_optimizer_prints,
+    without_compiler,
+    shipped_configs,
+    minimum_loss_scale,  # leaves an engine in the middle of a step
+)
+
+
+def main() -> None:
+    try:
+        for check in CHECKS:
+            try:
+                result = {"value": check()}
+            except Exception:
+                result = {"error": traceback.format_exc()}
+            print(check.__name__, "failed" if "error" in result else "ended", flush=True)
+            (OUT / f"{check.__name__}.{WORLD.rank}.json").write_text(json.dumps(result))
+    finally:
+        leave()
+
+
+if __name__ == "__main__":
+    main()

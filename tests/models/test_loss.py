@@ -1,0 +1,59 @@
+"""The training loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.models.loss import forward, token_losses
+from harness.models.skeleton import hf_config
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
+
+
+def test_the_loss_is_the_sum_over_target_tokens_alone() -> None:
+    logits = torch.randn(2, 3, 5)
+    labels = torch.tensor([[1, -100, 4], [-100, -100, 0]])
+    logs = logits.log_softmax(-1)
+    expected = -(logs[0, 0, 1] + logs[0, 2, 4] + logs[1, 2, 0])
+    assert token_losses(logits, labels) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_the_loss_is_taken_in_fp32() -> None:
+    logits = torch.randn(1, 2, 5, dtype=torch.bfloat16)
+    assert token_losses(logits, torch.tensor([[1, 2]])).dtype == torch.float32
+
+
+def test_token_and_balancing_loss_add_up_to_what_transformers_computes() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_config(MIXTRAL)).eval()
+    ids = torch.randint(0, 64, (2, 9))
+    theirs = model(input_ids=ids, labels=ids, use_cache=False).loss
+    shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
+    token_loss, auxiliary = forward(model, ids, shifted)
+    assert float(token_loss / 16 + auxiliary) == pytest.approx(float(theirs), rel=1e-5)
+
+
+def test_documents_do_not_see_each_other_where_positions_restart() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_config({**MIXTRAL, "model_type": "llama"})).eval()
+    ids = torch.randint(0, 64, (1, 8))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    labels = torch.randint(0, 64, (1, 8))
+    together, _ = forward(model, ids, labels, positions)
+    apart = sum(
+        forward(model, ids[:, half], labels[:, half])[0] for half in (slice(0, 4), slice(4, 8))
+    )
+    assert float(together) == pytest.approx(float(apart), rel=1e-5)

@@ -1,0 +1,76 @@
+"""Models without weights, and which of their parameters decay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.models.pieces import pieces
+from harness.models.skeleton import decayed_parameters, hf_config, skeleton
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+
+
+def empty(config: dict[str, object]):
+    return skeleton(hf_config(config), torch.float32)
+
+
+def test_a_skeleton_holds_no_weights_but_its_buffers() -> None:
+    model = empty(LLAMA)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+
+
+def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
+    decayed = decayed_parameters(empty(LLAMA))
+    assert decayed == {
+        "lm_head.weight",
+        *(
+            f"model.layers.{layer}.{name}.weight"
+            for layer in (0, 1)
+            for name in (
+                *(f"self_attn.{part}_proj" for part in "qkvo"),
+                *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+            )
+        ),
+    }
+
+
+def test_biases_positions_and_a_tied_head_do_not_decay() -> None:
+    decayed = decayed_parameters(empty(GPT2))
+    kinds = {name.partition(".h.")[2][2:] for name in decayed}
+    assert kinds == {
+        "attn.c_attn.weight",
+        "attn.c_proj.weight",
+        "mlp.c_fc.weight",
+        "mlp.c_proj.weight",
+    }
+
+
+def test_stacked_experts_decay() -> None:
+    decayed = decayed_parameters(empty({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}))
+    assert {name for name in decayed if "layers.0" in name and "self_attn" not in name} == {
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    }
+
+
+def test_pieces_hold_every_parameter_once() -> None:
+    model = empty(LLAMA)
+    named = [slot[0] for piece in pieces(model) for slot in piece.parameters()]
+    assert sorted(named) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_an_unknown_model_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="nonesuch"):
+        hf_config({**LLAMA, "model_type": "nonesuch"})

@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.ds_config import (
+    Source,
+    ds_keys,
+    literal,
+    normalized,
+    read_ds_json,
+    refusals,
+    refused,
+    take_wrong_keys,
+    value_of,
+)
+from harness.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "ds.json"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def problems_of(path):
+    with pytest.raises(ConfigError) as caught:
+        read_ds_json(path)
+    return caught.value.problems
+
+
+def complaints(**ds):
+    return take_wrong_keys(normalized(ds), Source("ds.json"))
+
+
+def test_reads_what_is_there(write):
+    path = write('{"a": [1, {"b": 2e3}], "c": {"d": null}}')
+    assert read_ds_json(path) == {"a": [1, {"b": 2000.0}], "c": {"d": None}}
+    assert type(read_ds_json(path)["c"]) is dict
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": }', "ds.json:1:7 is not valid JSON: Expecting value"),
+        ('{\n "a": 1\n "b": 2}', "ds.json:3:2 is not valid JSON: Expecting ',' delimiter"),
+        ("", "ds.json:1:1 is not valid JSON"),
+        ("[1]", "holds [1], not an object"),
+        ('{"a": NaN}', "NaN is not a number that JSON has"),
+        ('{"a": -Infinity}', "-Infinity is not a number that JSON has"),
+    ],
+)
+def test_what_is_no_json_object_is_reported_with_its_place(write, text, expected):
+    (problem,) = problems_of(write(text))
+    assert expected in problem
+
+
+def test_a_missing_and_an_unreadable_file(tmp_path):
+    assert "there is no DeepSpeed JSON" in problems_of(tmp_path / "none.json")[0]
+    assert "cannot be read" in problems_of(tmp_path)[0]
+
+
+def test_duplicate_keys_at_every_level_are_all_named(write):
+    path = write('{"fp16": {"enabled": true, "enabled": false}, "a": 1, "a": 2, "fp16": {}}')
+    assert problems_of(path) == [
+        f"{path} has {key} 2 times in one object: keep one of them"
+        for key in ("enabled", "fp16", "a")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ds", "key", "meant"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation", "zero_optimization"),
+        (
+            {"zero_optimization": {"stage3_max_live_params": 1}},
+            "zero_optimization.stage3_max_live_params",
+            "zero_optimization.stage3_max_live_parameters",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+            "zero_optimization.offload_optimizer.devise",
+            "zero_optimization.offload_optimizer.device",
+        ),
+        ({"fp16": {"initial_scale": 1}}, "fp16.initial_scale", "fp16.initial_scale_power"),
+        ({"optimizer": {"kind": "Adam"}}, "optimizer.kind", None),
+    ],
+)
+def test_an_unknown_key_at_any_level_comes_with_the_nearest_name(ds, key, meant):
+    (problem,) = complaints(**ds)
+    hint = f"; did you mean {meant}?" if meant else ""
+    assert problem == f"{key} (ds.json) is not a key that DeepSpeed knows{hint}"
+
+
+@pytest.mark.parametrize(
+    ("ds", "expected"),
+    [
+        ({"train_batch_size": "48"}, "train_batch_size is '48' (ds.json): it must be integer"),
+        ({"train_batch_size": 4.5}, "train_batch_size is 4.5 (ds.json): it must be integer"),
+        ({"train_batch_size": True}, "train_batch_size is True (ds.json): it must be integer"),
+        ({"train_batch_size": -1}, "train_batch_size is -1 (ds.json): it must be at least 1"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping is -1 (ds.json): it must be at least"),
+        ({"gradient_clipping": 1e999}, "gradient_clipping is inf (ds.json): it must be a finite"),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled is 1 (ds.json): it must be boolean"),
+        ({"fp16": True}, "fp16 is True (ds.json): it must be an object {...}"),
+        ({"zero_optimization": True}, "zero_optimization is True (ds.json): it must be an object"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4 (ds.json): it must be"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
+            "zero_optimization.offload_optimizer.device is 'gpu' (ds.json): it must be one of "
+            "'none', 'cpu', 'nvme'",
+        ),
+        ({"data_types": {"grad_accum_dtype": "float8"}}, "data_types.grad_accum_dtype is 'float8'"),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_size(ds, expected):
+    (problem,) = complaints(**ds)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("ds", "expected"),
+    [
+        ({"bfloat16": {"enabled": True}}, "bfloat16 (ds.json) is an old name: use bf16"),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "zero_optimization.cpu_offload (ds.json) is an old name: use "
+            "zero_optimization.offload_optimizer",
+        ),
+        (
+            {"zero_optimization": {"max_live_parameters": 1e9}},
+            "zero_optimization.max_live_parameters (ds.json) is an old name: use "
+            "zero_optimization.stage3_max_live_parameters",
+        ),
+    ],
+)
+def test_an_old_name_comes_with_the_new_one(ds, expected):
+    assert complaints(**ds) == [expected]
+
+
+def test_what_is_wrong_is_taken_out_and_the_rest_stays():
+    ds = {"fp16": {"enabled": 1, "loss_scale": 8}, "zero_optimization": {"stage": 2}, "x": 1}
+    assert len(take_wrong_keys(ds, Source("ds.json"))) == 2
+    assert ds == {"fp16": {"loss_scale": 8}, "zero_optimization": {"stage": 2}}
+
+
+def test_what_people_write_is_accepted():
+    ds = {
+        "train_batch_size": 48.0,
+        "gradient_clipping": 1,
+        "flops_profiler": {"enabled": True, "module_depth": -1},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 5e8,
+            "overlap_comm": "auto",
+            "offload_param": None,
+            "stage3_prefetch_bucket_size": 5e7,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "anything": [1]}},
+    }
+    assert complaints(**ds) == []
+
+
+def test_a_value_set_on_the_command_line_is_said_to_come_from_there():
+    source = Source("ds.json", frozenset({"zero_optimization.stage", "fp16"}))
+    assert source.of("zero_optimization.stage") == source.of("fp16.enabled") == "command line"
+    assert source.of("zero_optimization.stage3_max_live_parameters") == "ds.json"
+    (problem,) = take_wrong_keys({"zero_optimization": {"stage": 4}}, source)
+    assert problem.startswith("zero_optimization.stage is 4 (command line)")
+
+
+def test_literal_and_value():
+    ds = {"fp16": {"enabled": "auto", "loss_scale": 8}, "gradient_clipping": None}
+    assert (literal(ds, "fp16.enabled"), value_of(ds, "fp16.enabled")) == (None, False)
+    assert (literal(ds, "fp16.loss_scale"), value_of(ds, "fp16.loss_scale")) == (8, 8)
+    assert (literal(ds, "bf16.enabled"), value_of(ds, "gradient_clipping")) == (None, 1.0)
+    assert value_of(ds, "zero_optimization.offload_optimizer.device") == "none"
+
+
+def test_whole_numbers_become_integers_in_a_copy():
+    given = {"a": {"b": 5e8, "c": [1.0, 0.5]}, "d": float("inf"), "e": True}
+    copy = normalized(given)
+    assert copy == given
+    assert type(copy["a"]["b"]) is int
+    assert copy["a"] is not given["a"]
+
+
+def zero(stage, **section):
+    return {"zero_optimization": {"stage": stage, **section}}
+
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("ds", "expected"),
+    [
+        ({**zero(0), **BF16}, "zero_optimization.stage is 0 (ds.json): with bf16 DeepSpeed's"),
+        (FP16, "zero_optimization.stage is 0 (ds.json): with fp16 DeepSpeed never scales"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype is 'bf16'"),
+        ({**zero(1), "data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is 'bf16'"),
+        ({"torch_autocast": {"enabled": True, "dtype": "half"}}, "torch_autocast.dtype is 'half'"),
+        (
+            {**zero(1), **BF16, "torch_autocast": {"enabled": True}},
+            "torch_autocast.enabled is True (ds.json): keep one of torch_autocast and bf16",
+        ),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is 'sum'"),
+        ({**zero(1), "fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale is 0"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is False"),
+        (zero(1, compute_grad_norm=False), "zero_optimization.compute_grad_norm is False"),
+        (zero(1, legacy_stage1=True), "zero_optimization.legacy_stage1 is True"),
+        (
+            zero(0, offload_optimizer={"device": "cpu"}),
+            "zero_optimization.offload_optimizer.device is 'cpu' (ds.json): it needs stage 1",
+        ),
+        (
+            zero(2, offload_param={"device": "cpu"}),
+            "zero_optimization.offload_param.device is 'cpu' (ds.json): it needs stage 3",
+        ),
+        (
+            zero(2, offload_optimizer={"device": "nvme"}),
+            "zero_optimization.offload_optimizer.device is 'nvme' (ds.json): it needs zero_optim",
+        ),
+        (
+            zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+            "zero_optimization.offload_optimizer.ratio is 0.5 (ds.json): below 1 it needs stage 3",
+        ),
+        (
+            zero(2, offload_optimizer={"device": "cpu", "super_offload": True}),
+            "zero_optimization.offload_optimizer.super_offload is True (ds.json): it needs stage 3",
+        ),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages is 2 (ds.json): not built yet"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            "tensor_parallel.autotp_size is 2 (ds.json): not",
+        ),
+        ({"sequence_parallel_size": 4}, "sequence_parallel_size is 4 (ds.json): not built yet"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled is True (ds.json): not"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled is True (ds.json): not"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile is True (ds.json): not built"),
+        (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow is {'topk_ratio': 0.1}"),
+    ],
+)
+def test_what_deepspeed_gets_wrong_or_is_not_built_is_refused(ds, expected):
+    (refusal,) = refusals(ds, Source("ds.json"))
+    assert refusal.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "ds",
+    [
+        {},
+        zero(0),
+        {**zero(3, offload_param={"device": "cpu"}), **BF16},
+        {**zero(1), **BF16, "data_types": {"grad_accum_dtype": "float32"}},
+        {**zero(1), **FP16},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"pipeline": {"stages": "auto"}, "tensor_parallel": {"autotp_size": 0}},
+        zero(2, offload_optimizer={"device": "none"}, zenflow=None),
+    ],
+)
+def test_what_works_is_not_refused(ds):
+    assert refusals(ds, Source("ds.json")) == []
+
+
+def test_every_rule_of_refusal_is_about_keys_that_deepspeed_knows():
+    for rule in refused():
+        assert rule.keys() <= {"key", "why", "when", "unless"}
+        conditions = {**rule.get("when", {}), **rule.get("unless", {})}
+        assert conditions, rule
+        for key in (rule["key"], *conditions):
+            value_of({}, key)
+
+
+def test_the_table_of_keys_is_what_the_installed_deepspeed_says():
+    script = REPOSITORY / "tools" / "generate_ds_keys.py"
+    code = f"import runpy; print(runpy.run_path({str(script)!r})['as_text'](), end='')"
+    fresh = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert json.loads(fresh) == ds_keys()
+    size = (REPOSITORY / "harness" / "ds_keys.json").stat().st_size
+    assert size < 300 * 1024
+
+
+def test_the_table_holds_what_deepspeeds_documentation_shows():
+    """Spot checks by hand, so that a generator that finds nothing cannot pass."""
+    known = {
+        "zero_optimization.stage3_prefetch_bucket_size": 50_000_000,
+        "zero_optimization.offload_param.max_in_cpu": 1_000_000_000,
+        "fp16.initial_scale_power": 16,
+        "bf16.check_grad_overflow": True,
+        "gradient_clipping": 1.0,
+        "activation_checkpointing.cpu_checkpointing": False,
+        "aio.queue_depth": 8,
+        "pipeline.stages": "auto",
+        "flops_profiler.module_depth": -1,
+        "wandb.project": "deepspeed",
+        "data_efficiency.seed": 1234,
+        "expert_parallel.autoep_size": 1,
+        "timers.throughput.synchronized": True,
+        "sequence_parallel_size": 1,
+    }
+    assert {key: value_of({}, key) for key in known} == known

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.planning.memory.inputs import PHASES
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TOOL = REPOSITORY / "tools/estimate_memory.py"
+STABLE_KEYS = {
+    "peak_allocated_gib",
+    "peak_reserved_gib",
+    "components",
+    "phases",
+    "ranks",
+    "host_gib_per_node",
+    "nvme_gib_per_node",
+    "checkpoint_gib",
+    "evidence",
+    "verdict",
+}
+LARGE = ("--model", "llama-3-8b", "--deepspeed", "ds_configs/zero3.json", "--gpus", "64")
+
+
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, TOOL, *arguments], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def estimated(*arguments: str) -> dict:
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+def test_json_has_stable_keys():
+    found = estimated(*LARGE, "--gpus-per-node", "8", "--gpu", "h100-80", "--seq-len", "4096")
+    assert found.keys() >= STABLE_KEYS
+    assert list(found["phases"]) == list(PHASES)
+    assert found["components"]["activations_saved"] == pytest.approx(26.601 - 1.957, abs=0.01)
+    peak = sum(found["phases"][found["peak_phase"]].values())
+    assert found["peak_allocated_gib"] == pytest.approx(peak, abs=0.01)
+    assert found["verdict"] == "fits"
+    assert found["evidence"]["weakest"] == "read"
+
+
+def test_a_run_that_does_not_fit_is_told_what_would():
+    text = run(*LARGE, "--gpu", "a100-40", "--seq-len", "8192", "--micro-batch", "2").stdout
+    assert "Verdict: does not fit" in text
+    assert "model.checkpointing=full" in text
+    assert "stage 1" in text
+    assert "refused" in text
+
+
+def test_flags_are_other_names_for_keys():
+    by_flag = estimated("--model", "llama-1b", "--micro-batch", "2", "--checkpointing", "full")
+    by_key = estimated("model.name=llama-1b", "train.micro_batch=2", "model.checkpointing=full")
+    assert by_flag == by_key
+
+
+def test_sweep_and_plot(tmp_path):
+    picture = tmp_path / "memory.svg"
+    text = run("--sweep", "micro_batch=1..4", "seq_len=128..256", "--plot", str(picture)).stdout
+    assert sum("micro_batch" in line and "seq_len" in line for line in text.splitlines()) == 6
+    assert picture.read_text().startswith("<svg")
+
+
+def test_the_papers_accounting():
+    text = run("--model", "llama-1b", "--gpus", "8", "--accounting", "paper").stdout
+    assert "ZeRO paper" in text
+    assert "stage 3" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "lama-1b"), "llama-1b"),
+        (("--gpu", "h10"), "unknown GPU 'h10'"),
+        (("--gpus", "0"), "--gpus is 0"),
+        (("--micro-batch", "0"), "train.micro_batch"),
+        (("data.seqlen=3",), "data.seq_len"),
+        (("--sweep", "layers=1..3"), "--sweep layers=1..3"),
+        (("--plot", "memory.png"), "only .svg"),
+        (("--gpus", "3", "ds.pipeline.stages=2"), "pipeline"),
+    ],
+)
+def test_bad_input_is_one_report_and_code_2(arguments, message):
+    assert message in run(*arguments, code=2).stderr
+
+
+def test_answers_within_half_a_second():
+    """Of CPU time, the start of the interpreter included: others may be busy on the machine."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run(*LARGE, "--gpu", "h100-80")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.slow
+def test_a_trace_of_8b_agrees_within_15_seconds_and_4_gib():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = estimated(
+        "--model", "llama-3-8b", "--seq-len", "4096", "--trace", "ds.bf16.enabled=true"
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert found["traced_saved_gib"] == pytest.approx(26.601, abs=0.002)
+    assert found["counted_saved_gib"] == pytest.approx(found["traced_saved_gib"], rel=0.001)
+    assert after.ru_utime - before.ru_utime < 15
+    assert after.ru_maxrss < 4 * 2**20  # KiB
+
+
+def test_needs_no_heavy_library():
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'accelerate', 'numpy', 'matplotlib'}\n"
+        "print('loaded', sorted(heavy & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, TOOL, *LARGE, "--gpu", "h100-80"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "loaded []"

@@ -1,0 +1,119 @@
+"""The parity gate: it passes, it has been seen failing, and it covers what it says."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.two_ranks import REPOSITORY, environment
+from tools.parity.cells import Cell, all_cells, covering_cells
+from tools.parity.measure import Difference, Trajectory, difference
+
+ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def gate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, REPOSITORY / "tools" / "check_parity.py", *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
+    return set(itertools.combinations(asdict(cell).items(), 2))
+
+
+def trajectory(**changes: object) -> Trajectory:
+    values = {
+        "losses": [3.0, 2.0],
+        "norms": [1.0, 1.0],
+        "gradients": {"w": torch.ones(4)},
+        "sgd_changes": {"w": torch.ones(4)},
+    }
+    return Trajectory(**{**values, **changes})
+
+
+@pytest.mark.slow
+def test_the_layout_changes_nothing_that_is_learned() -> None:
+    done = gate()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(covering_cells())} cells, 0 differ" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_planted_defect_is_caught() -> None:
+    done = gate("--self-test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 defects planted in 2 cells, 0 missed" in done.stdout
+
+
+def test_the_covering_set_holds_every_pair_that_can_occur() -> None:
+    possible = set().union(*(pairs(cell) for cell in all_cells() if cell.refused is None))
+    covered = set().union(*(pairs(cell) for cell in covering_cells()))
+    assert covered == possible
+
+
+def test_the_covering_set_is_small_and_trains_whole() -> None:
+    assert len(covering_cells()) <= 40
+    assert not [cell.name for cell in covering_cells() if cell.refused]
+
+
+def test_all_cells_are_the_full_table() -> None:
+    # architectures x layouts x precisions x accumulation x ranks
+    assert len({cell.name for cell in all_cells()}) == 4 * 6 * 3 * 2 * 2
+
+
+def test_an_unknown_cell_is_refused_by_name() -> None:
+    done = gate("--cells", "llama-zero9-fp32-1-1")
+    assert done.returncode != 0
+    assert "no such cell: llama-zero9-fp32-1-1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantity"),
+    [
+        ({"losses": [float("nan"), 2.0]}, "initial_loss"),
+        ({"losses": [3.0, float("nan")]}, "loss"),
+        ({"norms": [1.0, float("nan")]}, "norm"),
+        ({"gradients": {"w": torch.full((4,), torch.nan)}}, "gradient"),
+        ({"sgd_changes": {"w": torch.full((4,), torch.nan)}}, "sgd_change"),
+    ],
+)
+def test_what_is_not_a_number_is_a_failure(changes: dict[str, object], quantity: str) -> None:
+    found = difference(trajectory(**changes), trajectory())
+    assert quantity in found.exceeds(ZERO.scaled(1e9))
+
+
+def test_one_parameter_that_is_not_a_number_does_not_hide_behind_others() -> None:
+    two = {"w": torch.ones(4), "v": torch.ones(4)}
+    for broken in ("w", "v"):
+        found = trajectory(gradients={**two, broken: torch.full((4,), torch.nan)})
+        assert difference(found, trajectory(gradients=two)).exceeds(ZERO) == ["gradient"]
+
+
+def test_equal_trajectories_do_not_differ() -> None:
+    assert difference(trajectory(), trajectory()).exceeds(ZERO) == []
+
+
+def test_a_late_step_that_is_not_a_number_does_not_hide_behind_early_ones() -> None:
+    found = trajectory(losses=[3.0, float("nan")], norms=[1.0, float("nan")])
+    assert set(difference(found, trajectory()).exceeds(ZERO)) == {"loss", "norm"}
+
+
+def test_a_missing_parameter_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'v'"):
+        difference(trajectory(gradients={"v": torch.ones(4)}), trajectory())
+
+
+def test_trajectories_survive_the_disk(tmp_path: Path) -> None:
+    trajectory().save(tmp_path / "cell")
+    assert difference(Trajectory.load(tmp_path / "cell"), trajectory()).exceeds(ZERO) == []

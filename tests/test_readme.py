@@ -1,0 +1,186 @@
+"""Every command of the README runs, shrunk, in a copy of the clone that was never installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.command import parse_command, plan_from
+from harness.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.partition("#")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+]
+# A model and a run so small that what is left is the command itself.
+SHRUNK = shlex.split(
+    "model.overrides.num_hidden_layers=1 model.overrides.hidden_size=96"
+    " model.overrides.intermediate_size=64 data.seq_len=16 train.global_batch=4 eval.samples=4"
+    " model.overrides.vocab_size=8192 sample.tokens=2"
+)
+# What cannot run as it stands, and what runs instead.
+INSTEAD = {
+    "make demo": "make -n demo",  # the job itself: test_run.py and the learning test
+    "make test": "make -n test",  # this
+    "srun python harness/train.py": "python harness/train.py --dry-run",  # no cluster here
+    "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
+    "python tools/check_parity.py --cells": "python tools/check_parity.py --help",  # test_parity.py
+}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked and new files of this checkout, with the data that the README speaks of."""
+    there = tmp_path_factory.mktemp("clone")
+    names = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(names, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.splitlines()):
+        if (ROOT / name).is_file():
+            (there / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, there / name)
+    text = (ROOT / "README.md").read_text()
+    (there / "texts").mkdir()
+    for number in range(20):
+        (there / "texts" / f"{number}.txt").write_text(f"{number} {text}")
+    lines = [json.dumps({"text": f"{number} {text}"}) for number in range(20)]
+    (there / "corpus.jsonl").write_text("\n".join(lines))
+    pairs = [
+        json.dumps({"prompt": f"what is {n} plus {n}?", "completion": f" {2 * n}, in words " * 4})
+        for n in range(200)
+    ]
+    (there / "pairs.jsonl").write_text("\n".join(pairs))
+    return there
+
+
+def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
+    """Run one README command in the clone, shrunk, on one CPU rank."""
+    for start, other in INSTEAD.items():
+        if command.startswith(start):
+            command = command.replace(start, other) if "train.py" in start else other
+    words = shlex.split(command)
+    if "harness/train.py" in words and "--dry-run" not in words:
+        steps = 3 if "train.steps=200" in words else 2  # that one resumes runs/first
+        words += [*SHRUNK, f"train.steps={steps}", f"data.cache_dir={clone / 'cache'}"]
+        if words[0] == "torchrun":
+            words[1:3] = ["--nproc-per-node", "1", "--master-port", str(free_port())]
+        if words[0] == "deepspeed" and any(word.startswith("data.path") for word in words):
+            words[0] = "python"  # the launcher has run in the commands before
+        if words[0] == "deepspeed":
+            words[1:1] = ["--num_accelerators", "1", "--master_port", str(free_port())]
+    environment = {
+        **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    return subprocess.run(
+        words, cwd=clone, env=environment, capture_output=True, text=True, timeout=1200
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def first_run(clone: Path) -> None:
+    """runs/first, which several commands come back to, and the model folder and tokens."""
+    if (clone / "runs/first/export").exists():
+        return
+    done = run(
+        "python harness/train.py --deepspeed ds_configs/zero1.json run.dir=runs/first", clone
+    )
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(clone / "runs/first/export", clone / "my-model")
+    shutil.copytree(clone / "runs/first/export", clone / "my-tokenizer")
+    tokens = next((clone / "cache").glob("tokens-*/tokens.bin"))
+    for suffix in (".bin", ".idx"):
+        shutil.copy(tokens.with_suffix(suffix), clone / f"tokens{suffix}")
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(COMMANDS) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:
+    first_run(clone)
+    done = run(command, clone)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_runs(clone: Path) -> None:
+    first_run(clone)
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=clone, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_the_readme_shows_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the plan, all but the precision, which depends on the CPU at hand."""
+    monkeypatch.chdir(ROOT)
+    cpu = {"DS_ACCELERATOR": "cpu"}
+    plan, report = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    command = next(command for command in COMMANDS if "--dry-run" in command)
+    printed = plan_from(parse_command(shlex.split(command)[2:]), cpu).describe().splitlines()
+    shown = [line for line in plan.splitlines() if not line.startswith(("spread", "note"))]
+    assert [line for line in shown if line not in printed] == []
+    wrong = re.findall(r"`(train\.step=10\s.*?)`", README, re.DOTALL)[0].split()
+    with pytest.raises(ConfigError) as caught:
+        plan_from(parse_command(wrong), cpu)
+    assert report == f"cannot train: {caught.value}\n"
+
+
+def test_every_file_is_in_the_tree() -> None:
+    """By its name, or by its room's."""
+    tree = README.partition("## Find your way")[2].partition("## Known limits")[0]
+    names = subprocess.run(
+        ["git", "ls-files", "harness", "tools"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    if not names:
+        pytest.skip("no git here")
+    files = {Path(name).parts[1] for name in names} - {"__init__.py"}
+    patterns = [re.escape(word).replace(r"\*", ".*") for word in re.findall(r"[\w.*]+", tree)]
+    assert [file for file in files if not any(re.fullmatch(p, file) for p in patterns)] == []
+
+
+def test_each_finding_is_a_short_script() -> None:
+    text = (ROOT / "docs/deepspeed_findings.md").read_text()
+    scripts = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(scripts) == len(re.findall(r"^## ", text, re.MULTILINE))
+    for script in scripts:
+        compile(script, "finding.py", "exec")
+        assert len(script.splitlines()) <= 25
+
+
+def test_the_presets_table_is_what_the_presets_hold() -> None:
+    import tomllib
+
+    from harness.planning.shape import Shape, num_parameters
+
+    for path in (ROOT / "harness/presets").glob("*.toml"):
+        config = tomllib.loads(path.read_text())["config"]
+        count = f"{num_parameters(Shape.from_hf(config)):,}"
+        assert re.search(rf"\| `{path.stem}`[^|]*\| {count} \|", README), f"{path.stem}: {count}"
+
+
+def test_every_shipped_json_is_in_the_table() -> None:
+    for path in (ROOT / "ds_configs").glob("*.json"):
+        assert f"| `{path.name}` |" in README

@@ -1,0 +1,387 @@
+"""Whole runs: harness/train.py on real ranks, judged by the run folder alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.data.build import Data, DataSpec, build_data
+from harness.models.initialize import materialize
+from harness.models.skeleton import hf_config, skeleton
+from harness.runfolder import RunFolder
+from tests.two_ranks import (
+    REPOSITORY,
+    Ended,
+    Group,
+    environment,
+    free_port,
+    run_ranks,
+    start,
+    train_command,
+    wait,
+    wait_for,
+    write_corpus,
+)
+
+pytestmark = pytest.mark.slow
+
+DS_CONFIGS = REPOSITORY / "ds_configs"
+STEPS = 24
+METRICS = {
+    "attempt",
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "samples",
+    "tokens",
+    "step_time_s",
+    "tokens_per_s",
+    "mfu",
+    "peak_allocated_gib",
+    "loss_scale",
+    "skipped_steps",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments that name a small corpus, tokenised once for all runs."""
+    folder = tmp_path_factory.mktemp("data")
+    corpus = write_corpus(folder / "corpus")
+    build_data(DataSpec(path=str(corpus), cache_dir=str(folder / "cache")))
+    return [f"data.path={corpus}", f"data.cache_dir={folder / 'cache'}"]
+
+
+def opened(data: list[str]) -> Data:
+    """What those arguments name."""
+    path, cache = (argument.partition("=")[2] for argument in data)
+    return build_data(DataSpec(path=path, cache_dir=cache, seq_len=32, model_vocab_size=512))
+
+
+def stochastic(data: list[str], run_dir: Path, *more: object) -> list[object]:
+    """A run in which any slip of resuming shows: dropout, accumulation, a moving rate."""
+    return train_command(
+        *data,
+        f"--deepspeed={DS_CONFIGS / 'zero2.json'}",
+        "model.dropout=0.1",
+        f"train.steps={STEPS}",
+        "optim.warmup_steps=8",
+        "eval.every=10",
+        "save.export=true",
+        f"run.dir={run_dir}",
+        *more,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(stochastic(data, folder / "run"), folder).succeeded()
+    return RunFolder(folder / "run")
+
+
+@dataclass(frozen=True)
+class Story:
+    """One run, stopped three times before it reached its end."""
+
+    folder: RunFolder
+    attempts: list[Ended]
+    statuses: list[dict[str, Any]]
+
+
+def has_trained(run: RunFolder, attempt: int, group: Group) -> bool:
+    """Whether this attempt has taken a step, or never will."""
+    return group.ended or any(
+        line["attempt"] == attempt and "loss" in line for line in run.read_metrics()
+    )
+
+
+# (signal, ranks that get it)
+STOPS = ((signal.SIGTERM, (1,)), (signal.SIGUSR1, (0,)), (signal.SIGINT, (0, 1)))
+
+
+@pytest.fixture(scope="module")
+def story(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("stopped")
+    run = RunFolder(folder / "run")
+    attempts, statuses = [], []
+    for number, stop in enumerate((*STOPS, None), 1):
+        group = start(stochastic(data, run.path), folder)
+        if stop is not None:
+            wait_for(partial(has_trained, run, number, group), "the first step", 900)
+            for rank in stop[1]:
+                group.processes[rank].send_signal(stop[0])
+        attempts.append(wait(group))
+        statuses.append(run.read_status() or {})
+    return Story(run, attempts, statuses)
+
+
+def raw_metrics(folder: RunFolder) -> list[dict[str, Any]]:
+    """Every line ever written, steps done again included."""
+    return [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+
+
+def events(folder: RunFolder, kind: str) -> list[dict[str, Any]]:
+    return [event for event in folder.read_events() if event["kind"] == kind]
+
+
+def one_rank(tmp_path: Path, data: list[str], *arguments: object) -> Ended:
+    command = train_command(*data, f"run.dir={tmp_path / 'run'}", *arguments)
+    return run_ranks(command, tmp_path / "log", ranks=1)
+
+
+# --- what a run writes ---
+
+
+def test_every_step_has_all_metrics(undisturbed: RunFolder) -> None:
+    lines = undisturbed.read_metrics()
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert all(line.keys() >= METRICS for line in lines[1:])
+
+
+def test_metrics_count_samples_and_tokens(undisturbed: RunFolder) -> None:
+    last = undisturbed.read_metrics()[-1]
+    assert (last["samples"], last["tokens"]) == (STEPS * 8, STEPS * 8 * 32)
+    assert last["tokens_per_s"] == pytest.approx(8 * 32 / last["step_time_s"])
+
+
+def test_the_held_out_loss_is_taken_at_the_start_when_due_and_at_the_end(
+    undisturbed: RunFolder,
+) -> None:
+    found = [line["step"] for line in undisturbed.read_metrics() if "eval_loss" in line]
+    assert found == [0, 10, 20, STEPS]
+
+
+def test_a_run_learns(undisturbed: RunFolder) -> None:
+    lines = undisturbed.read_metrics()
+    assert lines[-1]["eval_loss"] < lines[0]["eval_loss"] - 1
+
+
+def test_status_says_how_it_ended(undisturbed: RunFolder) -> None:
+    status = undisturbed.read_status() or {}
+    assert (status["outcome"], status["code"], status["step"]) == ("done", 0, STEPS)
+
+
+def test_each_rank_says_what_really_ran(undisturbed: RunFolder) -> None:
+    (event,) = events(undisturbed, "engine")
+    assert event["step"] == 1
+    assert [rank["zero_stage"] for rank in event["ranks"]] == [2, 2]
+    assert all(rank.keys() >= {"engine", "optimizer", "elements_held"} for rank in event["ranks"])
+
+
+def test_the_export_opens_in_transformers_with_the_loss_of_the_run(
+    undisturbed: RunFolder, data: list[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(undisturbed.export_dir, dtype=torch.float32).eval()
+    batch = opened(data).held_out.batch(0, 8)
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    assert float(loss) == pytest.approx(undisturbed.read_metrics()[-1]["eval_loss"], rel=1e-5)
+
+
+# --- stopping and resuming ---
+
+
+def test_any_stop_signal_to_any_rank_gives_every_rank_code_75(story: Story) -> None:
+    assert [attempt.codes for attempt in story.attempts] == [[75, 75]] * 3 + [[0, 0]], (
+        story.attempts[0].output
+    )
+    outcomes = [(status["outcome"], status["code"]) for status in story.statuses]
+    assert outcomes == [("stopped", 75)] * 3 + [("done", 0)]
+
+
+def test_a_stopped_run_leaves_a_checkpoint_of_its_last_step(story: Story) -> None:
+    saved = [event["step"] for event in events(story.folder, "saved")]
+    assert saved == [status["step"] for status in story.statuses]
+
+
+def test_a_resumed_run_repeats_the_undisturbed_curve_bit_for_bit(
+    story: Story, undisturbed: RunFolder
+) -> None:
+    def curve(folder: RunFolder) -> list[tuple[Any, ...]]:
+        return [
+            (line["step"], line.get("loss"), line.get("grad_norm"), line.get("learning_rate"))
+            for line in folder.read_metrics()
+        ]
+
+    assert curve(story.folder) == curve(undisturbed)
+    assert (
+        story.folder.read_metrics()[-1]["eval_loss"]
+        == (undisturbed.read_metrics()[-1]["eval_loss"])
+    )
+
+
+def test_no_step_is_done_twice(story: Story) -> None:
+    steps = [line["step"] for line in raw_metrics(story.folder) if "loss" in line]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_another_learning_rate_is_refused_until_it_is_allowed(
+    undisturbed: RunFolder, data: list[str], tmp_path: Path
+) -> None:
+    other = stochastic(data, undisturbed.path, "optim.lr=1e-4")
+    refused = run_ranks(other, tmp_path / "refused")
+    assert refused.codes == [2, 2]
+    assert "optim.lr is 0.0001, but the run in this folder has" in refused.output
+    assert not refused.left_in_shared_memory
+    before = raw_metrics(undisturbed)
+    allowed = run_ranks([*other, "resume.allow=['optim.lr']"], tmp_path / "allowed")
+    assert allowed.codes == [0, 0], allowed.output
+    # And a finished run started again does nothing.
+    assert raw_metrics(undisturbed) == before
+
+
+def test_no_steps_at_all_export_the_initial_weights(data: list[str], tmp_path: Path) -> None:
+    one_rank(tmp_path, data, "train.steps=0", "save.export=true").succeeded()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/export", dtype=torch.float32)
+    plan = RunFolder(tmp_path / "run").read_plan() or {}
+    fresh = skeleton(hf_config(plan["model_config"]), torch.float32)
+    materialize(fresh, 0, torch.device("cpu"))
+    for name, parameter in fresh.named_parameters():
+        assert torch.equal(exported.get_parameter(name), parameter), name
+
+
+# --- fp16, and the length in epochs ---
+
+
+@pytest.fixture(scope="module")
+def overflowing(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A part of an epoch in fp16, at a scale that overflows at first."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    run_ranks(
+        [
+            *without_steps(train_command(*data)),
+            f"--deepspeed={DS_CONFIGS / 'fp16.json'}",
+            *("ds.fp16.initial_scale_power=32", "ds.fp16.hysteresis=1"),
+            *("train.epochs=0.05", f"run.dir={folder / 'run'}"),
+        ],
+        folder,
+        ranks=1,
+    ).succeeded()
+    return RunFolder(folder / "run")
+
+
+def without_steps(command: list[object]) -> list[object]:
+    return [word for word in command if not str(word).startswith("train.steps=")]
+
+
+def test_an_overflow_is_an_event_and_the_run_goes_on(overflowing: RunFolder) -> None:
+    skipped = events(overflowing, "skipped_step")
+    last = overflowing.read_metrics()[-1]
+    assert skipped[0]["step"] == 1
+    assert last["skipped_steps"] == len(skipped) >= 1
+    assert last["loss_scale"] < 2**32
+
+
+def test_a_length_in_epochs_is_rounded_up_to_steps(overflowing: RunFolder, data: list[str]) -> None:
+    samples = opened(data).train.samples
+    assert (overflowing.read_status() or {})["step"] == -(-samples * 5 // (100 * 8))
+
+
+def test_the_minimum_loss_scale_ends_the_run_with_code_76_and_a_diagnosis(
+    data: list[str], tmp_path: Path
+) -> None:
+    scale = (
+        "ds.fp16.initial_scale_power=32",
+        "ds.fp16.hysteresis=1",
+        "ds.fp16.min_loss_scale=4294967296",
+    )
+    ended = one_rank(tmp_path, data, f"--deepspeed={DS_CONFIGS / 'fp16.json'}", *scale)
+    assert ended.codes == [76], ended.output
+    run = RunFolder(tmp_path / "run")
+    status = run.read_status() or {}
+    assert (status["outcome"], status["code"]) == ("diverged", 76)
+    assert "lower optim.lr" in events(run, "diverged")[0]["message"]
+
+
+# --- refusals ---
+
+
+def test_a_wrong_config_gives_code_2_and_no_run_folder(data: list[str], tmp_path: Path) -> None:
+    ended = one_rank(tmp_path, data, "train.stpes=3")
+    assert ended.codes == [2]
+    assert "train.steps" in ended.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_empty_data_gives_code_2_and_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    data = [f"data.path={tmp_path / 'empty.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    ended = one_rank(tmp_path, data)
+    assert ended.codes == [2]
+    assert "empty.txt" in ended.output
+    assert "Traceback" not in ended.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_job_in_a_run_folder_is_refused(data: list[str], tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.open()
+    with contextlib.closing(folder):
+        status = folder.read_status()
+        ended = one_rank(tmp_path, data)
+        assert ended.codes == [2]
+        assert "is being written by" in ended.output
+        assert folder.read_status() == status
+
+
+# --- launchers ---
+
+
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_accelerators=2", "--master_port={port}"],
+    "torchrun": ["torchrun", "--nproc-per-node=2", "--master-port={port}"],
+    "accelerate": [
+        # Its --cpu starts one process; --multi_gpu means torchrun, whatever the ranks compute on.
+        *("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+        "--main_process_port={port}",
+    ],
+    "python": ["python"],
+}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as somebody gets it who never installs it."""
+    folder = tmp_path_factory.mktemp("clone") / "harness-clone"
+    subprocess.run(["git", "clone", "--quiet", REPOSITORY, folder], check=True)
+    return folder
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_starts_a_clone_that_was_never_installed(
+    launcher: str, clone: Path, data: list[str], tmp_path: Path
+) -> None:
+    program, *options = (word.format(port=free_port()) for word in LAUNCHERS[launcher])
+    command = [Path(sys.executable).with_name(program), *options, clone / "harness" / "train.py"]
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [*command, *train_command()[2:], *data, f"run.dir={run_dir}"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = RunFolder(run_dir).read_plan() or {}
+    assert Path(plan["deepspeed_source"]).is_relative_to(clone)
+    assert plan["world"]["world_size"] == (1 if launcher == "python" else 2)
+    assert (RunFolder(run_dir).read_status() or {})["outcome"] == "done"
+
+
+def test_no_run_leaves_files_in_shared_memory(story: Story) -> None:
+    assert [attempt.left_in_shared_memory for attempt in story.attempts] == [[]] * 4

@@ -1,0 +1,265 @@
+"""The run folder: what a kill or a second writer must not be able to spoil."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.runfolder import RunFolder, create_run_dir
+
+ROOT = Path(__file__).parents[1]
+HOLD = "import sys; from harness.runfolder import RunFolder; "
+HOLD += "folder = RunFolder(sys.argv[1]); folder.open(); "
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    folder = RunFolder(tmp_path / "run")
+    folder.open()
+    yield folder
+    folder.close()
+
+
+@contextmanager
+def another_writer(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A second process that has opened the folder and waits."""
+    command = [sys.executable, "-c", HOLD + "print('open', flush=True); sys.stdin.read()", path]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
+
+
+def write_owner(path: Path, **changes: object) -> None:
+    """Leave a lock file behind as if this had been its owner."""
+    path.mkdir(exist_ok=True)
+    owner = {"host": "elsewhere", "pid": 1, "job": None, "since": "2026-01-01T00:00:00+00:00"}
+    (path / "lock").write_text(json.dumps({**owner, **changes}))
+
+
+# --- lock ---
+
+
+def test_a_living_writer_on_this_host_is_refused_by_name(tmp_path: Path) -> None:
+    with another_writer(tmp_path) as process:
+        with pytest.raises(ConfigError, match=rf"run\.dir = .* by process {process.pid} on"):
+            RunFolder(tmp_path).open()
+        assert RunFolder(tmp_path).read_status()["attempt"] == 1, "the refused one left its mark"
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_and_reported(tmp_path: Path) -> None:
+    with another_writer(tmp_path) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        folder = RunFolder(tmp_path)
+        stale = folder.open()
+    assert stale is not None
+    assert stale.startswith(f"process {process.pid} on ")
+    assert folder.attempt == 2
+    folder.close()
+
+
+def test_a_released_lock_leaves_no_owner(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for attempt in (1, 2, 3):
+        assert folder.open() is None
+        assert folder.attempt == attempt
+        folder.close()
+        folder.close()
+
+
+def test_two_folders_in_one_process_exclude_each_other(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} "):
+        RunFolder(folder.path).open()
+
+
+def test_a_writer_on_another_host_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    for job in (None, "17"):
+        write_owner(tmp_path, job=job)
+        with pytest.raises(ConfigError, match=r"process 1 on elsewhere.*delete .*/lock"):
+            RunFolder(tmp_path).open()
+
+
+def test_two_jobs_without_slurm_are_not_the_same_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    write_owner(tmp_path, job=None)
+    with pytest.raises(ConfigError, match="elsewhere"):
+        RunFolder(tmp_path).open()
+
+
+def test_a_requeued_job_takes_over_from_itself_on_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    write_owner(tmp_path, job="17")
+    folder = RunFolder(tmp_path)
+    stale = "process 1 on elsewhere, Slurm job 17, since 2026-01-01T00:00:00+00:00"
+    assert folder.open() == stale
+    folder.close()
+
+
+def test_a_filesystem_without_locks_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    folder = RunFolder(tmp_path)
+    folder.open()
+    folder.append_event("written")
+    folder.close()
+    assert [event["kind"] for event in folder.read_events()] == ["written"]
+
+
+def test_a_lock_file_cut_off_while_written_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text('{"host": "else')
+    folder = RunFolder(tmp_path)
+    assert folder.open() is None
+    folder.close()
+
+
+# --- records ---
+
+
+def test_records_come_back(folder: RunFolder) -> None:
+    folder.write_plan({"steps": 2})
+    folder.append_metrics({"step": 1, "loss": 3.5, "mfu": None})
+    folder.append_event("overflow", step=1, scale=2.0)
+    reader = RunFolder(folder.path)
+    assert reader.read_plan() == {"steps": 2}
+    assert reader.read_metrics() == [{"attempt": 1, "step": 1, "loss": 3.5, "mfu": None}]
+    (event,) = reader.read_events()
+    when = datetime.fromisoformat(event.pop("time"))
+    assert event == {"attempt": 1, "kind": "overflow", "step": 1, "scale": 2.0}
+    assert when.tzinfo is not None
+    assert abs((datetime.now(UTC) - when).total_seconds()) < 60
+
+
+def test_status_follows_the_run_and_counts_attempts(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.read_status() is None
+    folder.open()
+    assert {"outcome": "running", "code": None, "step": 0, "attempt": 1}.items() <= (
+        folder.read_status() or {}
+    ).items()
+    folder.write_status("stopped", 75, 7)
+    folder.close()
+    folder.open()
+    status = folder.read_status() or {}
+    assert {"outcome": "running", "code": None, "step": 7, "attempt": 2}.items() <= status.items()
+    datetime.fromisoformat(status["time"])
+    folder.close()
+
+
+def test_a_reader_creates_nothing(tmp_path: Path) -> None:
+    reader = RunFolder(tmp_path / "nothing")
+    assert reader.read_plan() is None
+    assert reader.read_metrics() == []
+    assert reader.read_events() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_needs_the_lock(tmp_path: Path) -> None:
+    writes: list[Callable[[RunFolder], None]] = [
+        lambda folder: folder.write_plan({}),
+        lambda folder: folder.write_status("done", 0, 1),
+        lambda folder: folder.append_metrics({"step": 1}),
+        lambda folder: folder.append_event("x"),
+    ]
+    for write in writes:
+        with pytest.raises(AssertionError, match="not open for writing"):
+            write(RunFolder(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_line_of_a_step_wins(folder: RunFolder) -> None:
+    for step, loss in [(1, 4.0), (2, 3.0), (3, 2.0), (2, 3.1)]:
+        folder.append_metrics({"step": step, "loss": loss})
+    assert [(line["step"], line["loss"]) for line in folder.read_metrics()] == [
+        (1, 4.0),
+        (2, 3.1),
+        (3, 2.0),
+    ]
+
+
+def test_non_finite_numbers_stay_visible_and_the_file_stays_json(folder: RunFolder) -> None:
+    nan, inf = float("nan"), float("inf")
+    folder.append_metrics({"step": 1, "loss": nan, "all": [inf, (-inf, {"x": 1.0})]})
+    line = json.loads(
+        folder.metrics_path.read_text(),
+        parse_constant=lambda word: pytest.fail(f"{word} is not JSON"),
+    )
+    assert line == {"attempt": 1, "step": 1, "loss": "nan", "all": ["inf", ["-inf", {"x": 1.0}]]}
+
+
+def test_a_half_written_line_is_skipped_by_readers_and_cut_at_reopening(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.open()
+    folder.append_metrics({"step": 1})
+    folder.append_event("saved")
+    folder.close()
+    for path in (folder.metrics_path, folder.events_path):
+        with path.open("a") as file:
+            file.write('{"attempt": 1, "st')
+    assert [line["step"] for line in folder.read_metrics()] == [1]
+    assert [event["kind"] for event in folder.read_events()] == ["saved"]
+    folder.open()
+    folder.append_metrics({"step": 2})
+    folder.close()
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2]
+    assert len(folder.metrics_path.read_text().splitlines()) == 2
+    assert len(folder.events_path.read_text().splitlines()) == 1
+
+
+def test_a_broken_line_elsewhere_is_an_error(folder: RunFolder) -> None:
+    folder.events_path.write_text('{"kind": "a"}\n{"kind"\n{"kind": "b"}\n')
+    with pytest.raises(ValueError, match="Expecting"):
+        folder.read_events()
+
+
+def test_a_line_is_on_disk_when_append_returns(tmp_path: Path) -> None:
+    code = HOLD + "folder.append_metrics({'step': 1}); import os; os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, check=False)
+    assert [line["step"] for line in RunFolder(tmp_path).read_metrics()] == [1]
+
+
+def test_a_status_that_cannot_be_written_leaves_the_old_one(folder: RunFolder) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        folder.write_plan({"steps": {1, 2}})
+    folder.write_plan({"steps": 2})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        folder.write_plan({"steps": {1, 2}})
+    assert folder.read_plan() == {"steps": 2}
+
+
+# --- names ---
+
+
+def test_default_folders_are_told_apart_even_within_one_second(tmp_path: Path) -> None:
+    time = datetime(2026, 2, 3, 4, 5, 6, tzinfo=UTC)
+    paths = [create_run_dir("meta-llama/Llama 3/", "zero3", time, tmp_path) for _ in range(3)]
+    assert [path.name for path in paths] == [
+        "Llama_3-zero3-20260203-040506",
+        "Llama_3-zero3-20260203-040506-2",
+        "Llama_3-zero3-20260203-040506-3",
+    ]
+    assert all(path.is_dir() for path in paths)

@@ -1,0 +1,121 @@
+"""show_batch.py tells the truth: from what it prints, transformers alone gets the logged loss."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness.runfolder import RunFolder
+from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
+
+WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same job twice: for no step at all, with its export; and for two steps."""
+    folder = tmp_path_factory.mktemp("show")
+    data = folder / "questions.jsonl"
+    data.write_text("".join(json.dumps(_question(number)) + "\n" for number in range(200)))
+    common = [
+        f"--deepspeed={REPOSITORY / 'ds_configs' / 'fp32.json'}",
+        f"data.path={data}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.held_out=0.2",
+        "train.seed=3",
+        "optim.name=sgd",  # nothing to compile, and the first loss comes before any step
+    ]
+    for name, more in (
+        ("start", ["train.steps=0", "save.export=true"]),
+        ("run", ["train.steps=2"]),
+    ):
+        command = train_command(*common, *more, f"run.dir={folder / name}")
+        run_ranks(command, folder / "logs" / name, ranks=1).succeeded()
+    return folder / "start", folder / "run"
+
+
+def _question(number: int) -> dict[str, str]:
+    """Prompts and completions of many lengths, so that targets fall unevenly on samples."""
+    words = [WORDS[(number * 7 + place) % len(WORDS)] for place in range(3 + number % 11)]
+    return {"prompt": " ".join(words) + "?", "completion": " " + " ".join(words[::-2]) + "."}
+
+
+@pytest.fixture(scope="module")
+def show(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The tool as a command, run from somewhere else."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+
+    @functools.cache
+    def run(*arguments: str) -> str:
+        tool = REPOSITORY / "tools" / "show_batch.py"
+        command = [sys.executable, str(tool), str(runs[1]), *arguments]
+        done = subprocess.run(
+            command, cwd=elsewhere, env=environment(), capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    return run
+
+
+@torch.no_grad()
+def loss_of(shown: dict[str, Any], export: Path) -> float:
+    """Mean cross-entropy over the targets of a step, from what the tool printed."""
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    samples = shown["samples"]
+    ids, positions = (torch.tensor([s[key] for s in samples]) for key in ("ids", "positions"))
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    targets = [-100 if target is None else target for s in samples for target in s["targets"]]
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets)))
+
+
+def test_transformers_alone_gets_the_logged_loss_of_step_1(
+    runs: tuple[Path, Path], show: Callable[..., str]
+) -> None:
+    start, run = runs
+    first, second = (json.loads(show("--step", step, "--json")) for step in "12")
+    logged = {
+        line["step"]: line["loss"] for line in RunFolder(run).read_metrics() if "loss" in line
+    }
+    assert loss_of(first, start / "export") == pytest.approx(logged[1], rel=2e-6)
+    # Any other batch is told apart.
+    assert loss_of(second, start / "export") != pytest.approx(logged[1], rel=1e-4)
+
+
+def test_every_sample_says_what_is_read_learned_and_seen(
+    runs: tuple[Path, Path], show: Callable[..., str]
+) -> None:
+    shown = json.loads(show("--step", "2", "--json"))
+    tokenizer = AutoTokenizer.from_pretrained(runs[0] / "export")
+    assert [sample["index"] for sample in shown["samples"]] == list(range(8, 16))
+    targets = [target for sample in shown["samples"] for target in sample["targets"]]
+    assert shown["target_tokens"] == len(targets) - targets.count(None)
+    assert 0 < targets.count(None) < len(targets)
+    for sample in shown["samples"]:
+        assert sample["text"] == tokenizer.decode(sample["ids"])
+        following = zip(sample["ids"][1:], sample["targets"], strict=False)
+        assert all(target in (None, token) for token, target in following)
+        lengths = [each["end_token"] - each["first_token"] for each in sample["documents"]]
+        assert sum(lengths) == len(sample["ids"]) + 1  # the last target is read by no position
+        expected = [place for length in lengths for place in range(length)][:-1]
+        assert sample["positions"] == expected
+
+
+def test_the_text_is_for_people_and_says_the_same(show: Callable[..., str]) -> None:
+    text, shown = show("--step", "1"), json.loads(show("--step", "1", "--json"))
+    assert text.startswith(f"step 1: samples 0 to 7, {shown['target_tokens']} target tokens, data ")
+    for sample in shown["samples"]:
+        assert f"ids       {' '.join(map(str, sample['ids']))}\n" in text
+        targets = ("-" if target is None else str(target) for target in sample["targets"])
+        assert f"targets   {' '.join(targets)}\n" in text
+        assert f"positions {' '.join(map(str, sample['positions']))}\n" in text
+        assert f"text      {sample['text']!r}" in text

@@ -1,0 +1,179 @@
+"""Real runs on a few CPU ranks, started without a launcher (which would take 5 s more)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TRAIN = REPOSITORY / "harness" / "train.py"
+SHARED_MEMORY = Path("/dev/shm")
+
+# A Llama of about 100,000 parameters, a step of which takes milliseconds.
+SMALL_MODEL = (
+    "model.overrides.vocab_size=512",
+    "model.overrides.hidden_size=64",
+    "model.overrides.intermediate_size=128",
+    "model.overrides.num_hidden_layers=2",
+    "model.overrides.num_attention_heads=4",
+    "model.overrides.num_key_value_heads=2",
+    "model.overrides.head_dim=16",
+)
+SHORT_RUN = (
+    "data.seq_len=32",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.steps=4",
+    "optim.warmup_steps=0",
+    "eval.samples=8",
+    "sample.tokens=0",
+    "save.export=false",
+)
+
+_WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
+
+
+def write_corpus(path: Path, documents: int = 200) -> Path:
+    """A folder of text files with few words in a random order: learnable, and small."""
+    path.mkdir()
+    draw = random.Random(0)
+    for number in range(documents):
+        words = [draw.choice(_WORDS) for _ in range(draw.randrange(20, 120))]
+        (path / f"{number}.txt").write_text(" ".join(words) + ".\n")
+    return path
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that run."""
+
+    processes: list[subprocess.Popen[bytes]]
+    logs: list[Path]
+    port: int
+
+    @property
+    def ended(self) -> bool:
+        return any(process.poll() is not None for process in self.processes)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a group of ranks ended."""
+
+    codes: list[int]
+    outputs: list[str]  # stdout and stderr of each rank
+    port: int  # of their rendezvous
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
+
+    @property
+    def left_in_shared_memory(self) -> list[str]:
+        """DeepSpeed's files of this group that nobody removed."""
+        pattern = f"deepspeed_allreduce_buffer_*_{self.port}_*"
+        return [path.name for path in SHARED_MEMORY.glob(pattern)]
+
+    def succeeded(self) -> Ended:
+        """Itself; fails with all output when a rank did not exit with 0."""
+        assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.output}"
+        return self
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """This process's environment for a run on CPU; None removes a variable."""
+    values = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": None,
+        # As in an activated environment: another ninja would build every operator again.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        **changes,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def start(
+    command: Sequence[object],
+    folder: Path,
+    ranks: int = 2,
+    env: Mapping[str, str | None] | None = None,
+) -> Group:
+    """Start `command` once per rank; rank N writes to `folder`/rank-N.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    processes = []
+    for rank in range(ranks):
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "LOCAL_SIZE": str(ranks),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        }
+        with (folder / f"rank-{rank}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [str(word) for word in command],
+                    cwd=folder,
+                    env=environment(**{**place, **(env or {})}),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return Group(processes, [folder / f"rank-{rank}.log" for rank in range(ranks)], port)
+
+
+def wait(group: Group, timeout_s: float = 900) -> Ended:
+    """Wait for what `start` started. Ranks that outlive the time say where they are, and abort."""
+    deadline = time.monotonic() + timeout_s
+    for process in group.processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stacks
+    codes = [process.wait() for process in group.processes]
+    return Ended(codes, [log.read_text(errors="replace") for log in group.logs], group.port)
+
+
+def run_ranks(
+    command: Sequence[object],
+    folder: Path,
+    ranks: int = 2,
+    env: Mapping[str, str | None] | None = None,
+) -> Ended:
+    """Start `command` on every rank and wait for all."""
+    return wait(start(command, folder, ranks, env))
+
+
+def train_command(*arguments: object) -> list[object]:
+    """The main command with `arguments`, after those of a short run of a small model."""
+    return [sys.executable, TRAIN, *SMALL_MODEL, *SHORT_RUN, *arguments]
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:
+    """Poll until `condition` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

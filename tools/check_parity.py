@@ -1,0 +1,171 @@
+"""Does the layout change what is learned? Every DeepSpeed layout against a plain PyTorch loop.
+
+    python tools/check_parity.py                       # a covering set of cells
+    python tools/check_parity.py --full --out FOLDER   # every cell; resumes where it stopped
+    python tools/check_parity.py --cells llama-zero3-bf16-4-2
+    python tools/check_parity.py --self-test           # plants six defects: each must be caught
+
+A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),
+every parameter's gradient at step 0, the weights' change after one plain SGD step, and loss and
+gradient norm of 20 AdamW steps. A cell's tolerance is 5 times the spread of the plain loop against
+itself when only the order of its sums changes. Exit code 1 when a cell differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0] = str(REPOSITORY)
+
+from tools.parity.cells import ARCHITECTURES, Cell, all_cells, covering_cells
+from tools.parity.report import Row, markdown, terminal_line
+
+TOLERANCE_FACTOR = 5.0
+SELF_TEST_CELLS = (Cell("llama", "zero1", "fp32", 4, 2), Cell("llama", "zero3", "fp32", 4, 2))
+
+
+def main() -> int:
+    """Command line -> exit code."""
+    args = _arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        out = args.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        if args.self_test:
+            return _self_test(out)
+        rows = check(_chosen(args), out)
+        if args.markdown:
+            args.markdown.parent.mkdir(parents=True, exist_ok=True)
+            args.markdown.write_text(markdown(rows))
+    failed = [row for row in rows if row.failures]
+    print(f"{len(rows)} cells, {len(failed)} differ from the plain loop")
+    return 1 if failed else 0
+
+
+def check(cells: list[Cell], out: Path) -> list[Row]:
+    """Train what `out` does not hold yet, compare everything, print a line per cell."""
+    trained = [cell for cell in cells if cell.refused is None]
+    for ranks in sorted({cell.ranks for cell in trained}):
+        missing = [
+            cell
+            for cell in trained
+            if cell.ranks == ranks and not (out / f"{cell.name}.json").exists()
+        ]
+        if missing:
+            _launch(missing, ranks, out)
+    import torch
+
+    from tools.parity.compare import compare
+
+    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+    rows = []
+    for cell in cells:
+        rows.append(compare(cell, out, TOLERANCE_FACTOR))
+        print(terminal_line(rows[-1]), flush=True)
+    return rows
+
+
+def _self_test(out: Path) -> int:
+    """Plant each defect in turn; returns how many were not caught (0 is a pass)."""
+    from tools.parity.defects import DEFECTS
+
+    clean = check(list(SELF_TEST_CELLS), _folder(out, "clean"))
+    missed = [f"{row.cell.name} differs without any defect" for row in clean if row.failures]
+    for number, defect in enumerate(DEFECTS):
+        print(f"planted: {defect}")
+        folder = _folder(out, f"defect-{number}")
+        _launch(list(SELF_TEST_CELLS), 2, folder, defect)
+        missed += [
+            f"{defect} was not caught in {row.cell.name}"
+            for row in check(list(SELF_TEST_CELLS), folder)
+            if not row.failures
+        ]
+    print(*missed, sep="\n", end="\n" if missed else "")
+    print(f"{len(DEFECTS)} defects planted in {len(SELF_TEST_CELLS)} cells, {len(missed)} missed")
+    return 1 if missed else 0
+
+
+def _launch(cells: Iterable[Cell], ranks: int, out: Path, defect: str | None = None) -> None:
+    """Run one process group over `cells`; raises SystemExit with the first rank's error."""
+    todo = out / f"todo-{ranks}.json"
+    todo.write_text(json.dumps([asdict(cell) for cell in cells]))
+    for name, config in ARCHITECTURES.items():
+        (out / f"{name}.config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "tools.parity.worker", f"--cells={todo}", f"--out={out}"]
+    command += [f"--defect={defect}"] if defect else []
+    base = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",
+    }
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        errors = [path.read_text() for path in sorted(out.glob("*.error"))]
+        raise SystemExit("\n".join(errors) or f"the process group ended with {codes}")
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _folder(out: Path, name: str) -> Path:
+    (out / name).mkdir(exist_ok=True)
+    return out / name
+
+
+def _chosen(args: argparse.Namespace) -> list[Cell]:
+    if args.full:
+        return all_cells()
+    if not args.cells:
+        return covering_cells()
+    known = {cell.name: cell for cell in all_cells()}
+    unknown = [name for name in args.cells if name not in known]
+    if unknown:
+        raise SystemExit(f"no such cell: {', '.join(unknown)}; for example {next(iter(known))}")
+    return [known[name] for name in args.cells]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="every cell, not a covering set")
+    parser.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
+    parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
+    parser.add_argument("--out", type=Path, help="keep the trajectories here, to resume")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

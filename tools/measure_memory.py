@@ -1,0 +1,145 @@
+"""Does DeepSpeed hold what the estimate says? Live bytes of real two-rank CPU runs beside it.
+
+    python tools/measure_memory.py                       # a covering set of cases
+    python tools/measure_memory.py --full --out FOLDER   # every case; resumes where it stopped
+    python tools/measure_memory.py --cases zero3-bf16-4
+
+A case is LAYOUT-PRECISION-ACCUMULATION. Each is counted when the engine is built, when the
+gradients are ready for the third step, and after that step: exit code 1 when one is off by 1 %.
+The peaks while it accumulates and applies gradients are shown, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0] = str(REPOSITORY)
+
+from tools.memory.cases import MODEL, RANKS, Case, all_cases, covering_cases
+from tools.memory.compare import PEAKS, POINTS, Row, compare, markdown
+
+TOLERANCE = 0.01
+
+
+def main() -> int:
+    """Command line -> exit code."""
+    args = _arguments()
+    named = {case.name: case for case in all_cases()}
+    if unknown := [name for name in args.cases or () if name not in named]:
+        raise SystemExit(f"unknown cases {', '.join(unknown)}: one of {', '.join(named)}")
+    cases = all_cases() if args.full else covering_cases()
+    if args.cases:
+        cases = [named[name] for name in args.cases]
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(cases, args.out or Path(scratch))
+    for row in rows:
+        print(
+            f"{row.case.name:32} rank {row.rank} {row.point:16} {row.measured:>11,} measured "
+            f"{row.predicted:>11,} predicted {row.error:+.3%}"
+        )
+    if args.markdown:
+        tables = (markdown(rows, _heading(rows), POINTS), markdown(rows, _PEAKS_HEADING, PEAKS))
+        args.markdown.write_text("\n".join(tables), encoding="utf-8")
+    exact = [row for row in rows if row.point in POINTS]
+    wrong = [row for row in exact if abs(row.error) > TOLERANCE]
+    print(f"{len(exact)} counts, {len(wrong)} off by more than {TOLERANCE:.0%}")
+    return 1 if wrong else 0
+
+
+def measure(cases: list[Case], out: Path) -> list[Row]:
+    """Run what `out` does not hold yet on two CPU ranks, and compare everything."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(MODEL))
+    last = f"rank{RANKS - 1}.json"
+    missing = [case for case in cases if not (out / f"{case.name}.{last}").exists()]
+    if missing:
+        _launch(missing, out)
+    return [row for case in cases for row in compare(case, out)]
+
+
+def _launch(cases: list[Case], out: Path) -> None:
+    """Run one process group over `cases`; raises SystemExit with the first rank's error."""
+    todo = out / "todo.json"
+    todo.write_text(json.dumps([asdict(case) for case in cases]))
+    command = [sys.executable, "-m", "tools.memory.worker", f"--cases={todo}", f"--out={out}"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "LOCAL_SIZE": str(RANKS),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",
+        # As in an activated environment: another ninja would build every operator again.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    processes = [
+        subprocess.Popen(
+            command, cwd=REPOSITORY, env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        errors = [path.read_text() for path in sorted(out.glob("*.error"))]
+        raise SystemExit("\n".join(errors) or f"the process group ended with {codes}")
+
+
+_PEAKS_HEADING = """\
+## Peaks within a step
+
+Bytes that the CPU's allocator held at most while the third step's gradients were accumulated and
+applied. Less exact, for three reasons. The model is so small that one tensor more or less is 4 %.
+gloo copies what NCCL gathers in place: the prediction of `apply` is up to 17 % low.
+And with several micro-batches gradient buffers of earlier ones linger until
+Python's cycle collector comes by: in zero2-bf16-4, `gc.collect()` before each micro-batch
+lowers the peak of rank 0 from 6.18 to 5.32 million bytes."""
+
+
+def _heading(rows: list[Row]) -> str:
+    versions = ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "torch"))
+    exact = [abs(row.error) for row in rows if row.point in POINTS]
+    return (
+        "# Model states: predicted against measured\n\n"
+        f"Bytes of all live tensors of one rank, of two on a CPU ({platform.machine()}, "
+        f"{versions}, transformers {version('transformers')}), against the estimate; the rank "
+        f"with the larger error. Worst of {len(exact)} counts: {max(exact):.3%}. What the estimate "
+        "leaves out is a few hundred bytes of counters, scales and token ids.\n\n"
+        "Stage 0 is missing in half precision: the harness refuses it. Written by "
+        "`python tools/measure_memory.py --full --markdown docs/memory_accuracy.md`."
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="every case")
+    parser.add_argument("--cases", nargs="+", metavar="CASE")
+    parser.add_argument("--out", type=Path, help="keep the measurements here, and resume")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

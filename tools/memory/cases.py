@@ -1,0 +1,104 @@
+"""The runs whose model states are measured: layouts, precisions, accumulation."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 250,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+SEQ_LEN = 16  # tokens
+RANKS = 2
+
+# Buckets and thresholds scaled down with the model, as in a large run.
+_SIZES = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+_LIVE = {
+    "stage3_param_persistence_threshold": 100,
+    "stage3_prefetch_bucket_size": 20_000,
+    "stage3_max_live_parameters": 100_000,
+    "stage3_max_reuse_distance": 100_000,
+    "sub_group_size": 60_000,
+}
+_CPU = {"device": "cpu"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1, **_SIZES},
+    "zero2": {"stage": 2, **_SIZES},
+    "zero3": {"stage": 3, **_SIZES, **_LIVE},
+    "zero1_offload": {"stage": 1, **_SIZES, "offload_optimizer": _CPU},
+    "zero2_offload": {"stage": 2, **_SIZES, "offload_optimizer": _CPU},
+    "zero3_offload": {"stage": 3, **_SIZES, **_LIVE, "offload_optimizer": _CPU},
+    "zero3_offload_all": {
+        "stage": 3,
+        **_SIZES,
+        **_LIVE,
+        "offload_optimizer": _CPU,
+        "offload_param": _CPU,
+    },
+}
+_FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16_fp32_sums": {"bf16": {"enabled": True}, **_FP32_SUMS},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "fp16_fp32_sums": {"fp16": {"enabled": True, "initial_scale_power": 4}, **_FP32_SUMS},
+}
+ACCUMULATIONS = (1, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination; `accumulation` is micro-batches per rank and optimizer step."""
+
+    layout: str
+    precision: str
+    accumulation: int
+
+    @property
+    def name(self) -> str:
+        """How tables and files call it."""
+        return "-".join(str(value) for value in asdict(self).values())
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The DeepSpeed JSON of this case, before it is resolved."""
+        return {"zero_optimization": LAYOUTS[self.layout], **PRECISIONS[self.precision]}
+
+
+def all_cases() -> list[Case]:
+    """Every combination that the harness runs: it refuses stage 0 in half precision."""
+    return [
+        Case(layout, precision, accumulation)
+        for layout, precision, accumulation in itertools.product(LAYOUTS, PRECISIONS, ACCUMULATIONS)
+        if layout != "zero0" or precision == "fp32"
+    ]
+
+
+def covering_cases() -> list[Case]:
+    """A small set with every layout, precision, accumulation and optimizer class."""
+    return [
+        Case("zero0", "fp32", 4),
+        Case("zero1", "fp32", 1),
+        Case("zero1", "bf16_fp32_sums", 4),
+        Case("zero1", "fp16_fp32_sums", 1),
+        Case("zero2", "bf16", 4),
+        Case("zero2", "fp16_fp32_sums", 4),
+        Case("zero3", "fp32", 4),
+        Case("zero3", "bf16_fp32_sums", 1),
+        Case("zero1_offload", "bf16_fp32_sums", 1),
+        Case("zero2_offload", "bf16", 4),
+        Case("zero3_offload", "fp16", 1),
+        Case("zero3_offload_all", "bf16", 4),
+    ]

@@ -1,0 +1,81 @@
+"""Peak memory over ranges of micro-batch, sequence length and GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.planning.memory.changes import with_micro_batch
+from harness.planning.memory.inputs import GIB, Inputs
+from harness.planning.memory.timeline import Estimate, estimate_memory
+
+NAMES = ("micro_batch", "seq_len", "gpus")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination and what it needs."""
+
+    values: dict[str, int]
+    estimate: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            **self.values,
+            "peak_allocated_gib": round(self.estimate.worst.peak / GIB, 4),
+            "peak_phase": self.estimate.worst.peak_phase,
+            "verdict": self.estimate.verdict,
+        }
+
+
+def read_sweep(texts: Iterable[str]) -> dict[str, list[int]]:
+    """ "micro_batch=1..8" -> {"micro_batch": [1, 2, 4, 8]}: each value twice the one before.
+
+    Raises ValueError for anything else.
+    """
+    ranges = {}
+    for text in texts:
+        match = re.fullmatch(r"(\w+)=(\d+)(?:\.\.(\d+))?", text)
+        if not match or match[1] not in NAMES or not 0 < int(match[2]) <= int(match[3] or match[2]):
+            raise ValueError(f"--sweep {text}: write NAME=FROM..TO, NAME one of {', '.join(NAMES)}")
+        value, last = int(match[2]), int(match[3] or match[2])
+        values = [value]
+        while values[-1] * 2 <= last:
+            values.append(values[-1] * 2)
+        ranges[match[1]] = values
+    return ranges
+
+
+def sweep(found: Estimate, ranges: dict[str, list[int]]) -> list[Point]:
+    """An estimate for each combination; none without ranges."""
+    points = []
+    for values in itertools.product(*ranges.values()) if ranges else ():
+        chosen = dict(zip(ranges, values, strict=True))
+        inputs = _with(found.inputs, chosen)
+        points.append(Point(chosen, estimate_memory(inputs, found.device_bytes)))
+    return points
+
+
+def _with(inputs: Inputs, values: dict[str, int]) -> Inputs:
+    if "micro_batch" in values:
+        inputs = with_micro_batch(inputs, values["micro_batch"])
+    if "seq_len" in values:
+        inputs = replace(inputs, seq_len=values["seq_len"])
+    if "gpus" in values:
+        inputs = replace(inputs, grid=replace(inputs.grid, world_size=values["gpus"]))
+    return inputs
+
+
+def sweep_text(points: list[Point]) -> str:
+    """A line per combination."""
+    lines = []
+    for point in points:
+        values = "  ".join(f"{name} {value:>7,}" for name, value in point.values.items())
+        peak = point.estimate.worst.peak / GIB
+        verdict = point.estimate.verdict
+        lines.append(f"{values}  {peak:9.2f} GiB at {point.estimate.worst.peak_phase:16} {verdict}")
+    return "\n".join(lines)

@@ -1,0 +1,133 @@
+"""An estimate as text, for people."""
+
+from __future__ import annotations
+
+from harness.planning.memory.changes import helpful_changes, with_stage
+from harness.planning.memory.inputs import GIB, PHASES
+from harness.planning.memory.states import optimizer_class
+from harness.planning.memory.timeline import (
+    MARGIN,
+    Estimate,
+    RankTimeline,
+    estimate_memory,
+    paper_bytes,
+)
+
+_BAR = 40  # characters
+_MOST_CHANGES = 8
+_SMALL = 0.005  # GiB; less is not worth a line
+
+
+def describe(found: Estimate) -> str:
+    """The whole report."""
+    worst = found.worst
+    return "\n".join(
+        [
+            _setting(found),
+            "",
+            f"Peak on rank {worst.rank}: {_gib(worst.peak)} GiB allocated, in phase "
+            f"{worst.peak_phase}; up to {_gib(worst.reserved)} GiB reserved",
+            *_bars(worst, worst.peak_phase),
+            "",
+            "Phases, GiB on the device",
+            *_phases(worst),
+            f"The first step adds {_gib(found.late_bytes)} GiB of moments that are not there "
+            f"before it.",
+            "",
+            "Under the ZeRO stages, all else equal",
+            *_stages(found),
+            "",
+            f"Host memory {_gib(found.host_bytes_per_node)} GiB per node of "
+            f"{found.inputs.gpus_per_node} ranks, NVMe {_gib(found.nvme_bytes_per_node)} GiB "
+            f"per node, a checkpoint {_gib(found.checkpoint_bytes)} GiB on disk",
+            "",
+            *_verdict(found),
+        ]
+    )
+
+
+def paper_text(found: Estimate) -> str:
+    """The ZeRO paper's table for this model: model states only, decimal gigabytes."""
+    count, shards = found.inputs.parameters, found.inputs.shards
+    lines = [f"ZeRO paper (arXiv 1910.02054): model states of {count:,} parameters, {shards} ranks"]
+    for stage in range(4):
+        lines.append(f"  stage {stage}  {paper_bytes(count, stage, shards) / 1e9:9.2f} GB")
+    return "\n".join(lines)
+
+
+def _setting(found: Estimate) -> str:
+    inputs = found.inputs
+    return (
+        f"{inputs.parameters:,} parameters in {inputs.precision}, ZeRO {inputs.zero.stage} "
+        f"({optimizer_class(inputs)}) over {inputs.shards} ranks; micro-batch "
+        f"{inputs.micro_batch} x {inputs.seq_len} tokens, {inputs.grad_accum} accumulated, "
+        f"checkpointing {inputs.checkpointing}, attention {inputs.attention}"
+    )
+
+
+def _bars(rank: RankTimeline, phase: str) -> list[str]:
+    parts = sorted(rank.phase(phase).items(), key=lambda part: -part[1])
+    most = parts[0][1]
+    return [
+        f"  {name:26} {_gib(size):>9}  {'#' * max(1, round(_BAR * size / most)):{_BAR}}  "
+        f"{rank.evidence(name)}"
+        for name, size in parts
+        if size / GIB >= _SMALL or size == most
+    ]
+
+
+def _phases(rank: RankTimeline) -> list[str]:
+    return [
+        f"  {name:16} {_gib(rank.total(name)):>9}  "
+        f"{'#' * round(_BAR * rank.total(name) / max(rank.peak, 1))}"
+        for name in PHASES
+    ]
+
+
+def _stages(found: Estimate) -> list[str]:
+    lines = []
+    for stage in range(4):
+        other = estimate_memory(with_stage(found.inputs, stage), found.device_bytes)
+        here = " <- this run" if stage == found.inputs.zero.stage else ""
+        note = "refused: DeepSpeed computes it wrongly" if _refused(found, stage) else other.verdict
+        lines.append(
+            f"  stage {stage}  {_gib(other.worst.peak):>9} GiB at {other.worst.peak_phase:16} "
+            f"{note}{here}"
+        )
+    return lines
+
+
+def _refused(found: Estimate, stage: int) -> bool:
+    return stage == 0 and found.inputs.precision != "fp32"
+
+
+def _verdict(found: Estimate) -> list[str]:
+    if found.device_bytes is None:
+        return ["No verdict: name the device with --gpu"]
+    size = _gib(found.device_bytes)
+    lines = [
+        f"Verdict: {found.verdict}: {_gib(found.worst.peak)} GiB and about "
+        f"{_gib(found.process_bytes)} GiB (guessed) for the process on a device of {size} GiB; "
+        f"the weakest number in the peak is {found.evidence}.",
+        "No run on a GPU has been compared with this estimate.",
+    ]
+    if found.verdict == "fits":
+        return lines
+    changes = helpful_changes(found)
+    helping = [change for change in changes if change.estimate.verdict == "fits"]
+    lines.append(
+        f"Single changes that bring the peak below {MARGIN:.0%} of the device:"
+        if helping
+        else "No single change brings it below the margin; the largest savings:"
+    )
+    shown = helping or sorted(changes, key=lambda change: -change.saved_bytes)
+    for change in shown[:_MOST_CHANGES]:
+        lines.append(
+            f"  {change.text:52} saves {_gib(change.saved_bytes):>8} GiB -> "
+            f"{_gib(change.estimate.worst.peak)} GiB"
+        )
+    return lines
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}"

@@ -1,0 +1,63 @@
+"""What autograd keeps of the user's own model class, counted on fake tensors at two depths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, masking_utils
+from transformers.initialization import no_init_weights
+
+from harness.models.loss import forward
+from harness.models.skeleton import DTYPES, hf_config
+from harness.planning.memory.inputs import Inputs
+
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer")
+
+
+def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = None) -> int:
+    """Bytes saved for backward by the whole model, from those of one and of two layers.
+
+    Exact where all layers are alike: what is saved is linear in their number.
+    """
+    key = next(name for name in _DEPTH_KEYS if name in config)
+    one, two = (_saved({**config, key: depth}, inputs, source) for depth in (1, 2))
+    return one + (config[key] - 1) * (two - one)
+
+
+def _saved(config: dict[str, Any], inputs: Inputs, source: str | None) -> int:
+    config = {name: value for name, value in config.items() if name != "layer_types"}
+    found: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+    # Under fake tensors transformers would make a mask, as it does when it is traced for export.
+    packed = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *args, **kwargs: None
+    try:
+        with FakeTensorMode(), no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                hf_config(config, source),
+                dtype=DTYPES[inputs.precision],
+                attn_implementation=inputs.attention,
+            )
+            if inputs.checkpointing == "full":
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+            own = {
+                tensor.untyped_storage()._cdata
+                for tensor in (*model.parameters(), *model.buffers())
+            }
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in own:
+                    found[storage._cdata] = storage.nbytes()
+                    alive.append(tensor)
+                return tensor
+
+            ids = torch.zeros(inputs.micro_batch, inputs.seq_len, dtype=torch.int64)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                forward(model, ids, ids.clone())
+    finally:
+        masking_utils.find_packed_sequence_indices = packed
+    return sum(found.values())

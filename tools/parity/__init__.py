@@ -1,0 +1,1 @@
+"""The parity gate: does the layout change what is learned?"""

@@ -1,0 +1,108 @@
+"""One trajectory and how two of them differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@dataclass
+class Trajectory:
+    """What one way of training did to the model."""
+
+    losses: list[float] = field(default_factory=list)  # nats; the first is the initial loss
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # at step 0
+    sgd_changes: dict[str, torch.Tensor] = field(default_factory=dict)  # after one SGD step
+
+    def save(self, path: Path) -> None:
+        """Write to `path`.json and `path`.safetensors."""
+        tensors = {f"gradient/{n}": t for n, t in self.gradients.items()}
+        tensors |= {f"change/{n}": t for n, t in self.sgd_changes.items()}
+        save_file({n: t.contiguous() for n, t in tensors.items()}, f"{path}.safetensors")
+        Path(f"{path}.json").write_text(json.dumps({"losses": self.losses, "norms": self.norms}))
+
+    @classmethod
+    def load(cls, path: Path) -> Trajectory:
+        """Read what `save` wrote."""
+        result = cls(**json.loads(Path(f"{path}.json").read_text()))
+        for key, tensor in load_file(f"{path}.safetensors").items():
+            kind, _, name = key.partition("/")
+            (result.gradients if kind == "gradient" else result.sgd_changes)[name] = tensor
+        return result
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two trajectories are apart, all relative but for the losses (nats)."""
+
+    initial_loss: float
+    gradient: float  # worst parameter: norm of the difference over norm of the reference
+    sgd_change: float
+    loss: float  # worst step
+    norm: float
+
+    def exceeds(self, tolerance: Difference) -> list[str]:
+        """Names of the quantities that differ by more than the tolerance, or are not numbers."""
+        return [name for name in vars(self) if not getattr(self, name) <= getattr(tolerance, name)]
+
+    def scaled(self, factor: float) -> Difference:
+        """Every quantity times `factor`."""
+        return Difference(*(value * factor for value in vars(self).values()))
+
+    @classmethod
+    def largest(cls, several: list[Difference]) -> Difference:
+        """The worst of each quantity."""
+        return cls(
+            *(_worst(values) for values in zip(*(vars(d).values() for d in several), strict=True))
+        )
+
+
+def rounding(reference: Trajectory) -> Difference:
+    """One unit in the last place of fp32: two right sums can differ by that much, and a spread
+    that happens to be smaller is an accident of a few tries.
+    """
+    unit = torch.finfo(torch.float32).eps
+    return Difference(
+        initial_loss=unit * reference.losses[0],
+        gradient=unit,
+        sgd_change=unit,
+        loss=unit * max(reference.losses),
+        norm=unit,
+    )
+
+
+def difference(found: Trajectory, reference: Trajectory) -> Difference:
+    """Compare a trajectory with the reference; both must name the same parameters.
+
+    Raises ValueError naming the parameters that only one of them has.
+    """
+    steps = range(len(reference.losses))
+    return Difference(
+        initial_loss=abs(found.losses[0] - reference.losses[0]),
+        gradient=_worst_relative(found.gradients, reference.gradients),
+        sgd_change=_worst_relative(found.sgd_changes, reference.sgd_changes),
+        loss=_worst(abs(found.losses[i] - reference.losses[i]) for i in steps),
+        norm=_worst(abs(found.norms[i] / reference.norms[i] - 1) for i in steps),
+    )
+
+
+def _worst_relative(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    if found.keys() != reference.keys():
+        raise ValueError(f"only in one of the two: {sorted(found.keys() ^ reference.keys())}")
+    return _worst(
+        float((found[name].double() - true.double()).norm() / true.double().norm().clamp_min(1e-30))
+        for name, true in reference.items()
+    )
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest, or NaN where any is: `max` keeps whatever came before a NaN."""
+    listed = list(values)
+    return math.nan if any(map(math.isnan, listed)) else max(listed)

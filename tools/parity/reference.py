@@ -1,0 +1,114 @@
+"""The truth: a plain PyTorch loop on one process, with nothing of DeepSpeed in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.data.batches import Batch
+from harness.models.initialize import materialize
+from harness.models.loss import forward
+from harness.models.skeleton import DTYPES, decayed_parameters, hf_config, skeleton
+from tools.parity.cells import ARCHITECTURES, GLOBAL_BATCH, STEPS
+from tools.parity.measure import Difference, Trajectory, difference, rounding
+from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
+from tools.parity.samples import global_batch, rows, targets
+
+FP16_SCALE = 2.0**12
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to walk through a global batch: which samples go into each micro-batch."""
+
+    micro_batches: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def even(cls, micro_batch: int) -> Split:
+        """Consecutive samples, `micro_batch` at a time."""
+        starts = range(0, GLOBAL_BATCH, micro_batch)
+        return cls(tuple(tuple(range(s, s + micro_batch)) for s in starts))
+
+
+class _Model:
+    """A model in its own precision with fp32 masters and fp32 accumulated gradients."""
+
+    def __init__(self, architecture: str, precision: str, balance: bool) -> None:
+        self.balance = balance
+        self.dtype = DTYPES[precision]
+        self.scale = FP16_SCALE if precision == "fp16" else 1.0
+        self.model = skeleton(hf_config(ARCHITECTURES[architecture]), self.dtype)
+        self.decayed = decayed_parameters(self.model)
+        materialize(self.model, SEED, torch.device("cpu"))
+        self.model.train()
+        self.masters = {n: p.detach().float().clone() for n, p in self.model.named_parameters()}
+
+    def accumulate(self, batch: Batch, split: Split) -> float:
+        """Fill the masters' gradients; returns the mean loss over the batch's target tokens."""
+        total, count = 0.0, targets(batch)
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master)
+        for chosen in split.micro_batches:
+            part = rows(batch, list(chosen))
+            token_loss, auxiliary = forward(
+                self.model, part.input_ids, part.labels, part.position_ids
+            )
+            share = token_loss / count
+            if auxiliary is not None and self.balance:
+                share = share + auxiliary / len(split.micro_batches)
+            (share * self.scale).backward()
+            total += float(share.detach())
+            for name, parameter in self.model.named_parameters():
+                self.masters[name].grad += parameter.grad.float() / self.scale
+                parameter.grad = None
+        return total
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.masters[name])
+
+
+def train(architecture: str, precision: str, split: Split, balance: bool = True) -> Trajectory:
+    """Gradients and one SGD step, then 20 AdamW steps from the same start.
+
+    `balance` switches the balancing loss of a mixture of experts.
+    """
+    result = Trajectory()
+    fresh = _Model(architecture, precision, balance)
+    fresh.accumulate(global_batch(0), split)
+    result.gradients = {n: m.grad.clone() for n, m in fresh.masters.items()}
+    before = {n: m.clone() for n, m in fresh.masters.items()}
+    fresh.step(torch.optim.SGD(fresh.masters.values(), lr=SGD_LR))
+    result.sgd_changes = {n: m - before[n] for n, m in fresh.masters.items()}
+
+    model = _Model(architecture, precision, balance)
+    optimizer = torch.optim.AdamW(_groups(model), lr=LR, betas=BETAS, eps=EPS)
+    for step in range(STEPS):
+        result.losses.append(model.accumulate(global_batch(step), split))
+        norm = torch.nn.utils.clip_grad_norm_(model.masters.values(), CLIP_NORM)
+        result.norms.append(float(norm))
+        model.step(optimizer)
+    return result
+
+
+def spread(architecture: str, precision: str) -> Difference:
+    """How far the plain loop is from itself when only the order of its sums changes.
+
+    Two trajectories over other splits of the same global batches. Without the balancing loss of a
+    mixture: that one is not a sum over samples, and another split is another loss.
+    """
+    base = train(architecture, precision, Split.even(GLOBAL_BATCH), balance=False)
+    others = [train(architecture, precision, Split.even(n), balance=False) for n in (4, 2)]
+    return Difference.largest([rounding(base), *(difference(other, base) for other in others)])
+
+
+def _groups(model: _Model) -> list[dict[str, Any]]:
+    named = model.masters.items()
+    return [
+        {"params": [m for n, m in named if n in model.decayed], "weight_decay": WEIGHT_DECAY},
+        {"params": [m for n, m in named if n not in model.decayed], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,109 @@
+"""One rank of a process group that trains cell after cell with the real engine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.config import RunConfig
+from harness.engine.processes import join, leave
+from harness.plan import Plan, make_plan
+from harness.planning.world import World
+from tools.parity.cells import GLOBAL_BATCH, SEQ_LEN, STEPS, Cell
+from tools.parity.measure import Trajectory
+from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
+from tools.parity.samples import global_batch, rows, targets
+
+
+def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]) -> Plan:
+    """The Plan of one cell, through the same door as every run."""
+    run = RunConfig.model_validate(
+        {
+            "model": {"name": str(folder / f"{cell.architecture}.config.json")},
+            "data": {"seq_len": SEQ_LEN},
+            "train": {
+                "global_batch": GLOBAL_BATCH,
+                "micro_batch": cell.micro_batch,
+                "seed": SEED,
+                "steps": STEPS,
+            },
+            "optim": {"schedule": "constant", "warmup_steps": 0, **optim},
+        }
+    )
+    return make_plan(run, cell.deepspeed, world)
+
+
+def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> Trajectory:
+    """Gradients and one SGD step with one engine, then 20 AdamW steps with another."""
+    from harness.engine.build import build_engine
+
+    result = Trajectory()
+    sgd = {"name": "sgd", "lr": SGD_LR, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": 0.0}
+    engine = build_engine(make_cell_plan(cell, world, folder, sgd), device)
+    before = dict(engine.masters())
+    batch = global_batch(0)
+    engine.accumulate(_share(batch, cell, world.rank), targets(batch))
+    result.gradients = dict(engine.gradients())
+    engine.apply(SGD_LR)
+    result.sgd_changes = {name: after - before[name] for name, after in engine.masters()}
+    engine.close()
+
+    adamw = {"name": "adamw", "lr": LR, "betas": BETAS, "eps": EPS}
+    adamw |= {"weight_decay": WEIGHT_DECAY, "clip_norm": CLIP_NORM}
+    engine = build_engine(make_cell_plan(cell, world, folder, adamw), device)
+    for step in range(STEPS):
+        batch = global_batch(step)
+        done = engine.train_batch(_share(batch, cell, world.rank), targets(batch), LR)
+        result.losses.append(float(engine.sum_over_ranks(done.loss_share)))
+        result.norms.append(float(done.grad_norm))
+    engine.close()
+    return result
+
+
+def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
+    """This rank's micro-batches of a global batch, as the data room deals them."""
+    micro = cell.micro_batch
+    starts = range(rank * micro, GLOBAL_BATCH, cell.ranks * micro)
+    return [rows(batch, list(range(start, start + micro))) for start in starts]
+
+
+def main() -> None:
+    """Train the cells of a file, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", type=Path, required=True, help="JSON list of cells")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the trajectories")
+    parser.add_argument("--defect", help="plant this defect first")
+    args = parser.parse_args()
+    world = World.from_environ()
+    device = join(world)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled
+    with contextlib.ExitStack() as stack:
+        stack.callback(leave)
+        if args.defect:
+            from tools.parity.defects import DEFECTS
+
+            stack.enter_context(DEFECTS[args.defect](world))
+        for values in json.loads(args.cells.read_text()):
+            cell, began = Cell(**values), time.perf_counter()
+            try:
+                found = train_cell(cell, world, device, args.out)
+            except Exception:
+                # The other rank may wait in a collective: the whole group ends here.
+                (args.out / f"{cell.name}.error").write_text(traceback.format_exc())
+                raise
+            if world.rank == 0:
+                found.save(args.out / cell.name)
+                seconds = time.perf_counter() - began
+                print(f"  trained {cell.name} in {seconds:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What a run trains on in one step: exact ids, targets, masks, documents and text.
+
+    python tools/show_batch.py runs/NAME --step 1
+    python tools/show_batch.py runs/NAME --step 1 --json
+
+The run folder says everything: the data and its order are rebuilt from plan.json, and refused if
+they are no longer those that the run was planned with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.config import RunConfig
+from harness.data.build import Data, DataSpec, build_data
+from harness.data.packing import IGNORED
+from harness.data.show import show_step
+from harness.errors import ConfigError
+from harness.runfolder import RunFolder
+
+
+def main(argv: list[str]) -> int:
+    """argv -> text on standard output -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--step", type=int, required=True, help="optimizer step, from 1")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    arguments = parser.parse_args(argv)
+    if arguments.step < 1:
+        parser.error(f"--step {arguments.step}: steps count from 1")
+    plan = RunFolder(arguments.run).read_plan()
+    if plan is None:
+        parser.error(f"{arguments.run} holds no plan.json: no run was started there")
+    spec = DataSpec.of_run(
+        RunConfig.model_validate(plan["run"]),
+        plan["model_config"],
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    try:
+        data = build_data(spec, lambda line: print(line, file=sys.stderr))
+    except ConfigError as error:
+        print(f"cannot show: {error}", file=sys.stderr)
+        return int(error.code)
+    planned = plan.get("data_fingerprint", data.fingerprint)
+    if planned != data.fingerprint:
+        print(
+            f"cannot show: the data has changed since the run: fingerprint {data.fingerprint[:16]}"
+            f", planned with {planned[:16]}",
+            file=sys.stderr,
+        )
+        return int(ConfigError.code)
+    if arguments.json:
+        print(json.dumps(step_as_json(data, arguments.step, plan["global_batch"])))
+    else:
+        print(show_step(data, arguments.step, plan["global_batch"]))
+    return 0
+
+
+def step_as_json(data: Data, step: int, global_batch: int) -> dict[str, Any]:
+    """The samples of `step` (from 1) as plain values; a target is null where there is none."""
+    first = (step - 1) * global_batch
+    return {
+        "step": step,
+        "target_tokens": data.train.targets_in(first, global_batch),
+        "data_fingerprint": data.fingerprint,
+        "samples": [_sample(data, index) for index in range(first, first + global_batch)],
+    }
+
+
+def _sample(data: Data, index: int) -> dict[str, Any]:
+    sample, batch = data.train.sample(index), data.train.batch(index, 1)
+    ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
+    positions = None if batch.position_ids is None else batch.position_ids[0].tolist()
+    return {
+        "index": index,
+        "epoch": sample.epoch,
+        "window": sample.window,
+        "documents": [
+            {
+                "document": span.document,
+                "first_token": span.first,
+                "end_token": span.last,
+                "file": data.corpus.name_of(span.document) or None,
+            }
+            for span in sample.spans
+        ],
+        "ids": ids,
+        "targets": [None if label == IGNORED else label for label in labels],
+        "positions": positions,
+        "text": data.tokenizer.decode(ids),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
