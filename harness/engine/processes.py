@@ -44,6 +44,7 @@ def join(world: World) -> torch.device:
     quirks.outlive_killed_builds()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     if world.accelerator == "cpu":
+        quirks.meet_in_shared_memory()
         quirks.allow_fp16_on_any_cpu()
         return torch.device("cpu")
     torch.cuda.set_device(world.local_rank)

@@ -132,6 +132,15 @@ def outlive_killed_builds() -> None:
     cpp_extension.FileBaton = _Baton
 
 
+def meet_in_shared_memory() -> None:
+    """Let no rank leave before all have opened each other's all-reduce buffers; right after join.
+
+    DeepSpeed's set-up waits in a busy loop until every other rank's file is there: a rank that
+    ends at once (a refused run) takes its file along, and the others wait for ever.
+    """
+    torch.distributed.barrier()
+
+
 def remove_shared_memory() -> None:
     """Remove the files that DeepSpeed's CPU all-reduce leaves in /dev/shm (69 MB per rank).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.two_ranks import REPOSITORY, SHARED_MEMORY, environment, run_ranks
+from tests.two_ranks import REPOSITORY, SHARED_MEMORY, environment, run_ranks, start, wait
 
 LEAVES_FILES = """
 import deepspeed, torch
@@ -25,6 +26,21 @@ join(World.from_environ())
 import deepspeed, torch
 deepspeed.comm.all_reduce(torch.ones(4))
 leave()
+"""
+LEAVES_AT_ONCE = """
+import os, sys, time
+from harness.engine import processes, quirks
+from deepspeed.comm.torch import TorchBackend
+from harness.planning.world import World
+
+def late(*args):  # after the rendezvous, before the buffers are looked for
+    original(*args)
+    time.sleep(3 * (os.environ["RANK"] == "0"))
+
+original, TorchBackend.init_process_group = TorchBackend.init_process_group, late
+if sys.argv[1] == "deepspeed":
+    quirks.meet_in_shared_memory = lambda: None
+processes.join(World.from_environ())
 """
 RESUMES_ADAM = """
 import copy, sys
@@ -79,6 +95,21 @@ def test_deepspeed_leaves_files_in_shared_memory_and_we_remove_them(tmp_path: Pa
             file.unlink()
         left[name] = len(files)
     assert left == {"deepspeed": 2, "ours": 0}
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_at_once_blocks_deepspeeds_others_for_ever_and_not_ours(
+    tmp_path: Path,
+) -> None:
+    ended = {}
+    for who, timeout_s in (("ours", 600), ("deepspeed", 15)):
+        command = [sys.executable, "-c", LEAVES_AT_ONCE, who]
+        group = start(command, tmp_path / who, env={"PYTHONPATH": str(REPOSITORY)})
+        ended[who] = wait(group, timeout_s)
+        for name in ended[who].left_in_shared_memory:
+            (SHARED_MEMORY / name).unlink()
+    assert ended["ours"].codes == [0, 0], ended["ours"].output
+    assert ended["deepspeed"].codes == [-signal.SIGABRT, 0], ended["deepspeed"].output
 
 
 @pytest.mark.slow
