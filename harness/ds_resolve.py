@@ -63,7 +63,12 @@ def device_has_bf16(world: World) -> bool:
 
 
 def fill_in(
-    ds: dict[str, Any], run: RunConfig, batch: Batch, grid: Grid, hidden_size: int | None
+    ds: dict[str, Any],
+    run: RunConfig,
+    batch: Batch,
+    world: World,
+    grid: Grid,
+    hidden_size: int | None,
 ) -> None:
     """Write what the run config owns into the JSON and replace what is still "auto", in place.
 
@@ -80,6 +85,9 @@ def fill_in(
     clips_by_value = run.optim.clip_value is not None  # which the engine does
     ds["gradient_clipping"] = 0.0 if clips_by_value else run.optim.clip_norm
     ds["optimizer"] = optimizer_section(run)
+    offloaded = value_of(ds, "zero_optimization.offload_optimizer.device") not in (None, "none")
+    if run.optim.name != "sgd" and world.accelerator == "cpu" and not offloaded:
+        ds["optimizer"]["params"]["torch_adam"] = True  # the same, without a minute's compilation
     ds.pop("scheduler", None)  # the loop sets the learning rate of every step itself
     if run.optim.name == "sgd":
         ds["zero_allow_untested_optimizer"] = True

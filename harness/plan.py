@@ -144,7 +144,7 @@ def make_plan(
     if problems or batch is None:
         raise ConfigError(problems)
     hidden_sizes = (config[key] for key in ("hidden_size", "n_embd", "d_model") if key in config)
-    fill_in(ds, run, batch, grid, next(hidden_sizes, None))
+    fill_in(ds, run, batch, world, grid, next(hidden_sizes, None))
     return Plan(
         run=run,
         deepspeed=ds,

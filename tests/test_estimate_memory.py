@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -29,7 +30,11 @@ LARGE = ("--model", "llama-3-8b", "--deepspeed", "ds_configs/zero3.json", "--gpu
 
 def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, TOOL, *arguments], cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, TOOL, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

@@ -96,6 +96,7 @@ def test_what_deepspeed_gets_is_literal_and_consistent():
             "betas": [0.9, 0.95],
             "eps": 1e-8,
             "weight_decay": 0.1,
+            "torch_adam": True,  # these ranks are CPUs
         },
     }
     assert ds["steps_per_print"] > 10**6
@@ -190,22 +191,33 @@ def test_a_batch_that_does_not_multiply_names_the_nearest_that_do(ds, assignment
     assert re.search(expected, problem)
 
 
+ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "torch_adam": True}
+
+
 @pytest.mark.parametrize(
     ("name", "section"),
     [
-        ("adamw", {"type": "AdamW", "params": {"betas": [0.9, 0.95], "eps": 1e-8}}),
-        (
-            "adam",
-            {"type": "Adam", "params": {"betas": [0.9, 0.95], "eps": 1e-8, "adam_w_mode": False}},
-        ),
+        ("adamw", {"type": "AdamW", "params": ADAM}),
+        ("adam", {"type": "Adam", "params": {**ADAM, "adam_w_mode": False}}),
         ("sgd", {"type": "SGD", "params": {"momentum": 0.0}}),
     ],
 )
 def test_optimizer_section(name, section):
     ds = plan(BF16, f"optim.name={name}").deepspeed
-    section["params"] |= {"lr": RunConfig().optim.lr, "weight_decay": 0.1}
-    assert ds["optimizer"] == section
+    params = section["params"] | {"lr": RunConfig().optim.lr, "weight_decay": 0.1}
+    assert ds["optimizer"] == {**section, "params": params}
     assert ds.get("zero_allow_untested_optimizer", False) is (name == "sgd")
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_torchs_adam_steps_on_cpu_ranks_and_deepspeeds_where_it_is_compiled(accelerator, offload):
+    ds = {"zero_optimization": {"stage": 2}}
+    if offload:
+        ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    made = make_plan(RunConfig(), ds, World(accelerator=accelerator))
+    params = made.deepspeed["optimizer"]["params"]
+    assert ("torch_adam" in params) is (accelerator == "cpu" and not offload)
 
 
 def test_clipping_by_value_turns_deepspeeds_clipping_off():
@@ -297,7 +309,7 @@ def test_bf16_on_a_gpu_without_it_is_refused():
 
 def test_what_could_not_stay_as_the_json_had_it_is_an_event():
     ds = {
-        "optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "foreach": True}},
         "steps_per_print": 0,
         "train_micro_batch_size_per_gpu": 4,
     }
@@ -308,7 +320,7 @@ def test_what_could_not_stay_as_the_json_had_it_is_an_event():
     }
     assert overridden == {
         "optimizer.type": ("Adam", "AdamW"),
-        "optimizer.params.torch_adam": (True, None),
+        "optimizer.params.foreach": (True, None),
         "steps_per_print": (0, 2**31 - 1),
     }
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -26,11 +24,16 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
-from tools.parity.cells import ARCHITECTURES, Cell, all_cells, covering_cells
+from tools.cpu_ranks import run_module
+from tools.parity.cells import ARCHITECTURES, Cell, Job, all_cells, covering_cells
 from tools.parity.report import Row, markdown, terminal_line
 
 TOLERANCE_FACTOR = 5.0
-SELF_TEST_CELLS = (Cell("llama", "zero1", "fp32", 4, 2), Cell("llama", "zero3", "fp32", 4, 2))
+SELF_TEST_RANKS = 2
+SELF_TEST_CELLS = tuple(
+    Cell("llama", layout, "fp32", accumulation, SELF_TEST_RANKS)
+    for layout, accumulation in (("zero1", 4), ("zero3", 1))
+)
 
 
 def main() -> int:
@@ -55,12 +58,16 @@ def check(cells: list[Cell], out: Path) -> list[Row]:
     trained = [cell for cell in cells if cell.refused is None]
     for ranks in sorted({cell.ranks for cell in trained}):
         missing = [
-            cell
+            Job(cell)
             for cell in trained
             if cell.ranks == ranks and not (out / f"{cell.name}.json").exists()
         ]
         if missing:
             _launch(missing, ranks, out)
+    return _compared(cells, out)
+
+
+def _compared(cells: Iterable[Cell], out: Path) -> list[Row]:
     import torch
 
     from tools.parity.compare import compare
@@ -74,73 +81,32 @@ def check(cells: list[Cell], out: Path) -> list[Row]:
 
 
 def _self_test(out: Path) -> int:
-    """Plant each defect in turn; returns how many were not caught (0 is a pass)."""
+    """Plant each defect in turn; returns 0 when every one was caught, and nothing without one."""
     from tools.parity.defects import DEFECTS
 
-    clean = check(list(SELF_TEST_CELLS), _folder(out, "clean"))
-    missed = [f"{row.cell.name} differs without any defect" for row in clean if row.failures]
-    for number, defect in enumerate(DEFECTS):
-        print(f"planted: {defect}")
-        folder = _folder(out, f"defect-{number}")
-        _launch(list(SELF_TEST_CELLS), 2, folder, defect)
-        missed += [
-            f"{defect} was not caught in {row.cell.name}"
-            for row in check(list(SELF_TEST_CELLS), folder)
-            if not row.failures
-        ]
+    folders = {defect: f"defect-{number}" for number, defect in enumerate([None, *DEFECTS])}
+    jobs = [
+        Job(cell, defect, folder) for defect, folder in folders.items() for cell in SELF_TEST_CELLS
+    ]
+    _launch(jobs, SELF_TEST_RANKS, out)
+    missed = []
+    for defect, folder in folders.items():
+        print(f"planted: {defect or 'nothing'}")
+        for row in _compared(SELF_TEST_CELLS, out / folder):
+            if bool(row.failures) != bool(defect):
+                missed.append(f"{defect or 'a difference without any defect'}: {row.cell.name}")
     print(*missed, sep="\n", end="\n" if missed else "")
     print(f"{len(DEFECTS)} defects planted in {len(SELF_TEST_CELLS)} cells, {len(missed)} missed")
     return 1 if missed else 0
 
 
-def _launch(cells: Iterable[Cell], ranks: int, out: Path, defect: str | None = None) -> None:
-    """Run one process group over `cells`; raises SystemExit with the first rank's error."""
+def _launch(jobs: list[Job], ranks: int, out: Path) -> None:
+    """Train `jobs` in one process group, each into its own folder under `out`."""
     todo = out / f"todo-{ranks}.json"
-    todo.write_text(json.dumps([asdict(cell) for cell in cells]))
+    todo.write_text(json.dumps([asdict(job) for job in jobs]))
     for name, config in ARCHITECTURES.items():
         (out / f"{name}.config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "tools.parity.worker", f"--cells={todo}", f"--out={out}"]
-    command += [f"--defect={defect}"] if defect else []
-    base = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONWARNINGS": "ignore",
-    }
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        codes = [process.wait() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        errors = [path.read_text() for path in sorted(out.glob("*.error"))]
-        raise SystemExit("\n".join(errors) or f"the process group ended with {codes}")
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _folder(out: Path, name: str) -> Path:
-    (out / name).mkdir(exist_ok=True)
-    return out / name
+    run_module("tools.parity.worker", [f"--jobs={todo}", f"--out={out}"], ranks, errors=out)
 
 
 def _chosen(args: argparse.Namespace) -> list[Cell]:

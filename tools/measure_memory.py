@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import socket
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -26,6 +23,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
+from tools.cpu_ranks import run_module
 from tools.memory.cases import MODEL, RANKS, Case, all_cases, covering_cases
 from tools.memory.compare import PEAKS, POINTS, Row, compare, markdown
 
@@ -72,37 +70,7 @@ def _launch(cases: list[Case], out: Path) -> None:
     """Run one process group over `cases`; raises SystemExit with the first rank's error."""
     todo = out / "todo.json"
     todo.write_text(json.dumps([asdict(case) for case in cases]))
-    command = [sys.executable, "-m", "tools.memory.worker", f"--cases={todo}", f"--out={out}"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    base = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "LOCAL_SIZE": str(RANKS),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONWARNINGS": "ignore",
-        # As in an activated environment: another ninja would build every operator again.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    processes = [
-        subprocess.Popen(
-            command, cwd=REPOSITORY, env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        codes = [process.wait() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        errors = [path.read_text() for path in sorted(out.glob("*.error"))]
-        raise SystemExit("\n".join(errors) or f"the process group ended with {codes}")
+    run_module("tools.memory.worker", [f"--cases={todo}", f"--out={out}"], ranks=RANKS, errors=out)
 
 
 _PEAKS_HEADING = """\

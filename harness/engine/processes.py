@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 import warnings
@@ -40,11 +39,10 @@ def join(world: World) -> torch.device:
 
     logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
     quirks.silence()
-    atexit.register(quirks.remove_shared_memory)  # also when a run is refused from here on
     quirks.outlive_killed_builds()
+    quirks.without_shared_memory()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     if world.accelerator == "cpu":
-        quirks.meet_in_shared_memory()
         quirks.allow_fp16_on_any_cpu()
         return torch.device("cpu")
     torch.cuda.set_device(world.local_rank)
@@ -52,12 +50,9 @@ def join(world: World) -> torch.device:
 
 
 def leave() -> None:
-    """Leave the process group and remove what DeepSpeed would leave behind in /dev/shm."""
-    from harness.engine.quirks import remove_shared_memory
-
+    """Leave the process group."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    remove_shared_memory()
 
 
 def _find_own_ninja() -> None:

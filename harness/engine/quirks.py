@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import IO, Any
@@ -17,8 +18,6 @@ from typing import IO, Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def compiled_adam_available(accelerator: str) -> str | None:
@@ -57,11 +56,8 @@ def replay_adam_steps(optimizer: Any) -> None:
     step that does not follow the last: a resumed run would round differently from then on.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    cpu = type(inner).__name__ == "DeepSpeedCPUAdam"
     states = [state for state in inner.state.values() if "step" in state]
-    if not states or not (cpu or type(inner).__name__ == "FusedAdam"):
-        return
-    if not cpu and next(iter(states))["exp_avg"].device.type != "cpu":
+    if not states or type(inner).__name__ != "DeepSpeedCPUAdam":
         return  # CUDA's takes them by `pow` always
     value = torch.zeros(1)
     value.grad = torch.zeros(1)
@@ -132,25 +128,15 @@ def outlive_killed_builds() -> None:
     cpp_extension.FileBaton = _Baton
 
 
-def meet_in_shared_memory() -> None:
-    """Let no rank leave before all have opened each other's all-reduce buffers; right after join.
+def without_shared_memory() -> None:
+    """Keep DeepSpeed from building its all-reduce over shared memory; before the group is joined.
 
-    DeepSpeed's set-up waits in a busy loop until every other rank's file is there: a rank that
-    ends at once (a refused run) takes its file along, and the others wait for ever.
+    Only tensor-parallel inference uses it, which takes gloo without it. It costs a compilation of
+    a minute, leaves 69 MB per rank in /dev/shm, and its set-up spins for ever on a rank that has
+    already gone (a refused run).
     """
-    torch.distributed.barrier()
-
-
-def remove_shared_memory() -> None:
-    """Remove the files that DeepSpeed's CPU all-reduce leaves in /dev/shm (69 MB per rank).
-
-    Their names hold the user, the rendezvous and the rank; only this process's own go.
-    """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    rank = os.environ.get("RANK")
-    pattern = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
-    for path in SHARED_MEMORY.glob(pattern + "*"):
-        path.unlink(missing_ok=True)
+    # As an attribute of deepspeed.comm, torch is the library.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 
 def _compiler() -> bool:

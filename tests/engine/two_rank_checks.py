@@ -243,21 +243,15 @@ def bf16_optimizer_prints() -> dict[str, str]:
     return facts
 
 
-def without_compiler() -> dict[str, Any]:
-    """The same jobs on a machine without g++."""
-    facts: dict[str, Any] = {}
+def offload_without_compiler() -> str | None:
+    """What a machine without g++ is told."""
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     with mock.patch.dict(os.environ, CXX="/nonexistent/c++"):
-        engine = engine_of(stage(2))
-        facts["events"] = engine.events
-        facts["optimizer"] = engine.describe()["inner_optimizer"]
-        facts["losses"] = losses(engine, 3)
-        engine.close()
-        offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
         try:
             engine_of(offloaded)
         except ConfigError as error:
-            facts["offload"] = str(error)
-    return facts
+            return str(error)
+    return None
 
 
 def shipped_configs() -> dict[str, Any]:
@@ -281,7 +275,7 @@ CHECKS = (
     overflow_is_skipped,
     fp16_refused,
     bf16_optimizer_prints,
-    without_compiler,
+    offload_without_compiler,
     shipped_configs,
     minimum_loss_scale,  # leaves an engine in the middle of a step
 )

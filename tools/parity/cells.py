@@ -82,8 +82,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12}},
 }
-# Where several cells cover equally many pairs, the covering set takes the first: the harder ones.
-ACCUMULATIONS = (4, 1)
+# Where several cells cover equally many pairs, the covering set takes the first.
+ACCUMULATIONS = (1, 4)
 RANKS = (2, 1)
 
 
@@ -118,6 +118,15 @@ class Cell:
         if self.layout == "zero0" and self.precision != "fp32":
             return f"DeepSpeed's stage 0 does not train right in {self.precision}"
         return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell to train into a folder, with a defect planted or none."""
+
+    cell: Cell
+    defect: str | None = None
+    folder: str = "."
 
 
 def all_cells() -> list[Cell]:

@@ -139,3 +139,8 @@ DEFECTS = {
     "decay on norms": norms_decayed,
     "a dropped attention mask": document_mask_dropped,
 }
+
+
+def planted(defect: str | None, world: World) -> contextlib.AbstractContextManager[None]:
+    """The context in which a defect acts; None plants nothing."""
+    return DEFECTS[defect](world) if defect else contextlib.nullcontext()

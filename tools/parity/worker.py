@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import time
 import traceback
@@ -16,7 +15,8 @@ from harness.config import RunConfig
 from harness.engine.processes import join, leave
 from harness.plan import Plan, make_plan
 from harness.planning.world import World
-from tools.parity.cells import GLOBAL_BATCH, SEQ_LEN, STEPS, Cell
+from tools.parity.cells import GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
+from tools.parity.defects import planted
 from tools.parity.measure import Trajectory
 from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
 from tools.parity.samples import global_batch, rows, targets
@@ -75,34 +75,38 @@ def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
 
 
 def main() -> None:
-    """Train the cells of a file, one after the other."""
+    """Train the jobs of a file, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", type=Path, required=True, help="JSON list of cells")
+    parser.add_argument("--jobs", type=Path, required=True, help="JSON list of jobs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the trajectories")
-    parser.add_argument("--defect", help="plant this defect first")
     args = parser.parse_args()
+    jobs = [
+        Job(Cell(**values["cell"]), values["defect"], values["folder"])
+        for values in json.loads(args.jobs.read_text())
+    ]
     world = World.from_environ()
     device = join(world)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled
-    with contextlib.ExitStack() as stack:
-        stack.callback(leave)
-        if args.defect:
-            from tools.parity.defects import DEFECTS
-
-            stack.enter_context(DEFECTS[args.defect](world))
-        for values in json.loads(args.cells.read_text()):
-            cell, began = Cell(**values), time.perf_counter()
+    try:
+        for number, job in enumerate(jobs, 1):
+            began = time.perf_counter()
             try:
-                found = train_cell(cell, world, device, args.out)
+                with planted(job.defect, world):
+                    found = train_cell(job.cell, world, device, args.out)
             except Exception:
                 # The other rank may wait in a collective: the whole group ends here.
-                (args.out / f"{cell.name}.error").write_text(traceback.format_exc())
+                (args.out / f"{job.cell.name}.error").write_text(traceback.format_exc())
                 raise
             if world.rank == 0:
-                found.save(args.out / cell.name)
+                (args.out / job.folder).mkdir(exist_ok=True)
+                found.save(args.out / job.folder / job.cell.name)
                 seconds = time.perf_counter() - began
-                print(f"  trained {cell.name} in {seconds:.1f} s", flush=True)
+                planted_too = f" with {job.defect}" if job.defect else ""
+                done = f"{number}/{len(jobs)} trained {job.cell.name}{planted_too}"
+                print(f"  {done} in {seconds:.1f} s", flush=True)
+    finally:
+        leave()
 
 
 if __name__ == "__main__":
