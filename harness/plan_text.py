@@ -91,7 +91,8 @@ def _length(plan: Plan) -> str:
 def _optimizer(plan: Plan) -> str:
     optim = plan.run.optim
     params = plan.deepspeed["optimizer"]["params"]
-    values = ", ".join(f"{key} {value}" for key, value in params.items() if key != "lr")
+    learned = (f"{key} {value}" for key, value in params.items() if key not in ("lr", "torch_adam"))
+    values = ", ".join(learned)
     clipping = f"gradient norm clipped at {optim.clip_norm:g}" if optim.clip_norm else "no clipping"
     if optim.clip_value is not None:
         clipping = f"gradient elements clipped at {optim.clip_value:g}"

@@ -11,19 +11,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def live_storages() -> dict[int, tuple[int, torch.dtype]]:
-    """Every storage that a Python tensor, or a leaf's gradient, refers to: id -> (bytes, dtype).
+def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
+    """Every storage that a Python tensor, or a leaf's gradient, refers to: by id, with its dtype.
 
     Tensors on meta hold nothing. What only C++ refers to (saved activations) is not seen, so this
-    is exact between phases, not inside of them.
+    is exact between phases, not inside of them. The result keeps the storages alive: as long as it
+    is there, no other can get the id of one of them.
     """
     gc.collect()
-    found: dict[int, tuple[int, torch.dtype]] = {}
+    found: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
     for tensor in _tensors():
         if tensor.device.type == "meta":
             continue
         storage = tensor.untyped_storage()
-        found[storage._cdata] = (storage.nbytes(), tensor.dtype)
+        found[storage._cdata] = (storage, tensor.dtype)
     return found
 
 

@@ -45,7 +45,7 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
 
     def count(point: str) -> None:
         storages = {key: found for key, found in live_storages().items() if key not in before}
-        sizes = sorted(((size, str(dtype)) for size, dtype in storages.values()), reverse=True)
+        sizes = sorted(((s.nbytes(), str(dtype)) for s, dtype in storages.values()), reverse=True)
         points[point] = {"bytes": sum(size for size, _ in sizes), "largest": sizes[:60]}
 
     plan = plan_of(case, world, model)

@@ -80,6 +80,7 @@ class ZeroSettings:
     half_moments: bool
     optimizer: str
     momentum: float
+    torch_adam: bool
     nvme_buffers: int
     nvme_param_buffers: int
     nvme_param_buffer: int
@@ -120,6 +121,7 @@ class ZeroSettings:
             half_moments=bool(value("bf16.bf16_optimizer_states")),
             optimizer=str(value("optimizer.type")).lower(),
             momentum=float(optimizer.get("momentum", 0.0)),
+            torch_adam=bool(optimizer.get("torch_adam", False)),
             nvme_buffers=int(zero("offload_optimizer.buffer_count")),
             nvme_param_buffers=int(zero("offload_param.buffer_count")),
             nvme_param_buffer=int(zero("offload_param.buffer_size")),

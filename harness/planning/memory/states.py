@@ -67,6 +67,13 @@ def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
     yield Held("parameters", size, ALWAYS, "measured")
     yield from _full_gradients(inputs, size)
     yield Held("moments", moment_bytes(inputs) * inputs.parameters, STEPPED, "measured")
+    yield from _torch_adam(inputs, max(tensor.numel for tensor in inputs.shape.tensors()))
+
+
+def _torch_adam(inputs: Inputs, largest: int) -> Iterator[Held]:
+    """torch's Adam holds a root and a quotient as large as the tensor that it steps."""
+    if inputs.zero.torch_adam:
+        yield Held("step temporaries", 2 * FP32 * largest, frozenset({"step"}), "measured")
 
 
 def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
@@ -98,6 +105,7 @@ def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     yield Held("moments", FP32 * 2 * shard, STEPPED, "measured")
     yield Held("fp32 gradient sums", FP32 * whole, ALWAYS, "measured")
     yield Held("gradients", 2 * inputs.parameters, GRADIENTS - {"backward_first"}, "measured")
+    yield from _torch_adam(inputs, max(flat.shard for flat in flats))
 
 
 def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
@@ -112,6 +120,7 @@ def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
         yield from _offloaded_gradients12(inputs, flats, rank, shard)
     else:
         yield from _gradients12(inputs, flats, rank, shard)
+        yield from _torch_adam(inputs, max(flat.shard for flat in flats))
 
 
 def _widened(inputs: Inputs) -> bool:
@@ -210,6 +219,7 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
         largest = max(subs)
         yield Held("flat gradients", inputs.sum_bytes * largest, frozenset({"cast"}), "read")
         yield Held("fp32 gradients", FP32 * largest, frozenset({"cast", "step"}), "read")
+        yield from _torch_adam(inputs, largest)
     if zero.secondary_ranks > 1:
         second = element * inputs.parameters // zero.secondary_ranks
         yield Held("secondary parameters", second, STEPPED, "read")
