@@ -30,8 +30,10 @@ def folder(tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    from huggingface_hub import constants  # which has read the environment already
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 
 
 def test_the_default_is_a_preset():
