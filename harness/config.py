@@ -179,6 +179,13 @@ class SampleConfig(_Section):
     """What it continues; None begins a document."""
 
 
+class PlanConfig(_Section):
+    """What is checked before a device is touched."""
+
+    force: bool = False
+    """Run although the estimate says that it does not fit."""
+
+
 class RunFolderConfig(_Section):
     """Where the run lives."""
 
@@ -204,6 +211,7 @@ class RunConfig(_Section):
     save: SaveConfig = Field(default_factory=SaveConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
     run: RunFolderConfig = Field(default_factory=RunFolderConfig)
     resume: ResumeConfig = Field(default_factory=ResumeConfig)
 

@@ -14,7 +14,7 @@ from harness.ds_adopt import OPTIMIZERS
 from harness.ds_config import AUTO, Source, ds_keys, literal, value_of
 from harness.lr_and_batch import Batch
 from harness.planning.grid import Grid
-from harness.planning.hardware import find_gpu
+from harness.planning.hardware import known_gpu
 from harness.planning.world import World, cpu_has_bf16
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -56,10 +56,8 @@ def resolve_precision(
 
 def device_has_bf16(world: World) -> bool:
     """Whether bf16 runs on this rank's device at all; a GPU we do not know is taken to."""
-    try:
-        return world.gpu is None or find_gpu(world.gpu).bf16_tflops is not None
-    except ValueError:
-        return True
+    gpu = known_gpu(world.gpu)
+    return gpu is None or gpu.bf16_tflops is not None
 
 
 def fill_in(

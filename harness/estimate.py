@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from harness.ds_config import value_of
-from harness.planning.hardware import find_gpu
+from harness.planning.hardware import known_gpu
 from harness.planning.memory.inputs import GIB, Inputs, ZeroSettings
 from harness.planning.memory.timeline import Estimate, estimate_memory
 
@@ -19,16 +19,10 @@ def estimate(plan: Plan) -> Estimate | None:
 
     Raises ValueError for layouts whose memory is not counted yet.
     """
-    inputs = memory_inputs(plan)
-    return None if inputs is None else estimate_memory(inputs, device_bytes(plan.world.gpu))
-
-
-def device_bytes(gpu: str | None) -> int | None:
-    """Memory of a GPU by name; None where it is unknown."""
-    try:
-        return None if gpu is None else int(find_gpu(gpu).memory_gib * GIB)
-    except ValueError:
+    inputs, gpu = memory_inputs(plan), known_gpu(plan.world.gpu)
+    if inputs is None:
         return None
+    return estimate_memory(inputs, int(gpu.memory_gib * GIB) if gpu else None)
 
 
 def memory_inputs(plan: Plan) -> Inputs | None:

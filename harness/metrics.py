@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from harness.plan import Plan
-from harness.planning.hardware import find_gpu
+from harness.planning.hardware import known_gpu
+from harness.planning.memory.inputs import GIB
 from harness.planning.shape import flops_per_token
-
-GIB = 2**30
 
 
 class Meter:
@@ -67,12 +66,8 @@ class Meter:
 
 def _peak_flops(plan: Plan) -> float | None:
     """Dense FLOP/s of all devices together in the run's precision; None where it is not known."""
-    if plan.world.gpu is None:
-        return None
-    try:
-        tflops = find_gpu(plan.world.gpu).peak_tflops(plan.precision)
-    except ValueError:
-        return None
+    gpu = known_gpu(plan.world.gpu)
+    tflops = gpu and gpu.peak_tflops(plan.precision)
     return tflops and tflops * 1e12 * plan.world.world_size
 
 

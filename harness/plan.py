@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from harness.config import RunConfig
@@ -24,10 +25,12 @@ from harness.ds_config import (
 )
 from harness.ds_resolve import Precision, fill_in, overrides, resolve_precision
 from harness.errors import ConfigError
+from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
-from harness.model_config import load_model_config, max_positions
+from harness.model_config import find_model_config, load_model_config, max_positions
 from harness.plan_text import describe
 from harness.planning.grid import Grid
+from harness.planning.memory.timeline import Estimate
 from harness.planning.shape import Shape
 from harness.planning.sizes import UnknownArchitecture
 from harness.planning.world import World
@@ -73,6 +76,11 @@ class Plan:
         """Optimizer steps of the run; None under train.epochs, until the data is counted."""
         return self.run.train.num_steps(self.global_batch * self.run.data.seq_len)
 
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """The memory it comes to; None for an architecture that the planner does not know."""
+        return estimate(self)
+
     def schedule(self, total_steps: int) -> Schedule:
         """The learning rate over a run of `total_steps` optimizer steps."""
         optim = self.run.optim
@@ -89,7 +97,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values, for plan.json."""
         return {
-            **{key: value for key, value in vars(self).items() if key != "shape"},
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "shape"},
+            "estimate": None if self.estimate is None else self.estimate.to_json(),
             "run": self.run.model_dump(mode="json"),
             "run_set": self.run.origins(),
             "world": asdict(self.world),
@@ -129,12 +138,18 @@ def make_plan(
     except ValueError as error:
         problems.append(str(error))
     problems += _attention_problems(run, world)
+    if precision == "fp16" and run.optim.clip_value is not None:
+        problems.append(
+            f"optim.clip_value is {run.optim.clip_value} ({run.origin('optim.clip_value')}), which "
+            "hides overflows from fp16's loss scaling: set optim.clip_norm instead"
+        )
     config: dict[str, Any] = {}
     model_source, shape = "", None
     try:
         config, model_source = load_model_config(run)
         problems += _position_problems(run, config)
         shape = Shape.from_hf(config)
+        problems += _weights_problems(run, shape)
     except UnknownArchitecture as error:
         events.append({"kind": "unknown_architecture", "message": str(error)})
     except ConfigError as error:
@@ -198,6 +213,23 @@ def _attention_problems(run: RunConfig, world: World) -> Iterator[str]:
         yield (
             f"model.attention is {run.model.attention!r} ({run.origin('model.attention')}): it "
             f'needs a GPU and the package {package}: use "sdpa"'
+        )
+
+
+def _weights_problems(run: RunConfig, shape: Shape) -> Iterator[str]:
+    """Whether the weights that are to be loaded are those of this model."""
+    source = run.model.init_from
+    if source is None or source == run.model.name:
+        return
+    theirs = Shape.from_hf(find_model_config(source, run.origin("model.init_from"))[0])
+    ours, given = ({t.name: t.shape for t in s.tensors()} for s in (shape, theirs))
+    wrong = [name for name in ours if ours[name] != given.get(name)]
+    wrong += [name for name in given if name not in ours]
+    if wrong:
+        yield (
+            f"model.init_from is {source!r} ({run.origin('model.init_from')}), whose {wrong[0]} is "
+            f"{given.get(wrong[0], 'not there')}, but {run.model.name}'s is "
+            f"{ours.get(wrong[0], 'not there')}: set model.name={source}"
         )
 
 

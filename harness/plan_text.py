@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from harness.ds_config import value_of
+from harness.fit import memory_line
 from harness.planning.shape import num_parameters, parameters_by_kind
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def summary(plan: Plan) -> str:
         ("length", _length(plan)),
         ("optimizer", _optimizer(plan)),
         ("learning rate", _learning_rate(plan)),
+        ("memory", memory_line(plan.estimate) if plan.estimate else "not estimated"),
         *(("note", _note(event)) for event in plan.events),
     ]
     return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}" for label, text in rows)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import sys
 import time
 from contextlib import closing
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +15,9 @@ import torch.distributed as dist
 
 from harness.checkpoint.export import export_hf
 from harness.engine.processes import leave
-from harness.errors import ExitCode, RunStopped
+from harness.errors import ConfigError, ExitCode, RunStopped
+from harness.fit import changes_that_help, memory_line
+from harness.live_memory import Compared, is_out_of_memory
 from harness.metrics import monitor_events
 from harness.plan import Plan
 from harness.sampling import sample_text
@@ -20,6 +25,7 @@ from harness.start import Run, build
 
 __all__ = ["Run", "build", "evaluate", "train"]
 
+_LOWER = "resume from a checkpoint before it, in a new run.dir, with a lower optim.lr"
 SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baselines takes seconds
 
 
@@ -40,12 +46,12 @@ def train(run: Run) -> ExitCode:
         run.progress.say(f"{outcome} at step {run.state.step}: {stop.message}")
     except BaseException as error:
         code = getattr(error, "code", 1)
-        run.event("failed", step=run.state.step, message=f"{type(error).__name__}: {error}")
+        if is_out_of_memory(error):
+            _explain_out_of_memory(run)
+        run.failed(error)
         raise
     finally:
-        if run.is_writer:
-            run.folder.write_status(outcome, code, run.state.step)
-            run.folder.close()
+        run.ended(outcome, code)
         run.guard.close(wait=outcome != "failed")
         leave()
     return ExitCode(code)
@@ -67,6 +73,7 @@ def _loop(run: Run) -> None:
         if run.state.step == 0:
             _log(run, {"eval_loss": evaluate(run)})
         run.meter.restart()
+        first_step = run.state.step + 1
         while run.state.step < run.total_steps:
             step = run.state.step + 1
             targets = run.data.train.targets_in(run.state.samples, plan.global_batch)
@@ -76,13 +83,17 @@ def _loop(run: Run) -> None:
             run.state = run.state.after(plan.global_batch, every.data.seq_len)
             run.meter.step_done()
             _note_skipped(run)
-            if step == 1:
+            if step == first_step:
                 _note_what_runs(run)
+            compared = run.memory.step_done(step - first_step + 1)
             last = step == run.total_steps
             evaluates = last or _due(step, every.eval.every)
             if evaluates or _due(step, every.log.every):
                 line = run.meter.line(result.loss_share, result.grad_norm, learning_rate=lr)
                 _log(run, line | ({"eval_loss": evaluate(run)} if evaluates else {}))
+                if not math.isfinite(line["loss"]) and run.engine.step_applied:
+                    raise RunStopped(ExitCode.DIVERGED, f"the loss is {line['loss']}: {_LOWER}")
+            _note_memory(run, compared)
             stop = run.guard.stop_requested()
             if stop or last or _due(step, every.save.every):
                 _save(run)
@@ -104,12 +115,19 @@ def evaluate(run: Run) -> float:
         batches.append(batch)
     loss, tokens = run.engine.sum_over_ranks(run.engine.eval_batch(batches)).tolist()
     run.meter.restart()
-    return loss / tokens
+    if not tokens:
+        raise ConfigError(
+            f"the {samples} held-out samples hold no target, only prompts: raise eval.samples (now "
+            f"{plan.run.eval.samples}), data.held_out or data.seq_len"
+        )
+    run.held_out_nats = loss / tokens
+    return run.held_out_nats
 
 
 def _finish(run: Run) -> None:
     """Export the weights and show what was learned."""
     plan = run.plan
+    found = evaluate(run) if run.held_out_nats is None else run.held_out_nats
     if plan.run.save.export:
         weights = run.engine.weights(keep=run.is_writer)
         if run.is_writer:
@@ -121,7 +139,6 @@ def _finish(run: Run) -> None:
         dist.barrier()
     small = run.data.train.tokens <= SMALL_CORPUS_TOKENS
     if run.is_writer and small:
-        found = run.folder.read_metrics()[-1]["eval_loss"]
         run.progress.say(
             f"held-out loss {found:.2f} nats per token; token frequencies alone give "
             f"{run.data.unigram_nats:.2f}, pairs of tokens {run.data.bigram_nats:.2f}"
@@ -173,6 +190,34 @@ def _note_what_runs(run: Run) -> None:
     ranks: list[Any] = [None] * run.plan.world.world_size
     dist.all_gather_object(ranks, run.engine.describe())
     run.event("engine", step=1, ranks=ranks)
+
+
+def _note_memory(run: Run, compared: list[Compared]) -> None:
+    """Record what was predicted beside what was measured, each rank's own; show the worst."""
+    if not compared:
+        return
+    ranks: list[Any] = [None] * run.plan.world.world_size
+    dist.all_gather_object(ranks, compared)
+    rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
+    run.event("memory", step=run.state.step, unit="bytes", rows=rows)
+    worst = max(ranks, key=lambda rows: max(abs(row.predicted - row.measured) for row in rows))
+    run.progress.say(f"memory         {'; '.join(map(str, worst))}")
+    run.meter.restart()
+
+
+def _explain_out_of_memory(run: Run) -> None:
+    """Say what was expected, what there is and what would help; on the rank that ran out."""
+    found, device = run.plan.estimate, run.engine.device
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    lines = [f"rank {run.plan.world.rank} ran out of memory after step {run.state.step}"]
+    if total is not None:
+        lines.append(torch.cuda.memory_summary(device, abbreviated=True))
+    if found is not None:
+        lines += [f"expected: {memory_line(found)}", changes_that_help(found, total)]
+    run.folder.append_failure(
+        run.plan.world.rank, "out_of_memory", step=run.state.step, message="; ".join(lines)
+    )
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _seed_dropout(plan: Plan, step: int) -> None:

@@ -100,6 +100,14 @@ class RunFolder:
         event = {"time": _now(), "attempt": self.attempt, "kind": kind, **fields}
         self._append(self.events_path, event)
 
+    def append_failure(self, rank: int, kind: str = "failed", **fields: Any) -> None:
+        """Add an event from any rank, also one that has not opened the folder: the rank that broke
+        first often is not the one that writes. One short line, which the system appends whole.
+        """
+        line = {"time": _now(), "attempt": self.attempt, "kind": kind, "rank": rank, **fields}
+        with self.events_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
     def _append(self, path: Path, record: dict[str, Any]) -> None:
         self._assert_open()
         line = json.dumps(_finite(record), allow_nan=False)

@@ -27,6 +27,8 @@ def sample_text(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):
         logits = next_logits(torch.tensor([ids[-seq_len:]])).cpu()[: len(tokenizer)]
+        if not logits.isfinite().all():
+            break
         choice = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
         if choice.item() == tokenizer.eos_token_id:
             break

@@ -11,17 +11,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.checkpoint.resume import resume_problems
+from harness.checkpoint.resume import changed_keys, resume_problems
 from harness.checkpoint.store import CheckpointStore, TrainState
 from harness.data.build import Data, DataSpec, build_data
 from harness.engine.processes import join
 from harness.errors import ConfigError
+from harness.fit import free_on_gpu, free_on_host, shortages
 from harness.guard.signals import StopGuard
+from harness.live_memory import MemoryCheck
 from harness.lr_and_batch import Schedule, steps_in_epochs
 from harness.metrics import Meter, Progress
 from harness.plan import Plan
 from harness.plan_text import summary
-from harness.runfolder import RunFolder, create_run_dir
+from harness.runfolder import Outcome, RunFolder, create_run_dir
 
 
 @dataclass
@@ -37,8 +39,11 @@ class Run:
     total_steps: int
     guard: StopGuard
     meter: Meter
+    memory: MemoryCheck
     progress: Progress
     state: TrainState
+    held_out_nats: float | None = None
+    """The last evaluation's loss; None before the first of this process."""
 
     @property
     def is_writer(self) -> bool:
@@ -50,6 +55,17 @@ class Run:
         if self.is_writer:
             self.folder.append_event(kind, **fields)
 
+    def failed(self, error: BaseException) -> None:
+        """Record on this rank, whichever it is, what went wrong."""
+        message = f"{type(error).__name__}: {error}"
+        self.folder.append_failure(self.plan.world.rank, step=self.state.step, message=message)
+
+    def ended(self, outcome: Outcome, code: int) -> None:
+        """Record how the run ended, and let go of its folder."""
+        if self.is_writer:
+            self.folder.write_status(outcome, code, self.state.step)
+            self.folder.close()
+
 
 def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None) -> Run:
     """Make everything that the loop needs; resumes the run that `run.dir` already holds.
@@ -59,6 +75,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     """
     progress = Progress(enabled=plan.world.rank == 0)
     progress.say(summary(plan))
+    forced = _check_fit(plan)
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
     data = data or build_data(spec, progress.say)
     total_steps = plan.steps
@@ -67,10 +84,11 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         total_steps = steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
     device = join(plan.world)
     record = _plan_record(plan, data, total_steps)
-    checkpoint = _resumable(plan, record)
+    checkpoint, changes = _resumable(plan, record)
     from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices
 
-    engine = build_engine(plan, device, trust_remote_code)
+    engine = build_engine(plan, device, trust_remote_code, data.train.document_mask)
+    memory = MemoryCheck(plan, device)
     folder = _open_folder(plan)
     progress.total_steps = total_steps
     run = Run(
@@ -83,39 +101,82 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         total_steps=total_steps,
         guard=StopGuard(plan.world.world_size),
         meter=Meter(plan),
+        memory=memory,
         progress=progress,
         state=TrainState(),
     )
-    if run.is_writer:
-        folder.write_plan(record)
-    for event in (*plan.events, *engine.events):
-        run.event(**event)
-    progress.say(f"run folder {folder.path}")
-    if checkpoint is not None:
-        path, run.state = checkpoint
-        engine.load(str(path))
-        run.event("resumed", step=run.state.step, path=str(path))
-        progress.say(f"resumed {path.name} of {total_steps} steps")
+    try:
+        _begin(run, record, [*plan.events, *forced, *engine.events], checkpoint, changes)
+    except BaseException as error:
+        run.failed(error)
+        run.ended("failed", 1)
+        raise
     return run
 
 
-def _resumable(plan: Plan, record: dict[str, Any]) -> tuple[Path, TrainState] | None:
-    """The newest checkpoint of the run that run.dir already holds, None for a new run.
+def _begin(
+    run: Run,
+    record: dict[str, Any],
+    events: list[dict[str, Any]],
+    checkpoint: tuple[Path, TrainState] | None,
+    changes: list[dict[str, Any]],
+) -> None:
+    """Write down what will run, and go on where the checkpoint ends."""
+    if run.is_writer:
+        run.folder.write_plan(record)
+    for event in events:
+        run.event(**event)
+    run.progress.say(f"run folder {run.folder.path}")
+    if checkpoint is not None:
+        path, run.state = checkpoint
+        run.engine.load(str(path))
+        run.event("resumed", step=run.state.step, path=str(path), changes=changes)
+        run.progress.say(f"resumed {path.name} of {run.total_steps} steps")
 
-    Raises ConfigError when this plan may not go on from there.
+
+def _check_fit(plan: Plan) -> list[dict[str, Any]]:
+    """Refuse what this machine cannot hold; under plan.force it is an event instead."""
+    if plan.estimate is None:
+        return []
+    on_gpu = plan.world.accelerator == "cuda"
+    free_gpu = free_on_gpu(plan.world.local_rank) if on_gpu else None
+    problems = shortages(plan.estimate, free_gpu, free_on_host())
+    if problems and not plan.run.plan.force:
+        raise ConfigError(problems)
+    return [{"kind": "forced", "message": problem} for problem in problems]
+
+
+def _resumable(
+    plan: Plan, record: dict[str, Any]
+) -> tuple[tuple[Path, TrainState] | None, list[dict[str, Any]]]:
+    """The newest checkpoint of the run that run.dir holds, None for a new run; and what changes.
+
+    Rank 0 looks and all ranks follow: they may see different folders, or the same one at
+    different times. Raises ConfigError on all when this plan may not go on from there.
     """
-    if plan.run.run.dir is None:
-        return None
-    folder = RunFolder(plan.run.run.dir)
-    saved = folder.read_plan()
+    found: list[Any] = [None, [], []]
+    if plan.world.rank == 0 and plan.run.run.dir is not None:
+        found = _look_for_run(plan, RunFolder(plan.run.run.dir), record)
+    dist.broadcast_object_list(found)
+    checkpoint, changes, problems = found
+    if problems:
+        raise ConfigError([f"{plan.run.run.dir}: {problem}" for problem in problems])
+    return checkpoint, changes
+
+
+def _look_for_run(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> list[Any]:
+    saved, checkpoint = folder.read_plan(), None
     problems = resume_problems(saved, record, plan.run.resume.allow) if saved else []
     try:
         checkpoint = _store(plan, folder).newest()
     except ValueError as error:
         problems.append(str(error))
-    if problems:
-        raise ConfigError([f"{plan.run.run.dir}: {problem}" for problem in problems])
-    return checkpoint
+    if checkpoint is not None and checkpoint[1].step > record["total_steps"]:
+        problems.append(
+            f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
+            f"{checkpoint[1].step}: set train.steps to that or more, or remove later checkpoints"
+        )
+    return [checkpoint, changed_keys(saved, record) if saved else [], problems]
 
 
 def _store(plan: Plan, folder: RunFolder) -> CheckpointStore:

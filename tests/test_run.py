@@ -181,6 +181,17 @@ def test_each_rank_says_what_really_ran(undisturbed: RunFolder) -> None:
     assert all(rank.keys() >= {"engine", "optimizer", "elements_held"} for rank in event["ranks"])
 
 
+def test_what_is_held_is_what_was_predicted(undisturbed: RunFolder) -> None:
+    (event,) = events(undisturbed, "memory")
+    assert event["step"] == 3
+    assert [(row["rank"], row["point"]) for row in event["rows"]] == [
+        (rank, point) for rank in (0, 1) for point in ("built", "between_steps")
+    ]
+    for row in event["rows"]:
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.01), row
+    assert (undisturbed.read_plan() or {})["estimate"]["peak_phase"]
+
+
 def test_the_export_opens_in_transformers_with_the_loss_of_the_run(
     undisturbed: RunFolder, data: list[str]
 ) -> None:
@@ -336,6 +347,37 @@ def test_a_second_job_in_a_run_folder_is_refused(data: list[str], tmp_path: Path
         assert ended.codes == [2]
         assert "is being written by" in ended.output
         assert folder.read_status() == status
+
+
+# Samples of a million tokens, attention scores of which no machine holds.
+TOO_LONG = (
+    "data.seq_len=1000000",
+    "data.held_out=0.5",
+    "model.overrides.vocab_size=8192",
+    "model.overrides.max_position_embeddings=1000000",
+    "model.attention=eager",
+    "train.global_batch=1",
+    "train.micro_batch=1",
+)
+
+
+def test_what_cannot_fit_is_refused_and_forced_it_runs_out_with_the_same_advice(
+    tmp_path: Path,
+) -> None:
+    cache = [f"data.cache_dir={tmp_path / 'cache'}"]
+    refused = one_rank(tmp_path, cache, *TOO_LONG)
+    assert refused.codes == [2]
+    assert "of host memory, but" in refused.output
+    assert "data.seq_len=" in refused.output
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists()
+    forced = one_rank(tmp_path, cache, *TOO_LONG, "plan.force=true")
+    assert forced.codes == [1], forced.output
+    assert "rank 0 ran out of memory after step 0" in forced.output
+    assert "data.seq_len=" in forced.output
+    run = RunFolder(tmp_path / "run")
+    assert len(events(run, "forced")) == len(events(run, "out_of_memory")) == 1
+    assert (run.read_status() or {})["outcome"] == "failed"
 
 
 # --- launchers ---

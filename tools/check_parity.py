@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -42,6 +43,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
+        _same_versions(out)
         if args.self_test:
             return _self_test(out)
         rows = check(_chosen(args), out)
@@ -65,6 +67,16 @@ def check(cells: list[Cell], out: Path) -> list[Row]:
         if missing:
             _launch(missing, ranks, out)
     return _compared(cells, out)
+
+
+def _same_versions(out: Path) -> None:
+    """Trajectories that are kept are of these versions."""
+    packages = ("torch", "deepspeed", "transformers")
+    made = {name: version(name) for name in packages}
+    path = out / "made-with.json"
+    if path.exists() and json.loads(path.read_text()) != made:
+        raise SystemExit(f"{out} holds trajectories of other versions: remove it, or name another")
+    path.write_text(json.dumps(made))
 
 
 def _compared(cells: Iterable[Cell], out: Path) -> list[Row]:

@@ -16,6 +16,8 @@ def run_module(module: str, arguments: list[str], ranks: int, errors: Path) -> N
 
     Raises SystemExit with what the ranks wrote to `errors`/*.error when one of them fails.
     """
+    for stale in errors.glob("*.error"):
+        stale.unlink()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

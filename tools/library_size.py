@@ -54,10 +54,20 @@ def count_code_lines(library: Path) -> dict[Path, int]:
     }
 
 
+def sizes(library: Path) -> tuple[int, int]:
+    """Code lines of the library without planning/, and of planning/: the estimator's accounts,
+    which need nothing but the standard library and run nowhere near a GPU.
+    """
+    lines = count_code_lines(library)
+    planning = sum(count for path, count in lines.items() if library / "planning" in path.parents)
+    return sum(lines.values()) - planning, planning
+
+
 def main() -> None:
-    """Print the total and the ten longest files."""
+    """Print both sizes and the ten longest files."""
     lines = count_code_lines(ROOT / "harness")
-    print(f"{sum(lines.values()):>6,} code lines in {len(lines)} files under harness/")
+    training, planning = sizes(ROOT / "harness")
+    print(f"{training:>6,} code lines that train, and {planning:,} in harness/planning")
     for path in sorted(lines, key=lambda path: -lines[path])[:10]:
         print(f"{lines[path]:>6,} {path.relative_to(ROOT)}")
 

@@ -20,9 +20,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.config import RunConfig
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.packing import IGNORED
-from harness.data.show import show_step
 from harness.errors import ConfigError
 from harness.runfolder import RunFolder
+from tools.batch_text import show_step
 
 
 def main(argv: list[str]) -> int:

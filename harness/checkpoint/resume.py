@@ -7,7 +7,7 @@ from typing import Any
 
 # What a resumed run may change freely: it says how long, how often and how spread, not what is
 # learned. Everything else needs the user's word (resume.allow).
-FREE_SECTIONS = ("eval", "save", "log", "sample", "run", "resume")
+FREE_SECTIONS = ("eval", "save", "log", "sample", "plan", "run", "resume")
 FREE_KEYS = (
     *("train.steps", "train.tokens", "train.epochs", "train.micro_batch"),
     *("model.checkpointing", "model.attention", "data.cache_dir", "data.prefetch"),
@@ -25,20 +25,26 @@ def resume_problems(
         f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: use its value, "
         f"another run.dir, or resume.allow=['{key}'] to change it on purpose"
         for key, old, new in _differences(saved, planned)
-        if key not in allowed
+        if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
     ]
+
+
+def changed_keys(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Everything that a resumed run does otherwise, for its record; "deepspeed" is the JSON."""
+    differences = [*_differences(saved, planned)]
+    if saved.get("deepspeed") != planned.get("deepspeed"):
+        differences.append(("deepspeed", saved.get("deepspeed"), planned.get("deepspeed")))
+    return [{"key": key, "was": old, "value": new} for key, old, new in differences]
 
 
 def _differences(
     saved: Mapping[str, Any], planned: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     for section, values in planned["run"].items():
-        if section in FREE_SECTIONS:
-            continue
         known = saved["run"].get(section, {})  # a run of an earlier version lacks newer keys
         for name, new in values.items():
             key = f"{section}.{name}"
-            if key not in FREE_KEYS and name in known and known[name] != new:
+            if name in known and known[name] != new:
                 yield key, known[name], new
     for key in ("precision", "model_config", "data_fingerprint"):
         if saved.get(key) != planned.get(key):

@@ -67,7 +67,8 @@ class Stream:
         assert packed.num_windows > 0, "a stream needs at least one window"
         self._packed = packed
         self._seed, self._fingerprint = seed, fingerprint
-        self._document_mask = document_mask
+        self.document_mask = document_mask
+        """Whether batches carry position_ids, so that tokens attend within their document."""
 
     @property
     def samples(self) -> int:
@@ -137,7 +138,7 @@ class Stream:
         if pin_memory:
             tensors = [tensor.pin_memory() for tensor in tensors]
         ids, labels, positions = tensors
-        return Batch(ids, labels, positions if self._document_mask else None)
+        return Batch(ids, labels, positions if self.document_mask else None)
 
 
 def load_ahead(load: Callable[[int], Item], depth: int) -> Generator[Item]:

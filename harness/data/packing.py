@@ -72,8 +72,9 @@ class Packed:
             prompts = self.split.prompts[rows + 1] - self.split.prompts[rows]
             labels = np.where((places - starts < prompts)[:, 1:], IGNORED, labels)
         positions = places - np.maximum(starts, begin)
+        # Copies, always: of a single window inputs and labels would else be views of one array.
         return Windows(
-            *(np.ascontiguousarray(array) for array in (ids[:, :-1], labels, positions[:, :-1]))
+            *(np.array(array, order="C") for array in (ids[:, :-1], labels, positions[:, :-1]))
         )
 
     def targets(self, windows: NDArray[np.int64]) -> int:

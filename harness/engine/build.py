@@ -16,32 +16,41 @@ from harness.engine import quirks
 from harness.engine.zero import ZeroEngine
 from harness.errors import ConfigError
 from harness.models.initialize import materialize
-from harness.models.skeleton import DTYPES, decayed_parameters, hf_config, skeleton
+from harness.models.skeleton import (
+    DTYPES,
+    decayed_parameters,
+    hf_config,
+    separates_documents,
+    skeleton,
+)
 from harness.plan import Plan
 
 
-def build_engine(plan: Plan, device: torch.device, trust_remote_code: bool = False) -> ZeroEngine:
+def build_engine(
+    plan: Plan, device: torch.device, trust_remote_code: bool = False, document_mask: bool = False
+) -> ZeroEngine:
     """Build the model that `plan` names and hand it to DeepSpeed.
 
-    Under ZeRO-3 no rank ever holds more than one decoder layer in full.
+    Under ZeRO-3 no rank ever holds more than one decoder layer in full. `document_mask`: batches
+    will come with document boundaries, which the model must heed.
     Raises ConfigError where the model or its weights do not fit the plan.
     """
-    model, decayed = _build_model(plan, device, trust_remote_code)
+    model, decayed, events = _build_model(plan, device, trust_remote_code, document_mask)
     if plan.run.model.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    config, events = _with_buildable_optimizer(plan)
+    config, fallbacks = _with_buildable_optimizer(plan)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=_parameter_groups(model, decayed, plan.run.optim.weight_decay),
         config=config,
     )
-    return ZeroEngine(engine, plan, events)
+    return ZeroEngine(engine, plan, [*events, *fallbacks])
 
 
 def _build_model(
-    plan: Plan, device: torch.device, trust_remote_code: bool
-) -> tuple[PreTrainedModel, set[str]]:
-    """The model with its weights on `device`, and the names of the parameters that decay."""
+    plan: Plan, device: torch.device, trust_remote_code: bool, document_mask: bool
+) -> tuple[PreTrainedModel, set[str], list[dict[str, Any]]]:
+    """The model with its weights on `device`, the names of what decays, and events."""
     logging.getLogger("transformers").setLevel(logging.ERROR)  # else every default is logged twice
     try:
         config = hf_config(plan.model_config, plan.model_source, trust_remote_code)
@@ -52,24 +61,46 @@ def _build_model(
         model = skeleton(config, dtype, plan.run.model.attention, trust_remote_code)
     except ValueError as error:  # an attention implementation that the architecture lacks
         raise ConfigError(f"model.attention={plan.run.model.attention}: {error}") from error
+    if document_mask:
+        _require_document_mask(plan, model)
     decayed = decayed_parameters(model)
     if plan.run.model.init_from is not None:
-        return _load_weights(plan, config, dtype, device, trust_remote_code), decayed
-    materialize(
-        model,
-        plan.run.train.seed,
-        device,
-        rank=plan.world.rank,
-        world_size=plan.world.world_size,
-        send=_send if plan.world.world_size > 1 else None,
-        placed=_Partition(plan.deepspeed) if plan.zero_stage == 3 else None,
-    )
-    return model, decayed
+        model, events = _load_weights(plan, config, dtype, device, trust_remote_code)
+        return model, decayed, events
+    try:
+        materialize(
+            model,
+            plan.run.train.seed,
+            device,
+            rank=plan.world.rank,
+            world_size=plan.world.world_size,
+            send=_send if plan.world.world_size > 1 else None,
+            placed=_Partition(plan.deepspeed) if plan.zero_stage == 3 else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model.name={plan.run.model.name}: {error}") from error
+    return model, decayed, []
+
+
+def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
+    """Refuse to train across document boundaries where they were to be kept."""
+    model, attention = plan.run.model, plan.run.model.attention
+    wish = "tokens attend only within their document (data.document_mask, the default with prompts)"
+    if not separates_documents(skeleton):
+        raise ConfigError(
+            f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
+            f"boundaries, but {wish}: set data.document_mask=false, or take another model"
+        )
+    if attention.startswith("flash") and plan.micro_batch > 1:
+        raise ConfigError(
+            f"model.attention={attention} heeds document boundaries in micro-batches of one "
+            f"sample only, and {wish}: set train.micro_batch=1, or model.attention=sdpa"
+        )
 
 
 def _load_weights(
     plan: Plan, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
     """Read weights from safetensors; transformers partitions them as it reads under ZeRO-3."""
     # Transformers asks a global for the DeepSpeed config; it must live while the model is read.
     zero3 = HfDeepSpeedConfig(plan.deepspeed) if plan.zero_stage == 3 else None
@@ -84,14 +115,20 @@ def _load_weights(
             use_safetensors=True,  # never a pickle
             output_loading_info=True,
         )
-    except OSError as error:
-        raise ConfigError(f"model.init_from={source}: {error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: shapes that differ
+        raise ConfigError(
+            f"model.init_from={source}, for model.name={plan.run.model.name}: {error}"
+        ) from error
     finally:
         del zero3
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError([f"model.init_from={source} has no weights for {', '.join(missing[:5])}"])
-    return model if plan.zero_stage == 3 else model.to(device)
+    unused, events = sorted(report["unexpected_keys"]), []
+    if unused:
+        message = f"{source} also holds weights that the model lacks: {', '.join(unused[:5])}"
+        events.append({"kind": "unused_weights", "message": message, "names": unused})
+    return (model if plan.zero_stage == 3 else model.to(device)), events
 
 
 def _send(tensor: torch.Tensor, owner_rank: int) -> None:
@@ -133,7 +170,8 @@ def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str
     Raises ConfigError for CPU offload without a compiler: only DeepSpeed's CPU Adam steps there.
     """
     config = plan.deepspeed
-    if config["optimizer"]["type"] not in ("Adam", "AdamW"):
+    optimizer = config["optimizer"]
+    if optimizer["type"] not in ("Adam", "AdamW") or "torch_adam" in optimizer["params"]:
         return config, []
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     offloaded = offload.get("device", "none") != "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import warnings
 
@@ -16,10 +17,15 @@ def join(world: World) -> torch.device:
 
     Works under any launcher: what DeepSpeed reads from the environment is set from `world`.
     """
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    address, port = "127.0.0.1", 29500
     if world.world_size == 1:
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    os.environ.setdefault("MASTER_PORT", "29500")
+        port = _free_port()
+    elif world.launcher == "slurm":
+        address = first_host(os.environ.get("SLURM_STEP_NODELIST", "")) or address
+        # Jobs that share a node must not meet at one port.
+        port = 20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 10000
+    os.environ.setdefault("MASTER_ADDR", address)
+    os.environ.setdefault("MASTER_PORT", str(port))
     os.environ["RANK"] = str(world.rank)
     os.environ["WORLD_SIZE"] = str(world.world_size)
     os.environ["LOCAL_RANK"] = str(world.local_rank)
@@ -45,8 +51,16 @@ def join(world: World) -> torch.device:
     if world.accelerator == "cpu":
         quirks.allow_fp16_on_any_cpu()
         return torch.device("cpu")
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
+    index = world.local_rank % torch.cuda.device_count()  # srun may show each task its GPU alone
+    os.environ["LOCAL_RANK"] = str(index)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's compressed list: "gpu[07-09,12],cpu1" -> "gpu07"."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+))?", nodelist)
+    return found[1] + (found[2] or "") if found else ""
 
 
 def leave() -> None:

@@ -54,6 +54,7 @@ class ZeroEngine:
         for batch in batches:
             token_loss, auxiliary = self._forward(batch)
             share = token_loss / max(targets, 1)
+            total += share.detach()
             if auxiliary is not None:
                 share = share + auxiliary / (len(batches) * data_ranks)
             # DeepSpeed averages over the data ranks; the shares are to be summed. Its division by
@@ -61,7 +62,6 @@ class ZeroEngine:
             self.engine.backward(share * data_ranks, scale_wrt_gas=False)
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
-            total += share.detach()
         return total
 
     def apply(self, lr: float) -> float | torch.Tensor:
@@ -93,10 +93,15 @@ class ZeroEngine:
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all ranks."""
+        """Logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all ranks.
+
+        Those of rank 0 on all: ranks that choose another token next would part ways.
+        """
         self.engine.eval()
         output = self.engine(input_ids=input_ids.to(self.device), use_cache=False)
-        return output.logits[0, -1].float()
+        logits = output.logits[0, -1].float()
+        dist.broadcast(logits, 0)
+        return logits
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the data ranks, in place."""

@@ -8,7 +8,13 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.initialization import no_init_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,6 +59,36 @@ def skeleton(
         )
     model.tie_weights()  # init_empty_weights makes a new Parameter at every registration
     return model
+
+
+class _AskedForDocuments(Exception):
+    """Raised where transformers looks for document boundaries."""
+
+
+def separates_documents(model: PreTrainedModel) -> bool:
+    """Whether a skeleton's attention reads document boundaries from `position_ids`.
+
+    Some architectures take no positions, or leave them out of their mask: OPT, Falcon, BLOOM.
+    """
+
+    def asked(*args: Any, **kwargs: Any) -> None:
+        raise _AskedForDocuments
+
+    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    positions = torch.tensor([[0, 1, 0, 1]], device="meta")
+    found, masking_utils.find_packed_sequence_indices = (
+        masking_utils.find_packed_sequence_indices,
+        asked,
+    )
+    try:
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    except _AskedForDocuments:
+        return True
+    except Exception:  # whatever tensors without values lead to: the mask was made before
+        return False
+    finally:
+        masking_utils.find_packed_sequence_indices = found
+    return False
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:

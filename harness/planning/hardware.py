@@ -56,3 +56,11 @@ def find_gpu(name: str) -> Gpu:
     if len(found) == 1:
         return GPUS[found[0]]
     raise ValueError(f"unknown GPU {name!r}: one of {', '.join(found or GPUS)}")
+
+
+def known_gpu(name: str | None) -> Gpu | None:
+    """The same, None where there is no name or no such GPU in the table."""
+    try:
+        return find_gpu(name) if name else None
+    except ValueError:
+        return None

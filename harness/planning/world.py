@@ -89,6 +89,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def find_accelerator(environ: Mapping[str, str] = os.environ) -> Literal["cuda", "cpu"]:
     """What the ranks will compute on, found without importing torch."""
+    if environ.get("DS_ACCELERATOR") == "cuda":
+        return "cuda"
     if environ.get("DS_ACCELERATOR") == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "cpu"
     return "cuda" if NVIDIA_CONTROL.exists() else "cpu"

@@ -10,7 +10,6 @@ from harness.planning.memory.timeline import (
     Estimate,
     RankTimeline,
     estimate_memory,
-    paper_bytes,
 )
 
 _BAR = 40  # characters
@@ -131,3 +130,13 @@ def _verdict(found: Estimate) -> list[str]:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
+
+
+def paper_bytes(parameters: int, stage: int, shards: int, optimizer_bytes: int = 12) -> float:
+    """Model states per rank as the ZeRO paper counts them (arXiv 1910.02054, table 1).
+
+    2 bytes of weights, 2 of gradients and K = 12 of optimizer states per parameter, in fp16 with
+    Adam; stage 1 divides the states, 2 the gradients too, 3 everything.
+    """
+    cut = [shards if stage >= level else 1 for level in (3, 2, 1)]
+    return parameters * (2 / cut[0] + 2 / cut[1] + optimizer_bytes / cut[2])

@@ -13,10 +13,11 @@ import torch
 from harness.config import RunConfig
 from harness.data.batches import Batch
 from harness.engine.processes import join, leave
+from harness.live_memory import live_storages
 from harness.plan import Plan, make_plan
 from harness.planning.world import World
 from tools.memory.cases import SEQ_LEN, Case
-from tools.memory.live import live_storages, rise
+from tools.memory.live import rise
 
 
 def plan_of(case: Case, world: World, model: Path) -> Plan:

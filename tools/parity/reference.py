@@ -56,10 +56,10 @@ class _Model:
                 self.model, part.input_ids, part.labels, part.position_ids
             )
             share = token_loss / count
+            total += float(share.detach())
             if auxiliary is not None and self.balance:
                 share = share + auxiliary / len(split.micro_batches)
             (share * self.scale).backward()
-            total += float(share.detach())
             for name, parameter in self.model.named_parameters():
                 self.masters[name].grad += parameter.grad.float() / self.scale
                 parameter.grad = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from harness.config import RunConfig
+from harness.data.batches import share_of_rank
 from harness.engine.processes import join, leave
 from harness.plan import Plan, make_plan
 from harness.planning.world import World
@@ -68,10 +69,9 @@ def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> 
 
 
 def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
-    """This rank's micro-batches of a global batch, as the data room deals them."""
-    micro = cell.micro_batch
-    starts = range(rank * micro, GLOBAL_BATCH, cell.ranks * micro)
-    return [rows(batch, list(range(start, start + micro))) for start in starts]
+    """This rank's micro-batches of a global batch, dealt as in every run."""
+    share = share_of_rank(0, GLOBAL_BATCH, cell.micro_batch, rank, cell.ranks)
+    return [rows(batch, samples.tolist()) for samples in share]
 
 
 def main() -> None:
@@ -96,7 +96,9 @@ def main() -> None:
                     found = train_cell(job.cell, world, device, args.out)
             except Exception:
                 # The other rank may wait in a collective: the whole group ends here.
-                (args.out / f"{job.cell.name}.error").write_text(traceback.format_exc())
+                (args.out / f"{job.cell.name}.{world.rank}.error").write_text(
+                    traceback.format_exc()
+                )
                 raise
             if world.rank == 0:
                 (args.out / job.folder).mkdir(exist_ok=True)

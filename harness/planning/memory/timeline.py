@@ -10,7 +10,16 @@ from typing import Any
 from harness.planning.memory.activations import activations
 from harness.planning.memory.buffers import communication, gathered_parameters
 from harness.planning.memory.host import checkpoint_parts, loading, nvme_buffers, process
-from harness.planning.memory.inputs import EVIDENCE, GIB, PHASES, Evidence, Held, Inputs, Place
+from harness.planning.memory.inputs import (
+    EVIDENCE,
+    FP32,
+    GIB,
+    PHASES,
+    Evidence,
+    Held,
+    Inputs,
+    Place,
+)
 from harness.planning.memory.partition import flat_groups
 from harness.planning.memory.states import model_states, optimizer_class
 
@@ -106,6 +115,22 @@ class Estimate:
     def host_bytes_per_node(self) -> int:
         """Largest host memory of a node's ranks together."""
         return self.worst.most("host") * self.inputs.gpus_per_node
+
+    @property
+    def cpu_rank_bytes(self) -> int:
+        """Largest host memory of a rank that computes on the CPU: all it has is there.
+
+        Pages of a bucket that no gradient is written to are never given out.
+        """
+        touched = FP32 * self.inputs.parameters
+        return max(
+            sum(
+                min(size, touched) if component == "gradient buckets" else size
+                for place in ("device", "host")
+                for component, size in self.worst.phase(name, place).items()
+            )
+            for name in PHASES
+        )
 
     @property
     def nvme_bytes_per_node(self) -> int:
@@ -226,13 +251,3 @@ def _largest(rank: RankTimeline, place: Place) -> dict[str, int]:
 
 def _gib(size: float) -> float:
     return round(size / GIB, 4)
-
-
-def paper_bytes(parameters: int, stage: int, shards: int, optimizer_bytes: int = 12) -> float:
-    """Model states per rank as the ZeRO paper counts them (arXiv 1910.02054, table 1).
-
-    2 bytes of weights, 2 of gradients and K = 12 of optimizer states per parameter, in fp16 with
-    Adam; stage 1 divides the states, 2 the gradients too, 3 everything.
-    """
-    cut = [shards if stage >= level else 1 for level in (3, 2, 1)]
-    return parameters * (2 / cut[0] + 2 / cut[1] + optimizer_bytes / cut[2])

@@ -11,10 +11,11 @@ from harness.planning.memory.changes import helpful_changes, with_stage
 from harness.planning.memory.inputs import GIB, Inputs, ZeroSettings
 from harness.planning.memory.partition import Flat, piece, sub_groups
 from harness.planning.memory.states import model_states, optimizer_class
-from harness.planning.memory.timeline import estimate_memory, paper_bytes
+from harness.planning.memory.timeline import estimate_memory
 from harness.planning.shape import Shape
 from harness.planning.tensors import Tensor
 from tests.planning.memory.defaults import default_value
+from tools.memory.text import paper_bytes
 
 
 def inputs(model="tiny", precision="bf16", ranks=2, micro_batch=1, seq_len=128, **keys) -> Inputs:

@@ -10,7 +10,7 @@ import pytest
 
 from harness.config import RunConfig
 from harness.data.build import Data, DataSpec, build_data
-from harness.data.show import show_step
+from tools.batch_text import show_step
 
 
 def test_it_shows_what_is_trained_on(library: Data) -> None:

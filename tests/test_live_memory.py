@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.live_memory import Compared, is_out_of_memory, live_storages
+
+
+def test_live_storages_count_each_storage_once() -> None:
+    before = live_storages()
+    tensor = torch.zeros(1000)
+    view = tensor[10:]
+    new = {key: found for key, found in live_storages().items() if key not in before}
+    assert [storage.nbytes() for storage, _ in new.values()] == [4000]
+    del tensor, view
+
+
+def test_a_gradient_is_live_and_what_lies_on_meta_is_not() -> None:
+    before = live_storages()
+    weight = torch.zeros(10, requires_grad=True)
+    weight.sum().backward()
+    empty = torch.empty(10**9, device="meta")
+    new = {key: found for key, found in live_storages().items() if key not in before}
+    assert sorted(storage.nbytes() for storage, _ in new.values()) == [40, 40]
+    del empty
+
+
+def test_running_out_of_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+@pytest.mark.parametrize(("measured", "warns"), [(100, False), (91, False), (90, True)])
+def test_more_than_a_tenth_off_is_marked(measured: int, warns: bool) -> None:
+    assert ("(!)" in str(Compared("peak", 100, measured))) is warns
