@@ -219,7 +219,7 @@ def _attention_problems(run: RunConfig, world: World) -> Iterator[str]:
 def _weights_problems(run: RunConfig, shape: Shape) -> Iterator[str]:
     """Whether the weights that are to be loaded are those of this model."""
     source = run.model.init_from
-    if source is None or source == run.model.name:
+    if source is None:
         return
     theirs = Shape.from_hf(find_model_config(source, run.origin("model.init_from"))[0])
     ours, given = ({t.name: t.shape for t in s.tensors()} for s in (shape, theirs))
@@ -229,7 +229,8 @@ def _weights_problems(run: RunConfig, shape: Shape) -> Iterator[str]:
         yield (
             f"model.init_from is {source!r} ({run.origin('model.init_from')}), whose {wrong[0]} is "
             f"{given.get(wrong[0], 'not there')}, but {run.model.name}'s is "
-            f"{ours.get(wrong[0], 'not there')}: set model.name={source}"
+            f"{ours.get(wrong[0], 'not there')}: set model.name={source}, without model.overrides "
+            "of sizes"
         )
 
 

@@ -91,7 +91,8 @@ def _loop(run: Run) -> None:
             if evaluates or _due(step, every.log.every):
                 line = run.meter.line(result.loss_share, result.grad_norm, learning_rate=lr)
                 _log(run, line | ({"eval_loss": evaluate(run)} if evaluates else {}))
-                if not math.isfinite(line["loss"]) and run.engine.step_applied:
+                # fp16's loss scaling may still recover; it ends at the smallest scale.
+                if not math.isfinite(line["loss"]) and plan.precision != "fp16":
                     raise RunStopped(ExitCode.DIVERGED, f"the loss is {line['loss']}: {_LOWER}")
             _note_memory(run, compared)
             stop = run.guard.stop_requested()

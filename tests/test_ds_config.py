@@ -250,6 +250,10 @@ FP16 = {"fp16": {"enabled": True}}
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled is True (ds.json): not"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled is True (ds.json): not"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile is True (ds.json): not built"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "activation_checkpointing.cpu_checkpointing is True (ds.json): not built",
+        ),
         (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow is {'topk_ratio': 0.1}"),
     ],
 )

@@ -62,6 +62,9 @@ HF_TRAINER_ZERO3 = {
 }
 
 
+STAGE_1 = {"zero_optimization": {"stage": 1}}
+
+
 @pytest.fixture(autouse=True)
 def cpu_with_bf16(monkeypatch):
     """What "auto" means on a CPU depends on the one at hand."""
@@ -439,3 +442,31 @@ print(took_s)
 def test_an_odd_value_is_a_problem_and_not_a_crash(ds, expected):
     (problem,) = problems_of(ds)
     assert problem.startswith(expected)
+
+
+def test_fp16_and_clipping_by_value_exclude_each_other():
+    (problem,) = problems_of({"fp16": {"enabled": True}, **STAGE_1}, "optim.clip_value=1.0")
+    assert problem.startswith("optim.clip_value is 1.0 (command line), which hides overflows")
+    assert "optim.clip_norm" in problem
+    assert plan({**STAGE_1}, "optim.clip_value=1.0")
+
+
+def test_weights_of_another_shape_are_refused_with_the_key_to_change():
+    (problem,) = problems_of({}, "model.init_from=llama-1b")
+    assert problem.startswith("model.init_from is 'llama-1b' (command line), whose model.embed")
+    assert "is (128256, 2048), but tiny's is (8192, 192): set model.name=llama-1b" in problem
+    (problem,) = problems_of(
+        {}, "model.name=llama-1b", "model.init_from=llama-1b", "model.overrides.vocab_size=128300"
+    )
+    assert "model.overrides" in problem
+
+
+def test_weights_with_more_layers_than_the_model_are_refused():
+    (problem,) = problems_of(
+        {},
+        "model.name=gpt2-124m",
+        "model.init_from=gpt2-124m",
+        "model.overrides.n_layer=3",
+    )
+    assert "h.3" in problem
+    assert "not there" in problem

@@ -253,6 +253,11 @@ def test_another_learning_rate_is_refused_until_it_is_allowed(
     assert allowed.codes == [0, 0], allowed.output
     # And a finished run started again does nothing.
     assert raw_metrics(undisturbed) == before
+    (resumed,) = events(undisturbed, "resumed")
+    assert [change["was"] for change in resumed["changes"] if change["key"] == "optim.lr"] == [3e-3]
+    fewer = run_ranks(stochastic(data, undisturbed.path, "train.steps=3"), tmp_path / "fewer")
+    assert fewer.codes == [2, 2]
+    assert f"newest checkpoint is of step {STEPS}: set train.steps" in fewer.output
 
 
 def test_no_steps_at_all_export_the_initial_weights(data: list[str], tmp_path: Path) -> None:
@@ -316,6 +321,15 @@ def test_the_minimum_loss_scale_ends_the_run_with_code_76_and_a_diagnosis(
     status = run.read_status() or {}
     assert (status["outcome"], status["code"]) == ("diverged", 76)
     assert "lower optim.lr" in events(run, "diverged")[0]["message"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_code_76(
+    data: list[str], tmp_path: Path
+) -> None:
+    ended = one_rank(tmp_path, data, "optim.name=sgd", "optim.lr=1e38", "optim.clip_norm=0")
+    assert ended.codes == [76], ended.output
+    (event,) = events(RunFolder(tmp_path / "run"), "diverged")
+    assert "the loss is nan" in event["message"]
 
 
 # --- refusals ---

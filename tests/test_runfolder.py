@@ -263,3 +263,12 @@ def test_default_folders_are_told_apart_even_within_one_second(tmp_path: Path) -
         "Llama_3-zero3-20260203-040506-3",
     ]
     assert all(path.is_dir() for path in paths)
+
+
+def test_any_rank_can_say_why_it_failed(folder: RunFolder) -> None:
+    folder.append_event("begun")
+    RunFolder(folder.path).append_failure(3, step=7, message="no memory")
+    folder.append_event("ended")
+    begun, failed, ended = folder.read_events()
+    assert (begun["kind"], ended["kind"]) == ("begun", "ended")
+    assert (failed["kind"], failed["rank"], failed["step"]) == ("failed", 3, 7)

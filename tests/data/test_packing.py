@@ -183,3 +183,10 @@ def test_too_little_text_has_no_window(tmp_path: Path) -> None:
     tokens = case.splits["train"].num_tokens
     assert case.packed(seq_len=tokens - 1).num_windows == 1
     assert case.packed(seq_len=tokens).num_windows == 0
+
+
+def test_inputs_and_labels_never_share_memory(tmp_path: Path) -> None:
+    """Of a single window both would else be views of one array: what evaluation blanks in the
+    labels would be blanked in the inputs."""
+    windows = make(tmp_path).packed().read(np.array([0]))
+    assert not np.shares_memory(windows.ids, windows.labels)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from harness.config import RunConfig
-from harness.engine.build import _with_buildable_optimizer
+from harness.engine.build import _require_document_mask, _with_buildable_optimizer
+from harness.errors import ConfigError
 from harness.models.pieces import pieces
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan import make_plan
@@ -76,6 +79,28 @@ def test_without_a_compiler_torch_adam_takes_over_on_a_gpu_and_an_event_says_so(
     assert [event["kind"] for event in events] == ["fallback"]
     assert config["optimizer"]["params"]["torch_adam"]
     assert "torch_adam" not in plan.deepspeed["optimizer"]["params"]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"model_type": "opt", "ffn_dim": 64, "max_position_embeddings": 128}, "opt models ignore"),
+        ({"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 128}, None),
+    ],
+)
+def test_a_model_that_ignores_document_boundaries_is_refused_where_they_matter(
+    model: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **model}))
+    plan = make_plan(RunConfig.model_validate({"model": {"name": str(tmp_path)}}), {}, World())
+    empty = skeleton(hf_config(plan.model_config), torch.float32)
+    if told is None:
+        _require_document_mask(plan, empty)
+        return
+    with pytest.raises(ConfigError, match=told) as caught:
+        _require_document_mask(plan, empty)
+    assert "data.document_mask=false" in str(caught.value)
 
 
 def test_without_a_compiler_offload_names_the_package_to_install(

@@ -15,3 +15,11 @@ def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     processes._find_own_ninja()
     assert shutil.which("ninja") == str(Path(sys.executable).with_name("ninja"))
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("gpu[07-09,12],cpu1", "gpu07"), ("node1,node2", "node1"), ("a-b.c", "a-b.c"), ("", "")],
+)
+def test_the_first_host_of_slurms_list(nodelist: str, host: str) -> None:
+    assert processes.first_host(nodelist) == host

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.models.pieces import pieces
-from harness.models.skeleton import decayed_parameters, hf_config, skeleton
+from harness.models.skeleton import decayed_parameters, hf_config, separates_documents, skeleton
 
 LLAMA = {
     "model_type": "llama",
@@ -74,3 +74,23 @@ def test_pieces_hold_every_parameter_once() -> None:
 def test_an_unknown_model_type_is_refused() -> None:
     with pytest.raises(ValueError, match="nonesuch"):
         hf_config({**LLAMA, "model_type": "nonesuch"})
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "separates"),
+    [
+        (LLAMA, True),
+        (GPT2, True),
+        ({**LLAMA, "model_type": "mixtral"}, True),
+        ({**LLAMA, "model_type": "qwen3", "head_dim": 8}, True),
+        ({**SIZES, "model_type": "gpt_neox", "intermediate_size": 64}, True),
+        ({**SIZES, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32}, False),
+        ({**SIZES, "model_type": "falcon"}, False),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_which_models_heed_document_boundaries(config: dict[str, object], separates: bool) -> None:
+    assert separates_documents(empty(config)) is separates

@@ -95,3 +95,8 @@ def test_bf16_of_a_cpu_is_read_from_the_kernel(tmp_path, monkeypatch, flags, exp
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
     assert cpu_has_bf16() is expected
+
+
+def test_an_accelerator_that_is_named_is_taken_at_its_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "NVIDIA_CONTROL", tmp_path / "nvidiactl")  # absent, as under WSL
+    assert find_accelerator({"DS_ACCELERATOR": "cuda"}) == "cuda"
