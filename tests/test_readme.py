@@ -34,7 +34,9 @@ SHRUNK = shlex.split(
 INSTEAD = {
     "make demo": "make -n demo",  # the job itself: test_run.py and the learning test
     "make test": "make -n test",  # this
-    "srun python harness/train.py": "python harness/train.py --dry-run",  # no cluster here
+    "srun python harness/train.py": "python harness/train.py --dry-run",  # test_slurm.py
+    "source slurm/site.env": "bash slurm/site.env",
+    "sbatch": "bash -n slurm/train.sbatch",  # the job itself: test_slurm.py
     "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
     "python tools/check_parity.py --cells": "python tools/check_parity.py --help",  # test_parity.py
 }

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import warnings
+from collections.abc import Mapping
 
 import torch
 
@@ -21,7 +22,7 @@ def join(world: World) -> torch.device:
     if world.world_size == 1:
         port = _free_port()
     elif world.launcher == "slurm":
-        address = first_host(os.environ.get("SLURM_STEP_NODELIST", "")) or address
+        address = _slurm_address(os.environ) or address
         # Jobs that share a node must not meet at one port.
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 10000
     os.environ.setdefault("MASTER_ADDR", address)
@@ -61,6 +62,19 @@ def first_host(nodelist: str) -> str:
     """The first host of Slurm's compressed list: "gpu[07-09,12],cpu1" -> "gpu07"."""
     found = re.match(r"([^,\[]+)(?:\[(\d+))?", nodelist)
     return found[1] + (found[2] or "") if found else ""
+
+
+def _slurm_address(environ: Mapping[str, str]) -> str | None:
+    """Where rank 0 can be reached: its host's name, or srun's own address where that is not known.
+
+    srun of a batch script runs on the first node, which is rank 0's.
+    """
+    host = first_host(environ.get("SLURM_STEP_NODELIST", ""))
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    return host or None
 
 
 def leave() -> None:

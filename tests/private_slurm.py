@@ -1,0 +1,132 @@
+"""A real Slurm of two nodes on this machine, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.two_ranks import REPOSITORY, free_port
+
+NODES = ("n1", "n2")
+NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "munge", "unmunge")
+
+
+class CannotStart(Exception):
+    """Why there is no Slurm here."""
+
+
+class PrivateSlurm:
+    """Starts munge where it does not run, slurmctld and two slurmd; ends what it started."""
+
+    def __init__(self, folder: Path) -> None:
+        missing = [name for name in NEEDED if shutil.which(name) is None]
+        if missing:
+            raise CannotStart(f"not installed: {', '.join(missing)} (apt install slurm-wlm munge)")
+        if os.geteuid() != 0:
+            raise CannotStart("slurmd and munged are started as root")
+        self.folder = folder
+        self.munged: subprocess.Popen[bytes] | None = None
+        self._start_munge()
+        self.conf = folder / "slurm.conf"
+        self.conf.write_text(self._configuration())
+        (folder / "state").mkdir()
+        self.env = {**os.environ, "SLURM_CONF": str(self.conf)}
+        self.daemons = [self._daemon("slurmctld", "-D")]
+        self.daemons += [self._daemon("slurmd", "-D", "-N", node) for node in NODES]
+        deadline = time.monotonic() + 60
+        while "idle" not in self.run("sinfo", "--noheader", "--format=%T %D"):
+            if time.monotonic() > deadline:
+                logs = "\n".join(path.read_text()[-500:] for path in folder.glob("*.log"))
+                self.close()
+                raise CannotStart(f"the nodes did not come up:\n{logs}")
+            time.sleep(0.2)
+
+    def run(self, *command: object) -> str:
+        """Standard output of a client command."""
+        words = [str(word) for word in command]
+        done = subprocess.run(words, env=self.env, capture_output=True, text=True, cwd=REPOSITORY)
+        return done.stdout.strip()
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, ...; DONE for a job that Slurm has forgotten."""
+        return self.run("squeue", "--noheader", "--format=%T", "--job", job) or "DONE"
+
+    def close(self) -> None:
+        """End the daemons that were started here."""
+        for process in (*self.daemons, *filter(None, [self.munged])):
+            process.send_signal(signal.SIGTERM)
+        for process in (*self.daemons, *filter(None, [self.munged])):
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _start_munge(self) -> None:
+        if self._munge_works():
+            return
+        try:
+            user = pwd.getpwnam("munge")
+        except KeyError:
+            raise CannotStart("there is no user munge") from None
+        Path("/run/munge").mkdir(exist_ok=True)
+        os.chown("/run/munge", user.pw_uid, user.pw_gid)
+        command = ["su", "-s", "/bin/sh", "munge", "-c", "exec munged --foreground"]
+        with (self.folder / "munged.log").open("wb") as log:
+            self.munged = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 15
+        while not self._munge_works():
+            if time.monotonic() > deadline:
+                self.munged.terminate()
+                raise CannotStart("munge does not answer")
+            time.sleep(0.2)
+
+    def _munge_works(self) -> bool:
+        done = subprocess.run("munge -n | unmunge", shell=True, capture_output=True)
+        return done.returncode == 0
+
+    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{'-'.join(command)}.log").open("wb") as log:
+            return subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
+
+    def _configuration(self) -> str:
+        at = self.folder
+        ports = [free_port() for _ in NODES]
+        nodes = [
+            f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=1 "
+            "RealMemory=4000"
+            for node, port in zip(NODES, ports, strict=True)
+        ]
+        return "\n".join(
+            [
+                "ClusterName=private",
+                "SlurmctldHost=localhost(127.0.0.1)",
+                "SlurmUser=root",
+                "AuthType=auth/munge",
+                "AuthInfo=cred_expire=5",  # how long a requeued job waits
+                f"SlurmctldPort={free_port()}",
+                f"StateSaveLocation={at}/state",
+                f"SlurmdSpoolDir={at}/spool-%n",
+                f"SlurmctldPidFile={at}/slurmctld.pid",
+                f"SlurmdPidFile={at}/slurmd-%n.pid",
+                "ProctrackType=proctrack/linuxproc",
+                "TaskPlugin=task/none",
+                "SwitchType=switch/none",
+                "MpiDefault=none",
+                "ReturnToService=2",
+                "SchedulerType=sched/backfill",
+                "SelectType=select/cons_tres",
+                "SelectTypeParameters=CR_Core",
+                "JobAcctGatherType=jobacct_gather/none",
+                "AccountingStorageType=accounting_storage/none",
+                "JobRequeue=1",
+                "SlurmdParameters=config_overrides",
+                *nodes,
+                f"PartitionName=main Nodes={','.join(NODES)} Default=YES State=UP",
+                "",
+            ]
+        )
