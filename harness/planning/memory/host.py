@@ -29,8 +29,10 @@ def loading(inputs: Inputs) -> list[Held]:
         # from_pretrained reads a rank's whole model before it moves to the device.
         size = inputs.element_bytes * inputs.parameters
     else:
-        # Weights are drawn in fp32 on the CPU, a tensor at a time (models/initialize.py).
-        size = FP32 * max(tensor.numel for tensor in inputs.shape.tensors())
+        # Weights are drawn in fp32 on the CPU, a piece at a time (models/initialize.py).
+        body = inputs.shape.body
+        parts = (body.before, *body.layers, body.after)
+        size = FP32 * max(sum(tensor.numel for tensor in part) for part in parts)
     return [Held("weights being made", size, building, "read", "host")]
 
 
