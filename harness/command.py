@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.assignments import assign_all
-from harness.config import RunConfig
+from harness.config import RunConfig, described_keys
 from harness.config_file import load_run_config
 from harness.ds_config import Source, read_ds_json
 from harness.errors import ConfigError
@@ -45,6 +45,15 @@ class Command:
     local_rank: int | None = None
 
 
+class _Keys(argparse.Action):
+    """Prints the keys of the run config and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """As argparse calls it."""
+        print(*described_keys(), sep="\n")
+        parser.exit()
+
+
 def parse_command(argv: Sequence[str] | None = None) -> Command:
     """Parse the command line; argparse exits with code 2 and a message for what it does not know.
 
@@ -74,6 +83,13 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan and stop; needs no device"
+    )
+    parser.add_argument(
+        "--keys",
+        action=_Keys,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="list every key of the run config with its default",
     )
     parser.add_argument(
         "--trust-remote-code",

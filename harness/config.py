@@ -8,10 +8,18 @@ the file's (`train.steps=10` beats `tokens = ...`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 # Keys of which at most one may be given.
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
@@ -197,7 +205,13 @@ class ResumeConfig(_Section):
     """What may change when a run is resumed."""
 
     allow: list[str] = Field(default_factory=list)
-    """Keys that may differ from the run being resumed."""
+    """Keys that may differ from the run being resumed: resume.allow=optim.lr,data.path."""
+
+    @field_validator("allow", mode="before")
+    @classmethod
+    def _as_typed(cls, value: Any) -> Any:
+        """In a shell a list loses its quotes, and one key needs no list."""
+        return re.findall(r"[\w.]+", value) if isinstance(value, str) else value
 
 
 class RunConfig(_Section):
@@ -259,3 +273,15 @@ def known_keys() -> list[str]:
         for section, field in RunConfig.model_fields.items()
         for name in field.annotation.model_fields  # type: ignore[union-attr]
     ]
+
+
+def described_keys() -> list[str]:
+    """A line for every key: its default, and what it is."""
+    lines = []
+    for key in known_keys():
+        section, _, name = key.partition(".")
+        field = RunConfig.model_fields[section].annotation.model_fields[name]  # type: ignore[union-attr]
+        default = field.get_default(call_default_factory=True)
+        text = " ".join((field.description or "").split())
+        lines.append(f"{key} = {default!r}".ljust(36) + f"  {text}")
+    return lines

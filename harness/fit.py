@@ -12,6 +12,7 @@ from pathlib import Path
 from harness.planning.memory.changes import helpful_changes
 from harness.planning.memory.inputs import GIB
 from harness.planning.memory.timeline import Estimate
+from harness.planning.world import World
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -34,20 +35,31 @@ def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -
     ]
 
 
+def shortages_here(estimate: Estimate, world: World) -> list[str]:
+    """The same for the machine that this is."""
+    on_gpu = world.accelerator == "cuda"
+    return shortages(estimate, free_on_gpu(world.local_rank) if on_gpu else None, free_on_host())
+
+
 def memory_line(estimate: Estimate) -> str:
     """Where the peak is and what it is made of, in one line."""
     worst = estimate.worst
     parts = sorted(worst.phase(worst.peak_phase).items(), key=lambda part: -part[1])[:3]
     largest = ", ".join(f"{name} {_gib(size)}" for name, size in parts)
+    host = estimate.host_bytes_per_node
+    if estimate.inputs.accelerator == "cpu":
+        host = estimate.cpu_rank_bytes * estimate.inputs.gpus_per_node
     return (
         f"{_gib(worst.peak)} in tensors per rank at most, in {worst.peak_phase} ({largest}); "
-        f"{_gib(estimate.host_bytes_per_node)} of host memory per node"
+        f"{_gib(host)} of host memory per node"
     )
 
 
 def changes_that_help(estimate: Estimate, room_bytes: int | None) -> str:
     """The gentlest single changes that make it fit `room_bytes`, or those that save most."""
     changes = helpful_changes(replace(estimate, device_bytes=room_bytes))
+    if estimate.inputs.accelerator == "cpu":  # more ranks and offload fill the same memory
+        changes = [c for c in changes if "offload" not in c.text and "GPU" not in c.text]
     fitting = [change for change in changes if change.estimate.verdict.startswith("fits")]
     chosen = fitting or sorted(changes, key=lambda change: -change.saved_bytes)
     listed = ", ".join(f"{c.text} (-{_gib(c.saved_bytes)})" for c in chosen[:_CHANGES_SHOWN])
@@ -66,8 +78,8 @@ def _short(
     if ranks_sharing:
         advice = changes_that_help(estimate, free // ranks_sharing)
     return [
-        f"the run needs {_gib(needed)} of {what} memory, but {_gib(free)} are free "
-        f"({memory_line(estimate)}): {advice}; plan.force=true tries it all the same"
+        f"the run needs {_gib(needed)} of {what} memory, but {_gib(free)} are free: {advice}; "
+        "plan.force=true tries it all the same"
     ]
 
 

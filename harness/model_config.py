@@ -52,8 +52,10 @@ def load_model_config(run: RunConfig) -> tuple[dict[str, Any], str]:
     return config, source
 
 
-def find_model_config(name: str, origin: str = "default") -> tuple[dict[str, Any], str]:
-    """The config that `model.name` stands for, unchanged, and its source. Raises ConfigError."""
+def find_model_config(
+    name: str, origin: str = "default", key: str = "model.name"
+) -> tuple[dict[str, Any], str]:
+    """The config that a name stands for, unchanged, and its source. Raises ConfigError."""
     preset = PRESETS / f"{name}.toml"
     if name in preset_names():
         return tomllib.loads(preset.read_text(encoding="utf-8"))["config"], f"preset {name}"
@@ -61,8 +63,8 @@ def find_model_config(name: str, origin: str = "default") -> tuple[dict[str, Any
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")):
-        raise ConfigError(f"model.name is {name!r} ({origin}): there is no such file or folder")
-    return _read_config(_from_hub(name, origin), name), name
+        raise ConfigError(f"{key} is {name!r} ({origin}): there is no such file or folder")
+    return _read_config(_from_hub(name, origin, key), name), name
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
@@ -81,7 +83,7 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
     return config
 
 
-def _from_hub(name: str, origin: str) -> Path:
+def _from_hub(name: str, origin: str, key: str) -> Path:
     """Path of the hub's config.json in the local cache, downloaded if need be."""
     try:
         from huggingface_hub import hf_hub_download
@@ -90,7 +92,7 @@ def _from_hub(name: str, origin: str) -> Path:
     except Exception as error:  # the hub raises a dozen unrelated classes; all mean "not there"
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ConfigError(
-            f"model.name is {name!r} ({origin}): it is no preset ({', '.join(preset_names())}), "
+            f"{key} is {name!r} ({origin}): it is no preset ({', '.join(preset_names())}), "
             f"no file or folder here, and the hub did not give its config.json ({reason})"
             f"{did_you_mean(name, preset_names())}"
         ) from None

@@ -221,7 +221,8 @@ def _weights_problems(run: RunConfig, shape: Shape) -> Iterator[str]:
     source = run.model.init_from
     if source is None:
         return
-    theirs = Shape.from_hf(find_model_config(source, run.origin("model.init_from"))[0])
+    given_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
+    theirs = Shape.from_hf(given_config)
     ours, given = ({t.name: t.shape for t in s.tensors()} for s in (shape, theirs))
     wrong = [name for name in ours if ours[name] != given.get(name)]
     wrong += [name for name in given if name not in ours]

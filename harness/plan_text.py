@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from harness.ds_config import value_of
-from harness.fit import memory_line
+from harness.fit import memory_line, shortages_here
 from harness.planning.shape import num_parameters, parameters_by_kind
 
 if TYPE_CHECKING:
@@ -18,8 +18,10 @@ _LABEL_WIDTH = 15
 
 def describe(plan: Plan) -> str:
     """The summary and the resolved JSON."""
+    short = shortages_here(plan.estimate, plan.world) if plan.estimate else []
+    verdict = f"{'this machine':<{_LABEL_WIDTH}}{'; '.join(short) or 'can hold it'}"
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
-    return "\n".join([summary(plan), "", title, json.dumps(plan.deepspeed, indent=2)])
+    return "\n".join([summary(plan), verdict, "", title, json.dumps(plan.deepspeed, indent=2)])
 
 
 def summary(plan: Plan) -> str:

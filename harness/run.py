@@ -43,7 +43,8 @@ def train(run: Run) -> ExitCode:
         code = stop.code
         outcome = "stopped" if code == ExitCode.STOPPED else "diverged"
         run.event(outcome, step=run.state.step, message=stop.message)
-        run.progress.say(f"{outcome} at step {run.state.step}: {stop.message}")
+        again = f"; run.dir={run.folder.path} resumes it" if outcome == "stopped" else ""
+        run.progress.say(f"{outcome} at step {run.state.step}: {stop.message}{again}")
     except BaseException as error:
         code = getattr(error, "code", 1)
         if is_out_of_memory(error):
@@ -142,7 +143,8 @@ def _finish(run: Run) -> None:
     if run.is_writer and small:
         run.progress.say(
             f"held-out loss {found:.2f} nats per token; token frequencies alone give "
-            f"{run.data.unigram_nats:.2f}, pairs of tokens {run.data.bigram_nats:.2f}"
+            f"{run.data.unigram_nats:.2f}, and counted pairs of tokens, which longer runs "
+            f"overtake, {run.data.bigram_nats:.2f}"
         )
     if plan.run.sample.tokens:
         text = sample_text(

@@ -16,7 +16,7 @@ from harness.checkpoint.store import CheckpointStore, TrainState
 from harness.data.build import Data, DataSpec, build_data
 from harness.engine.processes import join
 from harness.errors import ConfigError
-from harness.fit import free_on_gpu, free_on_host, shortages
+from harness.fit import shortages_here
 from harness.guard.signals import StopGuard
 from harness.live_memory import MemoryCheck
 from harness.lr_and_batch import Schedule, steps_in_epochs
@@ -138,9 +138,7 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     """Refuse what this machine cannot hold; under plan.force it is an event instead."""
     if plan.estimate is None:
         return []
-    on_gpu = plan.world.accelerator == "cuda"
-    free_gpu = free_on_gpu(plan.world.local_rank) if on_gpu else None
-    problems = shortages(plan.estimate, free_gpu, free_on_host())
+    problems = shortages_here(plan.estimate, plan.world)
     if problems and not plan.run.plan.force:
         raise ConfigError(problems)
     return [{"kind": "forced", "message": problem} for problem in problems]

@@ -93,3 +93,9 @@ def test_two_unreadable_files_are_both_reported(tmp_path):
 def test_an_impossible_environment_is_a_config_error():
     environ = {"RANK": "2", "WORLD_SIZE": "2"}
     assert "rank 2 of 2" in problems_of(environ=environ)[0]
+
+
+def test_keys_are_listed_on_demand(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse_command(["--keys"])
+    assert "optim.lr = 0.003" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import typing
 import pytest
 from pydantic import BaseModel
 
-from harness.config import RunConfig, known_keys
+from harness.config import RunConfig, described_keys, known_keys
 from harness.config_file import load_run_config
 from harness.errors import ConfigError
 
@@ -168,3 +168,17 @@ def test_every_field_says_what_it_is():
         assert annotation.__doc__
         for name, field in annotation.model_fields.items():
             assert field.description, name
+
+
+@pytest.mark.parametrize("text", ["optim.lr,data.path", "[optim.lr, data.path]"])
+def test_keys_that_may_change_need_no_quotes(text):
+    """A shell takes the quotes of a list away."""
+    run = RunConfig.model_validate({"resume": {"allow": text}})
+    assert run.resume.allow == ["optim.lr", "data.path"]
+
+
+def test_every_key_is_described_with_its_default():
+    lines = described_keys()
+    assert [line.partition(" = ")[0] for line in lines] == known_keys()
+    assert any(line.startswith("train.global_batch = 48 ") for line in lines)
+    assert all(line.endswith(".") for line in lines)

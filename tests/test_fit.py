@@ -145,3 +145,11 @@ def test_the_driver_is_asked_for_the_gpu_of_the_rank(
 def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert fit.free_on_gpu(0, {}) is None
+
+
+def test_cpu_ranks_are_not_told_to_offload_to_the_memory_that_is_full() -> None:
+    found = estimate({"zero_optimization": {"stage": 1}}, "cpu", **LLAMA)
+    (problem,) = fit.shortages(found, None, 2 * GIB)
+    assert "model.checkpointing=full" in problem
+    assert "offload" not in problem
+    assert "GPUs" not in problem

@@ -52,7 +52,7 @@ def test_a_folder_and_a_file(folder):
 def test_a_hub_id_is_asked_last(folder, monkeypatch):
     asked = []
 
-    def from_hub(name, origin):
+    def from_hub(name, origin, key):
         asked.append(name)
         return folder / "config.json"
 

@@ -470,3 +470,10 @@ def test_weights_with_more_layers_than_the_model_are_refused():
     )
     assert "h.3" in problem
     assert "not there" in problem
+
+
+def test_weights_that_are_not_there_are_blamed_on_their_own_key():
+    (problem,) = problems_of({}, "model.init_from=./nowhere")
+    assert (
+        problem == "model.init_from is './nowhere' (command line): there is no such file or folder"
+    )

@@ -249,7 +249,7 @@ def test_another_learning_rate_is_refused_until_it_is_allowed(
     assert "optim.lr is 0.0001, but the run in this folder has" in refused.output
     assert not refused.left_in_shared_memory
     before = raw_metrics(undisturbed)
-    allowed = run_ranks([*other, "resume.allow=['optim.lr']"], tmp_path / "allowed")
+    allowed = run_ranks([*other, "resume.allow=optim.lr"], tmp_path / "allowed")
     assert allowed.codes == [0, 0], allowed.output
     # And a finished run started again does nothing.
     assert raw_metrics(undisturbed) == before

@@ -78,10 +78,9 @@ _PEAKS_HEADING = """\
 
 Bytes that the CPU's allocator held at most while the third step's gradients were accumulated and
 applied. Less exact, for three reasons. The model is so small that one tensor more or less is 4 %.
-gloo copies what NCCL gathers in place: the prediction of `apply` is up to 17 % low.
-And with several micro-batches gradient buffers of earlier ones linger until
-Python's cycle collector comes by: in zero2-bf16-4, `gc.collect()` before each micro-batch
-lowers the peak of rank 0 from 6.18 to 5.32 million bytes."""
+gloo copies what NCCL gathers in place. And with several micro-batches gradient buffers of earlier
+ones linger until Python's cycle collector comes by: in zero2-bf16-4, `gc.collect()` before each
+micro-batch lowers the peak of rank 0 from 6.18 to 5.32 million bytes."""
 
 
 def _heading(rows: list[Row]) -> str:

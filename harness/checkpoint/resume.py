@@ -23,7 +23,7 @@ def resume_problems(
     """
     return [
         f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: use its value, "
-        f"another run.dir, or resume.allow=['{key}'] to change it on purpose"
+        f"another run.dir, or resume.allow={key} to change it on purpose"
         for key, old, new in _differences(saved, planned)
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
     ]

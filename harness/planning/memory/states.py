@@ -104,7 +104,8 @@ def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     yield Held("master", FP32 * shard, ALWAYS, "measured")
     yield Held("moments", FP32 * 2 * shard, STEPPED, "measured")
     yield Held("fp32 gradient sums", FP32 * whole, ALWAYS, "measured")
-    yield Held("gradients", 2 * inputs.parameters, GRADIENTS - {"backward_first"}, "measured")
+    lives = (GRADIENTS | {"step"}) - {"backward_first"}
+    yield Held("gradients", 2 * inputs.parameters, lives, "measured")
     yield from _torch_adam(inputs, max(flat.shard for flat in flats))
 
 
@@ -140,13 +141,15 @@ def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> It
     else:
         whole = sum(flat.whole[rank] + flat.end_padding(rank) for flat in flats)
         begins = BACKWARD if inputs.zero.stage == 2 else frozenset()
-        yield Held("gradients", element * whole, begins | _REDUCED | {"cast"}, "measured")
+        lives = begins | _REDUCED | {"cast", "step"}
+        yield Held("gradients", element * whole, lives, "measured")
         if inputs.zero.stage == 2 and inputs.grad_accum > 1:
             # The sums so far, beside what this backward reduces.
             yield Held("gradients", element * whole, _FORWARD | BACKWARD, "read")
         # Group after group: the flat copy, and the fp32 gradient that the optimizer is given.
         largest = max(flat.shard for flat in flats)
-        yield Held("flat gradients", element * largest, frozenset({"cast"}), "measured")
+        flat_lives = frozenset({"cast"} if element != FP32 else {"cast", "step"})
+        yield Held("flat gradients", element * largest, flat_lives, "measured")
         if element != FP32:
             yield Held("fp32 gradients", FP32 * largest, frozenset({"cast", "step"}), "measured")
     if inputs.zero.stage == 1:
