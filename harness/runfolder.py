@@ -15,6 +15,7 @@ Reading needs nothing but `RunFolder(path)`; writing needs `open()`, which only 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -105,7 +106,8 @@ class RunFolder:
         first often is not the one that writes. One short line, which the system appends whole.
         """
         line = {"time": _now(), "attempt": self.attempt, "kind": kind, "rank": rank, **fields}
-        with self.events_path.open("a", encoding="utf-8") as file:
+        # A full disk, or a node that does not see the folder, must not hide what is being recorded.
+        with contextlib.suppress(OSError), self.events_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
 
     def _append(self, path: Path, record: dict[str, Any]) -> None:

@@ -272,3 +272,7 @@ def test_any_rank_can_say_why_it_failed(folder: RunFolder) -> None:
     begun, failed, ended = folder.read_events()
     assert (begun["kind"], ended["kind"]) == ("begun", "ended")
     assert (failed["kind"], failed["rank"], failed["step"]) == ("failed", 3, 7)
+
+
+def test_a_failure_that_cannot_be_recorded_hides_nothing(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "not here").append_failure(1, step=2, message="the real reason")
