@@ -16,7 +16,7 @@ from tests.private_slurm import CannotStart, PrivateSlurm
 from tests.two_ranks import REPOSITORY, run_ranks, train_command, wait_for, write_corpus
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
-STEPS = 30
+STEPS = 20
 # Steps that take long enough to be stopped in the middle.
 LONGER = ("data.seq_len=128", "train.global_batch=16", f"train.steps={STEPS}", "eval.every=0")
 
