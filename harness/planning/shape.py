@@ -63,15 +63,23 @@ def active_parameters(shape: Shape) -> int:
 
     Lookups (embeddings, positions), norms and biases do no multiplication worth counting.
     """
-    total = 0
-    for tensor in shape.tensors():
-        if tensor.kind == "experts":
-            total += tensor.numel * shape.experts_per_token // shape.num_experts
-        elif tensor.kind != "embedding" and len(tensor.shape) == 2:
-            total += tensor.numel
+    return sum(_active_per_unit(shape))
+
+
+def _active_per_unit(shape: Shape) -> list[int]:
+    """The same for each of `Body.units`; a tied head is work of the last."""
+    totals = []
+    for unit in shape.body.units:
+        experts = sum(tensor.numel for tensor in unit if tensor.kind == "experts")
+        totals.append(experts * shape.experts_per_token // (shape.num_experts or 1))
+        totals[-1] += sum(
+            tensor.numel
+            for tensor in unit
+            if tensor.kind not in ("embedding", "experts") and len(tensor.shape) == 2
+        )
     if shape.tied:
-        total += shape.body.before[0].numel
-    return total
+        totals[-1] += shape.body.before[0].numel
+    return totals
 
 
 def flops_per_token(shape: Shape, seq_len: int) -> float:
@@ -85,5 +93,12 @@ def flops_per_token(shape: Shape, seq_len: int) -> float:
 
     MFU = tokens per second x this / peak operations per second.
     """
+    return float(sum(flops_per_unit(shape, seq_len)))
+
+
+def flops_per_unit(shape: Shape, seq_len: int) -> list[int]:
+    """The same for each of `Body.units`: before the layers, every layer, after them."""
     contexts = (min(seq_len, window or seq_len) for window in shape.sliding_windows)
-    return 6.0 * active_parameters(shape) + 12.0 * shape.q_size * sum(contexts)
+    attention = [0, *(12 * shape.q_size * context for context in contexts), 0]
+    weights = _active_per_unit(shape)
+    return [6 * active + scores for active, scores in zip(weights, attention, strict=True)]

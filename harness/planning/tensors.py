@@ -41,6 +41,11 @@ class Body:
     after: tuple[Tensor, ...]
     """Final norm and head; names within the model.  A tied head has no tensor of its own."""
 
+    @property
+    def units(self) -> tuple[tuple[Tensor, ...], ...]:
+        """What a pipeline may cut between: before the layers, every layer, after them."""
+        return self.before, *self.layers, self.after
+
 
 def build_body(sizes: Sizes, keys: Keys) -> Body:
     """The tensors that the modules of the model's family come to; families.toml has the grammar."""

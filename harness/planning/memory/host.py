@@ -30,9 +30,8 @@ def loading(inputs: Inputs) -> list[Held]:
         size = inputs.element_bytes * inputs.parameters
     else:
         # Weights are drawn in fp32 on the CPU, a piece at a time (models/initialize.py).
-        body = inputs.shape.body
-        parts = (body.before, *body.layers, body.after)
-        size = FP32 * max(sum(tensor.numel for tensor in part) for part in parts)
+        units = inputs.shape.body.units
+        size = FP32 * max(sum(tensor.numel for tensor in unit) for unit in units)
     return [Held("weights being made", size, building, "read", "host")]
 
 
