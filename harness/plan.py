@@ -28,6 +28,7 @@ from harness.errors import ConfigError
 from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
 from harness.model_config import find_model_config, load_model_config, max_positions
+from harness.plan_pipeline import notes, num_stages, stage_bounds
 from harness.plan_text import describe
 from harness.planning.grid import Grid
 from harness.planning.memory.timeline import Estimate
@@ -69,6 +70,8 @@ class Plan:
     """Samples that a rank takes at once."""
     grad_accum: int
     """Micro-batches per optimizer step."""
+    stages: tuple[int, ...] | None = None
+    """Bounds of the pipeline stages over the model's units (planning/stages.py); None without."""
     events: tuple[Event, ...] = ()
 
     @property
@@ -156,8 +159,11 @@ def make_plan(
         problems += error.problems
     except ValueError as error:
         problems.append(f"model.name is {run.model.name!r} ({model_source}): {error}")
+    stages, wrong = stage_bounds(ds, run, config, shape, ds_source)
+    problems += wrong
     if problems or batch is None:
         raise ConfigError(problems)
+    events += notes(ds, shape, batch.grad_accum)
     hidden_sizes = (config[key] for key in ("hidden_size", "n_embd", "d_model") if key in config)
     fill_in(ds, run, batch, world, grid, next(hidden_sizes, None))
     return Plan(
@@ -175,6 +181,7 @@ def make_plan(
         global_batch=batch.global_batch,
         micro_batch=batch.micro_batch,
         grad_accum=batch.grad_accum,
+        stages=stages,
         events=(*events, *overrides(given, ds)),
     )
 
@@ -194,11 +201,10 @@ def check_json(
 
 def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[str]) -> Grid:
     """How the ranks are split; the plain data-parallel grid where that does not divide."""
-    stages = value_of(ds, "pipeline.stages")
     try:
         return Grid(
             world.world_size,
-            pipeline=max(1, stages) if isinstance(stages, int) else 1,
+            pipeline=num_stages(ds),
             tensor=max(1, value_of(ds, "tensor_parallel.autotp_size")),  # DeepSpeed's 0 means off
             sequence=max(1, value_of(ds, "sequence_parallel_size")),
         )

@@ -202,6 +202,7 @@ def zero(stage, **section):
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True}}
+PIPELINE = {"pipeline": {"stages": 2}}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,19 @@ FP16 = {"fp16": {"enabled": True}}
             zero(2, offload_optimizer={"device": "cpu", "super_offload": True}),
             "zero_optimization.offload_optimizer.super_offload is True (ds.json): it needs stage 3",
         ),
-        ({"pipeline": {"stages": 2}}, "pipeline.stages is 2 (ds.json): not built yet"),
+        (
+            {**zero(2), **PIPELINE},
+            "zero_optimization.stage is 2 (ds.json): ZeRO 2 and 3 partition gradients after",
+        ),
+        ({**zero(0), **FP16, **PIPELINE}, "zero_optimization.stage is 0 (ds.json): with fp16"),
+        (
+            {**zero(0), **BF16, **PIPELINE, "data_types": {"grad_accum_dtype": "fp32"}},
+            "data_types.grad_accum_dtype is 'fp32' (ds.json): under pipeline stages it needs",
+        ),
+        (
+            {**zero(1, offload_optimizer={"device": "cpu"}), **PIPELINE},
+            "zero_optimization.offload_optimizer.device is 'cpu' (ds.json): nobody has tried it",
+        ),
         (
             {"tensor_parallel": {"autotp_size": 2}},
             "tensor_parallel.autotp_size is 2 (ds.json): not",
@@ -273,6 +286,8 @@ def test_what_deepspeed_gets_wrong_or_is_not_built_is_refused(ds, expected):
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         {"pipeline": {"stages": "auto"}, "tensor_parallel": {"autotp_size": 0}},
         zero(2, offload_optimizer={"device": "none"}, zenflow=None),
+        {**zero(0), **BF16, **PIPELINE},
+        {**zero(1), **FP16, **PIPELINE},
     ],
 )
 def test_what_works_is_not_refused(ds):

@@ -32,7 +32,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {"config": "config config_file", "ds_config": "ds_config"},
     {
-        "plan": "plan plan_text command model_config ds_adopt ds_resolve estimate fit",
+        "plan": "plan plan_text plan_pipeline command model_config ds_adopt ds_resolve estimate "
+        "fit",
         "runfolder": "runfolder",
     },
     {

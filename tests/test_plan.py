@@ -435,7 +435,7 @@ print(took_s)
 @pytest.mark.parametrize(
     ("ds", "expected"),
     [
-        ({"pipeline": {"stages": "two"}}, "pipeline.stages is 'two' (ds.json): not built yet"),
+        ({"pipeline": {"stages": "two"}}, "pipeline.stages is 'two' (ds.json): it must be a whole"),
         ({"fp16": "auto"}, "fp16 is 'auto' (ds.json): it must be an object"),
     ],
 )

@@ -89,6 +89,9 @@ _TYPES_BY_HAND: dict[str, list[str]] = {
     "data_efficiency.data_sampling.dynamic_batching.max_batch_size": ["integer"],
     "datastates_ckpt": ["object", "boolean"],
 }
+# Types that a key has here besides DeepSpeed's: a split over pipeline stages is ours to make, and
+# may be given as decoder layers per stage.
+_WIDENED = {"pipeline.partition": ["array"]}
 # Smallest values that DeepSpeed asserts far from its parsers.
 _MINIMUM_BY_HAND = {
     "train_batch_size": 1,
@@ -224,6 +227,7 @@ def _leaf(path: str, default: Any) -> Node:
     kinds = _TYPES_BY_HAND.get(path)
     if kinds is None:
         kinds = ["string"] if default is None else [_JSON_TYPES[type(default)]]
+    kinds = [*kinds, *_WIDENED.get(path, ())]
     if default is None:
         kinds = [*kinds, "null"]
     choices = _CHOICES_BY_HAND.get(path)
