@@ -227,6 +227,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
         "zero_stage": plan.zero_stage,
         "precision": plan.precision,
         "offload_optimizer": offload,
+        "pipeline": plan.stages,
     }
 
 

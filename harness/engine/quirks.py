@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import shutil
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,6 +49,23 @@ def keeps_no_grad_norm(engine: Any) -> bool:
     return engine.zero_optimization_stage() == 0 and not (
         engine.fp16_enabled() or engine.bfloat16_enabled()
     )
+
+
+def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages.
+
+    DeepSpeed's `clip_grad_norm_` counts on the first stage alone what is not marked as split over
+    model-parallel ranks, and then multiplies by a norm that is too small: nothing is clipped.
+    """
+    for parameter in parameters:
+        parameter.model_parallel = not parameter.ds_pipe_replicated
+
+
+@contextlib.contextmanager
+def printing_nothing() -> Iterator[None]:
+    """Stop what PipelineModule prints whatever the log level."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 def replay_adam_steps(optimizer: Any) -> None:
