@@ -72,6 +72,12 @@ class PipelineEngine(ZeroEngine):
         """The whole model, without its weights: no rank has them all."""
         return self._whole
 
+    @property
+    def drops_out(self) -> bool:
+        """Whether a training step is random."""
+        config = self._whole.config.get_text_config(decoder=True).to_dict()
+        return any(value and "drop" in name for name, value in config.items())
+
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
         self.engine.module.train()
@@ -144,6 +150,11 @@ class PipelineEngine(ZeroEngine):
         """What really runs on this rank: classes, ZeRO stage, its layers, elements held."""
         place = self.plan.grid.coords(self.plan.world.rank).pipeline
         return {**super().describe(), "pipeline_stage": place}
+
+    def close(self) -> None:
+        """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
+        super().close()
+        quirks.forget_stages()
 
     @property
     def _held(self) -> nn.Module:

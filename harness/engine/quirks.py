@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch.utils import cpp_extension
 
 
@@ -59,6 +60,14 @@ def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
     """
     for parameter in parameters:
         parameter.model_parallel = not parameter.ds_pipe_replicated
+
+
+def forget_stages() -> None:
+    """Let a process build an engine without pipeline stages after one with stages was destroyed.
+
+    DeepSpeed keeps the rank grid in a global of its own, and takes it for the next engine's.
+    """
+    groups.mpu = None
 
 
 @contextlib.contextmanager
