@@ -54,4 +54,5 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         loads_weights=run.model.init_from is not None,
         gpus_per_node=plan.world.local_world_size,
         accelerator=plan.world.accelerator,
+        bounds=plan.stages,
     )

@@ -27,7 +27,7 @@ def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -
     """
     ranks = estimate.inputs.gpus_per_node
     if estimate.inputs.accelerator == "cpu":
-        return _short("host", estimate.cpu_rank_bytes * ranks, free_host, estimate, ranks)
+        return _short("host", estimate.cpu_bytes_per_node, free_host, estimate, ranks)
     needed = estimate.worst.peak + estimate.process_bytes
     return [
         *_short("GPU", needed, free_gpu, estimate, 1),
@@ -48,7 +48,7 @@ def memory_line(estimate: Estimate) -> str:
     largest = ", ".join(f"{name} {_gib(size)}" for name, size in parts)
     host = estimate.host_bytes_per_node
     if estimate.inputs.accelerator == "cpu":
-        host = estimate.cpu_rank_bytes * estimate.inputs.gpus_per_node
+        host = estimate.cpu_bytes_per_node
     return (
         f"{_gib(worst.peak)} in tensors per rank at most, in {worst.peak_phase} ({largest}); "
         f"{_gib(host)} of host memory per node"

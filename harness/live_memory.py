@@ -39,8 +39,7 @@ class MemoryCheck:
         self._cuda = device.type == "cuda"
         self._measured: dict[str, int] = {"built": self._held()}
         inputs = plan.estimate and plan.estimate.inputs
-        rank = plan.grid.coords(plan.world.rank).data
-        self._timeline = rank_timeline(inputs, rank) if inputs else None
+        self._timeline = rank_timeline(inputs, plan.world.rank) if inputs else None
 
     def step_done(self, step: int) -> list[Compared]:
         """After every step, before its metrics; the comparison after the last one watched."""

@@ -28,7 +28,7 @@ from harness.errors import ConfigError
 from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
 from harness.model_config import find_model_config, load_model_config, max_positions
-from harness.plan_pipeline import notes, num_stages, stage_bounds
+from harness.plan_pipeline import by_memory, notes, num_stages, stage_bounds
 from harness.plan_text import describe
 from harness.planning.grid import Grid
 from harness.planning.memory.timeline import Estimate
@@ -166,7 +166,7 @@ def make_plan(
     events += notes(ds, shape, batch.grad_accum)
     hidden_sizes = (config[key] for key in ("hidden_size", "n_embd", "d_model") if key in config)
     fill_in(ds, run, batch, world, grid, next(hidden_sizes, None))
-    return Plan(
+    plan = Plan(
         run=run,
         deepspeed=ds,
         deepspeed_given=copy.deepcopy(dict(ds_json)),
@@ -184,6 +184,7 @@ def make_plan(
         stages=stages,
         events=(*events, *overrides(given, ds)),
     )
+    return by_memory(plan)
 
 
 def check_json(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from harness.config import RunConfig
-from harness.ds_config import AUTO, Source, value_of
+from harness.ds_config import AUTO, Source, literal, value_of
+from harness.estimate import memory_inputs
+from harness.planning.memory.timeline import rank_timeline
 from harness.planning.shape import Shape
-from harness.planning.stages import Bounds, bounds_of, bubble, split, split_evenly
+from harness.planning.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
+
+if TYPE_CHECKING:
+    from harness.plan import Plan
 
 _KEY = "pipeline.partition"
-_BALANCES = ("time", "best")  # "best" is DeepSpeed's default, and no more than a word
+_BALANCES = ("time", "memory", "best")  # "best" is DeepSpeed's default, and no more than a word
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -28,7 +34,10 @@ def stage_bounds(
     shape: Shape | None,
     source: Source,
 ) -> tuple[Bounds | None, list[str]]:
-    """The split over pipeline stages, None without any, and what is wrong with it."""
+    """The split over pipeline stages, None without any, and what is wrong with it.
+
+    "memory" is balanced only once there is a plan: `by_memory`.
+    """
     stages, partition = num_stages(ds), value_of(ds, _KEY)
     asked = value_of(ds, "pipeline.stages")
     if not isinstance(asked, int) and asked != AUTO:
@@ -62,6 +71,34 @@ def stage_bounds(
 def _count_layers(config: Mapping[str, Any]) -> int | None:
     counts = (config.get(key) for key in _LAYER_COUNTS)
     return next((count for count in counts if isinstance(count, int)), None)
+
+
+def by_memory(plan: Plan) -> Plan:
+    """The plan with its stages balanced by memory, where that is asked for and can be counted.
+
+    The fullest rank then holds as little as possible at its peak.
+    """
+    inputs = memory_inputs(plan)
+    if plan.stages is None or inputs is None or literal(plan.deepspeed, _KEY) != "memory":
+        return plan
+    stages, units, windows = (
+        plan.grid.pipeline,
+        inputs.shape.body.units,
+        inputs.shape.sliding_windows,
+    )
+    first_ranks = [group[0] for group in plan.grid.groups("data")]
+    known: dict[Any, int] = {}
+
+    def peak(stage: int, begin: int, end: int) -> int:
+        """Of that stage, whatever the others hold; layers that are alike are counted once."""
+        alike = stage, tuple(map(id, units[begin:end])), windows[max(begin, 1) - 1 : end - 1]
+        if alike not in known:
+            bounds = (begin,) * (stage + 1) + (end,) * (stages - stage - 1) + (len(units),)
+            timeline = rank_timeline(replace(inputs, bounds=bounds), first_ranks[stage])
+            known[alike] = timeline.peak
+        return known[alike]
+
+    return replace(plan, stages=balanced(inputs.shape.num_layers, stages, peak))
 
 
 def notes(ds: Mapping[str, Any], shape: Shape | None, grad_accum: int) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ def test_host_memory_counts_all_ranks_of_the_node() -> None:
 
 def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:
     found = estimate({}, "cpu")
-    needed = 2 * found.cpu_rank_bytes
+    needed = 2 * found.worst.on_cpu
     assert needed > 2 * found.worst.most("host")
     assert fit.shortages(found, None, needed) == []
     assert len(fit.shortages(found, None, needed - 1)) == 1
@@ -84,7 +84,7 @@ def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:
 def test_a_cpu_rank_gets_no_pages_for_the_unused_part_of_a_bucket() -> None:
     tiny = estimate({"zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}, "cpu")
     assert tiny.worst.peak > 1.8 * GIB
-    assert tiny.cpu_rank_bytes < 1.0 * GIB
+    assert tiny.worst.on_cpu < 1.0 * GIB
 
 
 @pytest.fixture

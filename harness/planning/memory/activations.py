@@ -63,35 +63,42 @@ def layer_activations(inputs: Inputs, index: int) -> Layer:
 
 
 def activations(inputs: Inputs) -> list[Held]:
-    """Saved activations and the temporaries of the backward pass, of one micro-batch."""
-    evidence = activation_evidence(inputs)
+    """Saved activations and the temporaries of the backward pass.
+
+    Those of one micro-batch, or of all that a pipeline stage has in flight.
+    """
+    evidence, batches = activation_evidence(inputs), inputs.in_flight
     layers = [layer_activations(inputs, index) for index in range(inputs.shape.num_layers)]
     before_loss = frozenset({"forward", "loss"})
     everything = before_loss | {"backward_first"}
     held = []
     last, first = layers[-1], layers[0]
+
+    def saved(name: str, total: int, of_first: int) -> None:
+        """`total` of a micro-batch, of which the end of its backward pass needs `of_first`."""
+        held.append(Held(name, batches * total, everything, evidence))
+        left = (batches - 1) * total + of_first
+        held.append(Held(name, left, frozenset({"backward_last"}), evidence))
+
     if inputs.checkpointing == "full":
         boundary = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
-        held.append(Held("activations: layer inputs", len(layers) * boundary, everything, evidence))
-        held.append(
-            Held("activations: layer inputs", boundary, frozenset({"backward_last"}), evidence)
-        )
+        saved("activations: layer inputs", len(layers) * boundary, boundary)
         for phase, layer in (("backward_first", last), ("backward_last", first)):
             held.append(Held("recomputed layer", layer.total, frozenset({phase}), evidence))
     else:
         for kind in ("attention", "mlp", "norms"):
             total = sum(getattr(layer, kind) for layer in layers)
-            name = f"activations: {kind}"
-            held.append(Held(name, total, everything, evidence))
-            held.append(Held(name, getattr(first, kind), frozenset({"backward_last"}), evidence))
+            saved(f"activations: {kind}", total, getattr(first, kind))
     full = inputs.checkpointing == "full"  # then the mask is an argument of every layer
     lives = everything | BACKWARD if full else frozenset({"forward"})
     held.append(Held("attention mask", _mask(inputs), lives, "read"))
-    shared = _INDEX * inputs.tokens + _positions(inputs)
+    shared = batches * (_INDEX * inputs.tokens + _positions(inputs))
     held.append(Held("activations: shared", shared, everything | BACKWARD, evidence))
-    held.append(Held("activations: head", _head(inputs), before_loss, evidence))
     held.append(Held("backward temporaries", _temporaries(inputs), BACKWARD, "guessed"))
-    return [part for part in held if part.bytes] + _logits(inputs)
+    if inputs.has_head:
+        held.append(Held("activations: head", _head(inputs), before_loss, evidence))
+        held += _logits(inputs)
+    return [part for part in held if part.bytes]
 
 
 def saved_for_backward(inputs: Inputs) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.planning.memory.inputs import ALWAYS, BACKWARD, FP32, Held, Inputs
+from harness.planning.memory.inputs import ALWAYS, BACKWARD, STEPPED, Held, Inputs
 from harness.planning.memory.partition import flat_groups, piece
 from harness.planning.memory.states import optimizer_class
 
@@ -32,9 +32,15 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
     wide = zero.stage == 1 and inputs.sum_bytes != inputs.element_bytes
     element = inputs.sum_bytes if wide else inputs.element_bytes
     if zero.contiguous_gradients or zero.offload_optimizer != "device":
-        # Made anew in every backward, twice when reduction overlaps it (setup_buckets).
-        size = element * zero.reduce_bucket * (2 if zero.overlap_comm else 1)
+        # Made in every backward, of stage 1 in the first, twice when reduction overlaps it
+        # (setup_buckets); under a pipeline it never does, and the reduction makes another.
+        pipelined = inputs.stage is not None
+        size = element * zero.reduce_bucket * (2 if zero.overlap_comm and not pipelined else 1)
         yield Held("gradient buckets", size, BACKWARD | {"reduce"}, "measured")
+        if zero.stage == 1 and inputs.accumulates:
+            yield Held("gradient buckets", size, frozenset({"forward", "loss"}), "read")
+        if pipelined:
+            yield Held("gradient buckets", size, frozenset({"reduce"}), "read")
     # Stage 2 with fp32 sums reduces in fp32 what it collected in 16 bits.  A parameter larger than
     # the bucket is reduced by itself, under offload from a clone.
     largest = max(tensor.numel for tensor in inputs.shape.tensors())
@@ -81,7 +87,8 @@ def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
     for flat in flats:
         packed.append(flat.padded)
         if sum(packed) > _ALLREDUCE or flat is flats[-1]:
-            per_element = 2 + (FP32 if len(packed) > 1 else 0)
+            cast = 0 if inputs.sum_bytes == 2 else 2
+            per_element = cast + (inputs.sum_bytes if len(packed) > 1 else 0)
             peak, packed = max(peak, per_element * sum(packed)), []
     yield Held("communication copy", peak, frozenset({"reduce"}), "measured")
 
@@ -134,3 +141,26 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
         )
         if held.bytes
     ]
+
+
+def pipeline(inputs: Inputs) -> list[Held]:
+    """What a pipeline stage keeps of each micro-batch besides its layers' activations.
+
+    pipe/engine.py: one buffer receives activations and gradients alike; what was received is
+    copied, and lives until its gradient is sent; outputs live until their backward pass.  Those of
+    the last stage, the logits, are never let go, only overwritten, in two slots.
+    """
+    if inputs.stage is None:
+        return []
+    element, working = inputs.element_bytes, frozenset({"forward", "loss", "evaluation"}) | BACKWARD
+    stream = element * inputs.shape.hidden_size * inputs.tokens
+    found = [Held("pipeline: receive buffer", stream, STEPPED, "read")]
+    if inputs.stage:
+        found.append(Held("pipeline: inputs", stream * inputs.in_flight, working, "read"))
+        sent = frozenset({"backward_last"})
+        found.append(Held("pipeline: gradient to send", stream, sent, "read"))
+    if inputs.has_head:
+        logits = element * inputs.shape.vocab_size * inputs.tokens
+        kept = min(2, inputs.grad_accum) * logits
+        return [*found, Held("pipeline: logits", kept, STEPPED, "read")]
+    return [*found, Held("pipeline: outputs", stream * inputs.in_flight, working, "read")]

@@ -68,9 +68,10 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
     if zero.reduce_bucket > 50_000_000:
         small = replace(zero, reduce_bucket=50_000_000)
         yield "ds.zero_optimization.reduce_bucket_size=50000000", replace(inputs, zero=small)
-    for stage in range(zero.stage + 1, 4):
+    pipelined = inputs.bounds is not None  # with which neither sharded gradients nor offload go
+    for stage in range(zero.stage + 1, 2 if pipelined else 4):
         yield f"ds.zero_optimization.stage={stage}", with_stage(inputs, stage)
-    if zero.stage and zero.offload_optimizer == "device":
+    if zero.stage and zero.offload_optimizer == "device" and not pipelined:
         away = replace(zero, offload_optimizer="host")
         yield "ds.zero_optimization.offload_optimizer.device=cpu", replace(inputs, zero=away)
     if zero.stage == 3 and zero.offload_param == "device":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from harness.planning.grid import Grid
 from harness.planning.shape import Shape
+from harness.planning.stages import Bounds, in_flight, stage_shape
 from harness.planning.tensors import Tensor
 
 Evidence = Literal["measured", "traced", "read", "guessed"]
@@ -42,7 +43,6 @@ PHASES = (
 ALWAYS = frozenset(PHASES)
 STEPPED = ALWAYS - {"build", "built"}
 BACKWARD = frozenset({"backward_first", "backward_last"})
-GRADIENTS = BACKWARD | {"reduce", "gradients_ready", "norm", "cast"}
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,33 @@ class Inputs:
     """Whether weights are read (model.init_from) rather than drawn."""
     gpus_per_node: int = 1
     accelerator: Literal["cuda", "cpu"] = "cuda"
+    bounds: Bounds | None = None
+    """How the model's units are split over pipeline stages; None without any."""
+    stage: int | None = None
+    """The pipeline stage that `shape` is; None where it is the whole model."""
+
+    def of_stage(self, stage: int) -> Inputs:
+        """The same run as one pipeline stage sees it: with its part of the model."""
+        if self.bounds is None:
+            return self
+        return replace(self, shape=stage_shape(self.shape, self.bounds, stage), stage=stage)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage in (None, self.grid.pipeline - 1)
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations are held at a time."""
+        if self.stage is None:
+            return 1
+        return in_flight(self.grid.pipeline, self.stage, self.grad_accum)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier micro-batches are there when most activations are."""
+        return self.grad_accum > self.in_flight
 
     @property
     def element_bytes(self) -> int:

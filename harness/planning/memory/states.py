@@ -8,7 +8,6 @@ from harness.planning.memory.inputs import (
     ALWAYS,
     BACKWARD,
     FP32,
-    GRADIENTS,
     STEPPED,
     Held,
     Inputs,
@@ -80,7 +79,7 @@ def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
     """Whole gradients: there from the first micro-batch's backward to the step."""
     lives = frozenset({"backward_last", "cast", "step"}) | _REDUCED
     yield Held("gradients", size, lives, "measured")
-    if inputs.grad_accum > 1:
+    if inputs.accumulates:
         yield Held("gradients", size, _FORWARD | {"backward_first"}, "measured")
 
 
@@ -97,15 +96,17 @@ def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
 
 
 def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
-    # bf16_optimizer.py: fp32 sums of the whole model, permanent, beside the bf16 gradients.
+    # bf16_optimizer.py: sums of the whole model, permanent, beside the bf16 gradients, which the
+    # next backward pass sets to zero.
     flats = flat_groups(inputs.groups(), inputs.shards)
     whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
     yield Held("parameters", 2 * whole, ALWAYS, "measured")
     yield Held("master", FP32 * shard, ALWAYS, "measured")
     yield Held("moments", FP32 * 2 * shard, STEPPED, "measured")
-    yield Held("fp32 gradient sums", FP32 * whole, ALWAYS, "measured")
-    lives = (GRADIENTS | {"step"}) - {"backward_first"}
-    yield Held("gradients", 2 * inputs.parameters, lives, "measured")
+    yield Held("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
+    if inputs.sum_bytes != FP32:
+        yield Held("fp32 gradients", FP32 * shard, frozenset({"step"}), "read")
+    yield from _full_gradients(inputs, 2 * inputs.parameters)
     yield from _torch_adam(inputs, max(flat.shard for flat in flats))
 
 
@@ -160,7 +161,7 @@ def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[Held]:
     """Stage 1 keeps whole gradients until the boundary, and over all micro-batches."""
     size = inputs.sum_bytes * inputs.parameters
     yield Held("gradients", size, frozenset({"backward_last", "reduce"}), "measured")
-    if inputs.grad_accum > 1:
+    if inputs.accumulates:
         yield Held("gradients", size, _FORWARD | {"backward_first"}, "read")
     if _widened(inputs):
         # Only parameters of this rank's shard drop their sum; the others' stay, in the bucket or,

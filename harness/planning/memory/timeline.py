@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from harness.planning.grid import Coords
 from harness.planning.memory.activations import activations
-from harness.planning.memory.buffers import communication, gathered_parameters
+from harness.planning.memory.buffers import communication, gathered_parameters, pipeline
 from harness.planning.memory.host import checkpoint_parts, loading, nvme_buffers, process
 from harness.planning.memory.inputs import (
     EVIDENCE,
@@ -30,10 +31,18 @@ PROCESS = "process"
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One data rank, and how many others are like it."""
+    """All that one rank holds."""
 
     rank: int
+    """Global rank."""
+    inputs: Inputs
+    """The run as this rank's pipeline stage sees it."""
     held: tuple[Held, ...]
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage of the rank."""
+        return self.inputs.stage or 0
 
     def phase(self, name: str, place: Place = "device") -> dict[str, int]:
         """Bytes of each component in a phase, the process itself left out on the device."""
@@ -60,6 +69,22 @@ class RankTimeline:
         return self.total(self.peak_phase)
 
     @property
+    def on_cpu(self) -> int:
+        """Largest host memory where the rank computes on the CPU: all it has is there.
+
+        Pages of a bucket that no gradient is written to are never given out.
+        """
+        touched = FP32 * self.inputs.parameters
+        return max(
+            sum(
+                min(size, touched) if component == "gradient buckets" else size
+                for place in ("device", "host")
+                for component, size in self.phase(name, place).items()
+            )
+            for name in PHASES
+        )
+
+    @property
     def reserved(self) -> int:
         """Bytes that torch's allocator keeps when no phase can use another's freed blocks."""
         components: dict[str, int] = {}
@@ -83,17 +108,20 @@ def weakest(evidence: Iterable[Evidence]) -> Evidence:
 
 
 def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
-    """All that one data rank holds."""
+    """All that the global rank `rank` of a run holds."""
+    place = inputs.grid.coords(rank)
+    inputs = inputs.of_stage(place.pipeline)
     parts = [
-        *model_states(inputs, rank),
+        *model_states(inputs, place.data),
         *communication(inputs),
+        *pipeline(inputs),
         *gathered_parameters(inputs),
         *activations(inputs),
         *loading(inputs),
         *nvme_buffers(inputs),
         *process(inputs),
     ]
-    return RankTimeline(rank, tuple(parts))
+    return RankTimeline(rank, inputs, tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -102,45 +130,44 @@ class Estimate:
 
     inputs: Inputs
     ranks: tuple[RankTimeline, ...]
-    """The ranks that differ: that with the largest and that with the smallest peak."""
+    """The ranks that differ: of each pipeline stage those that hold most and least."""
     device_bytes: int | None
     """Memory of the device; None where it is not known."""
 
-    @property
+    @cached_property
     def worst(self) -> RankTimeline:
         """The rank that decides."""
-        return self.ranks[0]
+        return max(self.ranks, key=lambda rank: rank.peak)
 
     @property
     def host_bytes_per_node(self) -> int:
         """Largest host memory of a node's ranks together."""
-        return self.worst.most("host") * self.inputs.gpus_per_node
+        return self._per_node(lambda rank: rank.most("host"))
 
     @property
-    def cpu_rank_bytes(self) -> int:
-        """Largest host memory of a rank that computes on the CPU: all it has is there.
-
-        Pages of a bucket that no gradient is written to are never given out.
-        """
-        touched = FP32 * self.inputs.parameters
-        return max(
-            sum(
-                min(size, touched) if component == "gradient buckets" else size
-                for place in ("device", "host")
-                for component, size in self.worst.phase(name, place).items()
-            )
-            for name in PHASES
-        )
+    def cpu_bytes_per_node(self) -> int:
+        """The same where they compute on the CPU."""
+        return self._per_node(lambda rank: rank.on_cpu)
 
     @property
     def nvme_bytes_per_node(self) -> int:
         """Swap files of a node's ranks together."""
-        return self.worst.most("nvme") * self.inputs.gpus_per_node
+        return self._per_node(lambda rank: rank.most("nvme"))
+
+    def _per_node(self, size: Callable[[RankTimeline], int]) -> int:
+        """The fullest node: nodes hold neighbouring ranks, perhaps of several pipeline stages."""
+        grid, node = self.inputs.grid, self.inputs.gpus_per_node
+        most = dict.fromkeys(range(grid.pipeline), 0)
+        for rank in self.ranks:
+            most[rank.stage] = max(most[rank.stage], size(rank))
+        sizes = [most[grid.coords(rank).pipeline] for rank in range(grid.world_size)]
+        return max(sum(sizes[first : first + node]) for first in range(0, len(sizes), node))
 
     @property
     def checkpoint_bytes(self) -> int:
         """One checkpoint on disk, of all ranks."""
-        return sum(size for _, size in checkpoint_parts(self.inputs))
+        stages = map(self.inputs.of_stage, range(self.inputs.grid.pipeline))
+        return sum(size for stage in stages for _, size in checkpoint_parts(stage))
 
     @property
     def late_bytes(self) -> int:
@@ -197,6 +224,8 @@ class Estimate:
             "ranks": [
                 {
                     "rank": rank.rank,
+                    "pipeline_stage": rank.stage,
+                    "data_rank": self.inputs.grid.coords(rank.rank).data,
                     "peak_allocated_gib": _gib(rank.peak),
                     "peak_phase": rank.peak_phase,
                 }
@@ -223,17 +252,22 @@ class Estimate:
 def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate:
     """The timelines of the ranks that differ.
 
-    Raises ValueError for pipeline, tensor and sequence parallelism, which are not counted yet.
+    Raises ValueError for tensor and sequence parallelism, which are not counted yet.
     """
-    for axis in ("pipeline", "tensor", "sequence"):
+    for axis in ("tensor", "sequence"):
         if getattr(inputs.grid, axis) > 1:
             raise ValueError(f"the memory of {axis} parallelism is not estimated yet")
-    ranks = tuple(rank_timeline(inputs, rank) for rank in _ranks_that_differ(inputs))
+    assert (inputs.grid.pipeline > 1) == (inputs.bounds is not None), "a split, and its stages"
+    ranks = tuple(
+        rank_timeline(inputs, inputs.grid.rank(Coords(stage, data, 0, 0)))
+        for stage in range(inputs.grid.pipeline)
+        for data in _data_ranks_that_differ(inputs.of_stage(stage))
+    )
     return Estimate(inputs, ranks, device_bytes)
 
 
-def _ranks_that_differ(inputs: Inputs) -> list[int]:
-    """The rank with most and that with least: gradients are kept by whole parameters."""
+def _data_ranks_that_differ(inputs: Inputs) -> list[int]:
+    """The data rank with most and that with least: gradients are kept by whole parameters."""
     if inputs.zero.stage not in (1, 2):
         return [0]
     flats = flat_groups(inputs.groups(), inputs.shards)
