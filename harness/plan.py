@@ -82,7 +82,7 @@ class Plan:
     @cached_property
     def estimate(self) -> Estimate | None:
         """The memory it comes to; None for an architecture that the planner does not know."""
-        return None if self.stages else estimate(self)  # TEMP
+        return estimate(self)
 
     def schedule(self, total_steps: int) -> Schedule:
         """The learning rate over a run of `total_steps` optimizer steps."""
