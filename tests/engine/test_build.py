@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from harness.config import RunConfig
-from harness.engine.build import _require_document_mask, _with_buildable_optimizer
+from harness.engine.build import _with_buildable_optimizer
+from harness.engine.empty import _require_document_mask
 from harness.errors import ConfigError
 from harness.models.pieces import pieces
 from harness.models.skeleton import hf_config, skeleton
