@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
+from harness.ds_config import offloaded_to
 from harness.engine import quirks
 from harness.engine.zero import ZeroEngine
 from harness.errors import ConfigError
@@ -173,8 +174,7 @@ def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str
     optimizer = config["optimizer"]
     if optimizer["type"] not in ("Adam", "AdamW") or "torch_adam" in optimizer["params"]:
         return config, []
-    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    offloaded = offload.get("device", "none") != "none"
+    offloaded = offloaded_to(config, "optimizer") != "none"
     lacking = quirks.compiled_adam_available("cpu" if offloaded else plan.world.accelerator)
     if lacking is None:
         return config, []
