@@ -187,6 +187,14 @@ class SampleConfig(_Section):
     """What it continues; None begins a document."""
 
 
+class PipelineConfig(_Section):
+    """What is done beside the JSON's pipeline.stages."""
+
+    verify: bool | Literal["auto"] = "auto"
+    """Compare the first batch's loss and gradient norm with the unsplit model's; auto: where one
+    rank can hold and run it."""
+
+
 class PlanConfig(_Section):
     """What is checked before a device is touched."""
 
@@ -225,6 +233,7 @@ class RunConfig(_Section):
     save: SaveConfig = Field(default_factory=SaveConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
     run: RunFolderConfig = Field(default_factory=RunFolderConfig)
     resume: ResumeConfig = Field(default_factory=ResumeConfig)

@@ -22,6 +22,7 @@ from harness.metrics import monitor_events
 from harness.plan import Plan
 from harness.sampling import sample_text
 from harness.start import Run, build
+from harness.verify import check_norm, unsplit_start
 
 __all__ = ["Run", "build", "evaluate", "train"]
 
@@ -73,6 +74,7 @@ def _loop(run: Run) -> None:
     with closing(stream):
         if run.state.step == 0:
             _log(run, {"eval_loss": evaluate(run)})
+        unsplit = unsplit_start(run)
         run.meter.restart()
         first_step = run.state.step + 1
         while run.state.step < run.total_steps:
@@ -86,6 +88,8 @@ def _loop(run: Run) -> None:
             _note_skipped(run)
             if step == first_step:
                 _note_what_runs(run)
+                if unsplit is not None:
+                    check_norm(run, unsplit, result.grad_norm)
             compared = run.memory.step_done(step - first_step + 1)
             last = step == run.total_steps
             evaluates = last or _due(step, every.eval.every)

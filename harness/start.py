@@ -23,6 +23,7 @@ from harness.lr_and_batch import Schedule, steps_in_epochs
 from harness.metrics import Meter, Progress
 from harness.plan import Plan
 from harness.plan_text import summary
+from harness.planning.stages import layers_per_stage
 from harness.runfolder import Outcome, RunFolder, create_run_dir
 
 
@@ -227,6 +228,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
         "zero_stage": plan.zero_stage,
         "precision": plan.precision,
         "offload_optimizer": offload,
+        "layers_per_stage": list(layers_per_stage(plan.stages)) if plan.stages else None,
     }
 
 

@@ -46,7 +46,7 @@ FLOORS: list[dict[str, str]] = [
         "sampling": "sampling",
     },
     {"engine": "engine"},
-    {"run": "run start"},
+    {"run": "run start verify"},
     {"train": "train"},
 ]
 ROOMS = {

@@ -3,7 +3,7 @@
     python tools/check_parity.py                       # a covering set of cells
     python tools/check_parity.py --full --out FOLDER   # every cell; resumes where it stopped
     python tools/check_parity.py --cells llama-zero3-bf16-4-2
-    python tools/check_parity.py --self-test           # plants six defects: each must be caught
+    python tools/check_parity.py --self-test           # plants eight defects: each must be caught
 
 A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),
 every parameter's gradient at step 0, the weights' change after one plain SGD step, and loss and
@@ -31,9 +31,11 @@ from tools.parity.report import Row, markdown, terminal_line
 
 TOLERANCE_FACTOR = 5.0
 SELF_TEST_RANKS = 2
-SELF_TEST_CELLS = tuple(
-    Cell("llama", layout, "fp32", accumulation, SELF_TEST_RANKS)
-    for layout, accumulation in (("zero1", 4), ("zero3", 1))
+PIPELINED_CELL = Cell("llama_tied", "pipe2_zero1", "fp32", 4, SELF_TEST_RANKS)
+SELF_TEST_CELLS = (
+    Cell("llama", "zero1", "fp32", 4, SELF_TEST_RANKS),
+    Cell("llama", "zero3", "fp32", 1, SELF_TEST_RANKS),
+    PIPELINED_CELL,
 )
 
 
@@ -94,21 +96,22 @@ def _compared(cells: Iterable[Cell], out: Path) -> list[Row]:
 
 def _self_test(out: Path) -> int:
     """Plant each defect in turn; returns 0 when every one was caught, and nothing without one."""
-    from tools.parity.defects import DEFECTS
+    from tools.parity.defects import DEFECTS, PIPELINE_DEFECTS
 
-    folders = {defect: f"defect-{number}" for number, defect in enumerate([None, *DEFECTS])}
-    jobs = [
-        Job(cell, defect, folder) for defect, folder in folders.items() for cell in SELF_TEST_CELLS
-    ]
+    trials: dict[str | None, tuple[Cell, ...]] = dict.fromkeys([None, *DEFECTS], SELF_TEST_CELLS)
+    trials |= dict.fromkeys(PIPELINE_DEFECTS, (PIPELINED_CELL,))
+    folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
+    jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
     _launch(jobs, SELF_TEST_RANKS, out)
     missed = []
-    for defect, folder in folders.items():
+    for defect, cells in trials.items():
         print(f"planted: {defect or 'nothing'}")
-        for row in _compared(SELF_TEST_CELLS, out / folder):
+        for row in _compared(cells, out / folders[defect]):
             if bool(row.failures) != bool(defect):
                 missed.append(f"{defect or 'a difference without any defect'}: {row.cell.name}")
     print(*missed, sep="\n", end="\n" if missed else "")
-    print(f"{len(DEFECTS)} defects planted in {len(SELF_TEST_CELLS)} cells, {len(missed)} missed")
+    defects = len(trials) - 1
+    print(f"{defects} defects planted in up to {len(SELF_TEST_CELLS)} cells, {len(missed)} missed")
     return 1 if missed else 0
 
 

@@ -12,8 +12,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
 
-def local_gradients(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Views of the gradient elements that this rank's optimizer will use, one per parameter.
+def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Parameters, and views of the gradient elements of them that this rank's optimizer will use.
 
     Valid between the last backward of a step and the step itself. In fp16 they are still
     multiplied by the loss scale.
@@ -21,13 +21,36 @@ def local_gradients(module: nn.Module) -> Iterator[torch.Tensor]:
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id"):  # ZeRO-3
             optimizer = parameter._z3_optimizer
-            yield optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)[0]
+            yield (
+                parameter,
+                optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)[0],
+            )
         elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1, ZeRO-2
             fragment = _owned_gradient(parameter)
             if fragment is not None:
-                yield fragment
+                yield parameter, fragment
         elif parameter.grad is not None:  # ZeRO-0
-            yield parameter.grad
+            yield parameter, parameter.grad
+
+
+def grad_norm(module: nn.Module, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The norm of all gradients, over the ranks of `group` where they are spread over several."""
+    mine = [g.detach().float() for p, g in local_gradients(module) if not _is_copy(p)]
+    norm = torch.nn.utils.get_total_norm(mine)
+    if group is None:
+        return norm
+    squares = norm.square()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def _is_copy(parameter: nn.Parameter) -> bool:
+    """Whether another pipeline stage holds the same weight, and counts it."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in module.named_parameters() if not _is_copy(p))
 
 
 def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -44,7 +67,7 @@ def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, fp32 gradient on the CPU) of every parameter; all ranks must iterate together."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in _named_parameters(module):
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             yield name, gradient.detach().float().cpu() / loss_scale
@@ -52,7 +75,7 @@ def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, 
 
 def full_masters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, fp32 weight on the CPU that the optimizer steps); all ranks must iterate together."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in _named_parameters(module):
         master = safe_get_full_fp32_param(parameter)
         master = parameter if master is None else master  # ZeRO-0 in fp32 has no second copy
         yield name, master.detach().float().to("cpu", copy=True)
@@ -64,7 +87,7 @@ def full_weights(module: nn.Module, keep: bool = True) -> Iterator[tuple[str, to
     One parameter is in full at a time. With `keep=False` (the ranks that do not write) the ranks
     take part in the gathering and yield nothing. Tied parameters come once.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter in _named_parameters(module):
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             if keep:
                 yield name, parameter.detach().to("cpu", copy=True)
@@ -77,12 +100,7 @@ def elements_held(module: nn.Module) -> int:
     )
 
 
-def clip_by_value(module: nn.Module, limit: float, partitioned: bool) -> torch.Tensor:
-    """Clamp every gradient element to [-limit, limit]; returns the norm before, over all ranks."""
-    pieces = list(local_gradients(module))
-    squares = torch.stack([piece.detach().float().square().sum() for piece in pieces]).sum()
-    if partitioned:
-        dist.all_reduce(squares)
-    for piece in pieces:
-        piece.clamp_(-limit, limit)
-    return squares.sqrt()
+def clip_by_value(module: nn.Module, limit: float) -> None:
+    """Clamp every gradient element to [-limit, limit]."""
+    for _, gradient in local_gradients(module):
+        gradient.clamp_(-limit, limit)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import shutil
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch.utils import cpp_extension
 
 
@@ -47,6 +50,31 @@ def keeps_no_grad_norm(engine: Any) -> bool:
     return engine.zero_optimization_stage() == 0 and not (
         engine.fp16_enabled() or engine.bfloat16_enabled()
     )
+
+
+def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages.
+
+    DeepSpeed's `clip_grad_norm_` counts on the first stage alone what is not marked as split over
+    model-parallel ranks, and then multiplies by a norm that is too small: nothing is clipped.
+    """
+    for parameter in parameters:
+        parameter.model_parallel = not parameter.ds_pipe_replicated
+
+
+def forget_stages() -> None:
+    """Let a process build an engine without pipeline stages after one with stages was destroyed.
+
+    DeepSpeed keeps the rank grid in a global of its own, and takes it for the next engine's.
+    """
+    groups.mpu = None
+
+
+@contextlib.contextmanager
+def printing_nothing() -> Iterator[None]:
+    """Stop what PipelineModule prints whatever the log level."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 def replay_adam_steps(optimizer: Any) -> None:

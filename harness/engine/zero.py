@@ -68,13 +68,13 @@ class ZeroEngine:
         """Clip and step with the accumulated gradients; returns the norm before clipping."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        norm = None
-        if self.plan.run.optim.clip_value is not None:
-            norm = self._clip_by_value(self.plan.run.optim.clip_value)
-        elif quirks.keeps_no_grad_norm(self.engine):
-            norm = torch.nn.utils.get_total_norm(list(fragments.local_gradients(self.module)))
+        norm, limit = None, self.plan.run.optim.clip_value
+        if limit is not None or quirks.keeps_no_grad_norm(self.engine):
+            norm = fragments.grad_norm(self._held, self._norm_group()) / self.loss_scale
+        if limit is not None:
+            fragments.clip_by_value(self._held, limit * self.loss_scale)
         try:
-            self.engine.step()
+            self._step()
         except Exception as error:
             if quirks.is_minimum_loss_scale(error):
                 raise RunStopped(ExitCode.DIVERGED, self._loss_scale_diagnosis()) from error
@@ -110,15 +110,15 @@ class ZeroEngine:
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 gradient) of every parameter, between `accumulate` and `apply`."""
-        return fragments.full_gradients(self.module, self.loss_scale)
+        return fragments.full_gradients(self._held, self.loss_scale)
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 weight) of every parameter as the optimizer holds it."""
-        return fragments.full_masters(self.module)
+        return fragments.full_masters(self._held)
 
     def weights(self, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every parameter; all ranks iterate, those with `keep` receive."""
-        return fragments.full_weights(self.module, keep)
+        return fragments.full_weights(self._held, keep)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -154,7 +154,7 @@ class ZeroEngine:
             "optimizer": type(optimizer).__name__,
             "inner_optimizer": type(inner).__name__,
             "zero_stage": int(self.engine.zero_optimization_stage()),
-            "elements_held": fragments.elements_held(self.module),
+            "elements_held": fragments.elements_held(self._held),
         }
 
     def close(self) -> None:
@@ -178,10 +178,17 @@ class ZeroEngine:
         moved = [None if t is None else t.to(self.device, non_blocking=True) for t in tensors]
         return forward(self.engine, *moved)
 
-    def _clip_by_value(self, limit: float) -> torch.Tensor:
-        scale = self.loss_scale
-        partitioned = self.engine.zero_optimization_stage() > 0
-        return fragments.clip_by_value(self.module, limit * scale, partitioned) / scale
+    @property
+    def _held(self) -> torch.nn.Module:
+        """The part of the model whose weights this rank has, or has its shares of."""
+        return self.module
+
+    def _step(self) -> None:
+        self.engine.step()
+
+    def _norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks whose gradients together are all gradients, each once."""
+        return None if quirks.keeps_no_grad_norm(self.engine) else dist.group.WORLD
 
     def _loss_scale_diagnosis(self) -> str:
         fp16 = self.plan.deepspeed["fp16"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -30,19 +32,21 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model on one micro-batch; all three are (micro_batch, seq_len) int64.
 
-    Returns the summed token loss and the auxiliary loss of a mixture of experts, already weighted
-    by the model's own coefficient (None for dense models). No attention mask is passed: every
-    position is a token, and transformers reads document boundaries from `position_ids`.
+    Returns what `losses` does. No attention mask is passed: every position is a token, and
+    transformers reads document boundaries from `position_ids`.
     """
     positions = {} if position_ids is None else {"position_ids": position_ids}
     outputs = model(input_ids=input_ids, use_cache=False, **positions)
+    return losses(getattr(model, "module", model), outputs, labels)
+
+
+def losses(
+    model: PreTrainedModel, outputs: Any, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The summed token loss of a model's outputs, and the auxiliary loss of a mixture of experts,
+    already weighted by the model's own coefficient (None for dense models).
+    """
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
-        auxiliary = auxiliary * router_aux_weight(model)
+        auxiliary = auxiliary * float(model.config.router_aux_loss_coef)
     return token_losses(outputs.logits, labels), auxiliary
-
-
-def router_aux_weight(model: torch.nn.Module) -> float:
-    """The coefficient of the router's balancing loss, as transformers applies it."""
-    inner: PreTrainedModel = getattr(model, "module", model)
-    return float(inner.config.router_aux_loss_coef)

@@ -52,6 +52,28 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.0,
     },
 }
+# Models that are cut into stages: five layers, which neither two nor four stages share evenly.
+_DEEP = {**_DECODER, "num_hidden_layers": 5}
+PIPELINED: dict[str, dict[str, Any]] = {
+    "llama_deep": {**_DEEP, "model_type": "llama"},
+    "llama_tied": {**_DEEP, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {**_DEEP, "model_type": "qwen2"},
+    "qwen3_deep": {**_DEEP, "model_type": "qwen3"},
+    "mistral": {**_DEEP, "model_type": "mistral", "sliding_window": 8},
+    "gpt2_deep": {**ARCHITECTURES["gpt2"], "n_layer": 5},
+    "mixtral_deep": {**ARCHITECTURES["mixtral"], "num_hidden_layers": 5},
+    "gemma2": {  # scaled embeddings, soft-capped logits and scores, every other layer slides
+        **_DEEP,
+        "model_type": "gemma2",
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 12,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "olmo2": {**_DEEP, "model_type": "olmo2", "pad_token_id": 0},
+}
+ARCHITECTURES |= PIPELINED
+EAGER = {"gemma2"}  # its soft-capped scores are in no other attention
 # Buckets and thresholds scaled down with the model: several buckets a step, parameters larger than
 # a bucket, and ZeRO-3 that really partitions, as in a large run.
 _BUCKETS = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
@@ -77,6 +99,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload_param": _CPU,
     },
 }
+STAGES = {f"pipe{n}_zero{z}": (n, f"zero{z}") for n in (2, 4) for z in (0, 1)}
+"""Pipeline layouts: how many stages, and what is under them."""
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
@@ -103,19 +127,39 @@ class Cell:
         return "-".join(str(value) for value in asdict(self).values())
 
     @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return STAGES[self.layout][0] if self.layout in STAGES else 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.ranks // self.stages
+
+    @property
     def micro_batch(self) -> int:
         """Samples in one micro-batch."""
-        return GLOBAL_BATCH // (self.accumulation * self.ranks)
+        return GLOBAL_BATCH // (self.accumulation * self.data_ranks)
+
+    @property
+    def zero(self) -> str:
+        """The layout under the pipeline stages, or the layout."""
+        return STAGES[self.layout][1] if self.layout in STAGES else self.layout
 
     @property
     def deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed JSON of this cell, before it is resolved."""
-        return {"zero_optimization": LAYOUTS[self.layout], **PRECISIONS[self.precision]}
+        stages = {"pipeline": {"stages": self.stages}} if self.layout in STAGES else {}
+        precision = dict(PRECISIONS[self.precision])
+        if self.zero == "zero0":
+            precision.pop("data_types", None)  # it has no other sums than those of the weights
+        return {"zero_optimization": LAYOUTS[self.zero], **stages, **precision}
 
     @property
     def refused(self) -> str | None:
         """Why the harness refuses this combination, None where it trains."""
-        if self.layout == "zero0" and self.precision != "fp32":
+        right = ("fp32", "bf16") if self.layout in STAGES else ("fp32",)
+        if self.zero == "zero0" and self.precision not in right:
             return f"DeepSpeed's stage 0 does not train right in {self.precision}"
         return None
 
@@ -131,8 +175,23 @@ class Job:
 
 def all_cells() -> list[Cell]:
     """Every combination, refused ones included."""
-    values = (ARCHITECTURES, LAYOUTS, PRECISIONS, ACCUMULATIONS, RANKS)
-    return [Cell(*combination) for combination in itertools.product(*values)]
+    flat = [name for name in ARCHITECTURES if name not in PIPELINED]
+    values = (flat, LAYOUTS, PRECISIONS, ACCUMULATIONS, RANKS)
+    cells = [Cell(*combination) for combination in itertools.product(*values)]
+    return cells + pipeline_cells()
+
+
+def pipeline_cells() -> list[Cell]:
+    """Every pipelined combination: as many micro-batches as stages and twice that; 2 x 2 ranks."""
+    cells = []
+    for architecture, (layout, (stages, _)), precision in itertools.product(
+        PIPELINED, STAGES.items(), PRECISIONS
+    ):
+        for accumulation in (stages, 2 * stages):
+            cells.append(Cell(architecture, layout, precision, accumulation, stages))
+        if stages == 2:
+            cells.append(Cell(architecture, layout, precision, stages, 2 * stages))
+    return cells
 
 
 def covering_cells() -> list[Cell]:

@@ -9,22 +9,28 @@ from unittest import mock
 
 import torch
 
+from harness.models.pieces import decoder_layers
 from harness.planning.world import World
 
 
 @contextlib.contextmanager
 def gradients_doubled(world: World) -> Iterator[None]:
     """Every gradient is twice as large: what a wrong average over ranks or steps does."""
-    from harness.engine import zero
+    from harness.engine import pipeline, zero
 
-    def doubled(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        loss, auxiliary = original(*inputs)
-        # The reported loss stays right; only its gradient is doubled.
-        auxiliary = None if auxiliary is None else _double_gradient(auxiliary)
-        return _double_gradient(loss), auxiliary
+    def doubling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def doubled(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            loss, auxiliary = original(*inputs)
+            # The reported loss stays right; only its gradient is doubled.
+            auxiliary = None if auxiliary is None else _double_gradient(auxiliary)
+            return _double_gradient(loss), auxiliary
 
-    original = zero.forward
-    with mock.patch.object(zero, "forward", doubled):
+        return doubled
+
+    with (
+        mock.patch.object(zero, "forward", doubling(zero.forward)),
+        mock.patch.object(pipeline, "losses", doubling(pipeline.losses)),
+    ):
         yield
 
 
@@ -62,15 +68,21 @@ def _with_empty_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def sample_dropped(world: World) -> Iterator[None]:
     """The last rank trains its first sample's micro-batch without that sample."""
+    from harness.engine.pipeline import PipelineEngine
     from harness.engine.zero import ZeroEngine
 
-    def accumulate(self: Any, batches: list[Any], targets: int) -> torch.Tensor:
-        if world.rank == world.world_size - 1:
-            batches[0].labels[-1] = -100
-        return original(self, batches, targets)
+    def dropping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def accumulate(self: Any, batches: list[Any], targets: int) -> torch.Tensor:
+            if world.rank == world.world_size - 1:
+                batches[0].labels[-1] = -100
+            return original(self, batches, targets)
 
-    original = ZeroEngine.accumulate
-    with mock.patch.object(ZeroEngine, "accumulate", accumulate):
+        return accumulate
+
+    with contextlib.ExitStack() as stack:
+        for engine in (ZeroEngine, PipelineEngine):
+            accumulate = dropping(engine.accumulate)
+            stack.enter_context(mock.patch.object(engine, "accumulate", accumulate))
         yield
 
 
@@ -99,6 +111,35 @@ def document_mask_dropped(world: World) -> Iterator[None]:
     """Tokens attend across document boundaries; positions stay right."""
     finder = "transformers.masking_utils.find_packed_sequence_indices"
     with mock.patch(finder, return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def layers_swapped(world: World) -> Iterator[None]:
+    """The first stage runs its first two layers in the wrong order."""
+    from harness.models.stage import Stage
+
+    def forward(self: Any, inputs: Any) -> Any:
+        first, second, *_ = decoder_layers(self.model)[1]
+        if self.enter is not None:
+            return original(self, inputs)
+        with (
+            mock.patch.object(first, "forward", second.forward),
+            mock.patch.object(second, "forward", first.forward),
+        ):
+            return original(self, inputs)
+
+    original = Stage.forward
+    with mock.patch.object(Stage, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
+def tied_gradients_apart(world: World) -> Iterator[None]:
+    """Each end of the pipeline keeps its own part of a tied weight's gradient."""
+    from harness.engine.pipeline import StageModule
+
+    with mock.patch.object(StageModule, "get_tied_weights_and_groups", return_value=[]):
         yield
 
 
@@ -139,8 +180,12 @@ DEFECTS = {
     "decay on norms": norms_decayed,
     "a dropped attention mask": document_mask_dropped,
 }
+PIPELINE_DEFECTS = {
+    "a stage's layers in the wrong order": layers_swapped,
+    "a dropped sum of tied gradients": tied_gradients_apart,
+}
 
 
 def planted(defect: str | None, world: World) -> contextlib.AbstractContextManager[None]:
     """The context in which a defect acts; None plants nothing."""
-    return DEFECTS[defect](world) if defect else contextlib.nullcontext()
+    return (DEFECTS | PIPELINE_DEFECTS)[defect](world) if defect else contextlib.nullcontext()

@@ -16,7 +16,7 @@ from harness.data.batches import share_of_rank
 from harness.engine.processes import join, leave
 from harness.plan import Plan, make_plan
 from harness.planning.world import World
-from tools.parity.cells import GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
+from tools.parity.cells import EAGER, GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
 from tools.parity.defects import planted
 from tools.parity.measure import Trajectory
 from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
@@ -27,7 +27,10 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
     """The Plan of one cell, through the same door as every run."""
     run = RunConfig.model_validate(
         {
-            "model": {"name": str(folder / f"{cell.architecture}.config.json")},
+            "model": {
+                "name": str(folder / f"{cell.architecture}.config.json"),
+                "attention": "eager" if cell.architecture in EAGER else "sdpa",
+            },
             "data": {"seq_len": SEQ_LEN},
             "train": {
                 "global_batch": GLOBAL_BATCH,
@@ -70,7 +73,8 @@ def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> 
 
 def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
     """This rank's micro-batches of a global batch, dealt as in every run."""
-    share = share_of_rank(0, GLOBAL_BATCH, cell.micro_batch, rank, cell.ranks)
+    data_rank = rank % cell.data_ranks  # pipeline stages are the outer axis
+    share = share_of_rank(0, GLOBAL_BATCH, cell.micro_batch, data_rank, cell.data_ranks)
     return [rows(batch, samples.tolist()) for samples in share]
 
 

@@ -1,0 +1,51 @@
+"""The model that a plan names, without its weights, checked against what the run asks of it."""
+
+from __future__ import annotations
+
+import logging
+
+from transformers import PreTrainedModel
+
+from harness.errors import ConfigError
+from harness.models.skeleton import DTYPES, hf_config, separates_documents, skeleton
+from harness.plan import Plan
+
+
+def empty_model(
+    plan: Plan, trust_remote_code: bool, document_mask: bool = False
+) -> PreTrainedModel:
+    """The skeleton of the plan's model, in the run's precision.
+
+    Raises ConfigError for a model or an attention that transformers refuses, and for one that would
+    ignore document boundaries.
+    """
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # else every default is logged twice
+    try:
+        config = hf_config(plan.model_config, plan.model_source, trust_remote_code)
+    except ValueError as error:
+        raise ConfigError(f"model.name={plan.run.model.name}: {error}") from error
+    try:
+        model = skeleton(
+            config, DTYPES[plan.precision], plan.run.model.attention, trust_remote_code
+        )
+    except ValueError as error:  # an attention implementation that the architecture lacks
+        raise ConfigError(f"model.attention={plan.run.model.attention}: {error}") from error
+    if document_mask:
+        _require_document_mask(plan, model)
+    return model
+
+
+def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
+    """Refuse to train across document boundaries where they were to be kept."""
+    model, attention = plan.run.model, plan.run.model.attention
+    wish = "tokens attend only within their document (data.document_mask, the default with prompts)"
+    if not separates_documents(skeleton):
+        raise ConfigError(
+            f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
+            f"boundaries, but {wish}: set data.document_mask=false, or take another model"
+        )
+    if attention.startswith("flash") and plan.micro_batch > 1:
+        raise ConfigError(
+            f"model.attention={attention} heeds document boundaries in micro-batches of one "
+            f"sample only, and {wish}: set train.micro_batch=1, or model.attention=sdpa"
+        )

@@ -1,0 +1,228 @@
+"""The engine with pipeline stages: DeepSpeed's 1F1B schedule over stages of one model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeSchedule
+from torch import nn
+from transformers import PreTrainedModel
+
+from harness.data.batches import Batch
+from harness.engine import fragments, quirks
+from harness.engine.stages import Tied
+from harness.engine.zero import ZeroEngine
+from harness.models.loss import losses
+from harness.models.stage import Stage
+from harness.plan import Plan
+
+
+class StageModule(PipelineModule):
+    """One rank's stage, as DeepSpeed wants it: a pipeline with one layer per stage.
+
+    `tied`: this stage's weights of which another stage holds a copy, and the group of both.
+    """
+
+    def __init__(self, stage: Stage, stages: int, tied: Tied) -> None:
+        self._tied = tied
+        with quirks.printing_nothing():
+            super().__init__([stage] * stages, num_stages=stages, partition_method="uniform")
+        for weight, group in tied:
+            # The copy of the last stage counts neither in the gradient norm nor in exports.
+            weight.ds_pipe_replicated = dist.get_rank() != dist.get_global_rank(group, 0)
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        return {}
+
+    def get_tied_weights_and_groups(self) -> Tied:
+        """Whose gradients DeepSpeed sums over the group."""
+        return self._tied
+
+    def _synchronize_tied_weights(self) -> None:
+        for weight, group in self._tied:
+            dist.broadcast(weight.data, dist.get_global_rank(group, 0), group=group)
+
+
+class PipelineEngine(ZeroEngine):
+    """One DeepSpeed pipeline engine, driven in the same two halves as the engine without stages."""
+
+    def __init__(
+        self,
+        engine: Any,
+        plan: Plan,
+        events: list[dict[str, Any]],
+        stage: Stage,
+        whole: PreTrainedModel,
+    ) -> None:
+        super().__init__(engine, plan, events)
+        self.stage = stage
+        self._whole = whole
+        self._column = plan.grid.group("pipeline", plan.world.rank)
+        self._column_group = engine.mpu.get_pipe_parallel_group()
+        if quirks.keeps_no_grad_norm(engine):
+            quirks.count_every_stage(stage.parameters())
+
+    @property
+    def module(self) -> nn.Module:
+        """The whole model, without its weights: no rank has them all."""
+        return self._whole
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether a training step is random."""
+        config = self._whole.config.get_text_config(decoder=True).to_dict()
+        return any(value and "drop" in name for name, value in config.items())
+
+    def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
+        """Forward and backward of all micro-batches; the gradients are then ready, not used."""
+        self.engine.module.train()
+        total = torch.zeros((), device=self.device)
+        data_ranks, labels = self.plan.grid.data, self._labels(batches)
+
+        def finish(outputs: Any) -> torch.Tensor:
+            token_loss, auxiliary = losses(self.stage.model, outputs, next(labels))
+            share = token_loss / max(targets, 1)
+            total.add_(share.detach())
+            if auxiliary is not None:
+                share = share + auxiliary / (len(batches) * data_ranks)
+            # DeepSpeed averages over data ranks and micro-batches; the shares are to be summed.
+            return share * (data_ranks * len(batches))
+
+        self._run(_WithoutStep(self.engine._train_schedule()), batches, finish)
+        return total
+
+    @torch.no_grad()
+    def eval_batch(self, batches: list[Batch]) -> torch.Tensor:
+        """(summed loss in nats, target tokens) of this rank's micro-batches: zeros but for the last
+        stage, fp64, unreduced.
+        """
+        sums, labels = (
+            torch.zeros(2, dtype=torch.float64, device=self.device),
+            self._labels(batches),
+        )
+
+        def finish(outputs: Any) -> torch.Tensor:
+            wanted = next(labels)
+            loss = losses(self.stage.model, outputs, wanted)[0]
+            sums.add_(torch.stack([loss.double(), (wanted != -100).sum().double()]))
+            return loss
+
+        self.engine.module.eval()
+        self._run(self.engine._inference_schedule(len(batches)), batches, finish)
+        return sums
+
+    @torch.no_grad()
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all ranks."""
+        logits = torch.empty(self._vocab_size, device=self.device)
+
+        def finish(outputs: Any) -> torch.Tensor:
+            logits.copy_(outputs.logits[0, -1])
+            return logits
+
+        self.engine.module.eval()
+        with self._another_shape():
+            schedule = self.engine._inference_schedule(1)
+            self._run(schedule, [Batch(input_ids, input_ids, None)], finish)
+        dist.broadcast(logits, self.plan.grid.group("pipeline", 0)[-1])
+        return logits
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 gradient) of every parameter, between `accumulate` and `apply`."""
+        yield from self._of_all_stages(fragments.full_gradients(self._held, self.loss_scale))
+
+    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 weight) of every parameter as the optimizer holds it."""
+        yield from self._of_all_stages(fragments.full_masters(self._held))
+
+    def weights(self, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, weight) of every parameter; all ranks iterate, those with `keep` receive."""
+        for item in self._of_all_stages(fragments.full_weights(self._held)):
+            if keep:
+                yield item
+
+    def describe(self) -> dict[str, Any]:
+        """What really runs on this rank: classes, ZeRO stage, its layers, elements held."""
+        place = self.plan.grid.coords(self.plan.world.rank).pipeline
+        return {**super().describe(), "pipeline_stage": place}
+
+    def close(self) -> None:
+        """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
+        super().close()
+        quirks.forget_stages()
+
+    @property
+    def _held(self) -> nn.Module:
+        return self.stage.model
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self._whole.get_output_embeddings().weight.shape[0])
+
+    def _run(self, schedule: Any, batches: list[Batch], finish: Any) -> None:
+        self.stage.finish = finish
+        self.engine.total_loss = None
+        self.engine._compute_loss = True
+        self.engine.set_dataiterator(iter([(_inputs(batch), None) for batch in batches]))
+        self.engine._exec_schedule(schedule)
+
+    def _step(self) -> None:
+        self.engine._exec_optimizer_step()
+
+    def _norm_group(self) -> dist.ProcessGroup:
+        return super()._norm_group() or self._column_group
+
+    def _labels(self, batches: list[Batch]) -> Iterator[torch.Tensor]:
+        """The last stage takes the micro-batches in order."""
+        return (batch.labels.to(self.device, non_blocking=True) for batch in batches)
+
+    @contextlib.contextmanager
+    def _another_shape(self) -> Iterator[None]:
+        """DeepSpeed agrees once on the shape that travels between stages."""
+        self.engine.reset_activation_shape()
+        try:
+            yield
+        finally:
+            self.engine.reset_activation_shape()
+
+    def _of_all_stages(
+        self, own: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everybody's (name, tensor), on every stage, one tensor at a time, on the CPU."""
+        for owner in self._column:
+            while True:
+                item = next(own, None) if owner == self.plan.world.rank else None
+                header = [item and (item[0], item[1].shape, item[1].dtype)]
+                dist.broadcast_object_list(header, owner, group=self._column_group)
+                if header[0] is None:
+                    break
+                name, shape, dtype = header[0]
+                tensor = item[1] if item else torch.empty(shape, dtype=dtype)
+                moved = tensor.to(self.device).contiguous()
+                dist.broadcast(moved.view(torch.uint8), owner, group=self._column_group)
+                yield name, moved.cpu()
+
+
+class _WithoutStep:
+    """A training schedule up to the optimizer step, which is taken apart from it."""
+
+    def __init__(self, schedule: PipeSchedule) -> None:
+        self.schedule = schedule
+
+    def num_pipe_buffers(self) -> int:
+        return int(self.schedule.num_pipe_buffers())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for commands in self.schedule:
+            yield [command for command in commands if not isinstance(command, OptimizerStep)]
+
+
+def _inputs(batch: Batch) -> Any:
+    if batch.position_ids is None:
+        return batch.input_ids
+    return batch.input_ids, batch.position_ids

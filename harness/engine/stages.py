@@ -1,0 +1,113 @@
+"""One pipeline stage of the model that a plan names, with the weights of the unsplit one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from harness.engine.empty import empty_model
+from harness.engine.whole import check_report, read_weights
+from harness.errors import ConfigError
+from harness.models.flow import Flow, trace_flow
+from harness.models.initialize import Send, materialize
+from harness.models.stage import Stage, reduce_to_stage
+from harness.plan import Plan
+from harness.planning.stages import layers_per_stage
+
+Tied = list[tuple[nn.Parameter, dist.ProcessGroup]]
+
+
+def build_stage(
+    plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
+) -> tuple[Stage, Tied, list[dict[str, Any]]]:
+    """This rank's stage on `device`, what it has in common with another, and events.
+
+    Nothing of the other stages is ever drawn or read. Raises ConfigError for a model that cannot be
+    cut into stages, naming what it lacks, and as `build_whole` does.
+    """
+    try:
+        flow = trace_flow(empty)
+        stage, events = _built(plan, empty, flow, device, trust_remote_code)
+    except ValueError as error:
+        raise ConfigError(
+            f"pipeline.stages={plan.grid.pipeline} ({plan.deepspeed_source}), "
+            f"model.name={plan.run.model.name}: {error}; ZeRO 3 needs no stages"
+        ) from error
+    return stage, _tied(plan, stage.model, flow), events
+
+
+def _built(
+    plan: Plan, empty: PreTrainedModel, flow: Flow, device: torch.device, trust_remote_code: bool
+) -> tuple[Stage, list[dict[str, Any]]]:
+    assert plan.stages is not None
+    counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank)
+    first_layer = sum(counts[: place.pipeline])
+    end_layer = first_layer + counts[place.pipeline]
+    if plan.run.model.init_from is not None:
+        reduced = _reduced_class(type(empty), flow, first_layer, end_layer)
+        model, report = read_weights(reduced, plan, empty, trust_remote_code)
+        elsewhere = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
+        copies = {name for _, name in flow.tied}  # which are not in the file; they are sent
+        events = check_report(
+            plan,
+            set(report["missing_keys"]) - copies,
+            set(report["unexpected_keys"]) - elsewhere,
+        )
+        return Stage(model.to(device)), events
+    model = empty_model(plan, trust_remote_code)
+    reduce_to_stage(model, flow, first_layer, end_layer)
+    materialize(
+        model,
+        plan.run.train.seed,
+        device,
+        rank=place.data,
+        world_size=plan.grid.data,
+        send=_sender(plan),
+    )
+    return Stage(model), []
+
+
+def _reduced_class(
+    whole: type[PreTrainedModel], flow: Flow, first_layer: int, end_layer: int
+) -> type[PreTrainedModel]:
+    """The same class with only one stage's parameters: transformers then reads only these."""
+
+    class Reduced(whole):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            reduce_to_stage(self, flow, first_layer, end_layer)
+            self.all_tied_weights_keys: dict[str, str] = {}
+
+    Reduced.__name__ = whole.__name__
+    Reduced.__module__ = whole.__module__  # where the balancing loss is looked for
+    return Reduced
+
+
+def _sender(plan: Plan) -> Send | None:
+    """Sends a tensor to the other data ranks of the same stage; all ranks make all groups."""
+    groups = {ranks: dist.new_group(ranks) for ranks in plan.grid.groups("data")}
+    mine = plan.grid.group("data", plan.world.rank)
+    if len(mine) == 1:
+        return None
+
+    def send(tensor: torch.Tensor, owner: int) -> None:
+        dist.broadcast(tensor.view(torch.uint8), mine[owner], group=groups[mine])
+
+    return send
+
+
+def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
+    """Weights of this stage that the pipeline's other end holds too, with the group of both."""
+    found: Tied = []
+    for names in flow.tied:
+        for column in plan.grid.groups("pipeline"):
+            ends = (column[0], column[-1])
+            group = dist.new_group(ends)
+            if plan.world.rank in ends:
+                name = names[ends.index(plan.world.rank)]
+                found.append((model.get_parameter(name), group))
+    return found

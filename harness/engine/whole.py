@@ -1,0 +1,115 @@
+"""A model whose every layer is on every rank, in full or in shares of ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+
+from harness.errors import ConfigError
+from harness.models.initialize import materialize
+from harness.plan import Plan
+
+Event = dict[str, Any]
+
+
+def build_whole(
+    plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[Event]]:
+    """The model with its weights on `device`, drawn into `empty` or loaded, and events.
+
+    Raises ConfigError where weights cannot be drawn or do not fit.
+    """
+    if plan.run.model.init_from is not None:
+        return _load(plan, empty, device, trust_remote_code)
+    try:
+        materialize(
+            empty,
+            plan.run.train.seed,
+            device,
+            rank=plan.world.rank,
+            world_size=plan.world.world_size,
+            send=_send if plan.world.world_size > 1 else None,
+            placed=_Partition(plan.deepspeed) if plan.zero_stage == 3 else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model.name={plan.run.model.name}: {error}") from error
+    return empty, []
+
+
+def _load(
+    plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[Event]]:
+    """Read weights from safetensors; transformers partitions them as it reads under ZeRO-3."""
+    # Transformers asks a global for the DeepSpeed config; it must live while the model is read.
+    zero3 = HfDeepSpeedConfig(plan.deepspeed) if plan.zero_stage == 3 else None
+    try:
+        model, report = read_weights(AutoModelForCausalLM, plan, empty, trust_remote_code)
+    finally:
+        del zero3
+    events = check_report(plan, report["missing_keys"], report["unexpected_keys"])
+    return (model if plan.zero_stage == 3 else model.to(device)), events
+
+
+def read_weights(
+    model_class: Any, plan: Plan, empty: PreTrainedModel, trust_remote_code: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """`model_class` with the weights of model.init_from, and transformers' report on them.
+
+    Raises ConfigError where they cannot be read or have other shapes.
+    """
+    source = plan.run.model.init_from
+    try:
+        model, report = model_class.from_pretrained(
+            source,
+            config=empty.config,
+            dtype=empty.dtype,
+            attn_implementation=plan.run.model.attention,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,  # never a pickle
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError) as error:  # RuntimeError: shapes that differ
+        raise ConfigError(
+            f"model.init_from={source}, for model.name={plan.run.model.name}: {error}"
+        ) from error
+    return model, report
+
+
+def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) -> list[Event]:
+    """An event for weights that nobody needs. Raises ConfigError for weights that are not there."""
+    source = plan.run.model.init_from
+    lacking, unused = sorted(missing), sorted(unexpected)
+    if lacking:
+        raise ConfigError([f"model.init_from={source} has no weights for {', '.join(lacking[:5])}"])
+    if not unused:
+        return []
+    message = f"{source} also holds weights that the model lacks: {', '.join(unused[:5])}"
+    return [{"kind": "unused_weights", "message": message, "names": unused}]
+
+
+def _send(tensor: torch.Tensor, owner_rank: int) -> None:
+    dist.broadcast(tensor.view(torch.uint8), owner_rank)
+
+
+class _Partition:
+    """Cuts the parameters of one piece after the other into ZeRO-3 partitions."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.first: nn.Parameter | None = None
+
+    def __call__(self, parameters: list[nn.Parameter]) -> None:
+        if self.first is None:
+            deepspeed.zero.Init(
+                module=nn.ParameterList(parameters), config_dict_or_path=self.config
+            )
+            self.first = parameters[0]
+        else:
+            self.first.convert_to_zero_parameters(param_list=parameters)

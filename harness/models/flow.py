@@ -1,0 +1,182 @@
+"""How hidden states run through a decoder: may it be cut between layers, and what stays where?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, masking_utils
+
+from harness.models.pieces import decoder_layers, pieces
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What runs around the decoder layers, by qualified name, in the order of the model."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+    """Parameters that are one, by both names: of a module before the layers, and of one after."""
+    returns_tuple: bool
+    """Whether the model expects (hidden states, ...) of a layer, rather than hidden states."""
+
+
+class _OtherStyle(Exception):
+    """The model takes something else from a layer than what it was given."""
+
+
+def trace_flow(skeleton: PreTrainedModel) -> Flow:
+    """Watch a skeleton's own forward pass with its layers replaced by observers.
+
+    Raises ValueError naming the property that a decoder must have to be cut into stages and this
+    one lacks: layers run once, in order; each reads the hidden states that the layer before it
+    returned, and nothing else that layers or embeddings computed; nothing with parameters runs
+    between them; what follows them reads the last one's hidden states alone; of what layers hold,
+    nothing is tied.
+    """
+    kind = type(skeleton).__name__
+    if getattr(skeleton.config, "layerdrop", 0):
+        raise ValueError(f"{kind} skips layers at random (layerdrop): set it to 0")
+    for returns_tuple in (False, True):
+        with contextlib.suppress(_OtherStyle):
+            return _Observed(skeleton, returns_tuple).flow()
+    raise ValueError(f"a layer of {kind} does not read what the layer before it returned")
+
+
+class _Observed:
+    """One forward pass on meta. Whatever layers and embeddings compute requires a gradient, and so
+    does whatever comes of it.
+    """
+
+    def __init__(self, skeleton: PreTrainedModel, returns_tuple: bool) -> None:
+        self.model = skeleton
+        self.kind = type(skeleton).__name__
+        self.returns_tuple = returns_tuple
+        self.list_name, self.layers = decoder_layers(skeleton)
+        self.outside = {p.name: p.module for p in pieces(skeleton) if not p.whole}
+        self.ran_at: dict[str, set[int]] = {name: set() for name in self.outside}
+        self.layers_run = 0
+        self.last: torch.Tensor | None = None
+
+    def flow(self) -> Flow:
+        for name, module in self.outside.items():
+            if any(inner is self.layers for inner in module.modules()):
+                raise ValueError(f"{self.kind} has parameters beside its modules ({name})")
+        count = len(self.layers)
+        logits = self._run()
+        if self.layers_run != count:
+            raise ValueError(f"{self.kind} runs {self.layers_run} of its {count} layers")
+        if logits.requires_grad:
+            raise ValueError(f"what follows the layers of {self.kind} reads more than the last one")
+        for name, places in self.ran_at.items():
+            if places - {0, count} or len(places) > 1:
+                raise ValueError(f"{self.kind} runs {name} between its layers")
+        before = tuple(name for name, places in self.ran_at.items() if places == {0})
+        after = tuple(name for name in self.outside if name not in before)
+        return Flow(before, after, tuple(self._tied(before, after)), self.returns_tuple)
+
+    def _tied(self, before: tuple[str, ...], after: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        names: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            first = names.setdefault(id(parameter), name)
+            owners = first.rpartition(".")[0], name.rpartition(".")[0]
+            if first != name and owners[0] in before and owners[1] in after:
+                yield first, name
+            elif first != name:
+                raise ValueError(f"{self.kind} uses {first} again as {name}")
+
+    def _run(self) -> torch.Tensor:
+        ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+        routers = "output_router_logits"
+        quiet = {routers: False} if hasattr(self.model.config, routers) else {}
+        with self._watching():
+            try:
+                logits: torch.Tensor = self.model(input_ids=ids, use_cache=False, **quiet).logits
+            except (ValueError, _OtherStyle):
+                raise
+            except Exception as error:  # from code that nobody here has seen
+                if self.layers_run > 0 and not self.returns_tuple:
+                    raise _OtherStyle from error
+                raise ValueError(f"{self.kind} cannot be traced: {error}") from error
+        return logits
+
+    def layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for a decoder layer."""
+        inputs = [*args, *kwargs.values()]
+        hidden = inputs.pop(0)
+        if index > 0 and hidden is not self.last:
+            raise _OtherStyle
+        if self.layers_run != index:
+            raise ValueError(f"{self.kind} does not run its layers once, in order")
+        if any(tensor.requires_grad for tensor in _tensors(inputs)):
+            raise ValueError(f"layer {index} of {self.kind} reads more than hidden states")
+        self.layers_run += 1
+        self.last = torch.empty_like(hidden, requires_grad=self.layers_run < len(self.layers))
+        return (self.last,) if self.returns_tuple else self.last
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        config = self.model.config
+
+        def ran(name: str, output: Any) -> None:
+            self.ran_at[name].add(self.layers_run)
+            if self.layers_run == 0:
+                for tensor in _tensors([output]):
+                    tensor.requires_grad_(tensor.is_floating_point())
+
+        # Both look into the ids, which have no values here.
+        find_documents, pad = masking_utils.find_packed_sequence_indices, config.pad_token_id
+        trainable = {p: p.requires_grad for p in self.model.parameters()}
+        originals = list(self.layers)
+        hooks = [
+            module.register_forward_hook(lambda m, i, output, name=name: ran(name, output))
+            for name, module in self.outside.items()
+        ]
+        try:
+            masking_utils.find_packed_sequence_indices = lambda *args, **kwargs: None
+            config.pad_token_id = None
+            self.model.requires_grad_(False)
+            for index, layer in enumerate(originals):
+                self.layers[index] = _Observer(self, index, layer)
+            with torch.enable_grad():
+                yield
+        finally:
+            masking_utils.find_packed_sequence_indices = find_documents
+            config.pad_token_id = pad
+            for hook in hooks:
+                hook.remove()
+            for index, layer in enumerate(originals):
+                self.layers[index] = layer
+            for parameter, wanted in trainable.items():
+                parameter.requires_grad_(wanted)
+
+
+class StandIn(nn.Module):
+    """Takes the place of a module and keeps what others read of it (a layer's attention type)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__ |= {k: v for k, v in vars(module).items() if not k.startswith("_")}
+
+
+class _Observer(StandIn):
+    def __init__(self, observed: _Observed, index: int, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self._observed, self._index = observed, index
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._observed.layer(self._index, *args, **kwargs)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list | dict):
+            yield from _tensors(value)

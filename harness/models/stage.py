@@ -1,0 +1,180 @@
+"""One pipeline stage of a decoder: the model itself, with the other stages' modules passed through.
+
+Nothing is built anew, so Hugging Face's own code makes masks, positions and rotary embeddings,
+every parameter keeps its name, and layer i is still layer i. Between stages travels one tensor, so
+that one backward pass brings back its gradient: the hidden states, and beside them, along the last
+axis, what the routers of a mixture of experts said, which the balancing loss needs at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from harness.models.flow import Flow, StandIn
+from harness.models.pieces import decoder_layers, pieces
+
+_BALANCING = "load_balancing_loss_func"  # what transformers calls it in every mixture's module
+
+Finish = Callable[[Any], torch.Tensor]
+
+
+class Stage(nn.Module):
+    """What `reduce_to_stage` left of a model, between what is received and what is sent.
+
+    Takes and returns what DeepSpeed sends between stages: token ids on the first stage, else
+    (micro_batch, seq_len, hidden_size + routers); with document boundaries a tuple of that and the
+    position ids. The last stage returns what `finish` makes of the model's outputs.
+    Raises ValueError for a mixture whose balancing loss is not made by transformers' function.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        _, layers = decoder_layers(model)
+        self.enter = next((layer for layer in layers if isinstance(layer, _Enter)), None)
+        self.leave = next((layer for layer in layers if isinstance(layer, _Leave)), None)
+        self.finish: Finish = lambda outputs: outputs
+        config = model.config.get_text_config(decoder=True)
+        self.hidden_size: int = config.hidden_size
+        self.routed = bool(getattr(config, "output_router_logits", False))
+        self.experts = _num_experts(model) if self.routed else 0
+
+    def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
+        """One micro-batch through this stage."""
+        carried, *positions = inputs if isinstance(inputs, tuple) else (inputs,)
+        given: dict[str, Any] = {"position_ids": positions[0]} if positions else {}
+        ids, routers = carried, ()
+        if self.enter is not None:
+            self.enter.hidden, routers = self._unpacked(carried)
+            ids = torch.zeros(carried.shape[:2], dtype=torch.int64, device=carried.device)
+        if self.leave is None:
+            with _balancing(self.model, routers):
+                return self.finish(self.model(input_ids=ids, use_cache=False, **given))
+        outputs = self.model.base_model(input_ids=ids, use_cache=False, **given)
+        own = outputs.router_logits if self.routed else ()
+        packed = self._packed(self.leave.taken(), (*routers, *own))
+        return (packed, *positions) if positions else packed
+
+    def _packed(self, hidden: torch.Tensor, routers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """(micro_batch, seq_len, hidden_size + layers so far x experts), in the wider dtype."""
+        if not routers:
+            return hidden
+        return torch.cat([hidden, *(r.view(*hidden.shape[:2], -1) for r in routers)], dim=-1)
+
+    def _unpacked(self, carried: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        hidden, routers = carried[..., : self.hidden_size], carried[..., self.hidden_size :]
+        if not self.routed:
+            return hidden, ()
+        layers = routers.shape[-1] // self.experts
+        return hidden.to(self.model.dtype), tuple(routers.flatten(0, 1).chunk(layers, dim=-1))
+
+
+class _PassThrough(StandIn):
+    """Stands where another stage's module stands, and hands on its first input."""
+
+    def __init__(self, module: nn.Module, returns_tuple: bool = False) -> None:
+        super().__init__(module)
+        self._returns_tuple = returns_tuple
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden,) if self._returns_tuple else hidden
+
+
+class _Enter(_PassThrough):
+    """The layer before this stage's first: hands on what the stage before has sent."""
+
+    hidden: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, self.hidden = self.hidden, None
+        return super().forward(hidden)
+
+
+class _Leave(_PassThrough):
+    """The layer after this stage's last: keeps what the next stage needs."""
+
+    _hidden: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._hidden = hidden
+        return super().forward(hidden.detach())
+
+    def taken(self) -> torch.Tensor:
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "the model did not run its layers"
+        return hidden
+
+
+class _NoEmbedding(StandIn):
+    """Zeros that only have the shape of embeddings: the stage's first layer never sees them."""
+
+    def __init__(self, module: nn.Embedding, is_input: bool, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self._is_input, self._dtype = is_input, dtype
+        self._size = module.embedding_dim
+
+    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        zero = torch.zeros((), dtype=self._dtype, device=ids.device)
+        return zero.expand(*ids.shape, self._size) if self._is_input else zero
+
+
+def reduce_to_stage(model: PreTrainedModel, flow: Flow, first_layer: int, end_layer: int) -> None:
+    """Keep decoder layers [first_layer, end_layer) of a skeleton, and what runs before the first or
+    after the last of all layers where they are among these; the rest is passed through. In place.
+    """
+    _, layers = decoder_layers(model)
+    others = (flow.before if first_layer > 0 else ()) + (
+        flow.after if end_layer < len(layers) else ()
+    )
+    embedding = model.get_input_embeddings()
+    for piece in [piece for piece in pieces(model) if piece.name in others]:
+        stand_in: nn.Module = _PassThrough(piece.module)
+        if isinstance(piece.module, nn.Embedding):
+            stand_in = _NoEmbedding(piece.module, piece.module is embedding, model.dtype)
+        model.set_submodule(piece.name, stand_in)
+    for index, layer in enumerate(layers):
+        if index == first_layer - 1:
+            layers[index] = _Enter(layer, flow.returns_tuple)
+        elif index == end_layer:
+            layers[index] = _Leave(layer, flow.returns_tuple)
+        elif not first_layer <= index < end_layer:
+            layers[index] = _PassThrough(layer, flow.returns_tuple)
+
+
+def _num_experts(model: PreTrainedModel) -> int:
+    module = sys.modules[type(model).__module__]
+    config = model.config.get_text_config(decoder=True)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    found = [getattr(config, name) for name in names if getattr(config, name, None)]
+    if not hasattr(module, _BALANCING) or not found:
+        raise ValueError(
+            f"the balancing loss of {type(model).__name__} cannot be carried over stages: set "
+            "model.overrides.output_router_logits=false, or use ZeRO 3"
+        )
+    return int(found[0])
+
+
+@contextlib.contextmanager
+def _balancing(model: PreTrainedModel, routers: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    """Within this, the model's balancing loss also counts the routers of earlier stages."""
+    module = sys.modules[type(model).__module__]
+    original = getattr(module, _BALANCING, None)
+    if not routers or original is None:
+        yield
+        return
+
+    def over_all_layers(own: Any, *args: Any, **kwargs: Any) -> Any:
+        return original((*routers, *own), *args, **kwargs)
+
+    setattr(module, _BALANCING, over_all_layers)
+    try:
+        yield
+    finally:
+        setattr(module, _BALANCING, original)

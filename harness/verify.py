@@ -1,0 +1,118 @@
+"""A pipelined run proves at its start that the stages compute what the unsplit model computes."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from harness.data.batches import Batch
+from harness.engine.unsplit import bytes_needed, trained, unsplit_loss_and_norm
+from harness.errors import ConfigError
+from harness.fit import free_on_host
+from harness.start import Run
+
+# Relative differences of loss and gradient norm: ten times and more what rounding does in the
+# parity gate, and far below what a lost mask, scale or tied gradient does there.
+TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2), "fp16": (1e-3, 2e-2)}
+# What pipeline.verify = "auto" lets everybody wait for: seconds on a GPU, a minute on a CPU.
+_AUTO_FLOPS = {"cuda": 2e15, "cpu": 1e12}
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """What the unsplit model says to the first global batch."""
+
+    loss: float
+    grad_norm: float
+
+
+def unsplit_start(run: Run) -> Unsplit | None:
+    """The unsplit model's loss and gradient norm before the first step, computed on rank 0; the
+    stages' loss is compared at once, the norm by `check_norm` once there is one.
+
+    None for a run without stages, a resumed one, and one that pipeline.verify leaves alone, which
+    is an event. Raises ConfigError where the losses differ.
+    """
+    plan = run.plan
+    if plan.stages is None or run.state.step > 0:
+        return None
+    told = [_why_not(run)]  # rank 0 decides: free memory differs
+    dist.broadcast_object_list(told)
+    if told[0] is not None:
+        run.event("not_verified", message=told[0])
+        return None
+    targets = run.data.train.targets_in(0, plan.global_batch)
+    found = [(0.0, 0.0)]
+    if run.is_writer:
+        found = [
+            unsplit_loss_and_norm(
+                plan,
+                run.engine.module,
+                run.engine.device,
+                _all_micro_batches(run),
+                targets,
+                run.engine.loss_scale,
+            )
+        ]
+    dist.broadcast_object_list(found)
+    unsplit = Unsplit(*found[0])
+    coords = plan.grid.coords(plan.world.rank)
+    mine = [*_all_micro_batches(run)][coords.data :: plan.grid.data]
+    loss = run.engine.sum_over_ranks(run.engine.eval_batch(mine))[0].item() / max(targets, 1)
+    _check("loss", loss, unsplit.loss, TOLERANCES[plan.precision][0], run)
+    return unsplit
+
+
+def check_norm(run: Run, unsplit: Unsplit, grad_norm: float | torch.Tensor) -> None:
+    """Compare the first step's gradient norm. Raises ConfigError where it differs.
+
+    With dropout the two are different samples of it, and an overflow of fp16 is no norm.
+    """
+    verified = {"loss": unsplit.loss}
+    overflows = not (run.engine.step_applied and math.isfinite(unsplit.grad_norm))
+    if not (overflows or run.engine.drops_out):
+        tolerance = TOLERANCES[run.plan.precision][1]
+        _check("gradient norm", float(grad_norm), unsplit.grad_norm, tolerance, run)
+        verified["grad_norm"] = unsplit.grad_norm
+    run.event("verified", **verified)
+
+
+def _check(what: str, found: float, expected: float, tolerance: float, run: Run) -> None:
+    if math.isclose(found, expected, rel_tol=tolerance):
+        return
+    raise ConfigError(
+        f"the first batch's {what} is {found:.7g} over {run.plan.grid.pipeline} pipeline stages, "
+        f"but {expected:.7g} without (relative tolerance {tolerance:g}): "
+        f"{run.plan.run.model.name} does not train right in stages; use ZeRO 3, and report this"
+    )
+
+
+def _why_not(run: Run) -> str | None:
+    """Why the unsplit model is not asked; None where it is."""
+    wish, model, device = run.plan.run.pipeline.verify, run.engine.module, run.engine.device
+    if wish is not True and wish != "auto":
+        return "pipeline.verify is false"
+    if wish is True:
+        return None
+    needed, free = bytes_needed(model), free_on_host()
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    if free is not None and needed > free // 2:
+        return f"the unsplit model needs {needed / 2**30:.1f} GiB on one rank"
+    tokens = run.plan.global_batch * run.plan.run.data.seq_len
+    flops = 6.0 * tokens * sum(parameter.numel() for parameter in trained(model))
+    cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
+    if flops > _AUTO_FLOPS[device.type] * cores:
+        return f"one rank would take {flops:.0e} FLOP for the first batch"
+    return None
+
+
+def _all_micro_batches(run: Run) -> list[Batch]:
+    """The first global batch, in the order in which data ranks take its micro-batches."""
+    plan = run.plan
+    starts = range(0, plan.global_batch, plan.micro_batch)
+    return [run.data.train.batch(start, plan.micro_batch) for start in starts]
