@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.ds_config import offloaded_to
 from harness.fit import memory_line, shortages_here
 from harness.planning.shape import num_parameters, parameters_by_kind
+from harness.planning.stages import bubble, layers_per_stage
 
 if TYPE_CHECKING:
     from harness.plan import Plan
@@ -30,6 +31,7 @@ def summary(plan: Plan) -> str:
         ("model", _model(plan)),
         ("parameters", _parameters(plan)),
         ("spread", _spread(plan)),
+        *_stages(plan),
         ("batch", _batch(plan)),
         ("length", _length(plan)),
         ("optimizer", _optimizer(plan)),
@@ -75,6 +77,14 @@ def _spread(plan: Plan) -> str:
         f"offload: {', '.join(offloaded) or 'none'}, "
         f"activation checkpointing: {plan.run.model.checkpointing}"
     )
+
+
+def _stages(plan: Plan) -> list[tuple[str, str]]:
+    if plan.stages is None:
+        return []
+    layers = ", ".join(map(str, layers_per_stage(plan.stages)))
+    share = bubble(plan.grid.pipeline, plan.grad_accum)
+    return [("stages", f"{layers} decoder layers; each waits {share:.0%} of a step (the bubble)")]
 
 
 def _batch(plan: Plan) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -139,3 +140,18 @@ def test_needs_no_heavy_library():
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+PIPELINED = ("--model", "gpt2-124m", "--gpus", "8", "ds.pipeline.stages=4")
+
+
+def test_pipeline_stages_are_listed_with_their_fullest_rank():
+    text = run(*PIPELINED, "--seq-len", "1024").stdout
+    assert re.search(r"Peak on rank \d, pipeline stage \d: ", text)
+    assert re.search(r"stage 1 +4 layers +28,351,488 parameters +3 in flight ", text)
+    assert text.count("refused under pipeline stages") == 2
+    assert {rank["pipeline_stage"] for rank in estimated(*PIPELINED)["ranks"]} == {0, 1, 2, 3}
+
+
+def test_a_sweep_over_ranks_that_stages_do_not_divide():
+    assert "2 ranks cannot be split" in run(*PIPELINED, "--sweep", "gpus=2..8", code=2).stderr

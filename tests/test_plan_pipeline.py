@@ -50,10 +50,23 @@ def test_stages_are_balanced_by_time_unless_said_otherwise():
     assert layers(plan({"stages": 3}, "model.checkpointing=full", ranks=3)) == (5, 5, 2)
 
 
+def test_stages_balanced_by_memory_need_least_on_the_fullest_rank():
+    def peak(partition: Any) -> int:
+        made = plan({"stages": 3, "partition": partition}, *settings, ranks=6)
+        assert made.estimate is not None
+        return made.estimate.worst.peak
+
+    settings = ("train.micro_batch=2", "train.global_batch=16")
+    splits = [[a, b, 12 - a - b] for a in range(1, 11) for b in range(1, 12 - a)]
+    assert peak("memory") == min(map(peak, splits)) < peak("time")
+
+
 def test_layers_per_stage_may_be_given():
     made = plan({"stages": 4, "partition": [3, 3.0, 3, 3]})
     assert made.stages == (0, 4, 7, 10, 14)
     assert made.grid.pipeline == 4
+    assert made.to_json()["stages"] == made.stages
+    assert "3, 3, 3, 3 decoder layers; each waits 33% of a step" in made.describe()
 
 
 def test_without_stages_there_is_no_split():

@@ -103,15 +103,15 @@ def layers_per_stage(bounds: Bounds) -> tuple[int, ...]:
 def stage_shape(shape: Shape, bounds: Bounds, stage: int) -> Shape:
     """The part of a model that one stage holds, its layers counted from 0.
 
-    A tied embedding is on the first and on the last stage, before all else: DeepSpeed keeps a copy
-    of a tied module on every stage that uses it (pipe/module.py, tied_modules).
+    A tied embedding is on the first stage and, as the head, on the last: each keeps a copy.
     """
     begin, end, last = bounds[stage], bounds[stage + 1], bounds[-1] - 1
     layers = slice(max(begin, 1) - 1, min(end, last) - 1)
-    body, before = shape.body, shape.body.before
-    if stage:
-        before = body.before[:1] if shape.tied and end > last else ()
-    held = Body(before, body.layer_prefix, body.layers[layers], body.after if end > last else ())
+    body, after = shape.body, shape.body.after if end > last else ()
+    if stage and end > last and shape.tied:
+        after += body.before[:1]
+    before = () if stage else body.before
+    held = Body(before, body.layer_prefix, body.layers[layers], after)
     windows = shape.sliding_windows[layers]
     return replace(shape, num_layers=len(held.layers), sliding_windows=windows, body=held)
 

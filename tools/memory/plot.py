@@ -18,7 +18,7 @@ _WIDTH, _HEIGHT, _TOP, _LEFT, _BAR, _GAP = 1160, 420, 40, 60, 34, 12
 def svg(found: Estimate) -> str:
     """One picture with a legend; sizes in GiB."""
     bars = [(name, found.worst.phase(name)) for name in PHASES]
-    for stage in range(4):
+    for stage in range(4 if found.inputs.bounds is None else 2):
         other = estimate_memory(with_stage(found.inputs, stage)).worst
         bars.append((f"ZeRO {stage} peak", other.phase(other.peak_phase)))
     names = list(dict.fromkeys(name for _, parts in bars for name in parts))

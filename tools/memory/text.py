@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.planning.memory.changes import helpful_changes, with_stage
-from harness.planning.memory.inputs import GIB, PHASES
+from harness.planning.memory.inputs import FP32, GIB, PHASES
 from harness.planning.memory.states import optimizer_class
 from harness.planning.memory.timeline import (
     MARGIN,
@@ -24,9 +24,10 @@ def describe(found: Estimate) -> str:
         [
             _setting(found),
             "",
-            f"Peak on rank {worst.rank}: {_gib(worst.peak)} GiB allocated, in phase "
-            f"{worst.peak_phase}; up to {_gib(worst.reserved)} GiB reserved",
+            f"Peak on rank {worst.rank}{_of_stage(worst)}: {_gib(worst.peak)} GiB allocated, in "
+            f"phase {worst.peak_phase}; up to {_gib(worst.reserved)} GiB reserved",
             *_bars(worst, worst.peak_phase),
+            *_pipeline(found),
             "",
             "Phases, GiB on the device",
             *_phases(worst),
@@ -64,6 +65,25 @@ def _setting(found: Estimate) -> str:
     )
 
 
+def _of_stage(rank: RankTimeline) -> str:
+    return "" if rank.inputs.stage is None else f", pipeline stage {rank.stage}"
+
+
+def _pipeline(found: Estimate) -> list[str]:
+    """The fullest rank of each pipeline stage."""
+    if found.inputs.bounds is None:
+        return []
+    fullest: dict[int, RankTimeline] = {}
+    for rank in sorted(found.ranks, key=lambda rank: rank.peak):
+        fullest[rank.stage] = rank
+    return ["", "Pipeline stages, the fullest rank of each"] + [
+        f"  stage {stage:<3} {rank.inputs.shape.num_layers:>4} layers "
+        f"{rank.inputs.parameters:>15,} parameters {rank.inputs.in_flight:>4} in flight "
+        f"{_gib(rank.peak):>9} GiB at {rank.peak_phase}"
+        for stage, rank in sorted(fullest.items())
+    ]
+
+
 def _bars(rank: RankTimeline, phase: str) -> list[str]:
     parts = sorted(rank.phase(phase).items(), key=lambda part: -part[1])
     most = parts[0][1]
@@ -88,7 +108,7 @@ def _stages(found: Estimate) -> list[str]:
     for stage in range(4):
         other = estimate_memory(with_stage(found.inputs, stage), found.device_bytes)
         here = " <- this run" if stage == found.inputs.zero.stage else ""
-        note = "refused: DeepSpeed computes it wrongly" if _refused(found, stage) else other.verdict
+        note = _refusal(found, stage) or other.verdict
         lines.append(
             f"  stage {stage}  {_gib(other.worst.peak):>9} GiB at {other.worst.peak_phase:16} "
             f"{note}{here}"
@@ -96,8 +116,12 @@ def _stages(found: Estimate) -> list[str]:
     return lines
 
 
-def _refused(found: Estimate, stage: int) -> bool:
-    return stage == 0 and found.inputs.precision != "fp32"
+def _refusal(found: Estimate, stage: int) -> str | None:
+    inputs = found.inputs
+    if stage == 0 and inputs.precision != "fp32":
+        right = inputs.bounds and inputs.precision == "bf16" and inputs.sum_bytes != FP32
+        return None if right else "refused: DeepSpeed computes it wrongly"
+    return "refused under pipeline stages" if stage > 1 and inputs.bounds else None
 
 
 def _verdict(found: Estimate) -> list[str]:

@@ -147,20 +147,22 @@ def pipeline(inputs: Inputs) -> list[Held]:
     """What a pipeline stage keeps of each micro-batch besides its layers' activations.
 
     pipe/engine.py: one buffer receives activations and gradients alike; what was received is
-    copied, and lives until its gradient is sent; outputs live until their backward pass.  Those of
-    the last stage, the logits, are never let go, only overwritten, in two slots.
+    copied, and lives until its gradient is sent; outputs live until their backward pass.  The last
+    stage never lets go of its outputs, the losses, only overwrites them, in two slots: through
+    their graphs two inputs and their gradients stay.
     """
     if inputs.stage is None:
         return []
-    element, working = inputs.element_bytes, frozenset({"forward", "loss", "evaluation"}) | BACKWARD
-    stream = element * inputs.shape.hidden_size * inputs.tokens
-    found = [Held("pipeline: receive buffer", stream, STEPPED, "read")]
+    working = frozenset({"forward", "loss", "evaluation"}) | BACKWARD
+    stream = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
+    found = [Held("pipeline: receive buffer", stream, STEPPED, "measured")]
+    if inputs.has_head:
+        kept = 2 * min(2, inputs.grad_accum) * stream
+        return [*found, Held("pipeline: inputs", kept, STEPPED, "measured")]
+    held = stream * inputs.in_flight
+    found.append(Held("pipeline: outputs", held, working, "read"))
     if inputs.stage:
-        found.append(Held("pipeline: inputs", stream * inputs.in_flight, working, "read"))
+        found.append(Held("pipeline: inputs", held, working, "read"))
         sent = frozenset({"backward_last"})
         found.append(Held("pipeline: gradient to send", stream, sent, "read"))
-    if inputs.has_head:
-        logits = element * inputs.shape.vocab_size * inputs.tokens
-        kept = min(2, inputs.grad_accum) * logits
-        return [*found, Held("pipeline: logits", kept, STEPPED, "read")]
-    return [*found, Held("pipeline: outputs", stream * inputs.in_flight, working, "read")]
+    return found

@@ -268,7 +268,7 @@ def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate
 
 def _data_ranks_that_differ(inputs: Inputs) -> list[int]:
     """The data rank with most and that with least: gradients are kept by whole parameters."""
-    if inputs.zero.stage not in (1, 2):
+    if optimizer_class(inputs) != "DeepSpeedZeroOptimizer":
         return [0]
     flats = flat_groups(inputs.groups(), inputs.shards)
     sizes = [0] * inputs.shards

@@ -1,0 +1,136 @@
+"""show_layout.py: the plan's layout as text and as a picture, without torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from harness.planning.stages import bubble, schedule
+from tools.layout.timing import Span, spans, waiting
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TOOL = REPOSITORY / "tools/show_layout.py"
+GPT2 = ("--model", "gpt2-124m", "--seq-len", "1024", "--gpus", "8")
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, TOOL, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (4, 4), (4, 9), (8, 3)])
+def test_stages_equally_fast_wait_for_the_bubble(stages: int, micro_batches: int) -> None:
+    found = spans(schedule(stages, micro_batches), [(1, 2)] * stages)
+    assert waiting(found) == pytest.approx(bubble(stages, micro_batches))
+
+
+def test_a_step_of_uneven_stages_by_hand() -> None:
+    found = spans(schedule(2, 2), [(1, 2), (2, 4)])
+    by_stage = {
+        stage: [(s.kind[0], s.micro_batch, s.begin, s.end) for s in found if s.stage == stage]
+        for stage in range(2)
+    }
+    assert by_stage[0] == [("f", 0, 0, 1), ("f", 1, 1, 2), ("b", 0, 7, 9), ("b", 1, 13, 15)]
+    assert by_stage[1] == [("f", 0, 1, 3), ("b", 0, 3, 7), ("f", 1, 7, 9), ("b", 1, 9, 13)]
+    assert waiting(found) == pytest.approx(1 - (6 + 12) / (2 * 15))
+
+
+def test_nothing_begins_before_its_input_is_there() -> None:
+    found = spans(schedule(4, 6), [(3, 5), (1, 2), (4, 9), (2, 2)])
+    at = {(span.kind, span.stage, span.micro_batch): span for span in found}
+    for (kind, stage, batch), span in at.items():
+        source = at.get((kind, stage + (-1 if kind == "forward" else 1), batch))
+        assert source is None or source.end <= span.begin
+
+    def of_stage(stage: int) -> list[Span]:
+        return sorted((s for s in found if s.stage == stage), key=lambda span: span.begin)
+
+    for stage in range(4):
+        assert all(a.end <= b.begin for a, b in itertools.pairwise(of_stage(stage)))
+
+
+def test_pipeline_stages() -> None:
+    text = run(*GPT2, "--gpus-per-node", "4", "--accumulation", "6", "ds.pipeline.stages=2")
+    assert "ranks 8 = 2 pipeline x 4 data, 4 a node" in text
+    assert re.search(r"stage 0 +on node 0 +0 +1 +2 +3\n +stage 1 +on node 1 +4 +5 +6 +7\n", text)
+    # The head is a copy of the embedding of 50257 x 768; positions are the first stage's alone.
+    layer, embedding, positions = 7_087_872, 50257 * 768, 1024 * 768
+    first, last = embedding + positions + 8 * layer, embedding + 2 * 768 + 4 * layer
+    assert re.search(rf"embedding, layers 0-7 +{first:,} ", text)
+    assert re.search(rf"layers 8-11, norm and head +{last:,} ", text)
+    assert "Balance, the largest stage over the mean: work 1.0" in text
+    assert "ZeRO 1: each rank of a stage holds weights and gradients whole, 1/4 of the opt" in text
+    assert re.search(r"stage 0 +F0 \.  F1 B0 F2 B1 .* B5\n +stage 1 +\.  F0 B0 F1 B1", text)
+    assert "Bubble: (2 - 1) / (6 + 2 - 1) = 14.3% of the step waiting" in text
+
+
+def test_nothing_said_of_the_batch_fills_the_pipeline() -> None:
+    assert "A step: 16 micro-batches of 1 x 1024 tokens" in run(*GPT2, "ds.pipeline.stages=4")
+    assert "A step: each data rank runs 1 micro-batch of 1 x 1024" in run(*GPT2)
+
+
+def test_without_stages_the_grid_and_what_zero_shares() -> None:
+    text = run("--gpus", "64", "--deepspeed", "ds_configs/zero3.json", "--model", "llama-3-8b")
+    assert "ranks 64 = 64 data, 8 a node" in text
+    assert re.search(r"on node 0 +0 +1 .* 7 \| +8 .* 15 +\.\.\. 63\n", text)
+    assert "the whole model  8,030,261,248" in text
+    assert "ZeRO 3: each rank holds 1/64 of the weights, gradients and optimizer states" in text
+
+
+def test_an_unknown_architecture_has_a_layout_too(tmp_path: Path) -> None:
+    config = {"model_type": "brand_new", "hidden_size": 8, "num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = run("--model", str(tmp_path), "--gpus", "4", "ds.pipeline.stages=2")
+    assert "embedding, layers 0-2" in text
+    assert "note: decoder layers are split evenly" in text
+
+
+def test_the_picture_is_of_every_pass(tmp_path: Path) -> None:
+    picture = tmp_path / "schedule.svg"
+    run(*GPT2, "ds.pipeline.stages=4", "--accumulation", "5", "--plot", str(picture))
+    root = ElementTree.parse(picture).getroot()
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert (
+        titles.count("forward of micro-batch 4") == titles.count("backward of micro-batch 0") == 4
+    )
+    assert len(titles) == 4 * 5 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--plot", "schedule.svg"), "there is no schedule without pipeline stages"),
+        (("--plot", "schedule.png", "ds.pipeline.stages=2"), "only .svg is written"),
+        (("ds.pipeline.stages=3",), "8 ranks cannot be split into pipeline 3"),
+        (("ds.pipeline.stages=2", "ds.pipeline.partition=[9,7]"), "holds 16 decoder layers of 12"),
+        (("ds.pipeline=2",), "pipeline is 2 (command line): it must be an object"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in run(*GPT2, *arguments, code=2)
+
+
+def test_no_torch_is_needed() -> None:
+    code = (
+        "import sys; sys.path.insert(0, ''); import tools.show_layout as tool;"
+        f"tool.main({[*GPT2, 'ds.pipeline.stages=2']!r}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,102 @@
+"""The arguments of tools that plan a run for machines that are elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from harness.assignments import assign_all
+from harness.command import DEFAULT_DS_JSON, DS_PREFIX, Command, plan_from
+from harness.ds_config import literal, normalized, read_ds_json
+from harness.errors import ConfigError
+from harness.plan import Plan
+from harness.plan_pipeline import num_stages
+from harness.planning.hardware import find_gpu
+from harness.planning.world import World
+
+# Flag -> the key that it is another name for.
+ALIASES = {
+    "model": "model.name",
+    "micro-batch": "train.micro_batch",
+    "seq-len": "data.seq_len",
+    "accumulation": "ds.gradient_accumulation_steps",
+    "checkpointing": "model.checkpointing",
+}
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, both files, the machines, the batch, --plot, and key=value."""
+    parser.add_argument("--model", help="preset, config.json, folder or hub id")
+    parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
+    parser.add_argument("--config", type=Path, metavar="TOML", help="a run config")
+    parser.add_argument("--gpus", type=int, default=1, help="of the whole job")
+    parser.add_argument("--gpus-per-node", type=int, help="default: up to 8")
+    parser.add_argument("--gpu", help="a name such as h100-80; without it there is no verdict")
+    parser.add_argument("--micro-batch", help="samples a GPU takes at once (default: 1)")
+    parser.add_argument("--seq-len", help="tokens of a sample")
+    parser.add_argument(
+        "--accumulation",
+        help="micro-batches per step (default: 1; 4 for each pipeline stage, which fills it)",
+    )
+    parser.add_argument("--checkpointing", choices=("none", "full"))
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it, too")
+    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that train.py would make there. Raises one ConfigError with every problem."""
+    problems = []
+    if args.gpu is not None:
+        try:
+            find_gpu(args.gpu)
+        except ValueError as error:
+            problems.append(f"--gpu: {error}")
+    for name in ("gpus", "gpus_per_node"):
+        size = getattr(args, name)
+        if size is not None and size < 1:
+            problems.append(f"--{name.replace('_', '-')} is {size}: it must be at least 1")
+    if args.plot and args.plot.suffix != ".svg":
+        problems.append(f"--plot {args.plot}: only .svg is written; convert it for other formats")
+    if problems:
+        raise ConfigError(problems)
+    per_node = args.gpus_per_node or min(args.gpus, 8)
+    world = World(
+        world_size=args.gpus,
+        local_world_size=min(per_node, args.gpus),
+        accelerator="cuda",
+        gpu=args.gpu,
+    )
+    command = Command(
+        deepspeed_path=args.deepspeed, config_path=args.config, assignments=_assignments(args)
+    )
+    return plan_from(command, world=world)
+
+
+def _assignments(args: argparse.Namespace) -> tuple[str, ...]:
+    """key=value of the flags, then those given; where nothing is said of the batch, one sample at
+    a time, and no more of them than it takes to keep pipeline stages busy.
+    """
+    given = [
+        f"{key}={value}"
+        for flag, key in ALIASES.items()
+        if (value := getattr(args, flag.replace("-", "_"))) is not None
+    ] + args.assignments
+    keys = {text.partition("=")[0] for text in given}
+    ds = read_ds_json(args.deepspeed)
+    says_batch = args.config or "train.global_batch" in keys
+    if not says_batch and not any(literal(ds, key) is not None for key in _BATCH_KEYS):
+        defaults = {"train.micro_batch": 1, "ds.gradient_accumulation_steps": _filling(ds, given)}
+        given += [f"{key}={value}" for key, value in defaults.items() if key not in keys]
+    return tuple(given)
+
+
+def _filling(ds: dict[str, Any], given: list[str]) -> int:
+    """Micro-batches with which the bubble is "negligible" (GPipe, arXiv 1811.06965, 2.3): 4 for
+    each pipeline stage; 1 without stages.
+    """
+    ds = normalized(ds)
+    assign_all(ds, [text[len(DS_PREFIX) :] for text in given if text.startswith(DS_PREFIX)])
+    stages = num_stages(ds) if isinstance(ds.get("pipeline", {}), dict) else 1
+    return 4 * stages if stages > 1 else 1

@@ -1,0 +1,48 @@
+"""Which rank is where, what it holds, and what it does when.
+
+    python tools/show_layout.py --model llama-3-8b --deepspeed ds_configs/pipeline4.json --gpus 16
+    python tools/show_layout.py --model gpt2-124m --gpus 8 ds.pipeline.stages=4 \\
+        ds.pipeline.partition=memory --accumulation 16 --plot schedule.svg
+
+The numbers are those of the plan that train.py would make from the same arguments. Exit code 0,
+or 2 for arguments that cannot be planned. Needs neither a GPU nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ConfigError, ExitCode
+from tools.layout.plot import svg
+from tools.layout.text import describe
+from tools.plan_args import add_plan_arguments, plan_of
+
+
+def main(argv: list[str]) -> int:
+    """argv -> text on standard output -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_plan_arguments(parser)
+    args = parser.parse_intermixed_args(argv)
+    try:
+        plan = plan_of(args)
+        if args.plot and plan.stages is None:
+            raise ConfigError(f"--plot {args.plot}: there is no schedule without pipeline stages")
+        text = describe(plan)
+    except ValueError as error:
+        print(f"cannot show: {error}", file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    print(text)
+    if args.plot:
+        args.plot.write_text(svg(plan), encoding="utf-8")
+        print(f"wrote {args.plot}", file=sys.stderr)
+    return int(ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
