@@ -1,4 +1,4 @@
-"""Whole pipelined runs: the same curve, the same export, stopped and resumed; wrong ones refused."""
+"""Whole pipelined runs: the same curve, the same export; stopped, resumed, refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def undisturbed(folder: Path, data: list[str]) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def stopped(folder: Path, data: list[str]) -> tuple[RunFolder, list[Ended]]:
-    """With dropout; stopped by a signal to the last stage, then gone on with; and the same whole."""
+    """A run with dropout, stopped by a signal to the last stage, then gone on with."""
     run = RunFolder(folder / "stopped" / "run")
     group = start(command(data, run, "model.dropout=0.1"), run.path.parent)
     wait_for(partial(has_trained, run, group), "the first step")
