@@ -5,7 +5,7 @@
         ds.pipeline.partition=memory --accumulation 16 --plot schedule.svg
 
 The numbers are those of the plan that train.py would make from the same arguments. Exit code 0,
-or 2 for arguments that cannot be planned. Needs neither a GPU nor torch.
+or 2 for arguments that cannot be planned. Needs neither a GPU nor, but for --measure, torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
+from tools.layout.measure import measured
 from tools.layout.plot import svg
 from tools.layout.text import describe
 from tools.plan_args import add_plan_arguments, plan_of
@@ -28,16 +29,25 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_plan_arguments(parser)
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run a small model in as many stages on CPU ranks, and time their waiting",
+    )
     args = parser.parse_intermixed_args(argv)
     try:
         plan = plan_of(args)
         if args.plot and plan.stages is None:
             raise ConfigError(f"--plot {args.plot}: there is no schedule without pipeline stages")
+        if args.measure and plan.stages is None:
+            raise ConfigError("--measure: nothing waits without pipeline stages")
         text = describe(plan)
     except ValueError as error:
         print(f"cannot show: {error}", file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     print(text)
+    if args.measure:
+        print(f"\n{measured(plan.grid.pipeline)}")
     if args.plot:
         args.plot.write_text(svg(plan), encoding="utf-8")
         print(f"wrote {args.plot}", file=sys.stderr)
