@@ -70,12 +70,20 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of an error sentence: "; did you mean X?", or nothing where no name is like `word`.
 
     The last part of a dotted name counts most: a long common section would make all keys of it
-    look alike.
+    look alike. Where none is like it, a few that share half of its words are: batch_size may mean
+    global_batch or micro_batch.
     """
+    names = list(names)
 
     def likeness(name: str) -> tuple[float, float]:
         last, other = word.rpartition(".")[2], name.rpartition(".")[2]
         return SequenceMatcher(None, last, other).ratio(), SequenceMatcher(None, word, name).ratio()
 
+    def words(name: str) -> set[str]:
+        return set(name.rpartition(".")[2].split("_"))
+
     nearest = max(names, key=likeness, default="")
-    return f"; did you mean {nearest}?" if likeness(nearest)[0] >= 0.6 else ""
+    if likeness(nearest)[0] >= 0.6:
+        return f"; did you mean {nearest}?"
+    sharing = [name for name in names if len(words(name) & words(word)) >= len(words(word)) / 2]
+    return f"; did you mean {' or '.join(sharing)}?" if 1 <= len(sharing) <= 3 else ""

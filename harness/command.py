@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.assignments import assign_all
+from harness.assignments import assign_all, did_you_mean
 from harness.config import RunConfig, described_keys
 from harness.config_file import load_run_config
 from harness.ds_config import Source, read_ds_json
@@ -103,7 +104,12 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         metavar="key=value",
         help="run config keys, or ds.* keys of the DeepSpeed JSON",
     )
-    given = vars(parser.parse_intermixed_args(argv))
+    found, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        options = re.findall(r"--[\w-]+", parser.format_usage())
+        hints = (f"{word}{did_you_mean(word.partition('=')[0], options)}" for word in unknown)
+        parser.error(f"unrecognized arguments: {', '.join(hints)}")
+    given = vars(found)
     return Command(**{**given, "assignments": tuple(given["assignments"])})
 
 

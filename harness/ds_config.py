@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from harness.assignments import COMMAND_LINE, did_you_mean
 from harness.errors import ConfigError
@@ -79,6 +79,11 @@ def value_of(ds: Mapping[str, Any], key: str) -> Any:
         node = node["keys"][name]
     value = literal(ds, key)
     return node.get("default") if value is None else value
+
+
+def offloaded_to(ds: Mapping[str, Any], what: Literal["optimizer", "param"]) -> str:
+    """The device that ZeRO keeps the optimizer's states or the weights on; "none" for its own."""
+    return str(value_of(ds, f"zero_optimization.offload_{what}.device"))
 
 
 def literal(ds: Mapping[str, Any], key: str) -> Any:

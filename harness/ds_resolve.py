@@ -11,7 +11,7 @@ from typing import Any, Literal
 from harness.assignments import flat
 from harness.config import RunConfig
 from harness.ds_adopt import OPTIMIZERS
-from harness.ds_config import AUTO, Source, ds_keys, literal, value_of
+from harness.ds_config import AUTO, Source, ds_keys, literal, offloaded_to, value_of
 from harness.lr_and_batch import Batch
 from harness.planning.grid import Grid
 from harness.planning.hardware import known_gpu
@@ -83,7 +83,7 @@ def fill_in(
     clips_by_value = run.optim.clip_value is not None  # which the engine does
     ds["gradient_clipping"] = 0.0 if clips_by_value else run.optim.clip_norm
     ds["optimizer"] = optimizer_section(run)
-    offloaded = value_of(ds, "zero_optimization.offload_optimizer.device") not in (None, "none")
+    offloaded = offloaded_to(ds, "optimizer") != "none"
     if run.optim.name != "sgd" and world.accelerator == "cpu" and not offloaded:
         ds["optimizer"]["params"]["torch_adam"] = True  # the same, without a minute's compilation
     ds.pop("scheduler", None)  # the loop sets the learning rate of every step itself

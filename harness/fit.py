@@ -12,7 +12,6 @@ from pathlib import Path
 from harness.planning.memory.changes import helpful_changes
 from harness.planning.memory.inputs import GIB
 from harness.planning.memory.timeline import Estimate
-from harness.planning.world import World
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -35,10 +34,10 @@ def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -
     ]
 
 
-def shortages_here(estimate: Estimate, world: World) -> list[str]:
-    """The same for the machine that this is."""
-    on_gpu = world.accelerator == "cuda"
-    return shortages(estimate, free_on_gpu(world.local_rank) if on_gpu else None, free_on_host())
+def shortages_here(estimate: Estimate, local_rank: int) -> list[str]:
+    """The same for the machine that this is, and the GPU of this rank."""
+    on_gpu = estimate.inputs.accelerator == "cuda"
+    return shortages(estimate, free_on_gpu(local_rank) if on_gpu else None, free_on_host())
 
 
 def memory_line(estimate: Estimate) -> str:

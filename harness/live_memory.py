@@ -29,7 +29,8 @@ class Compared:
     def __str__(self) -> str:
         error = self.predicted / max(self.measured, 1) - 1
         warning = " (!)" if abs(error) > TOLERANCE else ""
-        return f"{self.point} {self.measured / GIB:.3f} GiB, predicted {error:+.1%}{warning}"
+        # z: what rounds to nothing has no sign.
+        return f"{self.point} {self.measured / GIB:.3f} GiB, predicted {error:+z.1%}{warning}"
 
 
 class MemoryCheck:
@@ -37,9 +38,9 @@ class MemoryCheck:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._measured: dict[str, int] = {"built": self._held()}
         inputs = plan.estimate and plan.estimate.inputs
         self._timeline = rank_timeline(inputs, plan.world.rank) if inputs else None
+        self._measured: dict[str, int] = {"built": self._held()} if inputs else {}
 
     def step_done(self, step: int) -> list[Compared]:
         """After every step, before its metrics; the comparison after the last one watched."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ PRESETS = Path(__file__).with_name("presets")
 # What a config.json may leave out; the file says what its tables mean.
 _UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
 _DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
+# So like a preset that it is meant: the nearest hub id without a "/", gpt2-xl, has 0.63.
+_NEAR = 0.8
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
 
@@ -64,6 +67,9 @@ def find_model_config(
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")):
         raise ConfigError(f"{key} is {name!r} ({origin}): there is no such file or folder")
+    near = get_close_matches(name.lower(), preset_names(), n=1, cutoff=_NEAR)
+    if near and "/" not in name:
+        raise ConfigError(f"{_nowhere(name, origin, key)}; did you mean {near[0]}?")
     return _read_config(_from_hub(name, origin, key), name), name
 
 
@@ -92,10 +98,14 @@ def _from_hub(name: str, origin: str, key: str) -> Path:
     except Exception as error:  # the hub raises a dozen unrelated classes; all mean "not there"
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ConfigError(
-            f"{key} is {name!r} ({origin}): it is no preset ({', '.join(preset_names())}), "
-            f"no file or folder here, and the hub did not give its config.json ({reason})"
+            f"{_nowhere(name, origin, key)}, and the hub did not give its config.json ({reason})"
             f"{did_you_mean(name, preset_names())}"
         ) from None
+
+
+def _nowhere(name: str, origin: str, key: str) -> str:
+    presets = ", ".join(preset_names())
+    return f"{key} is {name!r} ({origin}): it is no preset ({presets}), no file or folder here"
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

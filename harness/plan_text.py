@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from harness.ds_config import value_of
+from harness.ds_config import offloaded_to
 from harness.fit import memory_line, shortages_here
 from harness.planning.shape import num_parameters, parameters_by_kind
 from harness.planning.stages import bubble, layers_per_stage
@@ -19,7 +19,7 @@ _LABEL_WIDTH = 15
 
 def describe(plan: Plan) -> str:
     """The summary and the resolved JSON."""
-    short = shortages_here(plan.estimate, plan.world) if plan.estimate else []
+    short = shortages_here(plan.estimate, plan.world.local_rank) if plan.estimate else []
     verdict = f"{'this machine':<{_LABEL_WIDTH}}{'; '.join(short) or 'can hold it'}"
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
     return "\n".join([summary(plan), verdict, "", title, json.dumps(plan.deepspeed, indent=2)])
@@ -69,7 +69,7 @@ def _spread(plan: Plan) -> str:
     offloaded = [
         f"{what} on {place}"
         for what in ("optimizer", "param")
-        if (place := value_of(plan.deepspeed, f"zero_optimization.offload_{what}.device")) != "none"
+        if (place := offloaded_to(plan.deepspeed, what)) != "none"
     ]
     ranks = f"{grid.world_size} rank{'s' if grid.world_size > 1 else ''}"
     return (

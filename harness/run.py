@@ -147,8 +147,7 @@ def _finish(run: Run) -> None:
     if run.is_writer and small:
         run.progress.say(
             f"held-out loss {found:.2f} nats per token; token frequencies alone give "
-            f"{run.data.unigram_nats:.2f}, and counted pairs of tokens, which longer runs "
-            f"overtake, {run.data.bigram_nats:.2f}"
+            f"{run.data.unigram_nats:.2f}, counted pairs of tokens {run.data.bigram_nats:.2f}"
         )
     if plan.run.sample.tokens:
         text = sample_text(

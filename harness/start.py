@@ -14,6 +14,7 @@ import torch.distributed as dist
 from harness.checkpoint.resume import changed_keys, resume_problems
 from harness.checkpoint.store import CheckpointStore, TrainState
 from harness.data.build import Data, DataSpec, build_data
+from harness.ds_config import offloaded_to
 from harness.engine.processes import join
 from harness.errors import ConfigError
 from harness.fit import shortages_here
@@ -139,7 +140,7 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     """Refuse what this machine cannot hold; under plan.force it is an event instead."""
     if plan.estimate is None:
         return []
-    problems = shortages_here(plan.estimate, plan.world)
+    problems = shortages_here(plan.estimate, plan.world.local_rank)
     if problems and not plan.run.plan.force:
         raise ConfigError(problems)
     return [{"kind": "forced", "message": problem} for problem in problems]
@@ -221,13 +222,11 @@ def _plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
 
 def _layout(plan: Plan) -> dict[str, Any]:
     """What DeepSpeed's own checkpoints require to be the same when they are loaded."""
-    zero = plan.deepspeed.get("zero_optimization", {})
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
     return {
         "world_size": plan.world.world_size,
         "zero_stage": plan.zero_stage,
         "precision": plan.precision,
-        "offload_optimizer": offload,
+        "offload_optimizer": offloaded_to(plan.deepspeed, "optimizer"),
         "layers_per_stage": list(layers_per_stage(plan.stages)) if plan.stages else None,
     }
 

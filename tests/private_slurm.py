@@ -46,10 +46,10 @@ class PrivateSlurm:
                 raise CannotStart(f"the nodes did not come up:\n{logs}")
             time.sleep(0.2)
 
-    def run(self, *command: object) -> str:
+    def run(self, *command: object, cwd: Path = REPOSITORY) -> str:
         """Standard output of a client command."""
         words = [str(word) for word in command]
-        done = subprocess.run(words, env=self.env, capture_output=True, text=True, cwd=REPOSITORY)
+        done = subprocess.run(words, env=self.env, capture_output=True, text=True, cwd=cwd)
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
@@ -119,6 +119,7 @@ class PrivateSlurm:
                 "MpiDefault=none",
                 "ReturnToService=2",
                 "SchedulerType=sched/backfill",
+                "SchedulerParameters=sched_interval=1,bf_interval=1",  # a requeued job starts soon
                 "SelectType=select/cons_tres",
                 "SelectTypeParameters=CR_Core",
                 "JobAcctGatherType=jobacct_gather/none",

@@ -80,10 +80,13 @@ def test_flat():
         ("train.stpes", "train.steps"),
         ("optin.name", "optim.name"),
         ("modle.name", "model.name"),
+        ("batch_size", "train.global_batch or train.micro_batch"),
+        ("one_of_three_batch", None),
         ("optim.qqq", None),
         ("qqq", None),
     ],
 )
 def test_nearest_name(word, meant):
     names = ["train.steps", "train.seed", "optim.lr", "optim.name", "optim.eps", "model.name"]
+    names += ["train.global_batch", "train.micro_batch"]
     assert did_you_mean(word, names) == (f"; did you mean {meant}?" if meant else "")

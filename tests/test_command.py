@@ -43,6 +43,20 @@ def test_an_unknown_option_ends_with_code_2(argv, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--deepspeed_config x.json", "--deepspeed_config; did you mean --deepspeed?"),
+        ("--deepspeed_config=x.json", "--deepspeed_config=x.json; did you mean --deepspeed?"),
+        ("--dry_run --qqq", "--dry_run; did you mean --dry-run?, --qqq"),
+    ],
+)
+def test_an_unknown_option_comes_with_the_nearest(word, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_command(word.split())
+    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {said}\n")
+
+
 def test_help_shows_examples(capsys):
     with pytest.raises(SystemExit) as caught:
         parse_command(["--help"])

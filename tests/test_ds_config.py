@@ -12,6 +12,7 @@ from harness.ds_config import (
     ds_keys,
     literal,
     normalized,
+    offloaded_to,
     read_ds_json,
     refusals,
     refused,
@@ -185,7 +186,21 @@ def test_literal_and_value():
     assert (literal(ds, "fp16.enabled"), value_of(ds, "fp16.enabled")) == (None, False)
     assert (literal(ds, "fp16.loss_scale"), value_of(ds, "fp16.loss_scale")) == (8, 8)
     assert (literal(ds, "bf16.enabled"), value_of(ds, "gradient_clipping")) == (None, 1.0)
-    assert value_of(ds, "zero_optimization.offload_optimizer.device") == "none"
+
+
+@pytest.mark.parametrize(
+    ("zero", "device"),
+    [
+        ({}, "none"),
+        ({"offload_optimizer": None}, "none"),
+        ({"offload_optimizer": {}}, "none"),
+        ({"offload_optimizer": {"device": "none"}}, "none"),
+        ({"offload_optimizer": {"device": "cpu"}}, "cpu"),
+        ({"offload_param": {"device": "cpu"}}, "none"),
+    ],
+)
+def test_where_the_optimizer_is_offloaded_to(zero, device):
+    assert offloaded_to({"zero_optimization": zero}, "optimizer") == device
 
 
 def test_whole_numbers_become_integers_in_a_copy():

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from harness.live_memory import Compared, is_out_of_memory, live_storages
+from harness import live_memory
+from harness.config import RunConfig
+from harness.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
+from harness.plan import make_plan
+from harness.planning.world import World
 
 
 def test_live_storages_count_each_storage_once() -> None:
@@ -36,3 +42,14 @@ def test_running_out_of_memory_is_told_from_other_errors() -> None:
 @pytest.mark.parametrize(("measured", "warns"), [(100, False), (91, False), (90, True)])
 def test_more_than_a_tenth_off_is_marked(measured: int, warns: bool) -> None:
     assert ("(!)" in str(Compared("peak", 100, measured))) is warns
+
+
+def test_what_rounds_to_nothing_has_no_sign() -> None:
+    assert str(Compared("built", 99_999, 100_000)) == "built 0.000 GiB, predicted +0.0%"
+
+
+def test_without_an_estimate_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(make_plan(RunConfig(), {}, World()), shape=None)
+    monkeypatch.setattr(live_memory, "live_storages", lambda: pytest.fail("walked the heap"))
+    check = MemoryCheck(plan, torch.device("cpu"))
+    assert [check.step_done(step) for step in (1, 2, 3)] == [[], [], []]

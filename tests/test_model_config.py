@@ -49,7 +49,8 @@ def test_a_folder_and_a_file(folder):
     assert load(f"model.name={path}") == (LLAMA, str(path))
 
 
-def test_a_hub_id_is_asked_last(folder, monkeypatch):
+@pytest.mark.parametrize("name", ["org/decoder", "org/llama-1b", "gpt2", "gpt2-xl"])
+def test_a_hub_id_is_asked_last(name, folder, monkeypatch):
     asked = []
 
     def from_hub(name, origin, key):
@@ -57,15 +58,32 @@ def test_a_hub_id_is_asked_last(folder, monkeypatch):
         return folder / "config.json"
 
     monkeypatch.setattr(model_config, "_from_hub", from_hub)
-    assert load("model.name=org/decoder") == (LLAMA, "org/decoder")
-    assert asked == ["org/decoder"]
+    assert load(f"model.name={name}") == (LLAMA, name)
+    assert asked == [name]
 
 
 def test_an_unknown_name_offline_lists_the_presets_and_the_nearest(offline):
-    (problem,) = problems_of("model.name=tinny")
-    assert problem.startswith("model.name is 'tinny' (command line): it is no preset (gpt2-124m, ")
-    assert problem.endswith("did you mean tiny?")
+    (problem,) = problems_of("model.name=gpt2")
+    assert problem.startswith("model.name is 'gpt2' (command line): it is no preset (gpt2-124m, ")
+    assert problem.endswith("did you mean gpt2-124m?")
     assert all(name in problem for name in preset_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("tinny", "tiny"),
+        ("lama-1b", "llama-1b"),
+        ("Llama-1B", "llama-1b"),
+        ("llama-3.1-8b", "llama-3-8b"),
+        ("gpt2-125m", "gpt2-124m"),
+    ],
+)
+def test_a_preset_misspelt_is_not_looked_for_on_the_hub(name, meant, monkeypatch):
+    monkeypatch.setattr(model_config, "_from_hub", lambda *_: pytest.fail("asked the hub"))
+    (problem,) = problems_of(f"model.name={name}")
+    assert problem.startswith(f"model.name is {name!r} (command line): it is no preset (")
+    assert problem.endswith(f"no file or folder here; did you mean {meant}?")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/config.json", "models/none.json"])

@@ -40,9 +40,8 @@ INSTEAD = {
     "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
     "python tools/check_parity.py --cells": "python tools/check_parity.py --help",  # test_parity.py
 }
-
-
-_OF_THE_CPU = ("spread", "note", "memory", "this machine")
+# Lines of a plan that begin so depend on the CPU at hand.
+OF_THE_CPU = ("spread", "note", "memory", "this machine")
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +138,12 @@ def test_the_python_of_the_readme_runs(clone: Path) -> None:
 
 
 def test_what_the_readme_shows_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the plan, all but the precision and what follows, which depend on the CPU at hand."""
     monkeypatch.chdir(ROOT)
     cpu = {"DS_ACCELERATOR": "cpu"}
     plan, report = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     command = next(command for command in COMMANDS if "--dry-run" in command)
     printed = plan_from(parse_command(shlex.split(command)[2:]), cpu).describe().splitlines()
-    shown = [line for line in plan.splitlines() if not line.startswith(_OF_THE_CPU)]
+    shown = [line for line in plan.splitlines() if not line.startswith(OF_THE_CPU)]
     assert [line for line in shown if line not in printed] == []
     wrong = re.findall(r"`(train\.step=10\s.*?)`", README, re.DOTALL)[0].split()
     with pytest.raises(ConfigError) as caught:

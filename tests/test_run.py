@@ -247,7 +247,6 @@ def test_another_learning_rate_is_refused_until_it_is_allowed(
     refused = run_ranks(other, tmp_path / "refused")
     assert refused.codes == [2, 2]
     assert "optim.lr is 0.0001, but the run in this folder has" in refused.output
-    assert not refused.left_in_shared_memory
     before = raw_metrics(undisturbed)
     allowed = run_ranks([*other, "resume.allow=optim.lr"], tmp_path / "allowed")
     assert allowed.codes == [0, 0], allowed.output

@@ -21,6 +21,9 @@ EXPECTED = {
     "fp16": ("fp16", 1, ""),
     "fp16_static": ("fp16", 1, ""),
     "fp32": ("fp32", 1, ""),
+    "pipeline2": ("bf16", 1, ""),
+    "pipeline2_fp16": ("fp16", 1, ""),
+    "pipeline4": ("bf16", 1, ""),
     "zero0": ("fp32", 0, ""),
     "zero1": ("bf16", 1, ""),
     "zero2": ("bf16", 2, ""),
@@ -36,9 +39,11 @@ def cpu_with_bf16(monkeypatch):
     monkeypatch.setattr(ds_resolve, "cpu_has_bf16", lambda: True)
 
 
-def shipped(name, ranks=1):
-    world = World(world_size=ranks, local_world_size=ranks)
-    return make_plan(RunConfig(), read_ds_json(DS_CONFIGS / f"{name}.json"), world)
+def shipped(name):
+    """Its plan on the fewest ranks that it needs."""
+    ds = read_ds_json(DS_CONFIGS / f"{name}.json")
+    ranks = ds.get("pipeline", {}).get("stages", 1)
+    return make_plan(RunConfig(), ds, World(world_size=ranks, local_world_size=ranks))
 
 
 def test_every_shipped_json_is_expected_here():
@@ -47,7 +52,7 @@ def test_every_shipped_json_is_expected_here():
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_means_what_its_name_says(name):
-    plan = shipped(name, ranks=2)
+    plan = shipped(name)
     offloaded = [
         what
         for what in ("optimizer", "param")
@@ -57,6 +62,12 @@ def test_means_what_its_name_says(name):
     assert plan.events == ()
     if plan.precision == "bf16":
         assert plan.deepspeed["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+@pytest.mark.parametrize(("name", "stages"), [("pipeline2", 2), ("pipeline4", 4)])
+def test_a_pipelined_json_splits_the_default_model(name, stages):
+    plan = shipped(name)
+    assert plan.grid.pipeline == stages == len(plan.stages) - 1
 
 
 def test_fp16_shows_every_knob_of_dynamic_loss_scaling():

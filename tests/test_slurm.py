@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,25 @@ from tests.two_ranks import REPOSITORY, run_ranks, train_command, wait_for, writ
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 STEPS = 20
+# In the place of harness/train.py, where the script's own decisions are tested. Each start of the
+# job does what its word says: waits for a signal, crashes after it saved that checkpoint, or ends
+# with that code.
+STAND_IN = """
+import os, pathlib, signal, sys, time
+
+said = dict(word.split("=", 1) for word in sys.argv[1:])
+what = said["starts"].split(",")[int(os.environ.get("SLURM_RESTART_COUNT", 0))]
+if what == "waits":
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(75))
+    print("waits", flush=True)
+    time.sleep(100)
+if what.startswith("step"):
+    pathlib.Path(said["run.dir"], "checkpoints", what).mkdir(parents=True)
+    sys.exit(1)
+sys.exit(int(what))
+"""
+SITE = f"export PATH={Path(sys.executable).parent}:$PATH CPU_RANKS_PER_NODE=1\n"
 # Steps that take long enough to be stopped in the middle.
 LONGER = ("data.seq_len=128", "train.global_batch=16", f"train.steps={STEPS}", "eval.every=0")
 
@@ -52,11 +72,34 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def submit(slurm: PrivateSlurm, folder: Path, *arguments: str) -> str:
     """Submit the shipped script on both nodes; returns the job's number."""
     folder.mkdir(exist_ok=True)
-    output = f"--output={folder}/job.out"
-    said = slurm.run("sbatch", "--nodes=2", "--time=30", output, SCRIPT, *arguments)
+    return sbatch(slurm, folder, REPOSITORY, "--nodes=2", "--time=30", SCRIPT, *arguments)
+
+
+def submit_stand_in(slurm: PrivateSlurm, folder: Path, starts: str, minutes: int = 30) -> str:
+    """Submit the shipped script on one node, from a folder where STAND_IN is what it starts."""
+    for file, text in (("harness/train.py", STAND_IN), ("slurm/site.env", SITE)):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text(text)
+    options = ("--nodes=1", f"--time={minutes}")
+    return sbatch(slurm, folder, folder, *options, SCRIPT, f"starts={starts}", "run.dir=run")
+
+
+def sbatch(slurm: PrivateSlurm, folder: Path, cwd: Path, *words: object) -> str:
+    said = slurm.run("sbatch", f"--output={folder}/job.out", *words, cwd=cwd)
     found = re.search(r"Submitted batch job (\d+)", said)
     assert found, said
     return found[1]
+
+
+def said_by(folder: Path) -> str:
+    """What a job has printed so far, over all its starts."""
+    log = folder / "job.out"
+    return log.read_text() if log.exists() else ""
+
+
+def codes(folder: Path) -> list[int]:
+    """How train.py ended, start by start."""
+    return [int(code) for code in re.findall(r"train.py ended with (\d+)", said_by(folder))]
 
 
 def ended(slurm: PrivateSlurm, job: str) -> bool:
@@ -99,3 +142,51 @@ def test_a_wrong_config_is_not_requeued(
     assert "did you mean train.steps?" in said
     assert "train.py ended with 2" in said
     assert said.count("train.py ended with") == 1
+
+
+@pytest.fixture(scope="module")
+def side_by_side(
+    slurm: PrivateSlurm, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """Two jobs that have ended: one that crashes, and one that only its time limit stops."""
+    crashing, limited = (tmp_path_factory.mktemp(name) / "job" for name in ("crash", "limit"))
+    jobs = [
+        submit_stand_in(slurm, crashing, "1,step-00000007,1,1,1,0"),
+        submit_stand_in(slurm, limited, "waits,0", minutes=1),
+    ]
+    wait_for(lambda: all(ended(slurm, job) for job in jobs), f"jobs {jobs} to end", 300)
+    return crashing, limited
+
+
+@pytest.mark.slow
+def test_a_crash_is_requeued_three_times_without_progress(side_by_side: tuple[Path, Path]) -> None:
+    crashing, _ = side_by_side
+    assert codes(crashing) == [1] * 5, said_by(crashing)  # its second start saved a checkpoint
+    assert said_by(crashing).endswith("crashed 4 times without progress: not requeued\n")
+
+
+@pytest.mark.slow
+def test_the_time_limit_is_seen_coming(side_by_side: tuple[Path, Path]) -> None:
+    _, limited = side_by_side
+    assert codes(limited) == [75, 0], said_by(limited)
+
+
+def cancelled(slurm: PrivateSlurm, folder: Path, *options: str) -> list[int]:
+    """The codes of a job that `scancel` was called for while it ran."""
+    job = submit_stand_in(slurm, folder, "waits,0")
+    wait_for(lambda: "waits" in said_by(folder), "the start", 60)
+    slurm.run("scancel", *options, job)
+    wait_for(partial(ended, slurm, job), f"job {job} to end", 60)
+    return codes(folder)
+
+
+@pytest.mark.slow
+def test_a_term_to_the_script_lets_the_ranks_save_before_it_requeues(
+    slurm: PrivateSlurm, tmp_path: Path
+) -> None:
+    assert cancelled(slurm, tmp_path, "--signal=TERM", "--batch") == [75, 0], said_by(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_that_a_user_cancels_is_not_requeued(slurm: PrivateSlurm, tmp_path: Path) -> None:
+    assert len(cancelled(slurm, tmp_path)) == 1, said_by(tmp_path)

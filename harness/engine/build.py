@@ -8,6 +8,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from harness.ds_config import offloaded_to
 from harness.engine import quirks
 from harness.engine.empty import empty_model
 from harness.engine.pipeline import PipelineEngine, StageModule
@@ -73,8 +74,7 @@ def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str
     optimizer = config["optimizer"]
     if optimizer["type"] not in ("Adam", "AdamW") or "torch_adam" in optimizer["params"]:
         return config, []
-    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    offloaded = offload.get("device", "none") != "none"
+    offloaded = offloaded_to(config, "optimizer") != "none"
     lacking = quirks.compiled_adam_available("cpu" if offloaded else plan.world.accelerator)
     if lacking is None:
         return config, []

@@ -56,7 +56,7 @@ def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages.
 
     DeepSpeed's `clip_grad_norm_` counts on the first stage alone what is not marked as split over
-    model-parallel ranks, and then multiplies by a norm that is too small: nothing is clipped.
+    model-parallel ranks: the norm is too small, and too little is clipped.
     """
     for parameter in parameters:
         parameter.model_parallel = not parameter.ds_pipe_replicated

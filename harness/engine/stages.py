@@ -29,14 +29,23 @@ def build_stage(
     Nothing of the other stages is ever drawn or read. Raises ConfigError for a model that cannot be
     cut into stages, naming what it lacks, and as `build_whole` does.
     """
+    where = f"pipeline.stages={plan.grid.pipeline}, model.name={plan.run.model.name}"
     try:
         flow = trace_flow(empty)
-        stage, events = _built(plan, empty, flow, device, trust_remote_code)
     except ValueError as error:
-        raise ConfigError(
-            f"pipeline.stages={plan.grid.pipeline} ({plan.deepspeed_source}), "
-            f"model.name={plan.run.model.name}: {error}; ZeRO 3 needs no stages"
-        ) from error
+        raise ConfigError(f"{where}: {error}; ZeRO 3 needs no stages") from error
+    told: list[Any] = [None] * plan.world.world_size
+    built, problem = None, None
+    try:
+        built = _built(plan, empty, flow, device, trust_remote_code)
+    except ConfigError as error:
+        problem = str(error)
+    except ValueError as error:
+        problem = f"{where}: {error}"
+    dist.all_gather_object(told, problem)  # a stage may lack what another has
+    if built is None or any(told):
+        raise ConfigError(next(filter(None, told)))
+    stage, events = built
     return stage, _tied(plan, stage.model, flow), events
 
 

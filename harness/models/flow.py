@@ -26,6 +26,10 @@ class Flow:
     """Whether the model expects (hidden states, ...) of a layer, rather than hidden states."""
 
 
+class _CannotBeCut(ValueError):
+    """What `trace_flow` raises."""
+
+
 class _OtherStyle(Exception):
     """The model takes something else from a layer than what it was given."""
 
@@ -41,11 +45,11 @@ def trace_flow(skeleton: PreTrainedModel) -> Flow:
     """
     kind = type(skeleton).__name__
     if getattr(skeleton.config, "layerdrop", 0):
-        raise ValueError(f"{kind} skips layers at random (layerdrop): set it to 0")
+        raise _CannotBeCut(f"{kind} skips layers at random (layerdrop): set it to 0")
     for returns_tuple in (False, True):
         with contextlib.suppress(_OtherStyle):
             return _Observed(skeleton, returns_tuple).flow()
-    raise ValueError(f"a layer of {kind} does not read what the layer before it returned")
+    raise _CannotBeCut(f"a layer of {kind} does not read what the layer before it returned")
 
 
 class _Observed:
@@ -66,16 +70,18 @@ class _Observed:
     def flow(self) -> Flow:
         for name, module in self.outside.items():
             if any(inner is self.layers for inner in module.modules()):
-                raise ValueError(f"{self.kind} has parameters beside its modules ({name})")
+                raise _CannotBeCut(f"{self.kind} has parameters beside its modules ({name})")
         count = len(self.layers)
         logits = self._run()
         if self.layers_run != count:
-            raise ValueError(f"{self.kind} runs {self.layers_run} of its {count} layers")
+            raise _CannotBeCut(f"{self.kind} runs {self.layers_run} of its {count} layers")
         if logits.requires_grad:
-            raise ValueError(f"what follows the layers of {self.kind} reads more than the last one")
+            raise _CannotBeCut(
+                f"what follows the layers of {self.kind} reads more than hidden states"
+            )
         for name, places in self.ran_at.items():
             if places - {0, count} or len(places) > 1:
-                raise ValueError(f"{self.kind} runs {name} between its layers")
+                raise _CannotBeCut(f"{self.kind} runs {name} between its layers")
         before = tuple(name for name, places in self.ran_at.items() if places == {0})
         after = tuple(name for name in self.outside if name not in before)
         return Flow(before, after, tuple(self._tied(before, after)), self.returns_tuple)
@@ -88,7 +94,7 @@ class _Observed:
             if first != name and owners[0] in before and owners[1] in after:
                 yield first, name
             elif first != name:
-                raise ValueError(f"{self.kind} uses {first} again as {name}")
+                raise _CannotBeCut(f"{self.kind} uses {first} again as {name}")
 
     def _run(self) -> torch.Tensor:
         ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
@@ -97,24 +103,24 @@ class _Observed:
         with self._watching():
             try:
                 logits: torch.Tensor = self.model(input_ids=ids, use_cache=False, **quiet).logits
-            except (ValueError, _OtherStyle):
+            except (_CannotBeCut, _OtherStyle):
                 raise
             except Exception as error:  # from code that nobody here has seen
                 if self.layers_run > 0 and not self.returns_tuple:
                     raise _OtherStyle from error
-                raise ValueError(f"{self.kind} cannot be traced: {error}") from error
+                raise _CannotBeCut(f"{self.kind} cannot be traced: {error}") from error
         return logits
 
     def layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Stands in for a decoder layer."""
         inputs = [*args, *kwargs.values()]
         hidden = inputs.pop(0)
+        if self.layers_run != index:
+            raise _CannotBeCut(f"{self.kind} does not run its layers once, in order")
         if index > 0 and hidden is not self.last:
             raise _OtherStyle
-        if self.layers_run != index:
-            raise ValueError(f"{self.kind} does not run its layers once, in order")
         if any(tensor.requires_grad for tensor in _tensors(inputs)):
-            raise ValueError(f"layer {index} of {self.kind} reads more than hidden states")
+            raise _CannotBeCut(f"layer {index} of {self.kind} reads more than hidden states")
         self.layers_run += 1
         self.last = torch.empty_like(hidden, requires_grad=self.layers_run < len(self.layers))
         return (self.last,) if self.returns_tuple else self.last
@@ -130,7 +136,8 @@ class _Observed:
                     tensor.requires_grad_(tensor.is_floating_point())
 
         # Both look into the ids, which have no values here.
-        find_documents, pad = masking_utils.find_packed_sequence_indices, config.pad_token_id
+        find_documents = masking_utils.find_packed_sequence_indices
+        pad = getattr(config, "pad_token_id", None)
         trainable = {p: p.requires_grad for p in self.model.parameters()}
         originals = list(self.layers)
         hooks = [

@@ -21,6 +21,44 @@ MODEL: dict[str, Any] = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
+_TINY: dict[str, Any] = {
+    key: value for key, value in MODEL.items() if key not in ("model_type", "tie_word_embeddings")
+}
+EAGER = {"bloom", "gpt_oss", "mamba", "rwkv"}  # without sdpa
+FAMILIES: dict[str, dict[str, Any]] = {
+    # Layers that return tuples, alibi, a norm after the embedding, tied weights.
+    "bloom": {**_TINY, "model_type": "bloom", "n_head": 4, "n_layer": 3},
+    "falcon": {**_TINY, "model_type": "falcon", "alibi": False},
+    "gpt_neox": {**_TINY, "model_type": "gpt_neox"},
+    # Projections around the layers, embedded positions with an offset.
+    "opt": {**_TINY, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "phi3": {**_TINY, "model_type": "phi3", "pad_token_id": 0},
+    "cohere": {**_TINY, "model_type": "cohere", "pad_token_id": 0},
+    "granite": {**_TINY, "model_type": "granite", "logits_scaling": 3.0, "pad_token_id": 0},
+    "gemma3_text": {**_TINY, "model_type": "gemma3_text", "sliding_window": 4, "head_dim": 8},
+    "qwen3_moe": {
+        **_TINY,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "output_router_logits": True,
+        "head_dim": 8,
+    },
+    "gpt_oss": {
+        **_TINY,
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "pad_token_id": 0,
+    },
+    "mamba": {**_TINY, "model_type": "mamba", "state_size": 4},
+    # States that pass every layer by: refused.
+    "rwkv": {**_TINY, "model_type": "rwkv"},
+}
 
 
 def run_config(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:

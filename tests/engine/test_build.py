@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from harness.config import RunConfig
-from harness.engine.build import _require_document_mask, _with_buildable_optimizer
+from harness.engine.build import _with_buildable_optimizer
+from harness.engine.empty import _require_document_mask
 from harness.errors import ConfigError
 from harness.models.pieces import pieces
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan import make_plan
 from harness.planning.world import World
 from tests.engine.small import MODEL
-from tests.two_ranks import Ended
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,3 @@ def test_without_a_compiler_offload_names_the_package_to_install(
 ) -> None:
     for told in result("offload_without_compiler"):
         assert "apt install g++" in told
-
-
-def test_nothing_is_left_in_shared_memory(two_ranks: Ended) -> None:
-    assert not two_ranks.succeeded().left_in_shared_memory

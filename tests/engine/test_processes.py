@@ -23,3 +23,21 @@ def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.Mon
 )
 def test_the_first_host_of_slurms_list(nodelist: str, host: str) -> None:
     assert processes.first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "srun", "address"),
+    [
+        ("localhost,elsewhere", "10.0.0.9", "localhost"),
+        ("no-such-host.invalid", "10.0.0.9", "10.0.0.9"),
+        ("no-such-host.invalid", None, None),
+        (None, "10.0.0.9", "10.0.0.9"),
+        (None, None, None),
+    ],
+)
+def test_rank_0_is_reached_by_its_hosts_name_where_that_is_known(
+    nodelist: str | None, srun: str | None, address: str | None
+) -> None:
+    given = {"SLURM_STEP_NODELIST": nodelist, "SLURM_LAUNCH_NODE_IPADDR": srun}
+    environ = {name: value for name, value in given.items() if value is not None}
+    assert processes._slurm_address(environ) == address

@@ -117,3 +117,27 @@ def test_deepspeeds_resumed_cpu_adam_rounds_differently_and_ours_does_not() -> N
     env = environment(PYTHONPATH=str(REPOSITORY))
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-2:] == ["plain=False", "replayed=True"]
+
+
+@pytest.mark.slow
+def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage(
+    result: Callable[[str], list[Any]],
+) -> None:
+    for rank in result("pipeline_clips_stage_0"):
+        assert rank["deepspeeds"] > 1.1 * rank["limit"]
+
+
+@pytest.mark.slow
+def test_deepspeed_keeps_the_grid_of_a_destroyed_engine(
+    result: Callable[[str], list[Any]],
+) -> None:
+    assert result("pipeline_leaves_its_grid") == [{"deepspeeds": True, "ours": False}] * 2
+
+
+@pytest.mark.slow
+def test_deepspeeds_pipeline_prints_whatever_the_log_level(
+    result: Callable[[str], list[Any]],
+) -> None:
+    rank = result("pipeline_prints")[0]
+    assert "SEED_LAYERS" in rank["deepspeeds"]
+    assert rank["ours"] == ""

@@ -11,7 +11,7 @@ from tests.engine.small import DS_CONFIGS
 
 pytestmark = pytest.mark.slow
 
-SHIPPED = sorted(path.stem for path in DS_CONFIGS.glob("*.json"))
+SHIPPED = sorted(path.stem for path in DS_CONFIGS.glob("*.json") if path.stem != "pipeline4")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

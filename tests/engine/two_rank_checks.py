@@ -10,72 +10,28 @@ import contextlib
 import io
 import json
 import os
-import sys
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import save_file
 
-from harness.config import RunConfig
-from harness.data.batches import Batch
 from harness.ds_config import read_ds_json
-from harness.engine.processes import join, leave
+from harness.engine.processes import leave
 from harness.errors import ConfigError, RunStopped
-from harness.plan import make_plan
-from harness.planning.world import World
-from tests.engine.small import DS_CONFIGS, SEQ_LEN, run_config
-
-WORLD = World.from_environ()
-DEVICE = join(WORLD)
-OUT = Path(sys.argv[1])
-STAGES = (0, 1, 2, 3)
-# ZeRO-3 that really partitions: no parameter is small enough to stay whole.
-SPLIT = {"stage3_param_persistence_threshold": 0}
-
-
-def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
-    from harness.engine.build import build_engine
-
-    run = RunConfig.model_validate(run_config(OUT, **sections))
-    return build_engine(make_plan(run, ds, WORLD), DEVICE)
-
-
-def stage(number: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": number, **(SPLIT if number == 3 else {})}}
-
-
-def fp16(**knobs: float) -> dict[str, Any]:
-    """A scale that overflows at once, and is halved at once."""
-    settings = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1, **knobs}
-    return {"zero_optimization": {"stage": 1}, "fp16": settings}
-
-
-def batches(step: int = 0) -> tuple[list[Batch], int]:
-    """This rank's two micro-batches of two samples, and the targets of all ranks."""
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=generator)
-    mine = [ids[start : start + 2] for start in (2 * WORLD.rank, 4 + 2 * WORLD.rank)]
-    made = [Batch(rows[:, :-1].contiguous(), rows[:, 1:].clone(), None) for rows in mine]
-    return made, 8 * SEQ_LEN
-
-
-def losses(engine: Any, steps: int, lr: float = 3e-3) -> list[float]:
-    """The global batch's mean loss of each step; always the same batch, so that it falls."""
-    found = []
-    for _ in range(steps):
-        result = engine.train_batch(*batches(), lr)
-        found.append(float(engine.sum_over_ranks(result.loss_share.clone())))
-    return found
-
-
-def save(name: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    gathered = dict(tensors)  # collective
-    if WORLD.rank == 0:
-        save_file(gathered, OUT / f"{name}.safetensors")
+from tests.engine import pipeline_checks
+from tests.engine.rank import (
+    OUT,
+    STAGES,
+    WORLD,
+    batches,
+    engine_of,
+    fp16,
+    losses,
+    save,
+    stage,
+)
+from tests.engine.small import DS_CONFIGS
 
 
 def initial_weights(number: int) -> None:
@@ -98,7 +54,7 @@ def initial_weights_3() -> None:
 
 def weights_whole_while_building() -> dict[str, Any]:
     """Parameter elements in full on this rank before and after each piece is cut up."""
-    from harness.engine import build
+    from harness.engine import whole as room
 
     before, after = [], []
 
@@ -113,8 +69,8 @@ def weights_whole_while_building() -> dict[str, Any]:
 
         materialize(model, *args, placed=place, **kwargs)
 
-    materialize = build.materialize
-    with mock.patch.object(build, "materialize", watched):
+    materialize = room.materialize
+    with mock.patch.object(room, "materialize", watched):
         engine = engine_of(stage(3))
     shares = [parameter.ds_tensor.numel() for parameter in engine.module.parameters()]
     total = sum(parameter.ds_numel for parameter in engine.module.parameters())
@@ -257,7 +213,10 @@ def offload_without_compiler() -> str | None:
 def shipped_configs() -> dict[str, Any]:
     found = {}
     for path in sorted(DS_CONFIGS.glob("*.json")):
-        engine = engine_of(read_ds_json(path))
+        ds = read_ds_json(path)
+        if ds.get("pipeline", {}).get("stages", 1) > WORLD.world_size:
+            continue
+        engine = engine_of(ds)
         found[path.stem] = {"losses": losses(engine, 12), **engine.describe()}
         engine.close()
     return found
@@ -277,6 +236,7 @@ CHECKS = (
     bf16_optimizer_prints,
     offload_without_compiler,
     shipped_configs,
+    *pipeline_checks.CHECKS,
     minimum_loss_scale,  # leaves an engine in the middle of a step
 )
 

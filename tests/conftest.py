@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from harness.data.build import Data, DataSpec, build_data
+if TYPE_CHECKING:
+    from harness.data.build import Data
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +19,8 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def library(cache_dir: Path) -> Data:
     """The default corpus, built once for all tests."""
+    from harness.data.build import DataSpec, build_data  # torch, which most tests do without
+
     return build_data(DataSpec(cache_dir=str(cache_dir)))
 
 

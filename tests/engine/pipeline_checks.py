@@ -1,0 +1,176 @@
+"""Checks of the pipeline engine on two ranks; `two_rank_checks.py` runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from typing import Any
+from unittest import mock
+
+import torch
+
+from harness.errors import ConfigError
+from tests.engine.rank import (
+    DEVICE,
+    OUT,
+    all_batches,
+    engine_of,
+    losses,
+    save,
+    share_of,
+)
+from tests.engine.small import EAGER, FAMILIES, SEQ_LEN
+
+SGD = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}
+
+
+def pipeline(zero: int = 1, **json_keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": zero}, "pipeline": {"stages": 2}, **json_keys}
+
+
+def pipeline_weights() -> dict[str, Any]:
+    engine = engine_of(pipeline())
+    save("pipeline-initial", engine.masters())
+    held = sum(p.numel() for p in engine.stage.parameters())
+    whole = sum(p.numel() for p in engine.module.parameters())
+    real = sum(p.numel() for p in engine.module.parameters() if not p.is_meta)
+    described = engine.describe()
+    engine.close()
+    return {"held": held, "whole": whole, "real": real, **described}
+
+
+def pipeline_loads_given_weights() -> str:
+    engine = engine_of(pipeline(), model={"init_from": str(OUT / "given")})
+    save("pipeline-loaded", engine.masters())
+    engine.close()
+    try:
+        engine_of(pipeline(), model={"init_from": str(OUT / "incomplete")})
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def pipeline_clips_by_value() -> list[dict[str, float]]:
+    """As without stages, under ZeRO 0 and 1."""
+    found, limit = [], 1e-3
+    for zero in (0, 1):
+        engine = engine_of(pipeline(zero), optim={**SGD, "clip_value": limit})
+        before = dict(engine.masters())
+        engine.accumulate(*share_of(engine))
+        gradients = dict(engine.gradients())
+        norm = float(engine.apply(1.0))
+        after = dict(engine.masters())
+        engine.close()
+        error = max(
+            float((before[n] - after[n] - g.clamp(-limit, limit)).abs().max())
+            for n, g in gradients.items()
+        )
+        true = torch.stack([g.norm() for g in gradients.values()]).norm()
+        found.append({"error": error, "norm": norm, "true_norm": float(true)})
+    return found
+
+
+def pipeline_clips_stage_0() -> dict[str, float]:
+    """How far one SGD step of rate 1 moves the weights, with our mark and without."""
+    from harness.engine import pipeline as room
+
+    found = {"limit": 0.05}
+    for name in ("ours", "deepspeeds"):
+        with contextlib.ExitStack() as stack:
+            if name == "deepspeeds":
+                stack.enter_context(mock.patch.object(room.quirks, "count_every_stage"))
+            engine = engine_of(pipeline(0), optim={**SGD, "clip_norm": found["limit"]})
+        before = dict(engine.masters())
+        found["norm"] = float(engine.train_batch(*share_of(engine), 1.0).grad_norm)
+        moved = [before[name] - after for name, after in engine.masters()]
+        found[name] = float(torch.stack([m.norm() for m in moved]).norm())
+        engine.close()
+    return found
+
+
+def pipeline_generates_and_trains_on() -> dict[str, Any]:
+    """Logits after prompts of other lengths than the training's, then a step, against no stages."""
+    found: dict[str, Any] = {}
+    for name, ds in (("stages", pipeline()), ("whole", {"zero_optimization": {"stage": 1}})):
+        engine = engine_of(ds)
+        prompts = [torch.arange(n)[None] for n in (1, 5, SEQ_LEN)]
+        logits = [engine.next_token_logits(ids).tolist() for ids in prompts]
+        sums = engine.sum_over_ranks(engine.eval_batch(share_of(engine)[0])).tolist()
+        found[name] = {"logits": logits, "eval": sums, "losses": losses(engine, 3)}
+        engine.close()
+    return found
+
+
+def pipeline_recomputes() -> list[list[float]]:
+    """Losses with and without activation checkpointing."""
+    found = []
+    for checkpointing in ("none", "full"):
+        engine = engine_of(pipeline(), model={"checkpointing": checkpointing})
+        found.append(losses(engine, 4))
+        engine.close()
+    return found
+
+
+def pipeline_families() -> dict[str, Any]:
+    """Loss and gradient norm in stages and unsplit, or why a model has no stages."""
+    from harness.engine.unsplit import unsplit_loss_and_norm
+
+    found: dict[str, Any] = {}
+    for name, config in FAMILIES.items():
+        (OUT / f"{name}.json").write_text(json.dumps(config))
+        attention = "eager" if name in EAGER else "sdpa"
+        model = {"name": str(OUT / f"{name}.json"), "attention": attention}
+        try:
+            engine = engine_of(pipeline(), model=model)
+        except ConfigError as error:
+            found[name] = {"refused": str(error)}
+            continue
+        batches, targets = share_of(engine)
+        loss = engine.sum_over_ranks(engine.accumulate(batches, targets))
+        norm = engine.apply(1e-3)
+        unsplit = unsplit_loss_and_norm(
+            engine.plan, engine.module, DEVICE, all_batches(), targets, 1.0
+        )
+        found[name] = {"stages": [float(loss), float(norm)], "unsplit": unsplit}
+        engine.close()
+    return found
+
+
+def pipeline_leaves_its_grid() -> dict[str, bool]:
+    """What DeepSpeed keeps of a destroyed engine, and what we leave of it."""
+    from deepspeed.utils import groups
+
+    engine = engine_of(pipeline())
+    engine.engine.destroy()
+    kept = groups.mpu is not None
+    engine.close()
+    return {"deepspeeds": kept, "ours": groups.mpu is not None}
+
+
+def pipeline_prints() -> dict[str, str]:
+    from harness.engine import quirks
+
+    found = {}
+    for name in ("ours", "deepspeeds"):
+        quiet = quirks.printing_nothing if name == "ours" else contextlib.nullcontext
+        with (
+            mock.patch.object(quirks, "printing_nothing", quiet),
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+        ):
+            engine_of(pipeline()).close()
+        found[name] = printed.getvalue()
+    return found
+
+
+CHECKS = (
+    pipeline_weights,
+    pipeline_loads_given_weights,
+    pipeline_clips_by_value,
+    pipeline_clips_stage_0,
+    pipeline_generates_and_trains_on,
+    pipeline_recomputes,
+    pipeline_families,
+    pipeline_leaves_its_grid,
+    pipeline_prints,
+)

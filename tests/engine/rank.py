@@ -1,0 +1,76 @@
+"""One rank of the engine's checks: its engines and batches. Importing this joins the ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from harness.config import RunConfig
+from harness.data.batches import Batch
+from harness.engine.processes import join
+from harness.plan import make_plan
+from harness.planning.world import World
+from tests.engine.small import SEQ_LEN, run_config
+
+WORLD = World.from_environ()
+DEVICE = join(WORLD)
+OUT = Path(sys.argv[1])
+STAGES = (0, 1, 2, 3)
+# ZeRO-3 that really partitions: no parameter is small enough to stay whole.
+SPLIT = {"stage3_param_persistence_threshold": 0}
+
+
+def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
+    from harness.engine.build import build_engine
+
+    run = RunConfig.model_validate(run_config(OUT, **sections))
+    return build_engine(make_plan(run, ds, WORLD), DEVICE)
+
+
+def stage(number: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": number, **(SPLIT if number == 3 else {})}}
+
+
+def fp16(**knobs: float) -> dict[str, Any]:
+    """A scale that overflows at once, and is halved at once."""
+    settings = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1, **knobs}
+    return {"zero_optimization": {"stage": 1}, "fp16": settings}
+
+
+def all_batches(step: int = 0) -> list[Batch]:
+    """The four micro-batches of two samples that all ranks train on together."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=generator)
+    rows = ids.split(2)
+    return [Batch(r[:, :-1].contiguous(), r[:, 1:].clone(), None) for r in rows]
+
+
+def batches(step: int = 0) -> tuple[list[Batch], int]:
+    """This rank's two micro-batches where every rank is a data rank, and the targets of all."""
+    return all_batches(step)[WORLD.rank :: WORLD.world_size], 8 * SEQ_LEN
+
+
+def share_of(engine: Any, step: int = 0) -> tuple[list[Batch], int]:
+    """The micro-batches of this rank's data rank, and the targets of all."""
+    grid = engine.plan.grid
+    return all_batches(step)[grid.coords(WORLD.rank).data :: grid.data], 8 * SEQ_LEN
+
+
+def losses(engine: Any, steps: int, lr: float = 3e-3) -> list[float]:
+    """The global batch's mean loss of each step; always the same batch, so that it falls."""
+    found = []
+    for _ in range(steps):
+        result = engine.train_batch(*share_of(engine), lr)
+        found.append(float(engine.sum_over_ranks(result.loss_share.clone())))
+    return found
+
+
+def save(name: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    gathered = dict(tensors)  # collective
+    if WORLD.rank == 0:
+        save_file(gathered, OUT / f"{name}.safetensors")
