@@ -92,7 +92,7 @@ def _heading(rows: list[Row]) -> str:
         f"{versions}, transformers {version('transformers')}), against the estimate; the rank "
         f"with the larger error. Worst of {len(exact)} counts: {max(exact):.3%}. What the estimate "
         "leaves out is a few hundred bytes of counters, scales and token ids.\n\n"
-        "Stage 0 is missing in half precision: the harness refuses it. Written by "
+        "Where stage 0 is missing in half precision the harness refuses it. Written by "
         "`python tools/measure_memory.py --full --markdown docs/memory_accuracy.md`."
     )
 

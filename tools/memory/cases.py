@@ -46,6 +46,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload_optimizer": _CPU,
         "offload_param": _CPU,
     },
+    "pipeline_zero0": {"stage": 0},
+    "pipeline_zero1": {"stage": 1, **_SIZES},
 }
 _FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -72,17 +74,27 @@ class Case:
         return "-".join(str(value) for value in asdict(self).values())
 
     @property
+    def stages(self) -> int:
+        """Pipeline stages: one on each rank, or none."""
+        return RANKS if self.layout.startswith("pipeline") else 1
+
+    @property
     def deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed JSON of this case, before it is resolved."""
-        return {"zero_optimization": LAYOUTS[self.layout], **PRECISIONS[self.precision]}
+        return {
+            "zero_optimization": LAYOUTS[self.layout],
+            "pipeline": {"stages": self.stages},
+            **PRECISIONS[self.precision],
+        }
 
 
 def all_cases() -> list[Case]:
-    """Every combination that the harness runs: it refuses stage 0 in half precision."""
+    """Every combination that the harness runs: most of stage 0 in half precision it refuses."""
+    at_stage_0 = {"zero0": {"fp32"}, "pipeline_zero0": {"fp32", "bf16"}}
     return [
         Case(layout, precision, accumulation)
         for layout, precision, accumulation in itertools.product(LAYOUTS, PRECISIONS, ACCUMULATIONS)
-        if layout != "zero0" or precision == "fp32"
+        if precision in at_stage_0.get(layout, PRECISIONS)
     ]
 
 
@@ -101,4 +113,7 @@ def covering_cases() -> list[Case]:
         Case("zero2_offload", "bf16", 4),
         Case("zero3_offload", "fp16", 1),
         Case("zero3_offload_all", "bf16", 4),
+        Case("pipeline_zero0", "bf16", 4),
+        Case("pipeline_zero1", "fp32", 1),
+        Case("pipeline_zero1", "fp16_fp32_sums", 4),
     ]

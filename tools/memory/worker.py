@@ -27,7 +27,7 @@ def plan_of(case: Case, world: World, model: Path) -> Plan:
             "model": {"name": str(model)},
             "data": {"seq_len": SEQ_LEN},
             "train": {
-                "global_batch": case.accumulation * world.world_size,
+                "global_batch": case.accumulation * world.world_size // case.stages,
                 "micro_batch": 1,
                 "steps": 2,
             },

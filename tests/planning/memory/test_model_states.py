@@ -28,5 +28,5 @@ def test_live_tensors_of_real_runs_are_what_was_predicted(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = 12 * 2 * 3  # cases, ranks, points
+    counts = 15 * 2 * 3  # cases, ranks, points
     assert done.stdout.splitlines()[-1] == f"{counts} counts, 0 off by more than 1%"
