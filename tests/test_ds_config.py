@@ -267,6 +267,10 @@ PIPELINE = {"pipeline": {"stages": 2}}
             "data_types.grad_accum_dtype is 'fp32' (ds.json): under pipeline stages it needs",
         ),
         (
+            {**zero(1), **FP16, **PIPELINE, "data_types": {"grad_accum_dtype": "fp32"}},
+            "data_types.grad_accum_dtype is 'fp32' (ds.json): under pipeline stages with fp16",
+        ),
+        (
             {**zero(1, offload_optimizer={"device": "cpu"}), **PIPELINE},
             "zero_optimization.offload_optimizer.device is 'cpu' (ds.json): nobody has tried it",
         ),
