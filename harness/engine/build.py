@@ -32,7 +32,7 @@ def build_engine(
     """
     empty = empty_model(plan, trust_remote_code, document_mask)
     decayed = decayed_parameters(empty)
-    stage = None
+    stage, groups_before = None, quirks.process_groups()
     if plan.stages is None:
         model, events = build_whole(plan, empty, device, trust_remote_code)
         handed: nn.Module = model
@@ -50,7 +50,7 @@ def build_engine(
     events = [*events, *fallbacks]
     if stage is None:
         return ZeroEngine(engine, plan, events)
-    return PipelineEngine(engine, plan, events, stage, empty)
+    return PipelineEngine(engine, plan, events, stage, empty, groups_before)
 
 
 def _parameter_groups(

@@ -58,10 +58,12 @@ class PipelineEngine(ZeroEngine):
         events: list[dict[str, Any]],
         stage: Stage,
         whole: PreTrainedModel,
+        groups_before: set[Any],
     ) -> None:
         super().__init__(engine, plan, events)
         self.stage = stage
         self._whole = whole
+        self._groups_before = groups_before
         self._column = plan.grid.group("pipeline", plan.world.rank)
         self._column_group = engine.mpu.get_pipe_parallel_group()
         if quirks.keeps_no_grad_norm(engine):
@@ -154,7 +156,7 @@ class PipelineEngine(ZeroEngine):
     def close(self) -> None:
         """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
         super().close()
-        quirks.forget_stages()
+        quirks.forget_stages(self._groups_before)
 
     @property
     def _held(self) -> nn.Module:

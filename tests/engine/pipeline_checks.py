@@ -14,6 +14,7 @@ from harness.errors import ConfigError
 from tests.engine.rank import (
     DEVICE,
     OUT,
+    WORLD,
     all_batches,
     engine_of,
     losses,
@@ -118,9 +119,10 @@ def pipeline_families() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name, config in FAMILIES.items():
-        (OUT / f"{name}.json").write_text(json.dumps(config))
+        path = OUT / f"{name}.rank-{WORLD.rank}.json"
+        path.write_text(json.dumps(config))
         attention = "eager" if name in EAGER else "sdpa"
-        model = {"name": str(OUT / f"{name}.json"), "attention": attention}
+        model = {"name": str(path), "attention": attention}
         try:
             engine = engine_of(pipeline(), model=model)
         except ConfigError as error:
@@ -137,15 +139,21 @@ def pipeline_families() -> dict[str, Any]:
     return found
 
 
-def pipeline_leaves_its_grid() -> dict[str, bool]:
-    """What DeepSpeed keeps of a destroyed engine, and what we leave of it."""
+def pipeline_leaves_its_grid() -> dict[str, list[Any]]:
+    """(a grid, groups) that are left of a destroyed engine by DeepSpeed, and of a closed one."""
     from deepspeed.utils import groups
 
+    from harness.engine import quirks
+
+    def left() -> list[Any]:
+        return [groups.mpu is not None, len(quirks.process_groups() - before)]
+
+    before = quirks.process_groups()
     engine = engine_of(pipeline())
     engine.engine.destroy()
-    kept = groups.mpu is not None
+    found = {"deepspeeds": left()}
     engine.close()
-    return {"deepspeeds": kept, "ours": groups.mpu is not None}
+    return {**found, "ours": left()}
 
 
 def pipeline_prints() -> dict[str, str]:
