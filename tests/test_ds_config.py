@@ -267,6 +267,14 @@ PIPELINE = {"pipeline": {"stages": 2}}
             "data_types.grad_accum_dtype is 'fp32' (ds.json): under pipeline stages it needs",
         ),
         (
+            {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}},
+            "pipeline.activation_checkpoint_interval is 1 (ds.json): model.checkpointing=full",
+        ),
+        (
+            {"pipeline": {"stages": 2, "seed_layers": True}},
+            "pipeline.seed_layers is True (ds.json): weights and dropout are drawn by name",
+        ),
+        (
             {**zero(1), **FP16, **PIPELINE, "data_types": {"grad_accum_dtype": "fp32"}},
             "data_types.grad_accum_dtype is 'fp32' (ds.json): under pipeline stages with fp16",
         ),

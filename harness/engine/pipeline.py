@@ -68,6 +68,9 @@ class PipelineEngine(ZeroEngine):
         self._column_group = engine.mpu.get_pipe_parallel_group()
         if quirks.keeps_no_grad_norm(engine):
             quirks.count_every_stage(stage.parameters())
+        if engine.using_bf16_optimizer and plan.grid.data == 1:
+            # There is nothing to reduce, but DeepSpeed would copy all gradients into one buffer.
+            engine.pipeline_enable_backward_allreduce = False
 
     @property
     def module(self) -> nn.Module:
@@ -172,6 +175,10 @@ class PipelineEngine(ZeroEngine):
         self.engine._compute_loss = True
         self.engine.set_dataiterator(iter([(_inputs(batch), None) for batch in batches]))
         self.engine._exec_schedule(schedule)
+        # The last stage's losses, which would keep their graphs, and these their inputs.
+        outputs = self.engine.pipe_buffers["outputs"]
+        outputs[:] = [None] * len(outputs)
+        self.engine.loss = None
 
     def _step(self) -> None:
         self.engine._exec_optimizer_step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,6 +72,9 @@ PIPELINED: dict[str, dict[str, Any]] = {
     "olmo2": {**_DEEP, "model_type": "olmo2", "pad_token_id": 0},
 }
 ARCHITECTURES |= PIPELINED
+# In fp16 transformers' own model, alone in a plain loop, gives NaN: gemma2 in its first gradient,
+# olmo2 after three steps, whatever the loss scale.
+NOT_IN_FP16 = {"gemma2", "olmo2"}
 EAGER = {"gemma2"}  # its soft-capped scores are in no other attention
 # Buckets and thresholds scaled down with the model: several buckets a step, parameters larger than
 # a bucket, and ZeRO-3 that really partitions, as in a large run.
@@ -187,6 +189,8 @@ def pipeline_cells() -> list[Cell]:
     for architecture, (layout, (stages, _)), precision in itertools.product(
         PIPELINED, STAGES.items(), PRECISIONS
     ):
+        if precision == "fp16" and architecture in NOT_IN_FP16:
+            continue
         for accumulation in (stages, 2 * stages):
             cells.append(Cell(architecture, layout, precision, accumulation, stages))
         if stages == 2:
@@ -195,20 +199,22 @@ def pipeline_cells() -> list[Cell]:
 
 
 def covering_cells() -> list[Cell]:
-    """A small set in which every pair of values that can occur together does occur.
+    """A small set in which every pair of values that can occur together does occur; of pipelined
+    cells an architecture counts by itself, in pairs it would take three dozen more.
 
-    Greedy: take the cell that covers most of the pairs still uncovered, until none is left.
+    Greedy: take the cell that covers most of what is still uncovered, until nothing is left.
     """
     candidates = [cell for cell in all_cells() if cell.refused is None]
-    uncovered = set().union(*(_pairs(cell) for cell in candidates))
+    uncovered = set().union(*(_covers(cell) for cell in candidates))
     chosen = []
     while uncovered:
-        best = max(candidates, key=lambda cell: len(_pairs(cell) & uncovered))
+        best = max(candidates, key=lambda cell: len(_covers(cell) & uncovered))
         chosen.append(best)
-        uncovered -= _pairs(best)
+        uncovered -= _covers(best)
     return chosen
 
 
-def _pairs(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    values: Iterable[tuple[str, Any]] = asdict(cell).items()
-    return set(itertools.combinations(values, 2))
+def _covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
+    values: dict[str, Any] = asdict(cell)
+    alone = {(("architecture", values.pop("architecture")),)} if cell.layout in STAGES else set()
+    return alone | set(itertools.combinations(values.items(), 2))

@@ -82,6 +82,8 @@ def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
         size = inputs.element_bytes * min(inputs.parameters, _ALLREDUCE)
         yield Held("communication copy", size, frozenset({"reduce"}), "measured")
         return
+    if inputs.stage is not None and inputs.shards == 1:
+        return  # the engine leaves the reduction out
     peak, packed = 0, []
     flats = flat_groups(inputs.groups(), inputs.shards)
     for flat in flats:
@@ -148,8 +150,8 @@ def pipeline(inputs: Inputs) -> list[Held]:
 
     pipe/engine.py: one buffer receives activations and gradients alike; what was received is
     copied, and lives until its gradient is sent; outputs live until their backward pass.  The last
-    stage never lets go of its outputs, the losses, only overwrites them, in two slots: through
-    their graphs two inputs and their gradients stay.
+    stage lets go of its outputs, the losses, when all is done, and before only overwrites them, in
+    two slots: through their graphs two inputs and their gradients stay.
     """
     if inputs.stage is None:
         return []
@@ -158,7 +160,7 @@ def pipeline(inputs: Inputs) -> list[Held]:
     found = [Held("pipeline: receive buffer", stream, STEPPED, "measured")]
     if inputs.has_head:
         kept = 2 * min(2, inputs.grad_accum) * stream
-        return [*found, Held("pipeline: inputs", kept, STEPPED, "measured")]
+        return [*found, Held("pipeline: inputs", kept, working | {"reduce"}, "measured")]
     held = stream * inputs.in_flight
     found.append(Held("pipeline: outputs", held, working, "read"))
     if inputs.stage:
