@@ -102,7 +102,7 @@ def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
     yield Held("parameters", 2 * whole, ALWAYS, "measured")
     yield Held("master", FP32 * shard, ALWAYS, "measured")
-    yield Held("moments", FP32 * 2 * shard, STEPPED, "measured")
+    yield Held("moments", moment_bytes(inputs) * shard, STEPPED, "measured")
     yield Held("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
     if inputs.sum_bytes != FP32:
         yield Held("fp32 gradients", FP32 * shard, frozenset({"step"}), "read")

@@ -169,3 +169,16 @@ def test_what_is_not_counted_yet_is_refused(axis):
     run = replace(inputs(), grid=Grid(2, **{axis: 2}))
     with pytest.raises(ValueError, match=f"{axis} parallelism is not estimated yet"):
         estimate_memory(run)
+
+
+@pytest.mark.parametrize(
+    ("stage", "sums"), [(0, None), (1, None), (1, "fp32"), (2, "fp32"), (3, None)]
+)
+@pytest.mark.parametrize(("momentum", "bytes_per_element"), [(0.0, 0), (0.9, 4)])
+def test_sgd_has_a_moment_only_with_momentum(stage, sums, momentum, bytes_per_element):
+    precision = "fp32" if stage == 0 else "bf16"
+    keys = {"stage": stage, "grad_accum_dtype": sums, "params": {"momentum": momentum}}
+    run = inputs(precision=precision, **{"type": "SGD", **keys})
+    held = sum(part.bytes for part in model_states(run, 0) if part.component == "moments")
+    shard = run.parameters / (2 if stage else 1)
+    assert held == pytest.approx(bytes_per_element * shard, rel=0.01)
