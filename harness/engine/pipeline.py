@@ -81,7 +81,11 @@ class PipelineEngine(ZeroEngine):
     def drops_out(self) -> bool:
         """Whether a training step is random."""
         config = self._whole.config.get_text_config(decoder=True).to_dict()
-        return any(value and "drop" in name for name, value in config.items())
+        of_other_heads = ("summary_", "classifier_")
+        return any(
+            value and "drop" in name and not name.startswith(of_other_heads)
+            for name, value in config.items()
+        )
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""

@@ -42,7 +42,6 @@ class Stage(nn.Module):
         self.leave = next((layer for layer in layers if isinstance(layer, _Leave)), None)
         self.finish: Finish = lambda outputs: outputs
         config = model.config.get_text_config(decoder=True)
-        self.hidden_size: int = config.hidden_size
         self.routed = bool(getattr(config, "output_router_logits", False))
         self.experts = _num_experts(model) if self.routed else 0
 
@@ -58,7 +57,7 @@ class Stage(nn.Module):
             with _balancing(self.model, routers):
                 return self.finish(self.model(input_ids=ids, use_cache=False, **given))
         outputs = self.model.base_model(input_ids=ids, use_cache=False, **given)
-        own = outputs.router_logits if self.routed else ()
+        own = (outputs.router_logits or ()) if self.routed else ()  # dense layers have none
         packed = self._packed(self.leave.taken(), (*routers, *own))
         return (packed, *positions) if positions else packed
 
@@ -69,10 +68,13 @@ class Stage(nn.Module):
         return torch.cat([hidden, *(r.view(*hidden.shape[:2], -1) for r in routers)], dim=-1)
 
     def _unpacked(self, carried: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        hidden, routers = carried[..., : self.hidden_size], carried[..., self.hidden_size :]
         if not self.routed:
-            return hidden, ()
+            return carried, ()
+        hidden_size = self.model.config.get_text_config(decoder=True).hidden_size
+        hidden, routers = carried[..., :hidden_size], carried[..., hidden_size:]
         layers = routers.shape[-1] // self.experts
+        if not layers:
+            return hidden, ()
         return hidden.to(self.model.dtype), tuple(routers.flatten(0, 1).chunk(layers, dim=-1))
 
 
@@ -171,7 +173,7 @@ def _balancing(model: PreTrainedModel, routers: tuple[torch.Tensor, ...]) -> Ite
         return
 
     def over_all_layers(own: Any, *args: Any, **kwargs: Any) -> Any:
-        return original((*routers, *own), *args, **kwargs)
+        return original((*routers, *(own or ())), *args, **kwargs)
 
     setattr(module, _BALANCING, over_all_layers)
     try:

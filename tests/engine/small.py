@@ -45,6 +45,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "output_router_logits": True,
         "head_dim": 8,
     },
+    # Its first layer is dense: the first stage of two sends no router.
+    "qwen2_moe": {
+        **_TINY,
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [0, 1, 3],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "output_router_logits": True,
+    },
     "gpt_oss": {
         **_TINY,
         "model_type": "gpt_oss",
