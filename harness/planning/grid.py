@@ -42,10 +42,11 @@ class Grid:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.world_size % self._ranks_per_replica:
+            ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
             raise ValueError(
-                f"{self.world_size} ranks cannot be split into pipeline {self.pipeline} x tensor "
-                f"{self.tensor} x sequence {self.sequence} = {self._ranks_per_replica}: "
-                f"the number of ranks must be a multiple of it"
+                f"{ranks} cannot be split into pipeline {self.pipeline} x tensor {self.tensor} x "
+                f"sequence {self.sequence} = {self._ranks_per_replica}: the number of ranks must be "
+                "a multiple of it"
             )
 
     @property
