@@ -45,8 +45,8 @@ class Grid:
             ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
             raise ValueError(
                 f"{ranks} cannot be split into pipeline {self.pipeline} x tensor {self.tensor} x "
-                f"sequence {self.sequence} = {self._ranks_per_replica}: the number of ranks must be "
-                "a multiple of it"
+                f"sequence {self.sequence} = {self._ranks_per_replica}: the number of ranks must "
+                "be a multiple of it"
             )
 
     @property
