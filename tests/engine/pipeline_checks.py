@@ -31,14 +31,23 @@ def pipeline(zero: int = 1, **json_keys: Any) -> dict[str, Any]:
 
 
 def pipeline_weights() -> dict[str, Any]:
-    engine = engine_of(pipeline())
+    from harness.models import initialize
+
+    drawn, draw = [], initialize.draw
+
+    def watched(model: Any, piece: Any, seed: int) -> Any:
+        drawn.append(piece.name)
+        return draw(model, piece, seed)
+
+    with mock.patch.object(initialize, "draw", watched):
+        engine = engine_of(pipeline())
     save("pipeline-initial", engine.masters())
     held = sum(p.numel() for p in engine.stage.parameters())
     whole = sum(p.numel() for p in engine.module.parameters())
     real = sum(p.numel() for p in engine.module.parameters() if not p.is_meta)
     described = engine.describe()
     engine.close()
-    return {"held": held, "whole": whole, "real": real, **described}
+    return {"held": held, "whole": whole, "real": real, "drawn": drawn, **described}
 
 
 def pipeline_loads_given_weights() -> str:

@@ -48,6 +48,12 @@ def test_weights_that_one_stage_lacks_are_refused_by_all(result: Result) -> None
         assert "no weights for model.layers.1.mlp.up_proj.weight" in told
 
 
+def test_each_rank_draws_its_own_stage_and_nothing_else(result: Result) -> None:
+    first, last = (rank["drawn"] for rank in result("pipeline_weights"))
+    assert first == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+    assert last == ["model.layers.2", "model.norm", "lm_head"]
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_clipping_by_value_clamps_every_element_and_reports_the_norm(
     zero: int, result: Result
