@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from harness.data.batches import Batch
 from harness.engine.unsplit import bytes_needed, trained, unsplit_loss_and_norm
 from harness.errors import ConfigError
 from harness.fit import free_on_host
+from harness.live_memory import is_out_of_memory
 from harness.start import Run
 
 # Relative differences of loss and gradient norm: ten times and more what rounding does in the
@@ -27,58 +28,45 @@ class Unsplit:
     """What the unsplit model says to the first global batch."""
 
     loss: float
-    grad_norm: float
+    grad_norm: float | None
+    """None where a training step is random."""
 
 
 def unsplit_start(run: Run) -> Unsplit | None:
     """The unsplit model's loss and gradient norm before the first step, computed on rank 0; the
     stages' loss is compared at once, the norm by `check_norm` once there is one.
 
-    None for a run without stages, a resumed one, and one that pipeline.verify leaves alone, which
-    is an event. Raises ConfigError where the losses differ.
+    None for a run without stages, a resumed one, and one that is not compared, which is an event.
+    Raises ConfigError where the losses differ.
     """
     plan = run.plan
     if plan.stages is None or run.state.step > 0:
         return None
-    told = [_why_not(run)]  # rank 0 decides: free memory differs
-    dist.broadcast_object_list(told)
-    if told[0] is not None:
-        run.event("not_verified", message=told[0])
-        return None
     targets = run.data.train.targets_in(0, plan.global_batch)
-    found = [(0.0, 0.0)]
-    if run.is_writer:
-        found = [
-            unsplit_loss_and_norm(
-                plan,
-                run.engine.module,
-                run.engine.device,
-                _all_micro_batches(run),
-                targets,
-                run.engine.loss_scale,
-            )
-        ]
+    found: list[Any] = [None, None]
+    if run.is_writer:  # it decides for all: free memory differs
+        found = _asked(run, targets)
     dist.broadcast_object_list(found)
-    unsplit = Unsplit(*found[0])
+    unsplit, why_not = found
+    if unsplit is None:
+        run.event("not_verified", message=why_not)
+        return None
     coords = plan.grid.coords(plan.world.rank)
-    mine = [*_all_micro_batches(run)][coords.data :: plan.grid.data]
+    mine = _all_micro_batches(run)[coords.data :: plan.grid.data]
     loss = run.engine.sum_over_ranks(run.engine.eval_batch(mine))[0].item() / max(targets, 1)
     _check("loss", loss, unsplit.loss, TOLERANCES[plan.precision][0], run)
     return unsplit
 
 
 def check_norm(run: Run, unsplit: Unsplit, grad_norm: float | torch.Tensor) -> None:
-    """Compare the first step's gradient norm. Raises ConfigError where it differs.
-
-    With dropout the two are different samples of it, and an overflow of fp16 is no norm.
-    """
-    verified = {"loss": unsplit.loss}
-    overflows = not (run.engine.step_applied and math.isfinite(unsplit.grad_norm))
-    if not (overflows or run.engine.drops_out):
-        tolerance = TOLERANCES[run.plan.precision][1]
-        _check("gradient norm", float(grad_norm), unsplit.grad_norm, tolerance, run)
-        verified["grad_norm"] = unsplit.grad_norm
-    run.event("verified", **verified)
+    """Compare the first step's gradient norm. Raises ConfigError where it differs."""
+    if unsplit.grad_norm is None:
+        return run.event("verified", loss=unsplit.loss, grad_norm="not compared: steps are random")
+    if not (run.engine.step_applied and math.isfinite(unsplit.grad_norm)):
+        return run.event("verified", loss=unsplit.loss, grad_norm="not compared: fp16 overflowed")
+    tolerance = TOLERANCES[run.plan.precision][1]
+    _check("gradient norm", float(grad_norm), unsplit.grad_norm, tolerance, run)
+    return run.event("verified", loss=unsplit.loss, grad_norm=unsplit.grad_norm)
 
 
 def _check(what: str, found: float, expected: float, tolerance: float, run: Run) -> None:
@@ -91,6 +79,29 @@ def _check(what: str, found: float, expected: float, tolerance: float, run: Run)
     )
 
 
+def _asked(run: Run, targets: int) -> list[Any]:
+    """[what the unsplit model says, None] or [None, why it is not asked, or said nothing]."""
+    why_not = _why_not(run)
+    if why_not is not None:
+        return [None, why_not]
+    engine, batches = run.engine, _all_micro_batches(run)
+    try:
+        loss, norm = unsplit_loss_and_norm(
+            run.plan, engine.module, engine.device, batches, targets, engine.loss_scale
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return [None, "the unsplit model does not fit one rank"]
+    finally:
+        if engine.device.type == "cuda":  # whose peak is the run's own from here on
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    if not math.isfinite(loss):
+        return [None, f"the unsplit model's own loss is {loss}"]
+    return [Unsplit(loss, norm), None]
+
+
 def _why_not(run: Run) -> str | None:
     """Why the unsplit model is not asked; None where it is."""
     wish, model, device = run.plan.run.pipeline.verify, run.engine.module, run.engine.device
@@ -98,15 +109,15 @@ def _why_not(run: Run) -> str | None:
         return "pipeline.verify is false"
     if wish is True:
         return None
-    needed, free = bytes_needed(model), free_on_host()
+    needed, free = bytes_needed(run.plan, model), free_on_host()
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     if free is not None and needed > free // 2:
         return f"the unsplit model needs {needed / 2**30:.1f} GiB on one rank"
     tokens = run.plan.global_batch * run.plan.run.data.seq_len
     flops = 6.0 * tokens * sum(parameter.numel() for parameter in trained(model))
-    cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
-    if flops > _AUTO_FLOPS[device.type] * cores:
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if flops > _AUTO_FLOPS[device.type] * threads:
         return f"one rank would take {flops:.0e} FLOP for the first batch"
     return None
 

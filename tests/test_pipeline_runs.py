@@ -17,6 +17,8 @@ from harness.data.build import DataSpec, build_data
 from harness.runfolder import RunFolder
 from tests.two_ranks import (
     REPOSITORY,
+    SHORT_RUN,
+    TRAIN,
     Ended,
     Group,
     run_ranks,
@@ -153,7 +155,7 @@ def test_with_dropout_only_the_loss_can_be_compared(
     stopped: tuple[RunFolder, list[Ended]],
 ) -> None:
     (verified,) = events(stopped[0], "verified")  # and not once more after resuming
-    assert "grad_norm" not in verified
+    assert verified["grad_norm"] == "not compared: steps are random"
 
 
 def test_another_split_is_refused_as_another_layout(
@@ -174,6 +176,46 @@ def test_stages_that_compute_something_else_are_refused(folder: Path, data: list
     assert ended.codes == [2, 2], ended.output
     assert "does not train right in stages" in ended.output
     assert not run.checkpoints_dir.exists()
+
+
+def test_tied_weights_of_a_family_with_dropout_keys_are_compared(
+    folder: Path, data: list[str]
+) -> None:
+    """GPT-2's config names a dropout that its language model does not have."""
+    run = RunFolder(folder / "gpt2" / "run")
+    sizes = {"vocab_size": 8192, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    (folder / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    words = [
+        *(sys.executable, TRAIN, *SHORT_RUN, *data, f"--deepspeed={DS_CONFIGS / 'pipeline2.json'}"),
+        *(f"model.name={folder / 'gpt2.json'}", "model.dropout=0", f"run.dir={run.path}"),
+    ]
+    run_ranks(words, run.path.parent).succeeded()
+    (verified,) = events(run, "verified")
+    assert verified["grad_norm"] == pytest.approx(curve(run)[0][2], rel=1e-5)
+
+
+def test_weights_that_cannot_be_drawn_are_refused_by_all_data_ranks(
+    folder: Path, data: list[str]
+) -> None:
+    """Of two ranks of a stage one draws, and finds out; the other waits for the weights."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 8192,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    (folder / "apertus.json").write_text(json.dumps({"model_type": "apertus", **sizes}))
+    words = [
+        *(sys.executable, TRAIN, *SHORT_RUN, *data, f"--deepspeed={DS_CONFIGS / 'pipeline2.json'}"),
+        *(f"model.name={folder / 'apertus.json'}", f"run.dir={folder / 'none'}"),
+    ]
+    ended = wait(start(words, folder / "apertus", ranks=4), timeout_s=120)
+    assert ended.codes == [2] * 4, ended.output
+    assert "uninitialised" in ended.output
 
 
 def test_four_stages_train_where_verification_is_not_wanted(folder: Path, data: list[str]) -> None:

@@ -77,16 +77,6 @@ class PipelineEngine(ZeroEngine):
         """The whole model, without its weights: no rank has them all."""
         return self._whole
 
-    @property
-    def drops_out(self) -> bool:
-        """Whether a training step is random."""
-        config = self._whole.config.get_text_config(decoder=True).to_dict()
-        of_other_heads = ("summary_", "classifier_")
-        return any(
-            value and "drop" in name and not name.startswith(of_other_heads)
-            for name, value in config.items()
-        )
-
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
         self.engine.module.train()
@@ -177,7 +167,7 @@ class PipelineEngine(ZeroEngine):
         self.stage.finish = finish
         self.engine.total_loss = None
         self.engine._compute_loss = True
-        self.engine.set_dataiterator(iter([(_inputs(batch), None) for batch in batches]))
+        self.engine.set_dataiterator((self._inputs(batch), None) for batch in batches)
         self.engine._exec_schedule(schedule)
         # The last stage's losses, which would keep their graphs, and these their inputs.
         outputs = self.engine.pipe_buffers["outputs"]
@@ -189,6 +179,14 @@ class PipelineEngine(ZeroEngine):
 
     def _norm_group(self) -> dist.ProcessGroup:
         return super()._norm_group() or self._column_group
+
+    def _inputs(self, batch: Batch) -> Any:
+        """What the first stage takes, on the device: DeepSpeed's own copying waits for the host."""
+        if not self.stage.first:
+            return None
+        tensors = (batch.input_ids, batch.position_ids)
+        moved = [t.to(self.device, non_blocking=True) for t in tensors if t is not None]
+        return moved[0] if len(moved) == 1 else tuple(moved)
 
     def _labels(self, batches: list[Batch]) -> Iterator[torch.Tensor]:
         """The last stage takes the micro-batches in order."""
@@ -233,9 +231,3 @@ class _WithoutStep:
     def __iter__(self) -> Iterator[list[Any]]:
         for commands in self.schedule:
             yield [command for command in commands if not isinstance(command, OptimizerStep)]
-
-
-def _inputs(batch: Batch) -> Any:
-    if batch.position_ids is None:
-        return batch.input_ids
-    return batch.input_ids, batch.position_ids

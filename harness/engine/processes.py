@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from harness.errors import ConfigError
 from harness.planning.world import World
 
 
@@ -75,6 +76,14 @@ def _slurm_address(environ: Mapping[str, str]) -> str | None:
     except OSError:
         return environ.get("SLURM_LAUNCH_NODE_IPADDR")
     return host or None
+
+
+def raise_together(problem: str | None) -> None:
+    """Raise ConfigError on all ranks where one of them has a problem. Collective."""
+    told: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, problem)
+    for found in filter(None, told):
+        raise ConfigError(found)
 
 
 def leave() -> None:

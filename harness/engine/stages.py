@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.engine.empty import empty_model
+from harness.engine.processes import raise_together
 from harness.engine.whole import check_report, read_weights
 from harness.errors import ConfigError
 from harness.models.flow import Flow, trace_flow
@@ -34,7 +35,6 @@ def build_stage(
         flow = trace_flow(empty)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; ZeRO 3 needs no stages") from error
-    told: list[Any] = [None] * plan.world.world_size
     built, problem = None, None
     try:
         built = _built(plan, empty, flow, device, trust_remote_code)
@@ -42,9 +42,8 @@ def build_stage(
         problem = str(error)
     except ValueError as error:
         problem = f"{where}: {error}"
-    dist.all_gather_object(told, problem)  # a stage may lack what another has
-    if built is None or any(told):
-        raise ConfigError(next(filter(None, told)))
+    raise_together(problem)  # a stage may lack what another has
+    assert built is not None
     stage, events = built
     return stage, _tied(plan, stage.model, flow), events
 
@@ -60,6 +59,8 @@ def _built(
         reduced = _reduced_class(type(empty), flow, first_layer, end_layer)
         model, report = read_weights(reduced, plan, empty, trust_remote_code)
         elsewhere = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
+        # A checkpoint of the model without its head lacks the prefix.
+        elsewhere |= {n.removeprefix(f"{empty.base_model_prefix}.") for n in elsewhere}
         copies = {name for _, name in flow.tied}  # which are not in the file; they are sent
         events = check_report(
             plan,

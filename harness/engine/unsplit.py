@@ -23,27 +23,32 @@ def unsplit_loss_and_norm(
     batches: Iterable[Batch],
     targets: int,
     loss_scale: float,
-) -> tuple[float, float]:
-    """Loss in nats and gradient norm of a global batch, before the first step and without dropout.
+) -> tuple[float, float | None]:
+    """Loss in nats and gradient norm of a global batch before the first step, without randomness;
+    None is the norm of a model whose training steps are random.
 
-    Gradients are summed in fp32: with the weights in the run's precision that takes
-    `bytes_needed` bytes and one micro-batch's activations.
+    Layers are recomputed and gradients summed in fp32: it takes about `bytes_needed` bytes.
     """
     if plan.run.model.init_from is None:
         model = copy.deepcopy(empty)
         materialize(model, plan.run.train.seed, device)
     else:
         model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0].to(device)
-    model.eval()
-    sums = {
-        parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained(model)
-    }
+    compares_norm = not is_random(model)
+    model.train(compares_norm)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = trained(model) if compares_norm else []
+    sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
     loss, micro_batches = torch.zeros((), device=device), plan.grad_accum * plan.grid.data
     for batch in batches:
         tensors = (batch.input_ids, batch.labels, batch.position_ids)
-        token_loss, auxiliary = forward(model, *(t if t is None else t.to(device) for t in tensors))
+        moved = [tensor if tensor is None else tensor.to(device) for tensor in tensors]
+        with torch.set_grad_enabled(compares_norm):
+            token_loss, auxiliary = forward(model, *moved)
         share = token_loss / max(targets, 1)
         loss += share.detach()
+        if not compares_norm:
+            continue
         if auxiliary is not None:
             share = share + auxiliary / micro_batches
         (share * loss_scale).backward()
@@ -51,12 +56,34 @@ def unsplit_loss_and_norm(
             if parameter.grad is not None:
                 total += parameter.grad.float() / loss_scale
             parameter.grad = None
-    return float(loss), float(torch.nn.utils.get_total_norm(list(sums.values())))
+    if not compares_norm:
+        return float(loss), None
+    # In fp64 as DeepSpeed's: on CPUs torch's own norm of a large fp32 tensor is off by 2e-5.
+    norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in sums.values()]
+    return float(loss), float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def bytes_needed(empty: PreTrainedModel) -> int:
-    """Weights, their gradients, and the fp32 sums of these."""
-    return sum(p.numel() * (2 * p.element_size() + 4) for p in trained(empty))
+def is_random(model: nn.Module) -> bool:
+    """Whether a training step draws random numbers: dropout, or noise in a router."""
+    endings = ("dropout", "pdrop", "dropout_prob", "jitter_noise")
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or any(
+            isinstance(v, float) and v > 0 and k.endswith(endings) for k, v in vars(module).items()
+        )
+        for module in model.modules()
+    )
+
+
+def bytes_needed(plan: Plan, empty: PreTrainedModel) -> int:
+    """Weights, gradients and their fp32 sums; each layer's input, one layer at work (some 32 hidden
+    states), and the logits as the loss needs them (docs/memory.md).
+    """
+    states = sum(p.numel() * (2 * p.element_size() + 4) for p in trained(empty))
+    vocab_size, hidden_size = empty.get_input_embeddings().weight.shape
+    layers = empty.config.get_text_config(decoder=True).num_hidden_layers
+    per_token = (layers + 32) * hidden_size * empty.dtype.itemsize + 16 * vocab_size
+    return states + plan.micro_batch * plan.run.data.seq_len * per_token
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

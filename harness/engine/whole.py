@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
+from harness.engine.processes import raise_together
 from harness.errors import ConfigError
 from harness.models.initialize import materialize
 from harness.plan import Plan
@@ -28,6 +29,7 @@ def build_whole(
     """
     if plan.run.model.init_from is not None:
         return _load(plan, empty, device, trust_remote_code)
+    problem = None
     try:
         materialize(
             empty,
@@ -39,7 +41,8 @@ def build_whole(
             placed=_Partition(plan.deepspeed) if plan.zero_stage == 3 else None,
         )
     except ValueError as error:
-        raise ConfigError(f"model.name={plan.run.model.name}: {error}") from error
+        problem = f"model.name={plan.run.model.name}: {error}"
+    raise_together(problem)
     return empty, []
 
 

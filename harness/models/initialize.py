@@ -61,6 +61,7 @@ def materialize(
     Ranks draw different pieces at the same time and `send` them to each other, so each tensor is
     drawn once. `placed` is called after each piece with its new parameters: ZeRO-3 partitions
     them there, so no rank ever holds more than one piece in full. Tied parameters stay one object.
+    Raises what `draw` raises on the rank that drew, after it has sent zeros: no other waits for it.
     """
     canonical: dict[int, str] = {}
     ties: list[tuple[str, str]] = []
@@ -70,9 +71,16 @@ def materialize(
             ties.append((name, first))
     tied_names = {name for name, _ in ties}
     todo = [p for p in pieces(model) if {slot[0] for slot in p.parameters()} - tied_names]
+    problem: ValueError | None = None
     for start in range(0, len(todo), world_size):
         round_ = todo[start : start + world_size]
-        mine = draw(model, round_[rank], seed) if rank < len(round_) else {}
+        mine = {}
+        if rank < len(round_):
+            try:
+                mine = draw(model, round_[rank], seed)
+            except ValueError as error:
+                problem = problem or error
+                mine = {name: torch.zeros(p.shape) for name, _, _, p in round_[rank].parameters()}
         for owner, piece in enumerate(round_):
             weights = mine if owner == rank else {}
             _place(piece, weights, tied_names, device, owner, send, placed)
@@ -83,6 +91,8 @@ def materialize(
     for name, first in ties:
         owner_name, _, attribute = name.rpartition(".")
         model.get_submodule(owner_name)._parameters[attribute] = model.get_parameter(first)
+    if problem is not None:
+        raise problem
 
 
 def _place(

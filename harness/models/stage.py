@@ -40,6 +40,7 @@ class Stage(nn.Module):
         _, layers = decoder_layers(model)
         self.enter = next((layer for layer in layers if isinstance(layer, _Enter)), None)
         self.leave = next((layer for layer in layers if isinstance(layer, _Leave)), None)
+        self.first = self.enter is None
         self.finish: Finish = lambda outputs: outputs
         config = model.config.get_text_config(decoder=True)
         self.routed = bool(getattr(config, "output_router_logits", False))
@@ -121,6 +122,8 @@ class _NoEmbedding(StandIn):
         super().__init__(module)
         self._is_input, self._dtype = is_input, dtype
         self._size = module.embedding_dim
+        # Some models ask where it is.
+        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         zero = torch.zeros((), dtype=self._dtype, device=ids.device)
