@@ -57,6 +57,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 16,
         "output_router_logits": True,
     },
+    # Asks where the weight of its embedding is; every other layer a mixture, attention in chunks.
+    "llama4_text": {
+        **_TINY,
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+        "pad_token_id": 0,
+    },
     "gpt_oss": {
         **_TINY,
         "model_type": "gpt_oss",
