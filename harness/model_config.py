@@ -20,7 +20,7 @@ PRESETS = Path(__file__).with_name("presets")
 
 # What a config.json may leave out; the file says what its tables mean.
 _UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
-_DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
+DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
 # So like a preset that it is meant: the nearest hub id without a "/", gpt2-xl, has 0.63.
 _NEAR = 0.8
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
@@ -120,4 +120,4 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 def _dropout_keys(config: Mapping[str, Any]) -> set[str]:
     family = _UNSAID["dropout"].get(config["model_type"], ["attention_dropout"])
-    return {key for key in config if key.endswith(_DROPOUT_ENDINGS)} | set(family)
+    return {key for key in config if key.endswith(DROPOUT_ENDINGS)} | set(family)

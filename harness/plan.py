@@ -210,7 +210,7 @@ def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[st
             sequence=max(1, value_of(ds, "sequence_parallel_size")),
         )
     except ValueError as error:
-        problems.append(f"{error} ({source.name}); deepspeed --num_accelerators starts so many")
+        problems.append(f"{error} ({source.name})")
         return Grid(world.world_size)
 
 

@@ -46,8 +46,8 @@ def stage_bounds(
     given = isinstance(partition, list)
     if not given and partition not in _BALANCES:
         return None, [
-            f'{_KEY} is {partition!r} ({source.of(_KEY)}): it must be "time" or '
-            "decoder layers per stage, as in [9, 7]"
+            f'{_KEY} is {partition!r} ({source.of(_KEY)}): it must be "time", "memory" '
+            "or decoder layers per stage, as in [9, 7]"
         ]
     if not config or (stages == 1 and not given):
         return None, []

@@ -9,14 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from harness.checkpoint.resume import changed_keys, resume_problems
 from harness.checkpoint.store import CheckpointStore, TrainState
 from harness.data.build import Data, DataSpec, build_data
 from harness.ds_config import offloaded_to
-from harness.engine.processes import join, leave
+from harness.engine.processes import join
 from harness.errors import ConfigError
 from harness.fit import shortages_here
 from harness.guard.signals import StopGuard
@@ -86,23 +85,6 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         assert plan.run.train.epochs is not None
         total_steps = steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
     device = join(plan.world)
-    try:
-        return _joined(plan, data, total_steps, device, progress, forced, trust_remote_code)
-    except BaseException:
-        leave()  # at its exit Python would end gloo's threads in the middle of their work
-        raise
-
-
-def _joined(
-    plan: Plan,
-    data: Data,
-    total_steps: int,
-    device: torch.device,
-    progress: Progress,
-    forced: list[dict[str, Any]],
-    trust_remote_code: bool,
-) -> Run:
-    """What `build` does once this process can talk to the others."""
     record = _plan_record(plan, data, total_steps)
     checkpoint, changes = _resumable(plan, record)
     from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.two_ranks import write_corpus
+
 if TYPE_CHECKING:
     from harness.data.build import Data
 
@@ -29,6 +31,17 @@ def tokenizer_dir(library: Data, tmp_path_factory: pytest.TempPathFactory) -> st
     folder = tmp_path_factory.mktemp("tokenizer")
     library.tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments that name a small corpus, tokenised once for all runs."""
+    from harness.data.build import DataSpec, build_data
+
+    folder = tmp_path_factory.mktemp("data")
+    corpus = write_corpus(folder / "corpus")
+    build_data(DataSpec(path=str(corpus), cache_dir=str(folder / "cache")))
+    return [f"data.path={corpus}", f"data.cache_dir={folder / 'cache'}"]
 
 
 @pytest.fixture

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from harness.planning.memory.inputs import PHASES
+from tests.planning_tools import run_tool
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOOL = REPOSITORY / "tools/estimate_memory.py"
@@ -29,16 +30,7 @@ STABLE_KEYS = {
 LARGE = ("--model", "llama-3-8b", "--deepspeed", "ds_configs/zero3.json", "--gpus", "64")
 
 
-def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, TOOL, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+run = partial(run_tool, "estimate_memory")
 
 
 def estimated(*arguments: str) -> dict:

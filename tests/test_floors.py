@@ -212,6 +212,12 @@ def test_a_plan_is_made_without_torch_transformers_or_deepspeed() -> None:
     assert run_python("-c", code) == "[]\n"
 
 
+def test_deepspeed_is_met_only_once_the_device_is_known() -> None:
+    """Imported before, it looks for devices by itself, and says so."""
+    code = "import harness.run, sys; print('deepspeed' in sys.modules)"
+    assert run_python("-c", code) == "False\n"
+
+
 # Each planted file, and the violation that must be found in it.
 PLANTED = [
     ("errors.py", "import torch", "harness/errors.py:1: errors imports torch, which is met only"),

@@ -7,13 +7,11 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from harness.data.build import DataSpec, build_data
 from harness.runfolder import RunFolder
 from tests.two_ranks import (
     REPOSITORY,
@@ -21,12 +19,12 @@ from tests.two_ranks import (
     TRAIN,
     Ended,
     Group,
+    events,
     run_ranks,
     start,
     train_command,
     wait,
     wait_for,
-    write_corpus,
 )
 
 pytestmark = pytest.mark.slow
@@ -46,13 +44,6 @@ with layers_swapped(World()):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pipeline")
-
-
-@pytest.fixture(scope="module")
-def data(folder: Path) -> list[str]:
-    corpus = write_corpus(folder / "corpus")
-    build_data(DataSpec(path=str(corpus), cache_dir=str(folder / "cache")))
-    return [f"data.path={corpus}", f"data.cache_dir={folder / 'cache'}"]
 
 
 def command(data: list[str], run: RunFolder, *more: object) -> list[object]:
@@ -88,10 +79,6 @@ def stopped(folder: Path, data: list[str]) -> tuple[RunFolder, list[Ended]]:
 
 def has_trained(run: RunFolder, group: Group) -> bool:
     return group.ended or any("loss" in line for line in run.read_metrics())
-
-
-def events(run: RunFolder, kind: str) -> list[dict[str, Any]]:
-    return [event for event in run.read_events() if event["kind"] == kind]
 
 
 def curve(run: RunFolder) -> list[tuple[int, float, float]]:

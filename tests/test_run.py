@@ -25,13 +25,13 @@ from tests.two_ranks import (
     Ended,
     Group,
     environment,
+    events,
     free_port,
     run_ranks,
     start,
     train_command,
     wait,
     wait_for,
-    write_corpus,
 )
 
 pytestmark = pytest.mark.slow
@@ -53,15 +53,6 @@ METRICS = {
     "loss_scale",
     "skipped_steps",
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments that name a small corpus, tokenised once for all runs."""
-    folder = tmp_path_factory.mktemp("data")
-    corpus = write_corpus(folder / "corpus")
-    build_data(DataSpec(path=str(corpus), cache_dir=str(folder / "cache")))
-    return [f"data.path={corpus}", f"data.cache_dir={folder / 'cache'}"]
 
 
 def opened(data: list[str]) -> Data:
@@ -131,10 +122,6 @@ def story(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Story:
 def raw_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """Every line ever written, steps done again included."""
     return [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
-
-
-def events(folder: RunFolder, kind: str) -> list[dict[str, Any]]:
-    return [event for event in folder.read_events() if event["kind"] == kind]
 
 
 def one_rank(tmp_path: Path, data: list[str], *arguments: object) -> Ended:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.planning.stages import bubble, schedule
+from tests.planning_tools import run_tool
 from tools.layout.timing import Span, spans, waiting
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -22,14 +22,7 @@ GPT2 = ("--model", "gpt2-124m", "--seq-len", "1024", "--gpus", "8")
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, TOOL, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+    done = run_tool("show_layout", *arguments, code=code)
     return done.stderr if code else done.stdout
 
 

@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from harness.runfolder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "harness" / "train.py"
@@ -163,6 +166,11 @@ def run_ranks(
 def train_command(*arguments: object) -> list[object]:
     """The main command with `arguments`, after those of a short run of a small model."""
     return [sys.executable, TRAIN, *SMALL_MODEL, *SHORT_RUN, *arguments]
+
+
+def events(run: RunFolder, kind: str) -> list[dict[str, Any]]:
+    """A run's events of one kind."""
+    return [event for event in run.read_events() if event["kind"] == kind]
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:

@@ -27,7 +27,7 @@ from harness.planning.memory.inputs import GIB
 from harness.planning.memory.timeline import Estimate
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe, paper_text
-from tools.plan_args import add_plan_arguments, plan_of
+from tools.plan_args import add_plan_arguments, plan_of, write_plot
 
 
 def main(argv: list[str]) -> int:
@@ -55,8 +55,7 @@ def main(argv: list[str]) -> int:
     if args.plot:
         from tools.memory.plot import svg
 
-        args.plot.write_text(svg(found), encoding="utf-8")
-        print(f"wrote {args.plot}", file=sys.stderr)
+        write_plot(args.plot, svg(found))
     return int(ExitCode.DONE)
 
 

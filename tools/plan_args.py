@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", choices=("none", "full"))
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it, too")
     parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+
+
+def write_plot(path: Path, picture: str) -> None:
+    """Write what --plot asked for, and say so."""
+    path.write_text(picture, encoding="utf-8")
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

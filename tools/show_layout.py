@@ -20,7 +20,7 @@ from harness.errors import ConfigError, ExitCode
 from tools.layout.measure import measured
 from tools.layout.plot import svg
 from tools.layout.text import describe
-from tools.plan_args import add_plan_arguments, plan_of
+from tools.plan_args import add_plan_arguments, plan_of, write_plot
 
 
 def main(argv: list[str]) -> int:
@@ -49,8 +49,7 @@ def main(argv: list[str]) -> int:
     if args.measure:
         print(f"\n{measured(plan.grid.pipeline)}")
     if args.plot:
-        args.plot.write_text(svg(plan), encoding="utf-8")
-        print(f"wrote {args.plot}", file=sys.stderr)
+        write_plot(args.plot, svg(plan))
     return int(ExitCode.DONE)
 
 

@@ -29,6 +29,15 @@ class Batch:
     position_ids: torch.Tensor | None
     """From 0 in each document, when tokens attend only within their own; else None."""
 
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The three of them on a device, copied there while it computes something else."""
+        positions = self.position_ids
+        return (
+            self.input_ids.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            None if positions is None else positions.to(device, non_blocking=True),
+        )
+
 
 @dataclass(frozen=True)
 class Sample:

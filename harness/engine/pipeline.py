@@ -100,10 +100,8 @@ class PipelineEngine(ZeroEngine):
         """(summed loss in nats, target tokens) of this rank's micro-batches: zeros but for the last
         stage, fp64, unreduced.
         """
-        sums, labels = (
-            torch.zeros(2, dtype=torch.float64, device=self.device),
-            self._labels(batches),
-        )
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        labels = self._labels(batches)
 
         def finish(outputs: Any) -> torch.Tensor:
             wanted = next(labels)
@@ -131,14 +129,6 @@ class PipelineEngine(ZeroEngine):
         dist.broadcast(logits, self.plan.grid.group("pipeline", 0)[-1])
         return logits
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 gradient) of every parameter, between `accumulate` and `apply`."""
-        yield from self._of_all_stages(fragments.full_gradients(self._held, self.loss_scale))
-
-    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 weight) of every parameter as the optimizer holds it."""
-        yield from self._of_all_stages(fragments.full_masters(self._held))
-
     def weights(self, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every parameter; all ranks iterate, those with `keep` receive."""
         for item in self._of_all_stages(fragments.full_weights(self._held)):
@@ -146,7 +136,7 @@ class PipelineEngine(ZeroEngine):
                 yield item
 
     def describe(self) -> dict[str, Any]:
-        """What really runs on this rank: classes, ZeRO stage, its layers, elements held."""
+        """What really runs on this rank: classes, stages, elements held."""
         place = self.plan.grid.coords(self.plan.world.rank).pipeline
         return {**super().describe(), "pipeline_stage": place}
 
@@ -182,7 +172,7 @@ class PipelineEngine(ZeroEngine):
 
     def _inputs(self, batch: Batch) -> Any:
         """What the first stage takes, on the device: DeepSpeed's own copying waits for the host."""
-        if not self.stage.first:
+        if not self.engine.is_first_stage():
             return None
         tensors = (batch.input_ids, batch.position_ids)
         moved = [t.to(self.device, non_blocking=True) for t in tensors if t is not None]

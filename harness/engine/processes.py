@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import socket
@@ -50,6 +51,7 @@ def join(world: World) -> torch.device:
     quirks.outlive_killed_builds()
     quirks.without_shared_memory()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    atexit.register(leave)  # otherwise Python would end gloo's threads in the middle of their work
     if world.accelerator == "cpu":
         quirks.allow_fp16_on_any_cpu()
         return torch.device("cpu")

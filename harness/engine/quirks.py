@@ -73,7 +73,7 @@ def forget_stages(groups_before: set[Any]) -> None:
     """Let a process build more engines after one with pipeline stages was destroyed.
 
     DeepSpeed keeps the rank grid in a global of its own, and takes it for the next engine's; and it
-    keeps the grid's groups, each with its threads (two hundred after five engines on four ranks).
+    keeps the grid's groups, each with its threads (two hundred after ten engines on four ranks).
     """
     groups.mpu = None
     for group in process_groups() - groups_before:

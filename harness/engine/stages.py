@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from harness.engine.empty import empty_model
 from harness.engine.processes import raise_together
-from harness.engine.whole import check_report, read_weights
+from harness.engine.whole import check_report, read_weights, sender
 from harness.errors import ConfigError
 from harness.models.flow import Flow, trace_flow
 from harness.models.initialize import Send, materialize
@@ -99,15 +99,11 @@ def _reduced_class(
 
 def _sender(plan: Plan) -> Send | None:
     """Sends a tensor to the other data ranks of the same stage; all ranks make all groups."""
-    groups = {ranks: dist.new_group(ranks) for ranks in plan.grid.groups("data")}
     mine = plan.grid.group("data", plan.world.rank)
     if len(mine) == 1:
         return None
-
-    def send(tensor: torch.Tensor, owner: int) -> None:
-        dist.broadcast(tensor.view(torch.uint8), mine[owner], group=groups[mine])
-
-    return send
+    groups = {ranks: dist.new_group(ranks) for ranks in plan.grid.groups("data")}
+    return sender(mine, groups[mine])
 
 
 def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from harness.data.batches import Batch
 from harness.engine.whole import read_weights
+from harness.model_config import DROPOUT_ENDINGS
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.plan import Plan
@@ -41,10 +42,8 @@ def unsplit_loss_and_norm(
     sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
     loss, micro_batches = torch.zeros((), device=device), plan.grad_accum * plan.grid.data
     for batch in batches:
-        tensors = (batch.input_ids, batch.labels, batch.position_ids)
-        moved = [tensor if tensor is None else tensor.to(device) for tensor in tensors]
         with torch.set_grad_enabled(compares_norm):
-            token_loss, auxiliary = forward(model, *moved)
+            token_loss, auxiliary = forward(model, *batch.on(device))
         share = token_loss / max(targets, 1)
         loss += share.detach()
         if not compares_norm:
@@ -65,7 +64,7 @@ def unsplit_loss_and_norm(
 
 def is_random(model: nn.Module) -> bool:
     """Whether a training step draws random numbers: dropout, or noise in a router."""
-    endings = ("dropout", "pdrop", "dropout_prob", "jitter_noise")
+    endings = (*DROPOUT_ENDINGS, "jitter_noise")
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)
         or any(

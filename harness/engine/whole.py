@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import deepspeed
@@ -14,7 +14,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
-from harness.models.initialize import materialize
+from harness.models.initialize import Send, materialize
 from harness.plan import Plan
 
 Event = dict[str, Any]
@@ -37,7 +37,7 @@ def build_whole(
             device,
             rank=plan.world.rank,
             world_size=plan.world.world_size,
-            send=_send if plan.world.world_size > 1 else None,
+            send=sender(range(plan.world.world_size)),
             placed=_Partition(plan.deepspeed) if plan.zero_stage == 3 else None,
         )
     except ValueError as error:
@@ -97,8 +97,15 @@ def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) 
     return [{"kind": "unused_weights", "message": message, "names": unused}]
 
 
-def _send(tensor: torch.Tensor, owner_rank: int) -> None:
-    dist.broadcast(tensor.view(torch.uint8), owner_rank)
+def sender(ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> Send | None:
+    """Sends a tensor from one of `ranks`, by its place among them, to all; None for one rank."""
+    if len(ranks) == 1:
+        return None
+
+    def send(tensor: torch.Tensor, owner: int) -> None:
+        dist.broadcast(tensor.view(torch.uint8), ranks[owner], group=group)
+
+    return send
 
 
 class _Partition:

@@ -110,11 +110,11 @@ class ZeroEngine:
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 gradient) of every parameter, between `accumulate` and `apply`."""
-        return fragments.full_gradients(self._held, self.loss_scale)
+        return self._of_all_stages(fragments.full_gradients(self._held, self.loss_scale))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 weight) of every parameter as the optimizer holds it."""
-        return fragments.full_masters(self._held)
+        return self._of_all_stages(fragments.full_masters(self._held))
 
     def weights(self, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every parameter; all ranks iterate, those with `keep` receive."""
@@ -174,14 +174,18 @@ class ZeroEngine:
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of one micro-batch, copied to the device while the last one still computes."""
-        tensors = (batch.input_ids, batch.labels, batch.position_ids)
-        moved = [None if t is None else t.to(self.device, non_blocking=True) for t in tensors]
-        return forward(self.engine, *moved)
+        return forward(self.engine, *batch.on(self.device))
 
     @property
     def _held(self) -> torch.nn.Module:
         """The part of the model whose weights this rank has, or has its shares of."""
         return self.module
+
+    def _of_all_stages(
+        self, own: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the ranks that hold the rest of the model have, too."""
+        return own
 
     def _step(self) -> None:
         self.engine.step()

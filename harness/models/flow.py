@@ -61,13 +61,14 @@ class _Observed:
         self.model = skeleton
         self.kind = type(skeleton).__name__
         self.returns_tuple = returns_tuple
-        self.list_name, self.layers = decoder_layers(skeleton)
+        _, self.layers = decoder_layers(skeleton)
         self.outside = {p.name: p.module for p in pieces(skeleton) if not p.whole}
         self.ran_at: dict[str, set[int]] = {name: set() for name in self.outside}
         self.layers_run = 0
         self.last: torch.Tensor | None = None
 
     def flow(self) -> Flow:
+        """Run the model once; what was seen, or why it cannot be cut."""
         for name, module in self.outside.items():
             if any(inner is self.layers for inner in module.modules()):
                 raise _CannotBeCut(f"{self.kind} has parameters beside its modules ({name})")

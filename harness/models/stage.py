@@ -40,7 +40,6 @@ class Stage(nn.Module):
         _, layers = decoder_layers(model)
         self.enter = next((layer for layer in layers if isinstance(layer, _Enter)), None)
         self.leave = next((layer for layer in layers if isinstance(layer, _Leave)), None)
-        self.first = self.enter is None
         self.finish: Finish = lambda outputs: outputs
         config = model.config.get_text_config(decoder=True)
         self.routed = bool(getattr(config, "output_router_logits", False))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from harness.plan import Plan
 from harness.planning.grid import Coords
 from harness.planning.memory.inputs import GIB
-from harness.planning.memory.timeline import Estimate, RankTimeline
+from harness.planning.memory.timeline import Estimate
 from harness.planning.stages import Work, bubble, layers_per_stage, schedule, stage_parameters
 from tools.layout.timing import plan_spans, stage_work, waiting
 
@@ -61,7 +61,7 @@ def _ranks(plan: Plan) -> list[str]:
 def _holdings(plan: Plan, found: Estimate | None) -> list[str]:
     """A row for each stage, and how even they are."""
     units = _units(plan)
-    fullest = _fullest(found) if found else []
+    fullest = found.fullest if found else []
     head = ["stage", "holds", "parameters", "work", "GiB between steps", "GiB at the peak, in"]
     rows = [head[: 2 if plan.shape is None else None]]
     parameters, work = _sizes(plan)
@@ -108,13 +108,6 @@ def _sizes(plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
     bounds = plan.stages or (0, plan.shape.num_layers + 2)
     work = [sum(passes) for passes in stage_work(plan)] if plan.stages else [1]
     return stage_parameters(plan.shape, bounds), work
-
-
-def _fullest(found: Estimate) -> list[RankTimeline]:
-    by_stage: dict[int, RankTimeline] = {}
-    for rank in sorted(found.ranks, key=lambda rank: rank.peak):
-        by_stage[rank.stage] = rank
-    return [by_stage[stage] for stage in sorted(by_stage)]
 
 
 def _table(rows: list[list[str]]) -> list[str]:

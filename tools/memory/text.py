@@ -73,14 +73,11 @@ def _pipeline(found: Estimate) -> list[str]:
     """The fullest rank of each pipeline stage."""
     if found.inputs.bounds is None:
         return []
-    fullest: dict[int, RankTimeline] = {}
-    for rank in sorted(found.ranks, key=lambda rank: rank.peak):
-        fullest[rank.stage] = rank
     return ["", "Pipeline stages, the fullest rank of each"] + [
-        f"  stage {stage:<3} {rank.inputs.shape.num_layers:>4} layers "
+        f"  stage {rank.stage:<3} {rank.inputs.shape.num_layers:>4} layers "
         f"{rank.inputs.parameters:>15,} parameters {rank.inputs.in_flight:>4} in flight "
         f"{_gib(rank.peak):>9} GiB at {rank.peak_phase}"
-        for stage, rank in sorted(fullest.items())
+        for rank in found.fullest
     ]
 
 

@@ -75,7 +75,7 @@ ARCHITECTURES |= PIPELINED
 # In fp16 transformers' own model, alone in a plain loop, gives NaN: gemma2 in its first gradient,
 # olmo2 after three steps, whatever the loss scale.
 NOT_IN_FP16 = {"gemma2", "olmo2"}
-EAGER = {"gemma2"}  # its soft-capped scores are in no other attention
+ATTENTION = {"gemma2": "eager"}  # its soft-capped scores are in no other; sdpa for the rest
 # Buckets and thresholds scaled down with the model: several buckets a step, parameters larger than
 # a bucket, and ZeRO-3 that really partitions, as in a large run.
 _BUCKETS = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}

@@ -11,7 +11,7 @@ from harness.data.batches import Batch
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, decayed_parameters, hf_config, skeleton
-from tools.parity.cells import ARCHITECTURES, EAGER, GLOBAL_BATCH, STEPS
+from tools.parity.cells import ARCHITECTURES, ATTENTION, GLOBAL_BATCH, STEPS
 from tools.parity.measure import Difference, Trajectory, difference, rounding
 from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
 from tools.parity.samples import global_batch, rows, targets
@@ -39,7 +39,7 @@ class _Model:
         self.balance = balance
         self.dtype = DTYPES[precision]
         self.scale = FP16_SCALE if precision == "fp16" else 1.0
-        attention = "eager" if architecture in EAGER else "sdpa"
+        attention = ATTENTION.get(architecture, "sdpa")
         self.model = skeleton(hf_config(ARCHITECTURES[architecture]), self.dtype, attention)
         self.decayed = decayed_parameters(self.model)
         materialize(self.model, SEED, torch.device("cpu"))

@@ -16,7 +16,7 @@ from harness.data.batches import share_of_rank
 from harness.engine.processes import join, leave
 from harness.plan import Plan, make_plan
 from harness.planning.world import World
-from tools.parity.cells import EAGER, GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
+from tools.parity.cells import ATTENTION, GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
 from tools.parity.defects import planted
 from tools.parity.measure import Trajectory
 from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
@@ -29,7 +29,7 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
         {
             "model": {
                 "name": str(folder / f"{cell.architecture}.config.json"),
-                "attention": "eager" if cell.architecture in EAGER else "sdpa",
+                "attention": ATTENTION.get(cell.architecture, "sdpa"),
             },
             "data": {"seq_len": SEQ_LEN},
             "train": {

@@ -140,6 +140,12 @@ class Estimate:
         return max(self.ranks, key=lambda rank: rank.peak)
 
     @property
+    def fullest(self) -> list[RankTimeline]:
+        """The rank of each pipeline stage with the largest peak, stage by stage."""
+        by_stage = {rank.stage: rank for rank in sorted(self.ranks, key=lambda rank: rank.peak)}
+        return [by_stage[stage] for stage in sorted(by_stage)]
+
+    @property
     def host_bytes_per_node(self) -> int:
         """Largest host memory of a node's ranks together."""
         return self._per_node(lambda rank: rank.most("host"))
