@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,6 +20,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 # Keys of which at most one may be given.
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
@@ -34,6 +35,11 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
+def _key_of(field: str) -> str:
+    """The key of a field: save.async is Python's `async_`."""
+    return field.removesuffix("_")
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         strict=True,
@@ -42,6 +48,8 @@ class _Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        alias_generator=_key_of,
+        serialize_by_alias=True,
     )
 
 
@@ -167,6 +175,12 @@ class SaveConfig(_Section):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: Count = 3
     """Checkpoints kept in the run folder."""
+    keep_every: CountOrZero = 0
+    """Steps: checkpoints of multiples of it are kept for good; 0 keeps none for that."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest held-out loss."""
+    async_: bool = False
+    """Write while training goes on, from a copy in host memory."""
     export: bool = True
     """Write a Hugging Face folder at the end."""
 
@@ -210,8 +224,10 @@ class RunFolderConfig(_Section):
 
 
 class ResumeConfig(_Section):
-    """What may change when a run is resumed."""
+    """What a run goes on from, and what may change."""
 
+    from_: Text | None = None
+    """RUN or RUN@STEP: branch off another run's checkpoint into a new run.dir."""
     allow: list[str] = Field(default_factory=list)
     """Keys that may differ from the run being resumed: resume.allow=optim.lr,data.path."""
 
@@ -243,12 +259,13 @@ class RunConfig(_Section):
     def get(self, key: str) -> Any:
         """The value of a dotted key: get("optim.lr")."""
         section, _, field = key.partition(".")
-        return getattr(getattr(self, section), field)
+        return self.model_dump()[section][field]
 
     def is_set(self, key: str) -> bool:
         """Whether the user gave this dotted key, wherever, rather than leaving our default."""
         section, _, field = key.partition(".")
-        return section in self.model_fields_set and field in getattr(self, section).model_fields_set
+        given = {_key_of(name) for name in getattr(self, section).model_fields_set}
+        return section in self.model_fields_set and field in given
 
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from: "run.toml", "command line", "default"."""
@@ -277,20 +294,20 @@ def origin_of(key: str, origins: Mapping[str, str]) -> str:
 
 def known_keys() -> list[str]:
     """Every dotted key of the run config, in order."""
-    return [
-        f"{section}.{name}"
-        for section, field in RunConfig.model_fields.items()
-        for name in field.annotation.model_fields  # type: ignore[union-attr]
-    ]
+    return [f"{section}.{_key_of(name)}" for section, fields in _sections() for name in fields]
 
 
 def described_keys() -> list[str]:
     """A line for every key: its default, and what it is."""
     lines = []
-    for key in known_keys():
-        section, _, name = key.partition(".")
-        field = RunConfig.model_fields[section].annotation.model_fields[name]  # type: ignore[union-attr]
-        default = field.get_default(call_default_factory=True)
-        text = " ".join((field.description or "").split())
-        lines.append(f"{key} = {default!r}".ljust(36) + f"  {text}")
+    for section, fields in _sections():
+        for name, field in fields.items():
+            default = field.get_default(call_default_factory=True)
+            text = " ".join((field.description or "").split())
+            lines.append(f"{section}.{_key_of(name)} = {default!r}".ljust(36) + f"  {text}")
     return lines
+
+
+def _sections() -> Iterator[tuple[str, dict[str, FieldInfo]]]:
+    for section, field in RunConfig.model_fields.items():
+        yield section, field.annotation.model_fields  # type: ignore[union-attr]

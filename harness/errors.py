@@ -1,4 +1,4 @@
-"""Exit codes, and the two exceptions that end a run on purpose."""
+"""Exit codes, and the exceptions that end a run on purpose."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class ExitCode(IntEnum):
 
     DONE = 0
     BAD_CONFIG = 2
+    CANNOT_SAVE = 74
     STOPPED = 75
     DIVERGED = 76
     NO_CHECKPOINT = 77
@@ -45,8 +46,14 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)
 
 
+class NoCheckpoint(ConfigError):
+    """There are checkpoints, but none can be used: starting over would lose them silently."""
+
+    code = ExitCode.NO_CHECKPOINT
+
+
 class RunStopped(Exception):
-    """Ends the loop with an exit code other than DONE (a signal, a time limit, divergence)."""
+    """Ends the loop with an exit code other than DONE (a signal, divergence, a full disk)."""
 
     def __init__(self, code: ExitCode, message: str) -> None:
         super().__init__(message)

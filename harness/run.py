@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-import time
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any
@@ -20,12 +19,19 @@ from harness.fit import changes_that_help, memory_line
 from harness.live_memory import Compared, is_out_of_memory
 from harness.metrics import monitor_events
 from harness.plan import Plan
+from harness.runfolder import Outcome
 from harness.sampling import sample_text
+from harness.saving import finish_save, save
 from harness.start import Run, build
 from harness.verify import check_norm, unsplit_start
 
 __all__ = ["Run", "build", "evaluate", "train"]
 
+_OUTCOMES: dict[ExitCode, Outcome] = {
+    ExitCode.STOPPED: "stopped",
+    ExitCode.DIVERGED: "diverged",
+    ExitCode.CANNOT_SAVE: "failed",
+}
 _LOWER = "resume from a checkpoint before it, in a new run.dir, with a lower optim.lr"
 SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baselines takes seconds
 
@@ -42,7 +48,7 @@ def train(run: Run) -> ExitCode:
         outcome, code = "done", ExitCode.DONE
     except RunStopped as stop:
         code = stop.code
-        outcome = "stopped" if code == ExitCode.STOPPED else "diverged"
+        outcome = _OUTCOMES[code]
         run.event(outcome, step=run.state.step, message=stop.message)
         again = f"; run.dir={run.folder.path} resumes it" if outcome == "stopped" else ""
         run.progress.say(f"{outcome} at step {run.state.step}: {stop.message}{again}")
@@ -100,9 +106,11 @@ def _loop(run: Run) -> None:
                 if not math.isfinite(line["loss"]) and plan.precision != "fp16":
                     raise RunStopped(ExitCode.DIVERGED, f"the loss is {line['loss']}: {_LOWER}")
             _note_memory(run, compared)
-            stop = run.guard.stop_requested()
+            stop, written = run.guard.agree(run.saver.written)
+            if written:
+                finish_save(run)
             if stop or last or _due(step, every.save.every):
-                _save(run)
+                save(run, background=every.save.async_ and not (stop or last))
             if stop and not last:
                 raise RunStopped(ExitCode.STOPPED, "asked to stop by a signal")
 
@@ -175,14 +183,6 @@ def _log(run: Run, line: dict[str, Any]) -> None:
         run.folder.append_metrics(line)
         run.engine.write_monitors(monitor_events(line))
         run.progress.step(line)
-
-
-def _save(run: Run) -> None:
-    began = time.perf_counter()
-    path = run.store.save(run.state, run.engine.save, run.plan.run.save.keep)
-    seconds = time.perf_counter() - began
-    run.event("saved", step=run.state.step, path=str(path), seconds=seconds)
-    run.meter.restart()
 
 
 def _note_skipped(run: Run) -> None:

@@ -43,6 +43,7 @@ class RunFolder:
         self.status_path = self.path / "status.json"
         self.checkpoints_dir = self.path / "checkpoints"
         self.export_dir = self.path / "export"
+        self.tokenizer_dir = self.path / "tokenizer"
         self.attempt = 0
         """Which attempt at the run this process is, from 1; 0 until `open`."""
         self._lock: IO[str] | None = None
@@ -211,6 +212,14 @@ def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path 
             path = Path(root) / f"{name}-{number}"
         else:
             return path
+
+
+def run_and_step(text: str) -> tuple[Path, int | None]:
+    """The run folder, and the step or None for the newest, of RUN or RUN@STEP."""
+    run, at, step = text.rpartition("@")
+    if at and run and re.fullmatch(r"[0-9]{1,8}", step):
+        return Path(run).expanduser(), int(step)
+    return Path(text).expanduser(), None
 
 
 def _now() -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.checkpoint.resume import changed_keys, resume_problems
-from harness.checkpoint.store import CheckpointStore, TrainState
+from harness.checkpoint.manifest import TrainState
+from harness.checkpoint.save import Saver
+from harness.checkpoint.store import Retention, Store
 from harness.data.build import Data, DataSpec, build_data
-from harness.ds_config import offloaded_to
 from harness.engine.processes import join
 from harness.errors import ConfigError
 from harness.fit import shortages_here
@@ -24,7 +24,8 @@ from harness.lr_and_batch import Schedule, steps_in_epochs
 from harness.metrics import Meter, Progress
 from harness.plan import Plan
 from harness.plan_text import summary
-from harness.planning.stages import layers_per_stage
+from harness.probe import check_probe
+from harness.resumption import Beginning, find_beginning, load_into
 from harness.runfolder import Outcome, RunFolder, create_run_dir
 
 
@@ -36,7 +37,7 @@ class Run:
     data: Data
     engine: Any
     folder: RunFolder
-    store: CheckpointStore
+    saver: Saver
     schedule: Schedule
     total_steps: int
     guard: StopGuard
@@ -86,10 +87,11 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         total_steps = steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
     device = join(plan.world)
     record = _plan_record(plan, data, total_steps)
-    checkpoint, changes = _resumable(plan, record)
+    beginning = find_beginning(plan, record)
     from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices
 
-    engine = build_engine(plan, device, trust_remote_code, data.train.document_mask)
+    blank = beginning.checkpoint is not None
+    engine = build_engine(plan, device, trust_remote_code, data.train.document_mask, blank)
     memory = MemoryCheck(plan, device)
     folder = _open_folder(plan)
     progress.total_steps = total_steps
@@ -98,7 +100,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         data=data,
         engine=engine,
         folder=folder,
-        store=_store(plan, folder),
+        saver=_saver(plan, folder),
         schedule=plan.schedule(total_steps),
         total_steps=total_steps,
         guard=StopGuard(plan.world.world_size),
@@ -108,7 +110,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         state=TrainState(),
     )
     try:
-        _begin(run, record, [*plan.events, *forced, *engine.events], checkpoint, changes)
+        _begin(run, record, [*plan.events, *forced, *engine.events], beginning)
     except BaseException as error:
         run.failed(error)
         run.ended("failed", 1)
@@ -120,8 +122,7 @@ def _begin(
     run: Run,
     record: dict[str, Any],
     events: list[dict[str, Any]],
-    checkpoint: tuple[Path, TrainState] | None,
-    changes: list[dict[str, Any]],
+    beginning: Beginning,
 ) -> None:
     """Write down what will run, and go on where the checkpoint ends."""
     if run.is_writer:
@@ -129,11 +130,27 @@ def _begin(
     for event in events:
         run.event(**event)
     run.progress.say(f"run folder {run.folder.path}")
-    if checkpoint is not None:
-        path, run.state = checkpoint
-        run.engine.load(str(path))
-        run.event("resumed", step=run.state.step, path=str(path), changes=changes)
-        run.progress.say(f"resumed {path.name} of {run.total_steps} steps")
+    for problem in beginning.problems:
+        run.event("unusable_checkpoint", message=problem)
+        run.progress.say(f"not used: {problem}")
+    if run.is_writer and not run.folder.tokenizer_dir.exists():  # so that exports need no data
+        run.data.tokenizer.save_pretrained(run.folder.tokenizer_dir)
+    checkpoint, kind = beginning.checkpoint, beginning.kind
+    if checkpoint is None:
+        return
+    load_into(run.engine, checkpoint, weights_only=kind == "weights")
+    check_probe(run.engine, checkpoint, run.plan)
+    if kind != "weights":
+        run.state = checkpoint.state
+        run.held_out_nats = checkpoint.manifest.held_out_loss
+    run.event(
+        kind,
+        step=run.state.step,
+        path=str(checkpoint.path),
+        manifest=checkpoint.manifest.checksum,
+        changes=beginning.changes,
+    )
+    run.progress.say(f"{kind} {checkpoint.path.name} of {run.total_steps} steps")
 
 
 def _check_fit(plan: Plan) -> list[dict[str, Any]]:
@@ -146,41 +163,10 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     return [{"kind": "forced", "message": problem} for problem in problems]
 
 
-def _resumable(
-    plan: Plan, record: dict[str, Any]
-) -> tuple[tuple[Path, TrainState] | None, list[dict[str, Any]]]:
-    """The newest checkpoint of the run that run.dir holds, None for a new run; and what changes.
-
-    Rank 0 looks and all ranks follow: they may see different folders, or the same one at
-    different times. Raises ConfigError on all when this plan may not go on from there.
-    """
-    found: list[Any] = [None, [], []]
-    if plan.world.rank == 0 and plan.run.run.dir is not None:
-        found = _look_for_run(plan, RunFolder(plan.run.run.dir), record)
-    dist.broadcast_object_list(found)
-    checkpoint, changes, problems = found
-    if problems:
-        raise ConfigError([f"{plan.run.run.dir}: {problem}" for problem in problems])
-    return checkpoint, changes
-
-
-def _look_for_run(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> list[Any]:
-    saved, checkpoint = folder.read_plan(), None
-    problems = resume_problems(saved, record, plan.run.resume.allow) if saved else []
-    try:
-        checkpoint = _store(plan, folder).newest()
-    except ValueError as error:
-        problems.append(str(error))
-    if checkpoint is not None and checkpoint[1].step > record["total_steps"]:
-        problems.append(
-            f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
-            f"{checkpoint[1].step}: set train.steps to that or more, or remove later checkpoints"
-        )
-    return [checkpoint, changed_keys(saved, record) if saved else [], problems]
-
-
-def _store(plan: Plan, folder: RunFolder) -> CheckpointStore:
-    return CheckpointStore(folder.checkpoints_dir, plan.world.rank, dist.barrier, _layout(plan))
+def _saver(plan: Plan, folder: RunFolder) -> Saver:
+    wish = plan.run.save
+    keep = Retention(wish.keep, wish.keep_every, wish.keep_best)
+    return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep)
 
 
 def _open_folder(plan: Plan) -> RunFolder:
@@ -217,17 +203,6 @@ def _plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
         "data_fingerprint": data.fingerprint,
         "versions": {name: version(name) for name in packages},
         "git_commit": _git_commit(),
-    }
-
-
-def _layout(plan: Plan) -> dict[str, Any]:
-    """What DeepSpeed's own checkpoints require to be the same when they are loaded."""
-    return {
-        "world_size": plan.world.world_size,
-        "zero_stage": plan.zero_stage,
-        "precision": plan.precision,
-        "offload_optimizer": offloaded_to(plan.deepspeed, "optimizer"),
-        "layers_per_stage": list(layers_per_stage(plan.stages)) if plan.stages else None,
     }
 
 

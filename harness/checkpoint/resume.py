@@ -13,6 +13,9 @@ FREE_KEYS = (
     *("model.checkpointing", "model.attention", "data.cache_dir", "data.prefetch"),
 )
 
+# What a branch keeps of the run that it comes from.
+BRANCH_KEEPS = ("precision", "model_config", "data_fingerprint", "data.seq_len", "optim.name")
+
 
 def resume_problems(
     saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str]
@@ -26,6 +29,18 @@ def resume_problems(
         f"another run.dir, or resume.allow={key} to change it on purpose"
         for key, old, new in _differences(saved, planned)
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
+    ]
+
+
+def branch_problems(
+    saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str]
+) -> list[str]:
+    """What keeps `planned` from branching off the run of `saved`: another model, other data."""
+    return [
+        f"{key} is {_short(new)}, but that run has {_short(old)}: a branch keeps it; "
+        f"resume.allow={key} changes it on purpose"
+        for key, old, new in _differences(saved, planned)
+        if key in BRANCH_KEEPS and key not in allowed
     ]
 
 

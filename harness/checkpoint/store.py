@@ -1,112 +1,115 @@
-"""Checkpoints of one run folder: written beside, renamed when whole, found again, swept."""
+"""The checkpoints under one folder: their names, what is whole, what is kept, what is swept."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-STATE_FILE = "state.json"
+from harness.checkpoint.files import Unusable
+from harness.checkpoint.manifest import Manifest, read_manifest
+
 _NAME = re.compile(r"step-(\d{8})")
+_UNFINISHED = ".unfinished-"
+LATEST = "latest"
 
 
 @dataclass(frozen=True)
-class TrainState:
-    """How far a run is. Everything else about the next step follows from it and the plan."""
-
-    step: int = 0  # optimizer steps taken, skipped ones included
-    samples: int = 0  # samples consumed, over all ranks
-    tokens: int = 0  # the same in tokens
-
-    def after(self, samples: int, seq_len: int) -> TrainState:
-        """The state after one more step on `samples` sequences of `seq_len` tokens."""
-        return TrainState(self.step + 1, self.samples + samples, self.tokens + samples * seq_len)
-
-
-class CheckpointStore:
-    """The checkpoints under one folder. Every rank makes one; rank 0 alone moves and removes.
-
-    A checkpoint is a folder `step-00000100` that appears by one rename after everything in it is
-    on disk: what has that name is whole.
+class Retention:
+    """Which checkpoints stay: the newest `last`, every `every` steps (0: none for that), and that
+    of the lowest held-out loss.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, barrier: Callable[[], None], layout: dict[str, Any]
-    ) -> None:
-        self.folder = folder
-        self.rank = rank
-        self.barrier = barrier
-        self.layout = layout  # what a resumed run must have in common with the saved one
+    last: int = 3
+    every: int = 0
+    best: bool = False
 
-    def save(self, state: TrainState, save_engine: Callable[[str], None], keep: int) -> Path:
-        """Save at a step boundary; collective. Keeps the newest `keep` checkpoints."""
-        final = self.folder / f"step-{state.step:08d}"
-        unfinished = self.folder / f".unfinished-{final.name}"
-        if self.rank == 0:
-            self._sweep()
-            unfinished.mkdir(parents=True)
-        self.barrier()
-        save_engine(str(unfinished))
-        self.barrier()
-        if self.rank == 0:
-            content = {"state": asdict(state), "layout": self.layout}
-            (unfinished / STATE_FILE).write_text(json.dumps(content, indent=1))
-            _flush_to_disk(unfinished)
-            if final.exists():
-                shutil.rmtree(final)
-            unfinished.rename(final)
-            _fsync(self.folder)
-            for old in self.all()[:-keep]:
-                shutil.rmtree(old)
-        self.barrier()
-        return final
+
+class Store:
+    """One rank writes, moves and removes; everybody may look.
+
+    A checkpoint is a folder `step-00000100` that appears by one rename after everything in it is on
+    disk, its manifest last. `latest` names the newest one, for people and scripts; nothing here
+    believes it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def all(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """Folders that are named like checkpoints, oldest first. Links are none."""
         if not self.folder.is_dir():
             return []
-        return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
+        return sorted(
+            path
+            for path in self.folder.iterdir()
+            if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        )
 
-    def newest(self) -> tuple[Path, TrainState] | None:
-        """The newest checkpoint and its state, None when there is none.
+    def at(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / f"step-{step:08d}"
 
-        Raises ValueError when it was saved on another layout.
+    def unfinished(self, step: int) -> Path:
+        """Where it is until it is whole."""
+        return self.folder / f"{_UNFINISHED}{self.at(step).name}"
+
+    def make_unfinished(self, step: int) -> None:
+        """Remove what killed saves left behind, and make room for this one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        self.unfinished(step).mkdir()
+
+    def free_bytes(self) -> int:
+        """What the file system has left."""
+        return shutil.disk_usage(self.folder).free
+
+    def publish(self, step: int) -> Path:
+        """Give a finished checkpoint its name, durably."""
+        final, unfinished = self.at(step), self.unfinished(step)
+        fsync(unfinished)
+        if final.exists():  # a damaged one that the run fell back from
+            final.rename(final.with_name(f"{_UNFINISHED}{final.name}-replaced"))
+        unfinished.rename(final)
+        fsync(self.folder)
+        pointer = self.folder / f".{LATEST}"
+        pointer.write_text(f"{final.name}\n")
+        fsync(pointer)
+        pointer.replace(self.folder / LATEST)
+        return final
+
+    def retain(self, keep: Retention) -> list[Path]:
+        """Remove what need not stay, oldest first; returns what was removed.
+
+        Whatever else holds, the newest one that is whole stays: one that lost a file counts for
+        nothing, and stays to be looked at.
         """
-        found = self.all()
-        if not found:
-            return None
-        content = json.loads((found[-1] / STATE_FILE).read_text())
-        differing = [
-            f"{key} was {content['layout'].get(key)}, is {value}"
-            for key, value in self.layout.items()
-            if content["layout"].get(key) != value
-        ]
-        if differing:
-            raise ValueError(
-                f"{found[-1]} was saved on another layout ({'; '.join(differing)}); "
-                "resume it on the layout that it was saved on"
-            )
-        return found[-1], TrainState(**content["state"])
+        whole: dict[Path, Manifest] = {}
+        for path in self.all():
+            with contextlib.suppress(Unusable):
+                whole[path] = read_manifest(path)
+        stay = {*list(whole)[-max(keep.last, 1) :]}
+        if keep.every:
+            stay |= {path for path, found in whole.items() if found.state.step % keep.every == 0}
+        losses = {p: m.held_out_loss for p, m in whole.items() if m.held_out_loss is not None}
+        if keep.best and losses:
+            stay.add(min(losses, key=lambda path: (losses[path], path)))
+        removed = [path for path in whole if path not in stay]
+        for path in removed:
+            path.rename(path.with_name(f"{_UNFINISHED}{path.name}-removed"))
+        self._sweep()  # a kill on the way leaves nothing that looks whole
+        return removed
 
     def _sweep(self) -> None:
-        """Remove what killed saves left behind."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob(".unfinished-*"):
+        for path in self.folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(path)
 
 
-def _flush_to_disk(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

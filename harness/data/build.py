@@ -32,6 +32,7 @@ from harness.data.tokenizer import (
     vocab_size,
 )
 from harness.errors import ConfigError
+from harness.runfolder import RunFolder, run_and_step
 
 # Raise it whenever the same input would give other files.
 FORMAT = 2
@@ -69,7 +70,7 @@ class DataSpec:
         data = run.data
         return cls(
             path=data.path,
-            tokenizer=data.tokenizer or run.model.init_from,
+            tokenizer=data.tokenizer or _tokenizer_of(run.model.init_from),
             seq_len=data.seq_len,
             held_out=data.held_out,
             document_mask=data.document_mask,
@@ -78,6 +79,14 @@ class DataSpec:
             model_vocab_size=model_config.get("vocab_size"),
             trust_remote_code=trust_remote_code,
         )
+
+
+def _tokenizer_of(init_from: str | None) -> str | None:
+    """Where a model that brings its weights has its tokenizer; a run of ours keeps it apart."""
+    if init_from is None:
+        return None
+    folder = RunFolder(run_and_step(init_from)[0]).tokenizer_dir
+    return str(folder) if folder.is_dir() else init_from
 
 
 @dataclass(frozen=True)

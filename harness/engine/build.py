@@ -21,23 +21,27 @@ from harness.plan import Plan
 
 
 def build_engine(
-    plan: Plan, device: torch.device, trust_remote_code: bool = False, document_mask: bool = False
+    plan: Plan,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    document_mask: bool = False,
+    blank: bool = False,
 ) -> ZeroEngine:
     """Build the model that `plan` names and hand it to DeepSpeed.
 
     Under ZeRO-3 no rank ever holds more than one decoder layer in full, under pipeline stages no
     more than its stage. `document_mask`: batches will come with document boundaries, which the
-    model must heed.
+    model must heed. `blank`: the weights come from a checkpoint, and are zeros until then.
     Raises ConfigError where the model or its weights do not fit the plan.
     """
     empty = empty_model(plan, trust_remote_code, document_mask)
     decayed = decayed_parameters(empty)
     stage, groups_before = None, quirks.process_groups()
     if plan.stages is None:
-        model, events = build_whole(plan, empty, device, trust_remote_code)
+        model, events = build_whole(plan, empty, device, trust_remote_code, blank)
         handed: nn.Module = model
     else:
-        stage, tied, events = build_stage(plan, empty, device, trust_remote_code)
+        stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank)
         model, handed = stage.model, StageModule(stage, plan.grid.pipeline, tied)
     if plan.run.model.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})

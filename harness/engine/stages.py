@@ -23,9 +23,14 @@ Tied = list[tuple[nn.Parameter, dist.ProcessGroup]]
 
 
 def build_stage(
-    plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
+    plan: Plan,
+    empty: PreTrainedModel,
+    device: torch.device,
+    trust_remote_code: bool,
+    blank: bool,
 ) -> tuple[Stage, Tied, list[dict[str, Any]]]:
-    """This rank's stage on `device`, what it has in common with another, and events.
+    """This rank's stage on `device`, what it has in common with another, and events; its weights
+    are zeros where it is to be `blank`.
 
     Nothing of the other stages is ever drawn or read. Raises ConfigError for a model that cannot be
     cut into stages, naming what it lacks, and as `build_whole` does.
@@ -37,7 +42,7 @@ def build_stage(
         raise ConfigError(f"{where}: {error}; ZeRO 3 needs no stages") from error
     built, problem = None, None
     try:
-        built = _built(plan, empty, flow, device, trust_remote_code)
+        built = _built(plan, empty, flow, device, trust_remote_code, blank)
     except ConfigError as error:
         problem = str(error)
     except ValueError as error:
@@ -49,13 +54,18 @@ def build_stage(
 
 
 def _built(
-    plan: Plan, empty: PreTrainedModel, flow: Flow, device: torch.device, trust_remote_code: bool
+    plan: Plan,
+    empty: PreTrainedModel,
+    flow: Flow,
+    device: torch.device,
+    trust_remote_code: bool,
+    blank: bool,
 ) -> tuple[Stage, list[dict[str, Any]]]:
     assert plan.stages is not None
     counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank)
     first_layer = sum(counts[: place.pipeline])
     end_layer = first_layer + counts[place.pipeline]
-    if plan.run.model.init_from is not None:
+    if plan.run.model.init_from is not None and not blank:
         reduced = _reduced_class(type(empty), flow, first_layer, end_layer)
         model, report = read_weights(reduced, plan, empty, trust_remote_code)
         elsewhere = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
@@ -72,7 +82,7 @@ def _built(
     reduce_to_stage(model, flow, first_layer, end_layer)
     materialize(
         model,
-        plan.run.train.seed,
+        None if blank else plan.run.train.seed,
         device,
         rank=place.data,
         world_size=plan.grid.data,
@@ -115,5 +125,7 @@ def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
             group = dist.new_group(ends)
             if plan.world.rank in ends:
                 name = names[ends.index(plan.world.rank)]
-                found.append((model.get_parameter(name), group))
+                weight = model.get_parameter(name)
+                weight.tied_to = names[0]  # under which checkpoints have it
+                found.append((weight, group))
     return found

@@ -21,19 +21,24 @@ Event = dict[str, Any]
 
 
 def build_whole(
-    plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
+    plan: Plan,
+    empty: PreTrainedModel,
+    device: torch.device,
+    trust_remote_code: bool,
+    blank: bool,
 ) -> tuple[PreTrainedModel, list[Event]]:
-    """The model with its weights on `device`, drawn into `empty` or loaded, and events.
+    """The model with its weights on `device`, drawn into `empty` or loaded, and events; zeros where
+    it is to be `blank`.
 
     Raises ConfigError where weights cannot be drawn or do not fit.
     """
-    if plan.run.model.init_from is not None:
+    if plan.run.model.init_from is not None and not blank:
         return _load(plan, empty, device, trust_remote_code)
     problem = None
     try:
         materialize(
             empty,
-            plan.run.train.seed,
+            None if blank else plan.run.train.seed,
             device,
             rank=plan.world.rank,
             world_size=plan.world.world_size,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint.fragment import Fragment
 from harness.data.batches import Batch
-from harness.engine import fragments, quirks
+from harness.engine import fragments, quirks, state
 from harness.errors import ExitCode, RunStopped
 from harness.models.loss import forward
 from harness.plan import Plan
@@ -161,16 +162,26 @@ class ZeroEngine:
         """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
         self.engine.destroy()
 
-    def save(self, folder: str) -> None:
-        """Write the engine's state of all ranks into `folder`."""
-        self.engine.save_checkpoint(folder, tag="engine", save_latest=False)
+    def fragments(self) -> list[Fragment]:
+        """What this rank is to save of weights and optimizer states, as views of live memory."""
+        grid = self.plan.grid
+        data_rank = grid.coords(self.plan.world.rank).data
+        return state.fragments(self.engine, self._held, data_rank, grid.data)
 
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote, on the same layout. Raises ValueError when it is not there."""
-        path, _ = self.engine.load_checkpoint(folder, tag="engine")
-        if path is None:
-            raise ValueError(f"{folder} holds no engine state")
-        quirks.replay_adam_steps(self.engine.optimizer)
+    def restore(self, fill: state.Fill, kinds: Iterable[str]) -> None:
+        """Fill weights, and optimizer states of `kinds`, from wherever they were saved; collective.
+
+        Raises what `fill` raises.
+        """
+        state.restore(self.engine, self._held, fill, kinds)
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Counters, loss scaling and the optimizer's steps; the same on all ranks."""
+        return state.scalars(self.engine)
+
+    def restore_scalars(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Set what `scalars` gave; after `restore`."""
+        state.restore_scalars(self.engine, saved)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of one micro-batch, copied to the device while the last one still computes."""

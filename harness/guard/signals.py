@@ -14,7 +14,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopGuard:
-    """Knows whether any rank was asked to stop.
+    """Knows whether any rank was asked to stop, and whether all have written what they save.
 
     Ranks get their signals at different times, and a rank that stopped alone would leave the
     others waiting in a collective. So each step starts an asynchronous reduction of everyone's
@@ -25,18 +25,21 @@ class StopGuard:
         self.received: str | None = None
         # gloo, whatever the model talks over: the flags live on the host.
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: Any = None
         self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
 
-    def stop_requested(self) -> bool:
-        """Whether any rank had been asked to stop when this was last called."""
+    def agree(self, written: bool = False) -> tuple[bool, bool]:
+        """Whether any rank had been asked to stop, and whether all had `written`, when this was
+        last called; the same on all ranks.
+        """
+        mine = (self.received is not None, not written)
         if self._group is None:
-            return self.received is not None
+            return mine[0], written
         agreed = self._read()
-        self._flag = torch.tensor([self.received is not None], dtype=torch.int32)
+        self._flags = torch.tensor(mine, dtype=torch.int32)
         self._work = dist.all_reduce(
-            self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+            self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )
         return agreed
 
@@ -49,12 +52,13 @@ class StopGuard:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _read(self) -> bool:
+    def _read(self) -> tuple[bool, bool]:
         if self._work is None:
-            return False
+            return False, False
         self._work.wait()
         self._work = None
-        return bool(self._flag.item())
+        stop, unwritten = self._flags.tolist()
+        return bool(stop), not unwritten
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

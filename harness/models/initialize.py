@@ -48,7 +48,7 @@ def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Ten
 @torch.no_grad()
 def materialize(
     model: PreTrainedModel,
-    seed: int,
+    seed: int | None,
     device: torch.device,
     *,
     rank: int = 0,
@@ -61,8 +61,10 @@ def materialize(
     Ranks draw different pieces at the same time and `send` them to each other, so each tensor is
     drawn once. `placed` is called after each piece with its new parameters: ZeRO-3 partitions
     them there, so no rank ever holds more than one piece in full. Tied parameters stay one object.
+    Without a seed nothing is drawn or sent: the weights are zeros.
     Raises what `draw` raises on the rank that drew, after it has sent zeros: no other waits for it.
     """
+    send = send if seed is not None else None
     canonical: dict[int, str] = {}
     ties: list[tuple[str, str]] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -75,7 +77,7 @@ def materialize(
     for start in range(0, len(todo), world_size):
         round_ = todo[start : start + world_size]
         mine = {}
-        if rank < len(round_):
+        if rank < len(round_) and seed is not None:
             try:
                 mine = draw(model, round_[rank], seed)
             except ValueError as error:
@@ -112,7 +114,7 @@ def _place(
         if name in weights:
             tensor = weights[name].to(device=device, dtype=parameter.dtype)
         else:
-            tensor = torch.empty(parameter.shape, device=device, dtype=parameter.dtype)
+            tensor = torch.zeros(parameter.shape, device=device, dtype=parameter.dtype)
         if send is not None:
             send(tensor, owner_rank)
         owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)

@@ -1,0 +1,212 @@
+"""Fragments to safetensors files and back: hashed while they are written, read by byte ranges."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import safe_open
+
+from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
+
+FILE_BYTES = 2**30  # about as large as a file becomes; nothing larger is ever in memory twice
+_CHUNK_BYTES = 2**24
+# safetensors' names (github.com/huggingface/safetensors#format) of what optimizers hold.
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Unusable(ValueError):
+    """A checkpoint that cannot be used; the message names what is wrong with which file."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One file as it was written: what a reader must find."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a fragment is: its tensors are `key(kind)` in `file`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+    kinds: tuple[str, ...]
+    file: str
+
+    def key(self, kind: str) -> str:
+        """The name of one of its tensors within the file."""
+        return f"{self.name}@{self.offset}/{kind}"
+
+
+def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
+    """Entries as JSON: with a thousand ranks, what a parameter's have in common counts."""
+    index: dict[str, Any] = {}
+    for entry in entries:
+        about = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
+        index.setdefault(entry.name, about)["at"].append((entry.offset, entry.numel, entry.file))
+    return index
+
+
+def from_index(index: dict[str, Any]) -> Iterator[Entry]:
+    """What `to_index` was given."""
+    for name, about in index.items():
+        shape, kinds = tuple(about["shape"]), tuple(about["kinds"])
+        for offset, numel, file in about["at"]:
+            yield Entry(name, shape, offset, numel, kinds, file)
+
+
+def write_fragments(
+    folder: Path, rank: int, fragments: Iterable[Fragment]
+) -> tuple[list[Written], list[Entry]]:
+    """Write a rank's fragments into files of about FILE_BYTES, on disk when this returns.
+
+    Needs no memory beyond one tensor of a file: where fragments are on a GPU, that one's copy.
+    """
+    written, entries = [], []
+    for number, batch in enumerate(_batches(fragments)):
+        name = f"rank-{rank:05d}-{number:03d}.safetensors"
+        here = [Entry(f.name, f.shape, f.offset, f.numel, tuple(f.tensors), name) for f in batch]
+        tensors = {
+            entry.key(kind): tensor
+            for entry, fragment in zip(here, batch, strict=True)
+            for kind, tensor in fragment.tensors.items()
+        }
+        written.append(_write_safetensors(folder / name, tensors))
+        entries += here
+    return written, entries
+
+
+def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
+    """Fragments, large ones cut, in groups that fill a file."""
+    batch, size = [], 0
+    for fragment in fragments:
+        most = max(1, FILE_BYTES * fragment.numel // fragment.bytes)
+        for start in range(0, fragment.numel, most):
+            part = fragment.part(start, min(most, fragment.numel - start))
+            if batch and size + part.bytes > FILE_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(part)
+            size += part.bytes
+    if batch:
+        yield batch
+
+
+def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
+    header, end = {}, 0
+    for key, tensor in tensors.items():
+        header[key] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": [tensor.numel()],
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("xb") as file:
+        _write(file, digest, struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            data = tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy()
+            _write(file, digest, memoryview(data))
+        written = Written(path.name, file.tell(), digest.hexdigest())
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def write_bytes(path: Path, data: bytes) -> Written:
+    """Write one small file, on disk when this returns."""
+    digest = hashlib.sha256()
+    with path.open("xb") as file:
+        _write(file, digest, data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(path.name, len(data), digest.hexdigest())
+
+
+def _write(file: IO[bytes], digest: Any, data: bytes | memoryview) -> None:
+    """In chunks that are still in the processor's cache when they are hashed."""
+    for start in range(0, len(data), _CHUNK_BYTES):
+        chunk = data[start : start + _CHUNK_BYTES]
+        file.write(chunk)
+        digest.update(chunk)
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file as it is on disk."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Reader:
+    """Reads any elements of any tensor of a checkpoint, whatever layout wrote it."""
+
+    def __init__(self, folder: Path, entries: Iterable[Entry]) -> None:
+        self.folder = folder
+        self.by_name: dict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            self.by_name[entry.name].append(entry)
+        self._open: dict[str, Any] = {}
+
+    def optimizer_kinds(self) -> list[str]:
+        """What the optimizer held of the parameters beside their weights."""
+        every = {kind for entries in self.by_name.values() for kind in entries[0].kinds}
+        return sorted(every - {WEIGHT, BUFFER})
+
+    @torch.no_grad()
+    def fill(self, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
+        """Fill flat `out` with elements [offset, offset + numel) of a parameter's `kind`.
+
+        Raises Unusable where the checkpoint lacks some of them.
+        """
+        end, filled = offset + out.numel(), 0
+        for entry in self.by_name.get(name, ()):
+            first, last = max(offset, entry.offset), min(end, entry.offset + entry.numel)
+            if first < last and kind in entry.kinds:
+                stored = self._file(entry.file).get_slice(entry.key(kind))
+                out[first - offset : last - offset] = stored[
+                    first - entry.offset : last - entry.offset
+                ]
+                filled += last - first
+        if filled != out.numel():
+            raise Unusable(
+                f"{self.folder} has {filled} of elements {offset} to {end} of {name}/{kind}"
+            )
+
+    def whole(self, name: str, kind: str) -> torch.Tensor:
+        """One tensor in its shape, on the host."""
+        entries = self.by_name[name]
+        stored = self._file(entries[0].file).get_slice(entries[0].key(kind))
+        flat = torch.empty(torch.Size(entries[0].shape).numel(), dtype=stored[:0].dtype)
+        self.fill(name, kind, 0, flat)
+        return flat.view(entries[0].shape)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, framework="pt")
+        return self._open[name]

@@ -1,0 +1,53 @@
+"""The unit of a checkpoint: consecutive elements of one parameter, and their optimizer states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+WEIGHT = "weight"
+BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [offset, offset + numel) of a parameter, flattened; views of live memory.
+
+    `tensors`, by kind: "weight" (what the optimizer steps: the fp32 master weight where there is
+    one), "exp_avg", ... as the optimizer names its states, each (numel,); or "buffer" alone.
+    `shape`: the whole parameter's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        """Elements in this fragment."""
+        return next(iter(self.tensors.values())).numel()
+
+    @property
+    def bytes(self) -> int:
+        """Of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def part(self, start: int, numel: int) -> Fragment:
+        """Elements [start, start + numel) of this fragment."""
+        tensors = {kind: t.narrow(0, start, numel) for kind, t in self.tensors.items()}
+        return replace(self, offset=self.offset + start, tensors=tensors)
+
+    def share(self, index: int, shares: int) -> Fragment | None:
+        """What rank `index` of `shares` writes of that which all of them hold; None for nothing."""
+        size = math.ceil(self.numel / shares)
+        start = index * size
+        numel = min(size, self.numel - start)
+        return self.part(start, numel) if numel > 0 else None
+
+    def copied(self) -> Fragment:
+        """The same on the host, in memory of its own."""
+        tensors = {kind: t.detach().to("cpu", copy=True) for kind, t in self.tensors.items()}
+        return replace(self, tensors=tensors)

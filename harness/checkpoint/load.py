@@ -1,0 +1,106 @@
+"""Finding the checkpoint to go on from: the newest one whose every byte is as it was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.checkpoint.files import Reader, Unusable, sha256_of
+from harness.checkpoint.manifest import (
+    INDEX,
+    Manifest,
+    TrainState,
+    read_index,
+    read_manifest,
+)
+from harness.checkpoint.store import Store
+from harness.runfolder import run_and_step
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def state(self) -> TrainState:
+        """How far the run was."""
+        return self.manifest.state
+
+    def reader(self) -> Reader:
+        """For its tensors."""
+        return Reader(self.path, read_index(self.path))
+
+
+def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies, and what is wrong with newer ones; all ranks call it.
+
+    The files are read by all ranks, each its share; rank 0 names them, as folders may be seen
+    differently.
+    """
+    problems: list[str] = []
+    for path in reversed(_from_rank_0([str(path) for path in Store(folder).all()])):
+        try:
+            return verified(Path(path)), problems
+        except Unusable as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def verified(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, with its sizes and hashes checked; all ranks call it.
+
+    Raises Unusable on all of them.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(path)
+        # The index is small, and every rank reads it.
+        mine = [f for n, f in enumerate(manifest.files) if n % ranks == rank or f.name == INDEX]
+        for file in mine:
+            if sha256_of(path / file.name) != file.sha256:
+                raise Unusable(f"{path / file.name} is damaged: its SHA-256 is not the manifest's")
+    except (Unusable, OSError) as error:
+        problem = str(error)
+    for found in _gathered(problem, ranks):
+        if found is not None:
+            raise Unusable(found)
+    assert manifest is not None
+    return Checkpoint(path, manifest)
+
+
+def is_run(text: str) -> bool:
+    """Whether RUN or RUN@STEP names a folder with checkpoints of the harness."""
+    return bool(text) and bool(Store(run_and_step(text)[0] / "checkpoints").all())
+
+
+def checkpoint_of(text: str) -> Checkpoint:
+    """The checkpoint that RUN or RUN@STEP names. Raises Unusable; all ranks call it."""
+    run, step = run_and_step(text)
+    store = Store(run / "checkpoints")
+    if step is not None:
+        return verified(store.at(step))
+    found, problems = newest_usable(store.folder)
+    if found is None:
+        raise Unusable("; ".join(problems) or f"{store.folder} holds no checkpoint")
+    return found
+
+
+def _from_rank_0(value: list[str]) -> list[str]:
+    held = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(held)
+    return held[0]
+
+
+def _gathered(value: Any, ranks: int) -> list[Any]:
+    told = [value] * ranks
+    if dist.is_initialized():
+        dist.all_gather_object(told, value)
+    return told

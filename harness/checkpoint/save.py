@@ -1,0 +1,171 @@
+"""Saving: every rank writes its own fragments, then one rank makes them a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save as to_safetensors
+
+from harness.checkpoint.files import Entry, Written, to_index, write_bytes, write_fragments
+from harness.checkpoint.fragment import Fragment
+from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest
+from harness.checkpoint.store import Retention, Store
+from harness.errors import ExitCode, RunStopped
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save did. Seconds that training waited, until it was whole, and bytes of all ranks."""
+
+    path: Path
+    step: int
+    stall_s: float
+    seconds: float
+    bytes: int
+    removed: list[str]
+
+
+@dataclass
+class _Pending:
+    """A save under way. The thread sets what it wrote, or why it could not."""
+
+    manifest: Manifest
+    began: float
+    stall_s: float
+    thread: threading.Thread | None = None
+    written: tuple[list[Written], list[Entry]] = ((), ())  # type: ignore[assignment]
+    problem: str | None = None
+
+
+class Saver:
+    """Saves one checkpoint at a time; every rank calls the same methods in the same order.
+
+    The thread of a save in the background writes copies and talks to nobody: the ranks come
+    together in `finish`.
+    """
+
+    def __init__(self, store: Store, rank: int, keep: Retention) -> None:
+        self.store = store
+        self.rank = rank
+        self.keep = keep
+        self._pending: _Pending | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written all of a save that is to be finished."""
+        pending = self._pending
+        return pending is not None and not (pending.thread and pending.thread.is_alive())
+
+    def start(
+        self,
+        manifest: Manifest,
+        fragments: Sequence[Fragment],
+        probe: dict[str, torch.Tensor],
+        background: bool,
+    ) -> None:
+        """Begin to save. With `background` this returns when the fragments have been copied.
+
+        Raises RunStopped (cannot save) where there is no room for it.
+        """
+        assert self._pending is None, "the last save is not finished"
+        began = time.perf_counter()
+        self._make_room(manifest.state.step, sum(fragment.bytes for fragment in fragments))
+        pending = self._pending = _Pending(manifest, began, 0.0)
+        if background:
+            copies = [fragment.copied() for fragment in fragments]
+            pending.thread = threading.Thread(target=self._write, args=(pending, copies, probe))
+            pending.thread.start()
+        else:
+            self._write(pending, fragments, probe)
+        pending.stall_s = time.perf_counter() - began
+
+    def finish(self) -> Saved | None:
+        """Wait for the save under way and make it a checkpoint; None when there is none.
+
+        Raises RunStopped (cannot save) on all ranks when one of them could not write. What was
+        saved before is as it was.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        began = time.perf_counter()
+        if pending.thread is not None:
+            pending.thread.join()
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (*pending.written, pending.problem))
+        problem = next((problem for *_, problem in told if problem), None)
+        result: list[Any] = [problem, []]
+        if problem is None and self.rank == 0:
+            try:
+                result[1] = self._commit(pending.manifest, told)
+            except OSError as error:
+                result[0] = f"rank 0: {error}"
+        dist.broadcast_object_list(result)
+        if result[0]:
+            raise self._failure(pending.manifest.state.step, result[0])
+        now = time.perf_counter()
+        return Saved(
+            path=self.store.at(pending.manifest.state.step),
+            step=pending.manifest.state.step,
+            stall_s=pending.stall_s + now - began,
+            seconds=now - pending.began,
+            bytes=sum(file.bytes for files, *_ in told for file in files),
+            removed=[path.name for path in result[1]],
+        )
+
+    def _make_room(self, step: int, own_bytes: int) -> None:
+        """An empty folder for all ranks, on a disk with room for what they will write."""
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, own_bytes)
+        result: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                self.store.make_unfinished(step)
+                free = self.store.free_bytes()
+                total = sum(told)
+                if total > free:
+                    result = [f"it needs {total / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"]
+            except OSError as error:
+                result = [str(error)]
+        dist.broadcast_object_list(result)
+        if result[0]:
+            raise self._failure(step, result[0])
+
+    def _write(
+        self, pending: _Pending, fragments: Sequence[Fragment], probe: dict[str, torch.Tensor]
+    ) -> None:
+        folder = self.store.unfinished(pending.manifest.state.step)
+        try:
+            files, entries = write_fragments(folder, self.rank, fragments)
+            if self.rank == 0 and probe:
+                files.append(write_bytes(folder / "probe.safetensors", to_safetensors(probe)))
+            pending.written = files, entries
+        except Exception as error:  # told to all ranks in `finish`, where it is raised
+            pending.problem = f"rank {self.rank}: {type(error).__name__}: {error}"
+
+    def _commit(self, manifest: Manifest, told: list[Any]) -> list[Path]:
+        """Rank 0: index and manifest, the rename, and retention."""
+        step = manifest.state.step
+        folder = self.store.unfinished(step)
+        files = [file for files, *_ in told for file in files]
+        index = to_index(entry for _, entries, _ in told for entry in entries)
+        files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
+        write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
+        self.store.publish(step)
+        return self.store.retain(self.keep)
+
+    def _failure(self, step: int, problem: str) -> RunStopped:
+        kept = [path.name for path in self.store.all()][-1:]
+        return RunStopped(
+            ExitCode.CANNOT_SAVE,
+            f"the checkpoint of step {step} could not be saved in {self.store.folder} ({problem}); "
+            f"the newest there is {kept[0] if kept else 'none'}: make room, or lower save.keep",
+        )
