@@ -48,19 +48,18 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
     """The newest usable checkpoint of the run in run.dir; None where it has none yet."""
     saved = _of_rank_0(folder.read_plan())
     problems = resume_problems(saved, record, plan.run.resume.allow) if saved else []
+    checkpoint, unusable = newest_usable(folder.checkpoints_dir)
+    if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
+        problems.append(
+            f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
+            f"{checkpoint.state.step}: set train.steps to that or more, or remove later checkpoints"
+        )
     if problems:
         raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
-    checkpoint, unusable = newest_usable(folder.checkpoints_dir)
     if checkpoint is None:
         if unusable:
             raise NoCheckpoint([f"{folder.path} has no usable checkpoint: {p}" for p in unusable])
         return None
-    if checkpoint.state.step > record["total_steps"]:
-        raise ConfigError(
-            f"{folder.path}: the run has {record['total_steps']} steps, but its newest checkpoint "
-            f"is of step {checkpoint.state.step}: set train.steps to that or more, or remove later "
-            "checkpoints"
-        )
     changes = changed_keys(saved, record) if saved else []
     return Beginning(checkpoint, "resumed", changes, unusable)
 

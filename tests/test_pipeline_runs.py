@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from functools import partial
@@ -145,14 +146,17 @@ def test_with_dropout_only_the_loss_can_be_compared(
     assert verified["grad_norm"] == "not compared: steps are random"
 
 
-def test_another_split_is_refused_as_another_layout(
+def test_a_run_goes_on_without_its_stages(
     undisturbed: RunFolder, folder: Path, data: list[str]
 ) -> None:
-    again = run_ranks(
-        command(data, undisturbed, "train.steps=13", "ds.pipeline.stages=1"), folder / "again"
-    )
-    assert again.codes == [2, 2]
-    assert "layers_per_stage was [1, 1], is None" in again.output
+    unsplit = RunFolder(folder / "unsplit-again")
+    shutil.copytree(undisturbed.path, unsplit.path)
+    for run, *more in ((undisturbed,), (unsplit, "ds.pipeline.stages=1")):
+        words = command(data, run, "train.steps=13", "optim.schedule=constant", *more)
+        run_ranks([*words, "resume.allow=optim.schedule"], folder / "again").succeeded()
+    (_, loss, norm), (_, unsplit_loss, unsplit_norm) = curve(undisturbed)[-1], curve(unsplit)[-1]
+    assert unsplit_loss == pytest.approx(loss, rel=1e-6)
+    assert unsplit_norm == pytest.approx(norm, rel=1e-5)
 
 
 def test_stages_that_compute_something_else_are_refused(folder: Path, data: list[str]) -> None:

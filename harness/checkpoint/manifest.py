@@ -13,7 +13,7 @@ from harness.checkpoint.files import Entry, Unusable, Written, from_index
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.json"
-_FILE = re.compile(r"rank-\d{5}-\d{3}\.safetensors|probe\.safetensors|index\.json")
+_FILE = re.compile(r"rank-[0-9]{5}-[0-9]{3}\.safetensors|probe\.safetensors|index\.json")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ def read_manifest(folder: Path) -> Manifest:
         del content["format"]
         manifest = Manifest(**content)
     except FileNotFoundError:
+        if (folder / "engine").is_dir():
+            raise Unusable(
+                f"{folder} was saved by an earlier version: tools/import_checkpoint.py reads it"
+            ) from None
         raise Unusable(f"{path} is not there") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, Unusable):

@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.checkpoint.files import Unusable
 from harness.checkpoint.manifest import Manifest, read_manifest
 
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-[0-9]{8}")
 _UNFINISHED = ".unfinished-"
 LATEST = "latest"
 

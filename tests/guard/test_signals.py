@@ -14,9 +14,10 @@ from harness.guard.signals import STOP_SIGNALS, StopGuard
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_becomes_a_stop_request(number: signal.Signals) -> None:
     with contextlib.closing(StopGuard(1)) as guard:
-        assert not guard.stop_requested()
+        assert guard.agree() == (False, False)
         os.kill(os.getpid(), number)
-        assert guard.stop_requested()
+        assert guard.agree() == (True, False)
+        assert guard.agree(written=True) == (True, True)
         assert guard.received == number.name
 
 

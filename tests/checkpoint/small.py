@@ -1,0 +1,52 @@
+"""Checkpoints of one process, without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from harness.checkpoint.fragment import Fragment
+from harness.checkpoint.manifest import Manifest, TrainState
+from harness.checkpoint.save import Saved, Saver
+from harness.checkpoint.store import Retention, Store
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Parameters of awkward sizes."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (13, 7), "norm": (7,), "scale": ()}
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def fragments(seed: int = 0) -> list[Fragment]:
+    """All of every parameter, with a moment."""
+    return [
+        Fragment(name, tuple(t.shape), 0, {"weight": t.view(-1), "exp_avg": 2 * t.view(-1)})
+        for name, t in weights(seed).items()
+    ]
+
+
+def manifest(step: int, held_out_loss: float | None = None) -> Manifest:
+    return Manifest(
+        state=TrainState(step, 8 * step, 64 * step),
+        precision="fp32",
+        model_config={"model_type": "llama"},
+        data_fingerprint="abc",
+        engine={"counters": {"skipped_steps": 1}},
+        probe_loss=1.5,
+        held_out_loss=held_out_loss,
+        about={"world_size": 1},
+    )
+
+
+def save(
+    folder: Path, step: int, keep: Retention | None = None, held_out_loss: float | None = None
+) -> Saved:
+    """A checkpoint of `fragments(step)`."""
+    saver = Saver(Store(folder), 0, keep or Retention())
+    probe = {"input_ids": torch.arange(4)}
+    saver.start(manifest(step, held_out_loss), fragments(step), probe, background=False)
+    saved = saver.finish()
+    assert saved is not None
+    return saved

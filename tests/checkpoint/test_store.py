@@ -1,0 +1,77 @@
+"""Which folders are checkpoints, which stay and which are swept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint.store import Retention, Store
+from tests.checkpoint.small import save
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in Store(folder).all()]
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(name.removeprefix("step-")) for name in names(folder)]
+
+
+def test_a_folder_that_is_not_there_has_no_checkpoints(tmp_path: Path) -> None:
+    assert Store(tmp_path / "none").all() == []
+
+
+def test_the_newest_are_kept_and_named(tmp_path: Path) -> None:
+    for step in (9, 10, 11):
+        removed = save(tmp_path, step, Retention(last=2)).removed
+    assert steps(tmp_path) == [10, 11]
+    assert removed == ["step-00000009"]
+    assert (tmp_path / "latest").read_text() == "step-00000011\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *names(tmp_path)]
+
+
+def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
+    keep = Retention(last=1, every=4, best=True)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, None), (6, 2.0)):
+        save(tmp_path, step, keep, loss)
+    assert steps(tmp_path) == [2, 4, 6]
+
+
+def test_a_damaged_checkpoint_counts_for_nothing_and_stays(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-00000002" / "index.json").unlink()
+    save(tmp_path, 3, Retention(last=2))
+    assert steps(tmp_path) == [1, 2, 3]
+    save(tmp_path, 4, Retention(last=2))
+    assert steps(tmp_path) == [2, 3, 4]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    first = save(tmp_path, 1).path
+    (first / "index.json").write_text("damaged")
+    again = save(tmp_path, 1).path
+    assert again == first
+    assert (again / "index.json").read_text() != "damaged"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_what_killed_saves_left_is_swept(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-step-00000007").mkdir(parents=True)
+    (tmp_path / ".unfinished-step-00000007" / "rank-00000-000.safetensors").write_text("half")
+    save(tmp_path, 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000008"]
+
+
+@pytest.mark.parametrize("name", ["step-1", "step-00000001x", "step-0000000\u0661", ".step-00000001"])
+def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert Store(tmp_path).all() == []
+
+
+def test_a_link_is_no_checkpoint(tmp_path: Path) -> None:
+    elsewhere = save(tmp_path / "elsewhere", 5).path
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "step-00000005").symlink_to(elsewhere)
+    assert Store(tmp_path / "here").all() == []
