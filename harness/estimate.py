@@ -52,6 +52,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
             default=0.0,
         ),
         loads_weights=run.model.init_from is not None,
+        saves_in_background=run.save.async_,
         gpus_per_node=plan.world.local_world_size,
         accelerator=plan.world.accelerator,
         bounds=plan.stages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from harness.planning.memory.timeline import Estimate
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 _CHANGES_SHOWN = 4
+RUNS = "runs"  # where a run without run.dir is made
 
 
 def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -> list[str]:
@@ -34,10 +36,25 @@ def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -
     ]
 
 
-def shortages_here(estimate: Estimate, local_rank: int) -> list[str]:
-    """The same for the machine that this is, and the GPU of this rank."""
+def shortages_here(estimate: Estimate, local_rank: int, run_dir: str | None) -> list[str]:
+    """The same for the machine that this is, the GPU of this rank and the disk of the run."""
     on_gpu = estimate.inputs.accelerator == "cuda"
-    return shortages(estimate, free_on_gpu(local_rank) if on_gpu else None, free_on_host())
+    return [
+        *shortages(estimate, free_on_gpu(local_rank) if on_gpu else None, free_on_host()),
+        *_short_disk(estimate.checkpoint_bytes, Path(run_dir or RUNS)),
+    ]
+
+
+def _short_disk(needed: int, run_dir: Path) -> list[str]:
+    """A save writes the new checkpoint before it removes an old one."""
+    folder = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    if needed <= free:
+        return []
+    return [
+        f"a checkpoint needs {_gib(needed)}, but {_gib(free)} are free in {folder}: make room, or "
+        "choose another run.dir; plan.force=true tries it all the same"
+    ]
 
 
 def memory_line(estimate: Estimate) -> str:

@@ -19,7 +19,9 @@ _LABEL_WIDTH = 15
 
 def describe(plan: Plan) -> str:
     """The summary and the resolved JSON."""
-    short = shortages_here(plan.estimate, plan.world.local_rank) if plan.estimate else []
+    short = []
+    if plan.estimate:
+        short = shortages_here(plan.estimate, plan.world.local_rank, plan.run.run.dir)
     verdict = f"{'this machine':<{_LABEL_WIDTH}}{'; '.join(short) or 'can hold it'}"
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
     return "\n".join([summary(plan), verdict, "", title, json.dumps(plan.deepspeed, indent=2)])

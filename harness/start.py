@@ -157,7 +157,7 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     """Refuse what this machine cannot hold; under plan.force it is an event instead."""
     if plan.estimate is None:
         return []
-    problems = shortages_here(plan.estimate, plan.world.local_rank)
+    problems = shortages_here(plan.estimate, plan.world.local_rank, plan.run.run.dir)
     if problems and not plan.run.plan.force:
         raise ConfigError(problems)
     return [{"kind": "forced", "message": problem} for problem in problems]

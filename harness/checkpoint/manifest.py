@@ -88,9 +88,16 @@ def read_manifest(folder: Path) -> Manifest:
         if isinstance(error, Unusable):
             raise
         raise Unusable(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    if folder.name != (name := checkpoint_name(manifest.state.step)):
+        raise Unusable(f"{folder} says that it is of step {manifest.state.step}: {name}")
     for file in manifest.files:
         _check_size(folder, file)
     return manifest
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
 
 
 def read_index(folder: Path) -> list[Entry]:

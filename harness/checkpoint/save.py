@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -163,6 +164,10 @@ class Saver:
         return self.store.retain(self.keep)
 
     def _failure(self, step: int, problem: str) -> RunStopped:
+        """Also makes room again."""
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                self.store.sweep()
         kept = [path.name for path in self.store.all()][-1:]
         return RunStopped(
             ExitCode.CANNOT_SAVE,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.checkpoint.files import Unusable
-from harness.checkpoint.manifest import Manifest, read_manifest
+from harness.checkpoint.manifest import Manifest, checkpoint_name, read_manifest
 
 _NAME = re.compile(r"step-[0-9]{8}")
 _UNFINISHED = ".unfinished-"
@@ -51,7 +51,7 @@ class Store:
 
     def at(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / checkpoint_name(step)
 
     def unfinished(self, step: int) -> Path:
         """Where it is until it is whole."""
@@ -60,7 +60,7 @@ class Store:
     def make_unfinished(self, step: int) -> None:
         """Remove what killed saves left behind, and make room for this one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        self.sweep()
         self.unfinished(step).mkdir()
 
     def free_bytes(self) -> int:
@@ -100,10 +100,11 @@ class Store:
         removed = [path for path in whole if path not in stay]
         for path in removed:
             path.rename(path.with_name(f"{_UNFINISHED}{path.name}-removed"))
-        self._sweep()  # a kill on the way leaves nothing that looks whole
+        self.sweep()  # a kill on the way leaves nothing that looks whole
         return removed
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Remove what is not whole."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(path)
 

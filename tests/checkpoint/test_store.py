@@ -64,7 +64,9 @@ def test_what_killed_saves_left_is_swept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000008"]
 
 
-@pytest.mark.parametrize("name", ["step-1", "step-00000001x", "step-0000000\u0661", ".step-00000001"])
+@pytest.mark.parametrize(
+    "name", ["step-1", "step-00000001x", "step-0000000\u0661", ".step-00000001"]
+)
 def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     assert Store(tmp_path).all() == []

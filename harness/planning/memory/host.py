@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from harness.planning.memory.inputs import ALWAYS, FP32, GIB, Held, Inputs
-from harness.planning.memory.partition import piece, sub_groups
+from harness.planning.memory.inputs import ALWAYS, FP32, GIB, STEPPED, Held, Inputs
+from harness.planning.memory.partition import sub_groups
 from harness.planning.memory.states import master_bytes, moment_bytes
 
 # A rank that has imported torch, transformers and deepspeed, before any weight.
@@ -50,14 +48,14 @@ def nvme_buffers(inputs: Inputs) -> list[Held]:
     return found
 
 
-def checkpoint_parts(inputs: Inputs) -> Iterator[tuple[str, int]]:
-    """What one DeepSpeed checkpoint of all ranks writes, by content."""
-    count, element = inputs.parameters, inputs.element_bytes
-    if inputs.zero.stage == 3:  # its master weights are its only weights
-        numels = [tensor.numel for tensor in inputs.shape.tensors()]
-        count = sum(piece(numel, inputs.shards) * inputs.shards for numel in numels)
-    else:
-        yield "weights", element * count
-    if inputs.zero.stage or inputs.precision != "fp32":
-        yield "master", master_bytes(inputs) * count
-    yield "moments", moment_bytes(inputs) * count
+def saving(inputs: Inputs) -> list[Held]:
+    """The copy that is written while training goes on (save.async)."""
+    if not inputs.saves_in_background:
+        return []
+    size = checkpoint_bytes(inputs) // inputs.shards
+    return [Held("checkpoint copy", size, STEPPED, "read", "host")]
+
+
+def checkpoint_bytes(inputs: Inputs) -> int:
+    """What a checkpoint holds of the parameters: master weights, moments (checkpoint/files.py)."""
+    return (master_bytes(inputs) + moment_bytes(inputs)) * inputs.parameters

@@ -157,6 +157,8 @@ class Inputs:
     dropout: float = 0.0
     loads_weights: bool = False
     """Whether weights are read (model.init_from) rather than drawn."""
+    saves_in_background: bool = False
+    """Whether what is saved is copied to the host (save.async)."""
     gpus_per_node: int = 1
     accelerator: Literal["cuda", "cpu"] = "cuda"
     bounds: Bounds | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from harness.planning.grid import Coords
 from harness.planning.memory.activations import activations
 from harness.planning.memory.buffers import communication, gathered_parameters, pipeline
-from harness.planning.memory.host import checkpoint_parts, loading, nvme_buffers, process
+from harness.planning.memory.host import checkpoint_bytes, loading, nvme_buffers, process, saving
 from harness.planning.memory.inputs import (
     EVIDENCE,
     FP32,
@@ -120,6 +120,7 @@ def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
         *loading(inputs),
         *nvme_buffers(inputs),
         *process(inputs),
+        *saving(inputs),
     ]
     return RankTimeline(rank, inputs, tuple(parts))
 
@@ -172,8 +173,7 @@ class Estimate:
     @property
     def checkpoint_bytes(self) -> int:
         """One checkpoint on disk, of all ranks."""
-        stages = map(self.inputs.of_stage, range(self.inputs.grid.pipeline))
-        return sum(size for stage in stages for _, size in checkpoint_parts(stage))
+        return checkpoint_bytes(self.inputs)
 
     @property
     def late_bytes(self) -> int:

@@ -1,0 +1,62 @@
+"""What must hold after any fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.manifest import read_manifest
+from harness.runfolder import RunFolder
+from tests.faults.conftest import STEPS
+from tests.two_ranks import events
+
+SAVE_EVERY = 2
+
+
+def curve(run: RunFolder) -> list[tuple[Any, ...]]:
+    """Everything about each step that an undisturbed run has in common."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "samples", "eval_loss")
+    return [tuple(line.get(name) for name in names) for line in run.read_metrics()]
+
+
+def executed(run: RunFolder) -> list[int]:
+    """The steps that were executed, over all attempts."""
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    return [line["step"] for line in lines if "loss" in line]
+
+
+def check_survived(
+    run: RunFolder,
+    undisturbed: RunFolder,
+    attempts: int = 2,
+    resumed: bool = True,
+    lost: int = SAVE_EVERY,
+) -> None:
+    """The run ended on the undisturbed curve, without doing saved steps again, and tidily.
+
+    `lost`: steps that each attempt but the last may have done after its last save.
+    """
+    assert curve(run) == curve(undisturbed)
+    assert (run.read_status() or {})["outcome"] == "done"
+    assert (run.read_status() or {})["attempt"] == attempts
+    assert len(executed(run)) <= STEPS + lost * (attempts - 1)
+    found = events(run, "resumed")
+    assert len(found) == (attempts - 1 if resumed else 0)
+    for event in found:
+        assert event["step"] > 0
+        assert len(event["manifest"]) == 64
+    check_tidy(run)
+
+
+def check_tidy(run: RunFolder) -> None:
+    """Only whole checkpoints, and a pointer to the newest, are in the folder."""
+    folders = sorted(path for path in run.checkpoints_dir.iterdir() if path.is_dir())
+    assert [path.name for path in folders if path.name.startswith(".")] == []
+    for path in folders:
+        read_manifest(path)
+    assert (run.checkpoints_dir / "latest").read_text().strip() == folders[-1].name
+
+
+def newest(run: RunFolder) -> Path:
+    return max(run.checkpoints_dir.glob("step-*"))

@@ -1,0 +1,63 @@
+"""One process that forks runs, an undisturbed run to compare with, and the table of faults."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.runfolder import RunFolder
+from tests.faults.zygote import Zygote
+from tests.two_ranks import SHORT_RUN, SMALL_MODEL
+
+STEPS = 8
+DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+_tried: dict[str, list[bool]] = defaultdict(list)
+
+
+@pytest.fixture(scope="package")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()
+
+
+def arguments(run: Path, data: list[str], *more: str, json: str = "zero1") -> list[str]:
+    """A run of eight steps with dropout and accumulation that saves after every second."""
+    return [
+        *(f"--deepspeed={DS_CONFIGS / json}.json", *SMALL_MODEL, *SHORT_RUN, *data),
+        *(f"train.steps={STEPS}", "save.every=2", "save.keep=2", "eval.every=3"),
+        *("model.dropout=0.1", f"run.dir={run}", *more),
+    ]
+
+
+@pytest.fixture(scope="package")
+def undisturbed(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, data: list[str]
+) -> RunFolder:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = zygote.run(arguments(folder / "run", data), folder)
+    assert ended.codes == [0, 0], ended.output
+    return RunFolder(folder / "run")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    marker = item.get_closest_marker("fault")
+    if marker is not None and (report.when == "call" or report.failed):
+        _tried[marker.args[0]].append(report.passed)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table that `make faults` is for."""
+    if _tried:
+        width = max(map(len, _tried))
+        terminalreporter.write_line(f"\n{'fault'.ljust(width)}  tries  survived")
+        for name, results in _tried.items():
+            terminalreporter.write_line(
+                f"{name.ljust(width)}  {len(results):>5}  {sum(results):>8}"
+            )

@@ -1,0 +1,137 @@
+"""Faults, planted into the real code of one rank: at a named place, the n-th time it is passed.
+
+{"rank": 1, "at": "after a file", "nth": 2, "do": "kill"}; `do`: kill (SIGKILL), term, usr1 (each
+signal twice), fill or readonly (the file system at "mount").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def plant(fault: dict[str, Any], rank: int) -> None:
+    """Wrap what `fault` names, on the rank that it names."""
+    if rank == fault.get("rank", 0):
+        act = _Nth(fault.get("nth", 1), functools.partial(_do, fault))
+        PLACES[fault["at"]](act)
+
+
+class _Nth:
+    """Calls once, the n-th time."""
+
+    def __init__(self, nth: int, act: Callable[[], None]) -> None:
+        self.left = nth
+        self.act = act
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+def _do(fault: dict[str, Any]) -> None:
+    match fault["do"]:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "term" | "usr1":
+            for _ in range(2):
+                os.kill(os.getpid(), getattr(signal, f"SIG{fault['do'].upper()}"))
+        case "fill":
+            with Path(fault["mount"], "filler").open("wb") as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(65536))
+        case "readonly":
+            subprocess.run(["mount", "-o", "remount,ro", fault["mount"]], check=True)
+
+
+def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args)
+        result = original(*args, **kwargs)
+        if after is not None:
+            after(*args)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
+    from harness import run, saving
+    from harness.checkpoint import files, save, store
+    from harness.engine.zero import ZeroEngine
+
+    def inside_a_file(act: Callable[[], None]) -> None:
+        original, headers = files._write, []
+
+        def write(file: Any, digest: Any, data: Any) -> None:
+            if file.tell() == 0:
+                headers.append(file)
+            elif headers:  # the first tensor of a file: half of it is written when it happens
+                headers.clear()
+                middle = len(data) // 2
+                original(file, digest, data[:middle])
+                file.flush()
+                act()
+                data = data[middle:]
+            original(file, digest, data)
+
+        files._write = write
+
+    def fsync(count: int) -> Callable[[Callable[[], None]], None]:
+        """Within `publish`: 1 before the rename, 2 after it, 3 before the pointer."""
+
+        def place(act: Callable[[], None]) -> None:
+            calls = {"in": 0}
+            _around(store.Store, "publish", before=lambda *_: calls.update({"in": 0}))
+
+            def counted(*_: Any) -> None:
+                calls["in"] += 1
+                if calls["in"] == count:
+                    act()
+
+            _around(store, "fsync", before=counted)
+
+        return place
+
+    def manifest(act: Callable[[], None]) -> None:
+        def named(path: Any, *_: Any) -> None:
+            if path.name == "manifest.json":
+                act()
+
+        _around(save, "write_bytes", before=named)
+
+    def call(owner: Any, name: str, when: str = "before") -> Callable[[Callable[[], None]], None]:
+        def place(act: Callable[[], None]) -> None:
+            _around(owner, name, **{when: lambda *_: act()})
+
+        return place
+
+    return {
+        "after the folder": call(store.Store, "make_unfinished", "after"),
+        "after the room was checked": call(save.Saver, "_make_room", "after"),
+        "inside a file": inside_a_file,
+        "after a file": call(files, "_write_safetensors", "after"),
+        "before the manifest": manifest,
+        "before the rename": fsync(1),
+        "after the rename": fsync(2),
+        "before the pointer": fsync(3),
+        "before retention": call(store.Store, "retain"),
+        "during retention": call(store.shutil, "rmtree"),
+        "in a step": call(ZeroEngine, "apply"),
+        "in an evaluation": call(run, "evaluate"),
+        "before a save": call(saving, "probe_batch"),
+    }
+
+
+PLACES = _places()

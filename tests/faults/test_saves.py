@@ -1,0 +1,113 @@
+"""Kills and signals at every boundary of a save, in steps and in evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.runfolder import RunFolder
+from tests.faults.checks import SAVE_EVERY, check_survived, executed
+from tests.faults.conftest import arguments
+from tests.faults.zygote import Zygote
+from tests.two_ranks import events
+
+pytestmark = pytest.mark.slow
+
+# Place, rank, n-th time. The third save is the first that removes a checkpoint.
+KILLS = [
+    ("after the folder", 0, 2),
+    *(("inside a file", rank, 2) for rank in (0, 1)),
+    *(("after a file", rank, 2) for rank in (0, 1)),
+    *((place, 0, 3) for place in ("before the manifest", "before the rename", "after the rename")),
+    *((place, 0, 3) for place in ("before the pointer", "before retention", "during retention")),
+    *(("in a step", rank, 4) for rank in (0, 1)),
+    ("in an evaluation", 1, 3),
+]
+
+
+@pytest.mark.fault("kill -9 of a rank")
+@pytest.mark.parametrize(("place", "rank", "nth"), KILLS)
+def test_a_kill_loses_no_more_than_the_steps_since_the_last_save(
+    place: str,
+    rank: int,
+    nth: int,
+    zygote: Zygote,
+    undisturbed: RunFolder,
+    tmp_path: Path,
+    data: list[str],
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    nth = 1 if place == "during retention" else nth
+    fault = {"rank": rank, "at": place, "nth": nth, "do": "kill"}
+    killed = zygote.run(arguments(run.path, data), tmp_path, fault)
+    assert killed.codes[rank] == -9, killed.output
+    assert killed.codes[1 - rank] not in (0, None), killed.output  # None: it hung
+    saved = [event["step"] for event in events(run, "saved")]
+    again = zygote.run(arguments(run.path, data), tmp_path)
+    assert again.codes == [0, 0], again.output
+    check_survived(run, undisturbed)
+    (resumed,) = events(run, "resumed")
+    assert resumed["step"] >= max(saved)
+
+
+@pytest.mark.fault("kill -9 before the first save")
+def test_a_kill_before_the_first_save_begins_again(
+    zygote: Zygote, undisturbed: RunFolder, tmp_path: Path, data: list[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    fault = {"rank": 1, "at": "in a step", "nth": 2, "do": "kill"}
+    zygote.run(arguments(run.path, data), tmp_path, fault)
+    assert zygote.run(arguments(run.path, data), tmp_path).codes == [0, 0]
+    check_survived(run, undisturbed, resumed=False)
+
+
+SIGNALS = [
+    ("term", "in a step", 0, 3),
+    ("usr1", "in a step", 1, 4),
+    ("term", "before a save", 0, 2),
+    ("usr1", "inside a file", 1, 2),
+    ("term", "after a file", 0, 1),
+    ("usr1", "in an evaluation", 1, 2),
+]
+
+
+@pytest.mark.fault("SIGTERM or SIGUSR1 to a rank, twice")
+@pytest.mark.parametrize(("name", "place", "rank", "nth"), SIGNALS)
+def test_a_signal_leads_to_one_save_of_all_and_code_75(
+    name: str,
+    place: str,
+    rank: int,
+    nth: int,
+    zygote: Zygote,
+    undisturbed: RunFolder,
+    tmp_path: Path,
+    data: list[str],
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    fault = {"rank": rank, "at": place, "nth": nth, "do": name}
+    stopped = zygote.run(arguments(run.path, data), tmp_path, fault)
+    assert stopped.codes == [75, 75], stopped.output
+    assert zygote.run(arguments(run.path, data), tmp_path).codes == [0, 0]
+    check_survived(run, undisturbed)
+    assert executed(run) == list(range(1, len(executed(run)) + 1))  # nothing is done twice
+
+
+@pytest.mark.fault("kill -9 during a save in the background")
+@pytest.mark.parametrize(("place", "rank"), [("inside a file", 1), ("before the rename", 0)])
+def test_a_kill_during_a_save_in_the_background(
+    place: str,
+    rank: int,
+    zygote: Zygote,
+    undisturbed: RunFolder,
+    tmp_path: Path,
+    data: list[str],
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    words = arguments(run.path, data, "save.async=true")
+    killed = zygote.run(words, tmp_path, {"rank": rank, "at": place, "nth": 2, "do": "kill"})
+    assert killed.codes[rank] == -9, killed.output
+    assert killed.codes[1 - rank] not in (0, None), killed.output
+    assert zygote.run(words, tmp_path).codes == [0, 0]
+    # A save that is under way is not there yet.
+    check_survived(run, undisturbed, lost=2 * SAVE_EVERY)

@@ -1,0 +1,146 @@
+"""Real runs of several ranks within two seconds: processes that have imported everything, forked.
+
+`python -m tests.faults.zygote` reads one JSON object per line: {"args": [...], "ranks": 2, "logs":
+FOLDER, "fault": {...}, "limit_s": 120}, runs `train.py` with a fault in it (tests/faults/plant.py)
+on so many ranks, and answers with their exit codes; -9 is a kill, None a rank that had to be ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.two_ranks import REPOSITORY, environment
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of one run ended."""
+
+    codes: list[int | None]
+    outputs: list[str]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
+
+
+class Zygote:
+    """The process that forks; close() it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.zygote"],
+            cwd=REPOSITORY,
+            env=environment(PYTHONPATH=str(REPOSITORY), PYTHONWARNINGS="ignore"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(
+        self,
+        args: list[str],
+        logs: Path,
+        fault: dict[str, Any] | None = None,
+        ranks: int = 2,
+        limit_s: float = 180,
+    ) -> Outcome:
+        """Train with `args` on `ranks` ranks, and wait for all of them."""
+        assert self._process.stdin
+        assert self._process.stdout
+        logs.mkdir(parents=True, exist_ok=True)
+        job = {"args": args, "ranks": ranks, "logs": str(logs), "fault": fault, "limit_s": limit_s}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        codes = json.loads(self._process.stdout.readline())
+        outputs = [(logs / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+        return Outcome(codes, outputs)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def main() -> None:
+    """Import, then fork for every line."""
+    import deepspeed  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import harness.engine.build
+    import harness.run  # noqa: F401
+
+    for line in sys.stdin:
+        print(json.dumps(_ranks(json.loads(line))), flush=True)
+
+
+def _ranks(job: dict[str, Any]) -> list[int | None]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = [_fork(rank, port, job) for rank in range(job["ranks"])]
+    deadline = time.monotonic() + job["limit_s"]
+    codes: list[int | None] = []
+    for pid in pids:
+        codes.append(_wait(pid, deadline))
+    return codes
+
+
+def _wait(pid: int, deadline: float) -> int | None:
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _fork(rank: int, port: int, job: dict[str, Any]) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    log = os.open(f"{job['logs']}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(0)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(job["ranks"]),
+        LOCAL_WORLD_SIZE=str(job["ranks"]),
+        LOCAL_SIZE=str(job["ranks"]),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+    )
+    code = 1
+    try:
+        from harness.train import main as train
+        from tests.faults.plant import plant
+
+        if job["fault"]:
+            plant(job["fault"], rank)
+        code = train(job["args"])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:  # as the interpreter would
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
