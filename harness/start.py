@@ -66,7 +66,10 @@ class Run:
     def ended(self, outcome: Outcome, code: int) -> None:
         """Record how the run ended, and let go of its folder."""
         if self.is_writer:
-            self.folder.write_status(outcome, code, self.state.step)
+            try:
+                self.folder.write_status(outcome, code, self.state.step)
+            except OSError as error:  # a full disk must not hide what ended the run
+                self.progress.say(f"status.json could not be written: {error}")
             self.folder.close()
 
 

@@ -184,7 +184,9 @@ def test_a_disk_that_fills_up_during_a_save(
 def test_a_read_only_file_system(
     small_disk: Path, zygote: Zygote, undisturbed: RunFolder, tmp_path: Path, data: list[str]
 ) -> None:
-    run = RunFolder(small_disk / "run")
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.checkpoints_dir.symlink_to(small_disk)  # the lock is held open elsewhere
     fault = {"rank": 0, "at": "before a save", "nth": 2, "do": "readonly", "mount": str(small_disk)}
     stopped = zygote.run(arguments(run.path, data), tmp_path, fault)
     assert stopped.codes == [74, 74], stopped.output

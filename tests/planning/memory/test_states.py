@@ -141,8 +141,9 @@ def test_a_checkpoint_has_twelve_bytes_per_parameter_in_every_layout(precision, 
 def test_a_save_in_the_background_holds_a_copy_on_the_host():
     run = inputs("llama-1b", stage=2, ranks=4)
     more = replace(run, saves_in_background=True)
-    extra = estimate_memory(more).host_bytes_per_node - estimate_memory(run).host_bytes_per_node
-    assert extra == run.gpus_per_node * 12 * run.parameters // 4
+    (copy,) = [p for p in estimate_memory(more).worst.held if p.component == "checkpoint copy"]
+    assert (copy.bytes, copy.place) == (12 * run.parameters // 4, "host")
+    assert estimate_memory(more).host_bytes_per_node > estimate_memory(run).host_bytes_per_node
 
 
 def test_overlap_doubles_the_bucket():
