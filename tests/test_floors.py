@@ -46,7 +46,7 @@ FLOORS: list[dict[str, str]] = [
         "sampling": "sampling",
     },
     {"engine": "engine"},
-    {"run": "run start verify"},
+    {"run": "run start verify watch"},
     {"train": "train"},
 ]
 ROOMS = {
