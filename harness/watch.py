@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -35,9 +34,10 @@ class Watch:
         self.run = run
         self.guard = run.plan.run.guard
         self.detector = SpikeDetector(self.guard.spike_sigma, self.guard.spike_window)
-        self.bad_steps: list[str] = []  # why each of the last steps was skipped, in a row
+        self.bad_steps = 0  # skipped ones, in a row
         self.rollbacks = 0
         self._spike: Spike | None = None  # in the step under way
+        self._diagnosis = ""  # of the last skipped step
         self._found = math.nan, math.nan  # loss and norm in that step, where they were read
         if run.state.step:
             self._recall()
@@ -66,7 +66,7 @@ class Watch:
         """
         run = self.run
         if run.engine.step_applied:
-            self.bad_steps = []
+            self.bad_steps = 0
             return
         loss = float(run.engine.sum_over_ranks(loss_share.detach().clone()))
         reason = "the gradients are not finite"
@@ -80,7 +80,8 @@ class Watch:
         found = {"loss": loss, "grad_norm": float(grad_norm), "loss_scale": run.engine.loss_scale}
         run.event("skipped_step", step=run.state.step, reason=reason, **found)
         if self._spike is not None or not scaled:  # else the scale reaches its minimum, or recovers
-            self.bad_steps.append(f"{reason} (loss {loss:.4g}, norm {found['grad_norm']:.4g})")
+            self.bad_steps += 1
+        self._diagnosis = f"{reason} (loss {loss:.4g}, norm {found['grad_norm']:.4g})"
 
     def logged(self, line: dict[str, Any]) -> None:
         """With every metrics line: look for spikes under guard.spikes=log.
@@ -94,16 +95,14 @@ class Watch:
 
     def stop_if_diverged(self) -> None:
         """Raises RunStopped (diverged) after guard.max_bad_steps skipped steps in a row."""
-        run, count = self.run, len(self.bad_steps)
-        if count < self.guard.max_bad_steps:
-            return
-        reasons = "; ".join(f"{n} x {why}" for why, n in Counter(self.bad_steps).items())
-        shown = f"tools/show_batch.py {run.folder.path} --step {run.state.step}"
-        raise RunStopped(
-            ExitCode.DIVERGED,
-            f"{count} steps in a row were skipped (guard.max_bad_steps): {reasons}. Weights are "
-            f"those of step {run.state.step - count}. See what was read ({shown}), or {_LOWER}",
-        )
+        run, count = self.run, self.bad_steps
+        if count >= self.guard.max_bad_steps:
+            raise RunStopped(
+                ExitCode.DIVERGED,
+                f"{count} steps in a row were skipped (guard.max_bad_steps), the last because "
+                f"{self._diagnosis}. Weights are those of step {run.state.step - count}. What it "
+                f"read: tools/show_batch.py {run.folder.path} --step {run.state.step}; {_LOWER}",
+            )
 
     def write_down(self) -> None:
         """Before every checkpoint: what a run needs that goes on from it."""
@@ -119,22 +118,19 @@ class Watch:
         step, end = run.state.step + 1, run.state.samples + run.plan.global_batch
         loss, norm = self._found
         found = f"step {step}: {why} (loss {loss:.4g}, norm {norm:.4g})"
-        if rollbacks >= self.guard.max_rollbacks:
-            again = f"{rollbacks} rollbacks did not help (guard.max_rollbacks): {_LOWER}"
-            raise RunStopped(ExitCode.DIVERGED, f"{found}, and {again}")
-        state = reload(run)
+        state, why_not = None, f"{rollbacks} rollbacks did not help (guard.max_rollbacks)"
+        if rollbacks < self.guard.max_rollbacks:
+            state, why_not = reload(run), "there is no checkpoint to go back to: set save.every"
         if state is None:
-            none = "there is no checkpoint to go back to: set save.every, and lower optim.lr"
-            raise RunStopped(ExitCode.DIVERGED, f"{found}, and {none}")
-        skipped = end - state.samples
-        tokens = state.tokens + skipped * run.plan.run.data.seq_len
+            raise RunStopped(ExitCode.DIVERGED, f"{found}, and {why_not}; {_LOWER}")
+        tokens = state.tokens + (end - state.samples) * run.plan.run.data.seq_len
         run.state = replace(state, samples=end, tokens=tokens)
         self._recall()
         self.rollbacks = rollbacks + 1
-        samples = [state.samples, end]
-        back = {"from_step": step, "to_step": state.step, "samples_skipped": samples}
+        past = [state.samples, end]
+        back = {"from_step": step, "to_step": state.step, "samples_skipped": past}
         run.event("rollback", **back, why=str(why), loss=loss, grad_norm=norm)
-        run.progress.say(f"{found}: back to step {state.step}, past samples {samples}")
+        run.progress.say(f"{found}: back to step {state.step}, past samples {past}")
 
     def check_replicas(self, saves: bool) -> None:
         """Compare what all data ranks hold in common where that is due, and before every save.
@@ -152,14 +148,14 @@ class Watch:
             run.event("replicas_equal", step=run.state.step, tensors=len(held))
             return
         run.event("replicas_differ", step=run.state.step, ranks_by_parameter=found)
-        name, ranks = next(iter(found.items()))
+        newest, (name, ranks) = run.store.newest(), next(iter(found.items()))
         who = f"rank {', '.join(map(str, ranks))}"
         if len(ranks) == run.plan.grid.data:
             who += " (among which there is no majority)"
         raise ReplicasDiffer(
             f"after step {run.state.step} data ranks differ in {len(found)} weights that should be "
             f"the same, {name} on {who}: faulty memory or links there. "
-            f"{newest_checkpoint(run) or 'No checkpoint'} predates it: start again from there"
+            f"{newest[0] if newest else 'No checkpoint'} predates it: start again from there"
         )
 
     def _is_spike(self, loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
@@ -186,14 +182,8 @@ class Watch:
             known = same[-1:] or [{}]
         dist.broadcast_object_list(known)
         self.detector.restore(known[0].get("seen", {}))
-        self.bad_steps = known[0].get("bad_steps", [])
+        self.bad_steps = known[0].get("bad_steps", 0)
         self.rollbacks = known[0].get("rollbacks", 0)
-
-
-def newest_checkpoint(run: Run) -> Any:
-    """The path of the newest checkpoint; None without one."""
-    found = run.store.newest()
-    return found and found[0]
 
 
 def reload(run: Run) -> TrainState | None:

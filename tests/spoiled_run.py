@@ -1,7 +1,8 @@
 """harness/train.py, in which steps go wrong: `python -m tests.spoiled_run SPOILS ARGUMENTS...`.
 
-SPOILS is JSON: {"loss": {first sample of a step: factor of its loss, on the last rank alone}} and
-{"flip": step after which the last rank's last weight has one bit flipped}.
+SPOILS is JSON: {"loss": {first sample of a step: factor of its loss, on the last rank alone}},
+{"flip": step after which the last rank's last weight has one bit flipped}, and
+{"ruin": step after which that weight is no number}.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from harness.watch import Watch
 
 
 def main() -> int:
-    spoils: dict[str, Any] = {"loss": {}, "flip": None, **json.loads(sys.argv[1])}
+    spoils: dict[str, Any] = {"loss": {}, "flip": None, "ruin": None, **json.loads(sys.argv[1])}
     train_batch = Watch.train_batch
 
     def spoiled(watch: Watch, *arguments: Any) -> Any:
@@ -38,6 +39,9 @@ def main() -> int:
         if last and run.state.step + 1 == spoils["flip"]:
             *_, (_, weight) = run.engine.replicated()
             weight.view(-1).view(torch.int32)[-1] ^= 1
+        if run.state.step + 1 == spoils["ruin"]:
+            *_, (_, weight) = run.engine.replicated()
+            weight.fill_(float("nan"))
         return result
 
     with mock.patch.object(Watch, "train_batch", spoiled):

@@ -12,6 +12,7 @@ import pytest
 
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, Ended, events, run_ranks, train_command
+from tools.batch_text import first_sample_of
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def test_nan_k_times_in_a_row_ends_the_run_with_code_76_and_a_diagnosis(
     assert (status["outcome"], status["code"], status["step"]) == ("diverged", 76, 6)
     (event,) = events(run, "diverged")
     assert "3 steps in a row were skipped (guard.max_bad_steps)" in event["message"]
-    assert "3 x the loss is not finite" in event["message"]
+    assert "the last because the loss is not finite" in event["message"]
     assert "Weights are those of step 3" in event["message"]
     skipped = events(run, "skipped_step")
     assert [(e["step"], e["reason"]) for e in skipped] == [
@@ -73,6 +74,15 @@ def test_nan_fewer_times_is_skipped_and_the_run_goes_on(data: list[str], tmp_pat
     assert math.isfinite(last["loss"])
     assert math.isfinite(last["eval_loss"])
     assert last["skipped_steps"] == 3
+
+
+def test_a_held_out_loss_that_is_no_number_ends_the_run_with_code_76(
+    data: list[str], tmp_path: Path
+) -> None:
+    ended, run = spoiled(data, tmp_path, {"ruin": 2}, zero(0), "train.steps=4", ranks=1)
+    assert ended.codes == [76], ended.output
+    (event,) = events(run, "diverged")
+    assert "the held-out loss is not finite" in event["message"]
 
 
 def test_a_logged_spike_is_an_event_and_nothing_else(data: list[str], tmp_path: Path) -> None:
@@ -158,6 +168,20 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_samples_since(
 
 def test_the_same_run_goes_back_in_the_same_way(rolled_back: list[RunFolder]) -> None:
     assert metrics(rolled_back[0]) == metrics(rolled_back[1])
+
+
+def test_what_a_step_read_is_shown_past_the_samples_left_out(
+    rolled_back: list[RunFolder], tmp_path: Path
+) -> None:
+    run = rolled_back[0]
+    for step, first in ((5, 32), (6, 72), (10, 104), (11, 144), (16, 184)):
+        assert first_sample_of(run.read_events(), step, BATCH) == first, step
+    # A run that was killed before the next checkpoint, and now only logs spikes.
+    killed = [*run.read_events()[:-1], {"kind": "resumed", "step": 10}]
+    assert first_sample_of(killed, 11, BATCH) == 112
+    command = [sys.executable, REPOSITORY / "tools" / "show_batch.py", run.path, "--step", "11"]
+    ended = run_ranks(command, tmp_path, ranks=1).succeeded()
+    assert "step 11: samples 144 to 151" in ended.output
 
 
 @pytest.mark.parametrize(
