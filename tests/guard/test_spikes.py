@@ -58,8 +58,8 @@ def test_what_falls_is_no_spike() -> None:
 
 def test_a_spike_does_not_hide_the_next() -> None:
     steps = curve(1_000)
-    for number in (500, 501, 505):
-        steps[number] = 30.0, steps[number][1]
+    for number, loss in ((500, 300.0), (501, 6.0), (505, 6.0)):
+        steps[number] = loss, steps[number][1]
     found = list(spikes(SpikeDetector(6.0, 128), steps))
     assert found == [(number, "loss") for number in (500, 501, 505)]
 
