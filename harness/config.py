@@ -216,6 +216,27 @@ class PlanConfig(_Section):
     """Run although the estimate says that it does not fit."""
 
 
+class GuardConfig(_Section):
+    """What is done when training goes wrong."""
+
+    max_bad_steps: Count = 10
+    """Skipped steps in a row (not finite, or spikes) after which the run stops with code 76; those
+    in which fp16 looks for its loss scale do not count."""
+    spikes: Literal["log", "skip", "rollback"] = "log"
+    """What a jump of loss or gradient norm leads to: log, an event; skip, the step is thrown away;
+    rollback, back to the newest checkpoint and past the samples since. log looks at logged steps
+    alone; for the others the host reads both values in every step, and waits for them."""
+    spike_sigma: Positive = 6.0
+    """Standard deviations above the mean from which a step is a spike."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """Steps (under log: logged ones) that a step is compared with, once a quarter is there."""
+    max_rollbacks: CountOrZero = 3
+    """Rollbacks of a run; one more stops it with code 76."""
+    replicas_every: CountOrZero = 500
+    """Steps between comparisons of what all data ranks hold in common, which also come before every
+    checkpoint; 0 never compares."""
+
+
 class RunFolderConfig(_Section):
     """Where the run lives."""
 
@@ -250,6 +271,7 @@ class RunConfig(_Section):
     log: LogConfig = Field(default_factory=LogConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
     run: RunFolderConfig = Field(default_factory=RunFolderConfig)
     resume: ResumeConfig = Field(default_factory=ResumeConfig)

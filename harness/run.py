@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 from contextlib import closing
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from harness.sampling import sample_text
 from harness.saving import finish_save, save
 from harness.start import Run, build
 from harness.verify import check_norm, unsplit_start
+from harness.watch import RollBack, Watch
 
 __all__ = ["Run", "build", "evaluate", "train"]
 
@@ -32,7 +32,6 @@ _OUTCOMES: dict[ExitCode, Outcome] = {
     ExitCode.DIVERGED: "diverged",
     ExitCode.CANNOT_SAVE: "failed",
 }
-_LOWER = "resume from a checkpoint before it, in a new run.dir, with a lower optim.lr"
 SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baselines takes seconds
 
 
@@ -43,7 +42,7 @@ def train(run: Run) -> ExitCode:
         if run.state.step == run.total_steps and run.folder.export_dir.exists():
             run.progress.say("nothing is left to do")
         else:
-            _loop(run)
+            _train(run)
             _finish(run)
         outcome, code = "done", ExitCode.DONE
     except RunStopped as stop:
@@ -65,7 +64,17 @@ def train(run: Run) -> ExitCode:
     return ExitCode(code)
 
 
-def _loop(run: Run) -> None:
+def _train(run: Run) -> None:
+    """Take all steps, some of them again where the run goes back to a checkpoint."""
+    watch, first_step = Watch(run), run.state.step + 1
+    while True:
+        try:
+            return _loop(run, watch, first_step)
+        except RollBack as why:
+            watch.roll_back(why)
+
+
+def _loop(run: Run, watch: Watch, first_step: int) -> None:
     """One optimizer step after the other. Syncs with the host only where it logs."""
     plan, every = run.plan, run.plan.run
     stream = run.data.train.steps(
@@ -82,16 +91,15 @@ def _loop(run: Run) -> None:
             _log(run, {"eval_loss": evaluate(run)})
         unsplit = unsplit_start(run)
         run.meter.restart()
-        first_step = run.state.step + 1
         while run.state.step < run.total_steps:
             step = run.state.step + 1
             targets = run.data.train.targets_in(run.state.samples, plan.global_batch)
             _seed_dropout(plan, step)
             lr = run.schedule.lr(step)
-            result = run.engine.train_batch(next(stream), targets, lr)
+            result = watch.train_batch(next(stream), targets, lr)
             run.state = run.state.after(plan.global_batch, every.data.seq_len)
             run.meter.step_done()
-            _note_skipped(run)
+            watch.step_done(result.loss_share, result.grad_norm)
             if step == first_step:
                 _note_what_runs(run)
                 if unsplit is not None:
@@ -101,16 +109,18 @@ def _loop(run: Run) -> None:
             evaluates = last or _due(step, every.eval.every)
             if evaluates or _due(step, every.log.every):
                 line = run.meter.line(result.loss_share, result.grad_norm, learning_rate=lr)
-                _log(run, line | ({"eval_loss": evaluate(run)} if evaluates else {}))
-                # fp16's loss scaling may still recover; it ends at the smallest scale.
-                if not math.isfinite(line["loss"]) and plan.precision != "fp16":
-                    raise RunStopped(ExitCode.DIVERGED, f"the loss is {line['loss']}: {_LOWER}")
+                line |= {"eval_loss": evaluate(run)} if evaluates else {}
+                _log(run, line)
+                watch.logged(line)
+            watch.stop_if_diverged()
             _note_memory(run, compared)
             stop, written = run.guard.agree(run.saver.written)
             if written:
                 finish_save(run)
-            if stop or last or _due(step, every.save.every):
-                save(run, background=every.save.async_ and not (stop or last))
+            saves = stop or last or _due(step, every.save.every)
+            watch.check_replicas(saves)
+            if saves:
+                save(run, watch.known(), background=every.save.async_ and not (stop or last))
             if stop and not last:
                 raise RunStopped(ExitCode.STOPPED, "asked to stop by a signal")
 
@@ -183,12 +193,6 @@ def _log(run: Run, line: dict[str, Any]) -> None:
         run.folder.append_metrics(line)
         run.engine.write_monitors(monitor_events(line))
         run.progress.step(line)
-
-
-def _note_skipped(run: Run) -> None:
-    """Every step that was not applied is an event."""
-    if not run.engine.step_applied:
-        run.event("skipped_step", step=run.state.step, loss_scale=run.engine.loss_scale)
 
 
 def _note_what_runs(run: Run) -> None:

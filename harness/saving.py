@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.save import Saved
@@ -10,8 +11,8 @@ from harness.probe import as_tensors, loss_of, probe_batch
 from harness.start import Run
 
 
-def save(run: Run, background: bool) -> None:
-    """Save the run as it is; after the last save is finished.
+def save(run: Run, known: dict[str, Any], background: bool = False) -> None:
+    """Save the run as it is, with what its watch has `known`; after the last save is finished.
 
     Raises RunStopped (cannot save).
     """
@@ -25,6 +26,7 @@ def save(run: Run, background: bool) -> None:
         engine=run.engine.scalars(),
         probe_loss=loss_of(run.engine, probe),
         held_out_loss=run.held_out_nats,
+        watch=known,
         about={
             "world_size": plan.world.world_size,
             "zero_stage": plan.zero_stage,

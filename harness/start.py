@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +45,8 @@ class Run:
     memory: MemoryCheck
     progress: Progress
     state: TrainState
+    known: dict[str, Any] = field(default_factory=dict)
+    """What the watch over the run knew when the state was saved."""
     held_out_nats: float | None = None
     """The last evaluation's loss; None before the first of this process."""
 
@@ -144,7 +146,7 @@ def _begin(
     load_into(run.engine, checkpoint, weights_only=kind == "weights")
     check_probe(run.engine, checkpoint, run.plan)
     if kind != "weights":
-        run.state = checkpoint.state
+        run.state, run.known = checkpoint.state, checkpoint.manifest.watch
         run.held_out_nats = checkpoint.manifest.held_out_loss
     run.event(
         kind,

@@ -235,6 +235,10 @@ PIPELINE = {"pipeline": {"stages": 2}}
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is 'sum'"),
         ({**zero(1), "fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale is 0"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is False"),
+        (
+            {**zero(1), "bf16": {"enabled": True, "check_grad_overflow": False}},
+            "bf16.check_grad_overflow is False",
+        ),
         (zero(1, compute_grad_norm=False), "zero_optimization.compute_grad_norm is False"),
         (zero(1, legacy_stage1=True), "zero_optimization.legacy_stage1 is True"),
         (

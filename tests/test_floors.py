@@ -46,7 +46,7 @@ FLOORS: list[dict[str, str]] = [
         "sampling": "sampling",
     },
     {"engine": "engine"},
-    {"run": "run start verify saving resumption probe"},
+    {"run": "run start verify saving resumption probe watch"},
     {"train": "train"},
 ]
 ROOMS = {

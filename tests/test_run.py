@@ -312,10 +312,11 @@ def test_the_minimum_loss_scale_ends_the_run_with_code_76_and_a_diagnosis(
 def test_a_loss_that_is_no_number_ends_the_run_with_code_76(
     data: list[str], tmp_path: Path
 ) -> None:
-    ended = one_rank(tmp_path, data, "optim.name=sgd", "optim.lr=1e38", "optim.clip_norm=0")
+    diverging = ("optim.name=sgd", "optim.lr=1e38", "optim.clip_norm=0", "guard.max_bad_steps=2")
+    ended = one_rank(tmp_path, data, *diverging)
     assert ended.codes == [76], ended.output
     (event,) = events(RunFolder(tmp_path / "run"), "diverged")
-    assert "the loss is nan" in event["message"]
+    assert "the loss is not finite" in event["message"]
 
 
 # --- refusals ---

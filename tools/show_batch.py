@@ -22,7 +22,7 @@ from harness.data.build import Data, DataSpec, build_data
 from harness.data.packing import IGNORED
 from harness.errors import ConfigError
 from harness.runfolder import RunFolder
-from tools.batch_text import show_step
+from tools.batch_text import first_sample_of, show_step
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +37,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.step < 1:
         parser.error(f"--step {arguments.step}: steps count from 1")
-    plan = RunFolder(arguments.run).read_plan()
+    folder = RunFolder(arguments.run)
+    plan = folder.read_plan()
     if plan is None:
         parser.error(f"{arguments.run} holds no plan.json: no run was started there")
     spec = DataSpec.of_run(
@@ -58,16 +59,17 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return int(ConfigError.code)
+    step, samples = arguments.step, plan["global_batch"]
+    first = first_sample_of(folder.read_events(), step, samples)
     if arguments.json:
-        print(json.dumps(step_as_json(data, arguments.step, plan["global_batch"])))
+        print(json.dumps(step_as_json(data, step, samples, first)))
     else:
-        print(show_step(data, arguments.step, plan["global_batch"]))
+        print(show_step(data, step, samples, first))
     return 0
 
 
-def step_as_json(data: Data, step: int, global_batch: int) -> dict[str, Any]:
-    """The samples of `step` (from 1) as plain values; a target is null where there is none."""
-    first = (step - 1) * global_batch
+def step_as_json(data: Data, step: int, global_batch: int, first: int) -> dict[str, Any]:
+    """The samples of `step`, from `first` on, as plain values; a target is null where none is."""
     return {
         "step": step,
         "target_tokens": data.train.targets_in(first, global_batch),

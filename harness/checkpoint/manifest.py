@@ -35,7 +35,8 @@ class Manifest:
 
     `engine`: counters, loss scaling, the optimizer's steps. `probe_loss`: of the batch in
     probe.safetensors, in nats per target token, with these weights. `held_out_loss`: the last
-    evaluation's. `about`: what else is worth knowing, of which nothing is read back.
+    evaluation's. `about`: what else is worth knowing, of which nothing is read back. `watch`: what
+    is needed to judge the next steps.
     """
 
     state: TrainState
@@ -46,6 +47,7 @@ class Manifest:
     probe_loss: float | None
     held_out_loss: float | None
     about: dict[str, Any]
+    watch: dict[str, Any] = field(default_factory=dict)
     files: list[Written] = field(default_factory=list)
     checksum: str = ""
     """SHA-256 of all the rest; a resumed run names it."""

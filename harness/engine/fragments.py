@@ -33,10 +33,15 @@ def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Ten
             yield parameter, parameter.grad
 
 
-def grad_norm(module: nn.Module, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The norm of all gradients, over the ranks of `group` where they are spread over several."""
+def grad_norm(
+    module: nn.Module, group: dist.ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
+    """The norm of all gradients, over the ranks of `group` where they are spread over several.
+
+    On the engine's `device`, over which the ranks talk; offloaded gradients are on the host.
+    """
     mine = [g.detach().float() for p, g in local_gradients(module) if not _is_copy(p)]
-    norm = torch.nn.utils.get_total_norm(mine)
+    norm = torch.nn.utils.get_total_norm(mine).to(device)
     if group is None:
         return norm
     squares = norm.square()
@@ -100,7 +105,21 @@ def elements_held(module: nn.Module) -> int:
     )
 
 
-def clip_by_value(module: nn.Module, limit: float) -> None:
-    """Clamp every gradient element to [-limit, limit]."""
+def clip_by_value(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
+    """Clamp every gradient element to [-limit, limit]; all to NaN where `norm` is not finite.
+
+    Infinity would else become the limit, and be trained on.
+    """
+    one = 1 + 0 * norm
     for _, gradient in local_gradients(module):
-        gradient.clamp_(-limit, limit)
+        gradient.clamp_(-limit, limit).mul_(one.to(gradient.device))
+
+
+def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight) of all that this rank holds in full between steps, as do its data replicas.
+
+    Under ZeRO-3 these are the parameters below `stage3_param_persistence_threshold`.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.numel() == getattr(parameter, "ds_numel", parameter.numel()):
+            yield name, parameter.detach()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from harness.data.batches import Batch
 from harness.engine import fragments, quirks
 from harness.engine.stages import Tied
-from harness.engine.zero import ZeroEngine
+from harness.engine.zero import ZeroEngine, poisoned
 from harness.models.loss import losses
 from harness.models.stage import Stage
 from harness.plan import Plan
@@ -90,7 +90,7 @@ class PipelineEngine(ZeroEngine):
             if auxiliary is not None:
                 share = share + auxiliary / (len(batches) * data_ranks)
             # DeepSpeed averages over data ranks and micro-batches; the shares are to be summed.
-            return share * (data_ranks * len(batches))
+            return poisoned(share) * (data_ranks * len(batches))
 
         self._run(_WithoutStep(self.engine._train_schedule()), batches, finish)
         return total
@@ -134,6 +134,11 @@ class PipelineEngine(ZeroEngine):
         for item in self._of_all_stages(fragments.full_weights(self._held)):
             if keep:
                 yield item
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that differ in their data alone: those of this stage."""
+        return self.engine.mpu.get_data_parallel_group()
 
     def describe(self) -> dict[str, Any]:
         """What really runs on this rank: classes, stages, elements held."""

@@ -54,6 +54,47 @@ def keeps_no_grad_norm(engine: Any) -> bool:
     )
 
 
+@contextlib.contextmanager
+def discarding(engine: Any) -> Iterator[None]:
+    """Let a step throw its gradients away, in DeepSpeed's own way out of an overflow.
+
+    The engine counts it as skipped and is clean for the next; the loss scale stays. DeepSpeed has
+    no call for that, and ZeRO-0 in fp32 has no way out at all: it steps with NaN as with anything.
+    """
+    optimizer = engine.optimizer
+    with contextlib.ExitStack() as replaced:
+        if keeps_no_grad_norm(engine):
+            replaced.enter_context(_replaced(optimizer, "step", lambda *_, **__: None))
+            replaced.enter_context(_replaced(optimizer, "overflow", True))
+        else:
+            room = sys.modules[type(optimizer).__module__]
+            replaced.enter_context(_replaced(room, "is_invalid_grad_norm", lambda norm: True))
+            replaced.enter_context(_replaced(optimizer, "_update_scale", lambda overflow: None))
+        yield
+
+
+def drop_skipped_gradients(engine: Any) -> None:
+    """Keep a step that was skipped out of the next one's gradients, after it.
+
+    With the optimizer on the CPU and sums in fp32 beside 16-bit weights, ZeRO-2 clears them after
+    the steps that it takes alone: after NaN it would skip for ever.
+    """
+    optimizer = engine.optimizer
+    if getattr(optimizer, "cpu_offload", False) and not engine.was_step_applied():
+        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = {name: vars(owner)[name]} if name in vars(owner) else {}
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        vars(owner).update(own)
+
+
 def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages.
 

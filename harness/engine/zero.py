@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ from harness.engine import fragments, quirks, state
 from harness.errors import ExitCode, RunStopped
 from harness.models.loss import forward
 from harness.plan import Plan
+
+Judge = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,13 @@ class StepResult:
     grad_norm: float | torch.Tensor
 
 
+def poisoned(share: torch.Tensor) -> torch.Tensor:
+    """The same loss; where it is not finite, its gradients are not either, so that the step is
+    skipped. The host need not know.
+    """
+    return share * (1 + 0 * share.detach())
+
+
 class ZeroEngine:
     """One DeepSpeed engine: accumulates, scales, clips and steps as its JSON says."""
 
@@ -38,14 +49,22 @@ class ZeroEngine:
         self.events = events  # what building it did that the user should know
         self.device: torch.device = engine.device
 
-    def train_batch(self, batches: list[Batch], targets: int, lr: float) -> StepResult:
+    def train_batch(
+        self, batches: list[Batch], targets: int, lr: float, is_spike: Judge | None = None
+    ) -> StepResult:
         """Take one optimizer step on this rank's micro-batches of a global batch.
 
-        `targets`: target tokens of the whole global batch, over all ranks.
+        `targets`: target tokens of the whole global batch, over all ranks. `is_spike`: says, alike
+        on all ranks, of this rank's part of the loss and the norm whether the step is left out.
         Raises RunStopped (diverged) when fp16's loss scale cannot fall any further.
         """
         loss_share = self.accumulate(batches, targets)
-        return StepResult(loss_share, self.apply(lr))
+        if is_spike is None:
+            return StepResult(loss_share, self.apply(lr))
+        norm = self.grad_norm()
+        discard = is_spike(loss_share, norm)
+        applied = self.apply(lr, discard)
+        return StepResult(loss_share, norm if discard else applied)
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
@@ -60,27 +79,55 @@ class ZeroEngine:
                 share = share + auxiliary / (len(batches) * data_ranks)
             # DeepSpeed averages over the data ranks; the shares are to be summed. Its division by
             # the accumulation steps is off: micro-batches need not hold equally many targets.
-            self.engine.backward(share * data_ranks, scale_wrt_gas=False)
+            self.engine.backward(poisoned(share) * data_ranks, scale_wrt_gas=False)
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
         return total
 
-    def apply(self, lr: float) -> float | torch.Tensor:
-        """Clip and step with the accumulated gradients; returns the norm before clipping."""
+    def apply(self, lr: float, discard: bool = False) -> float | torch.Tensor:
+        """Clip and step with the accumulated gradients; returns the norm before clipping.
+
+        Gradients that are not finite, on any rank, and those to `discard` (the same on all ranks)
+        change neither weights nor moments: `step_applied` is False, `skipped_steps` one more.
+        """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         norm, limit = None, self.plan.run.optim.clip_value
-        if limit is not None or quirks.keeps_no_grad_norm(self.engine):
-            norm = fragments.grad_norm(self._held, self._norm_group()) / self.loss_scale
-        if limit is not None:
-            fragments.clip_by_value(self._held, limit * self.loss_scale)
+        checks_nothing = quirks.keeps_no_grad_norm(self.engine)
+        if limit is not None or checks_nothing:
+            norm = self.grad_norm()
+        if norm is not None and limit is not None:
+            fragments.clip_by_value(self._held, limit * self.loss_scale, norm)
+        if norm is not None and checks_nothing:
+            # The host waits for this number: applied, NaN would be in every weight. The other
+            # optimizers of DeepSpeed read their norm themselves.
+            discard = discard or not math.isfinite(norm)
         try:
-            self._step()
+            with quirks.discarding(self.engine) if discard else contextlib.nullcontext():
+                self._step()
         except Exception as error:
-            if quirks.is_minimum_loss_scale(error):
-                raise RunStopped(ExitCode.DIVERGED, self._loss_scale_diagnosis()) from error
-            raise
+            if not quirks.is_minimum_loss_scale(error):
+                raise
+            with quirks.discarding(self.engine):
+                self._step()  # which was left half done
+            raise RunStopped(ExitCode.DIVERGED, self._loss_scale_diagnosis()) from error
+        finally:
+            quirks.drop_skipped_gradients(self.engine)
         return self.engine.get_global_grad_norm() if norm is None else norm
+
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients, between `accumulate` and `apply`. Collective."""
+        norm = fragments.grad_norm(self._held, self._norm_group(), self.device)
+        return norm / self.loss_scale
+
+    def replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, weight) of what the ranks of `data_group` hold in common between steps."""
+        return fragments.whole_weights(self._held)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that differ in their data alone; None for all ranks."""
+        return None
 
     @torch.no_grad()
     def eval_batch(self, batches: list[Batch]) -> torch.Tensor:
@@ -133,12 +180,12 @@ class ZeroEngine:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps not applied because of overflows, since the start."""
+        """Steps not applied, since the start."""
         return int(self.engine.skipped_steps)
 
     @property
     def step_applied(self) -> bool:
-        """Whether the last step changed the weights; False after an overflow."""
+        """Whether the last step changed the weights; False after one that was skipped."""
         return bool(self.engine.was_step_applied())
 
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:

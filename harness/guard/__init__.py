@@ -1,1 +1,1 @@
-"""What keeps a run alive: signals and stop decisions."""
+"""What keeps a run alive: signals and stop decisions, spikes, replicas."""

@@ -26,6 +26,7 @@ def record(**sections: dict[str, Any]) -> dict[str, Any]:
         {"eval": {"every": 3}},
         {"save": {"keep": 9}},
         {"log": {"every": 7}},
+        {"guard": {"spikes": "rollback"}},
     ],
 )
 def test_length_and_reporting_may_change(change: dict[str, Any]) -> None:

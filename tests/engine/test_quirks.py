@@ -145,3 +145,16 @@ def test_deepspeeds_pipeline_prints_whatever_the_log_level(
     rank = result("pipeline_prints")[0]
     assert "SEED_LAYERS" in rank["deepspeeds"]
     assert rank["ours"] == ""
+
+
+@pytest.mark.slow
+def test_zero_0_in_fp32_steps_with_nan(result: Callable[[str], list[Any]]) -> None:
+    assert result("zero_0_steps_with_nan") == [{"applied": True, "finite": False}] * 2
+
+
+@pytest.mark.slow
+def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step(
+    result: Callable[[str], list[Any]],
+) -> None:
+    found = result("offloading_keeps_the_gradients_of_a_skipped_step")
+    assert found == [{"deepspeeds": False, "ours": True}] * 2

@@ -19,7 +19,7 @@ import torch
 from harness.ds_config import read_ds_json
 from harness.engine.processes import leave
 from harness.errors import ConfigError, RunStopped
-from tests.engine import pipeline_checks
+from tests.engine import bad_step_checks, pipeline_checks
 from tests.engine.rank import (
     OUT,
     STAGES,
@@ -237,6 +237,7 @@ CHECKS = (
     offload_without_compiler,
     shipped_configs,
     *pipeline_checks.CHECKS,
+    *bad_step_checks.CHECKS,
     minimum_loss_scale,  # leaves an engine in the middle of a step
 )
 

@@ -1,0 +1,50 @@
+"""Finds ranks whose copy of a weight silently differs from the others'."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicasDiffer(RuntimeError):
+    """Replicas that should be equal are not: a crash, cured by a checkpoint from before it."""
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bit patterns as integers: exact, in any order; () int64, no sync.
+
+    One flipped bit always changes it; an exchange of two elements never does.
+    """
+    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
+
+
+def outliers(
+    replicated: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None
+) -> dict[str, list[int]]:
+    """Names of the tensors that differ within `group`, each with the ranks outside the majority.
+
+    Without a majority (two ranks) these are all ranks. Collective: every rank of the group brings
+    the same names in the same order.
+    """
+    sums = {name: checksum(tensor) for name, tensor in replicated}
+    if not sums:
+        return {}
+    mine = torch.stack([*sums.values()])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    table = torch.stack(everyone, dim=1).tolist()  # (tensors, ranks)
+    ranks = dist.get_process_group_ranks(group)
+    found = {name: _outside_majority(row, ranks) for name, row in zip(sums, table, strict=True)}
+    return {name: ranks for name, ranks in found.items() if ranks}
+
+
+def _outside_majority(values: list[int], ranks: list[int]) -> list[int]:
+    (value, count), *_ = Counter(values).most_common(1)
+    majority = value if count > len(values) / 2 else None
+    return [rank for rank, found in zip(ranks, values, strict=True) if found != majority]

@@ -1,0 +1,233 @@
+"""Whole runs in which steps go wrong, judged by the run folder alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.runfolder import RunFolder
+from tests.two_ranks import REPOSITORY, Ended, events, run_ranks, train_command
+from tools.batch_text import first_sample_of
+
+pytestmark = pytest.mark.slow
+
+DS_CONFIGS = REPOSITORY / "ds_configs"
+BATCH = 8
+# Short enough for a test: silent for four steps, and only what is far off is a spike.
+WATCHED = ("train.steps=16", "guard.spike_window=16", "guard.spike_sigma=12", "save.every=5")
+ENV = {"PYTHONPATH": str(REPOSITORY)}
+
+
+def spoiled(
+    data: list[str], folder: Path, spoils: dict[str, Any], *more: object, ranks: int = 2
+) -> tuple[Ended, RunFolder]:
+    _, _, *arguments = train_command(*data, f"run.dir={folder / 'run'}", *more)
+    command = [sys.executable, "-m", "tests.spoiled_run", json.dumps(spoils), *arguments]
+    return run_ranks(command, folder, ranks=ranks, env=ENV), RunFolder(folder / "run")
+
+
+def zero(stage: object) -> str:
+    return f"--deepspeed={DS_CONFIGS / f'zero{stage}.json'}"
+
+
+def metrics(run: RunFolder) -> list[tuple[Any, ...]]:
+    """All that a run's steps have learned."""
+    names = ("step", "samples", "loss", "grad_norm", "skipped_steps", "eval_loss")
+    return [tuple(line.get(name) for name in names) for line in run.read_metrics()]
+
+
+def first_sample(step: int) -> str:
+    return str((step - 1) * BATCH)
+
+
+def test_nan_k_times_in_a_row_ends_the_run_with_code_76_and_a_diagnosis(
+    data: list[str], tmp_path: Path
+) -> None:
+    spoils = {"loss": {first_sample(step): "nan" for step in (2, 4, 5, 6)}}
+    ended, run = spoiled(data, tmp_path, spoils, zero(2), "train.steps=8", "guard.max_bad_steps=3")
+    assert ended.codes == [76, 76], ended.output
+    status = run.read_status() or {}
+    assert (status["outcome"], status["code"], status["step"]) == ("diverged", 76, 6)
+    (event,) = events(run, "diverged")
+    assert "3 steps in a row were skipped (guard.max_bad_steps)" in event["message"]
+    assert "the last because the loss is not finite" in event["message"]
+    assert "Weights are those of step 3" in event["message"]
+    skipped = events(run, "skipped_step")
+    assert [(e["step"], e["reason"]) for e in skipped] == [
+        (step, "the loss is not finite") for step in (2, 4, 5, 6)
+    ]
+    assert run.read_metrics()[-1]["skipped_steps"] == 4
+
+
+def test_nan_fewer_times_is_skipped_and_the_run_goes_on(data: list[str], tmp_path: Path) -> None:
+    spoils = {"loss": {first_sample(step): "nan" for step in (2, 3, 5)}}
+    ended, run = spoiled(
+        data, tmp_path, spoils, zero(0), "train.steps=8", "guard.max_bad_steps=3", ranks=1
+    )
+    assert ended.codes == [0], ended.output
+    last = run.read_metrics()[-1]
+    assert math.isfinite(last["loss"])
+    assert math.isfinite(last["eval_loss"])
+    assert last["skipped_steps"] == 3
+
+
+def test_a_held_out_loss_that_is_no_number_ends_the_run_with_code_76(
+    data: list[str], tmp_path: Path
+) -> None:
+    ended, run = spoiled(data, tmp_path, {"ruin": 2}, zero(0), "train.steps=4", ranks=1)
+    assert ended.codes == [76], ended.output
+    (event,) = events(run, "diverged")
+    assert "the held-out loss is not finite" in event["message"]
+
+
+def test_a_logged_spike_is_an_event_and_nothing_else(data: list[str], tmp_path: Path) -> None:
+    ended, run = spoiled(data, tmp_path, {"loss": {first_sample(9): 1e4}}, zero(1), *WATCHED)
+    assert ended.codes == [0, 0], ended.output
+    (event,) = events(run, "spike")
+    assert (event["step"], event["samples"], event["policy"]) == (9, [64, 72], "log")
+    assert event["value"] > event["mean"] + 12 * event["sigma"]
+    assert events(run, "skipped_step") == []
+
+
+@pytest.fixture(scope="module")
+def skipping(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+    """The same run twice; the second is cut in two."""
+    arguments = (zero(2), *WATCHED, "guard.spikes=skip", "optim.schedule=constant")
+    spoils = {"loss": {first_sample(9): 1e4}}
+    runs = []
+    for name, lengths in (("whole", (16,)), ("halves", (6, 16))):
+        folder = tmp_path_factory.mktemp(name)
+        for steps in lengths:
+            length = f"train.steps={steps}"
+            ended, run = spoiled(
+                data, folder, spoils, *arguments, "optim.schedule=constant", length
+            )
+            assert ended.codes == [0, 0], ended.output
+        runs.append(run)
+    return runs
+
+
+def test_a_spike_is_skipped(skipping: list[RunFolder]) -> None:
+    whole, _ = skipping
+    (spike,) = events(whole, "spike")
+    (skipped,) = events(whole, "skipped_step")
+    assert spike["step"] == skipped["step"] == 9
+    assert skipped["reason"] == "a spike of loss"
+    last = whole.read_metrics()[-1]
+    assert last["skipped_steps"] == 1
+    assert last["loss"] < whole.read_metrics()[1]["loss"]
+
+
+def test_a_resumed_run_skips_the_same_steps(skipping: list[RunFolder]) -> None:
+    whole, halves = skipping
+    (spike,), (other,) = events(whole, "spike"), events(halves, "spike")
+    assert {**spike, "time": 0, "attempt": 0} == {**other, "time": 0, "attempt": 0}
+    assert [line[:5] for line in metrics(whole)] == [line[:5] for line in metrics(halves)]
+
+
+@pytest.fixture(scope="module")
+def rolled_back(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+    """The same run twice, with two spikes."""
+    spoils = {"loss": {first_sample(9): 1e4, first_sample(18): 1e4}}
+    runs = []
+    for name in ("first", "second"):
+        ended, run = spoiled(
+            *(data, tmp_path_factory.mktemp(name), spoils),
+            *(zero(2), *WATCHED, "guard.spikes=rollback"),
+        )
+        assert ended.codes == [0, 0], ended.output
+        runs.append(run)
+    return runs
+
+
+def test_a_run_goes_back_to_its_checkpoint_and_past_the_samples_since(
+    rolled_back: list[RunFolder],
+) -> None:
+    run = rolled_back[0]
+    first, second = events(run, "rollback")
+    # Step 9 read samples 64 to 72; from step 5 on with those after them.
+    assert (first["from_step"], first["to_step"]) == (9, 5)
+    assert first["samples_skipped"] == [40, 72]
+    # Samples 136 to 144 are then those of step 14, and the checkpoint is that of step 10.
+    assert (second["from_step"], second["to_step"]) == (14, 10)
+    assert second["samples_skipped"] == [112, 144]
+    assert [event["step"] for event in events(run, "spike")] == [9, 14]
+    lines = {line["step"]: line for line in run.read_metrics()}
+    assert sorted(lines) == list(range(17))
+    assert lines[6]["samples"] == 80
+    assert lines[16]["samples"] == 144 + 6 * BATCH
+    assert lines[16]["tokens"] == lines[16]["samples"] * 32
+    assert all(math.isfinite(line["loss"]) for line in list(lines.values())[1:])
+    assert lines[16]["loss"] < lines[1]["loss"]
+
+
+def test_the_same_run_goes_back_in_the_same_way(rolled_back: list[RunFolder]) -> None:
+    assert metrics(rolled_back[0]) == metrics(rolled_back[1])
+
+
+def test_what_a_step_read_is_shown_past_the_samples_left_out(
+    rolled_back: list[RunFolder], tmp_path: Path
+) -> None:
+    run = rolled_back[0]
+    for step, first in ((5, 32), (6, 72), (10, 104), (11, 144), (16, 184)):
+        assert first_sample_of(run.read_events(), step, BATCH) == first, step
+    # A run that was killed before the next checkpoint, and now only logs spikes.
+    killed = [*run.read_events()[:-1], {"kind": "resumed", "step": 10}]
+    assert first_sample_of(killed, 11, BATCH) == 112
+    command = [sys.executable, REPOSITORY / "tools" / "show_batch.py", run.path, "--step", "11"]
+    ended = run_ranks(command, tmp_path, ranks=1).succeeded()
+    assert "step 11: samples 144 to 151" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["save.every=0"], "there is no checkpoint to go back to"),
+        (["guard.max_rollbacks=0"], "0 rollbacks did not help (guard.max_rollbacks)"),
+    ],
+)
+def test_a_run_that_cannot_go_back_diverges(
+    data: list[str], tmp_path: Path, changes: list[str], message: str
+) -> None:
+    spoils = {"loss": {first_sample(9): 1e4}}
+    arguments = (zero(1), *WATCHED, "guard.spikes=rollback", *changes)
+    ended, run = spoiled(data, tmp_path, spoils, *arguments, ranks=1)
+    assert ended.codes == [76], ended.output
+    (event,) = events(run, "diverged")
+    assert message in event["message"]
+
+
+def test_the_minimum_loss_scale_is_a_reason_to_go_back(data: list[str], tmp_path: Path) -> None:
+    scale = ("ds.fp16.initial_scale_power=3", "ds.fp16.hysteresis=1", "ds.fp16.min_loss_scale=8")
+    ended, run = spoiled(
+        *(data, tmp_path, {"loss": {first_sample(7): "inf"}}),
+        *(f"--deepspeed={DS_CONFIGS / 'fp16.json'}", *scale, *WATCHED, "guard.spikes=rollback"),
+        *("train.steps=8",),
+        ranks=1,
+    )
+    assert ended.codes == [0], ended.output
+    (event,) = events(run, "rollback")
+    assert event["samples_skipped"] == [40, 56]
+    assert "fell to its minimum" in event["why"]
+
+
+def test_a_silently_differing_rank_stops_the_run_before_it_saves(
+    data: list[str], tmp_path: Path
+) -> None:
+    ended, run = spoiled(
+        *(data, tmp_path, {"flip": 7}),
+        *(zero(0), "train.steps=12", "save.every=5", "guard.replicas_every=4"),
+    )
+    assert ended.codes == [1, 1], ended.output
+    assert (run.read_status() or {})["outcome"] == "failed"
+    (event,) = events(run, "replicas_differ")
+    assert event["step"] == 8
+    assert event["ranks_by_parameter"]["lm_head.weight"] == [0, 1]
+    failures = [event["message"] for event in events(run, "failed")]
+    assert all("step-00000005 predates it" in message for message in failures)
+    assert [event["step"] for event in events(run, "replicas_equal")] == [4, 5]
