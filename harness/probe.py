@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from harness.checkpoint.load import Checkpoint
 from harness.data.batches import Batch
@@ -34,9 +32,8 @@ def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
     )
 
 
-def stored_probe(folder: Path) -> Batch:
-    """The batch that a checkpoint was probed with."""
-    tensors = load_file(folder / "probe.safetensors")
+def _stored(checkpoint: Checkpoint) -> Batch:
+    tensors = checkpoint.probe()
     return Batch(tensors["input_ids"], tensors["labels"], tensors.get("position_ids"))
 
 
@@ -67,7 +64,7 @@ def check_probe(engine: Any, checkpoint: Checkpoint, plan: Plan) -> None:
     expected = checkpoint.manifest.probe_loss
     if expected is None or "probe" in plan.run.resume.allow:
         return
-    loss = loss_of(engine, stored_probe(checkpoint.path))
+    loss = loss_of(engine, _stored(checkpoint))
     tolerance = max(TOLERANCES[plan.precision], TOLERANCES[checkpoint.manifest.precision])
     if loss is None or (math.isnan(loss) and math.isnan(expected)):
         return

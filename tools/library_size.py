@@ -54,20 +54,35 @@ def count_code_lines(library: Path) -> dict[Path, int]:
     }
 
 
-def sizes(library: Path) -> tuple[int, int]:
-    """Code lines of the library without planning/, and of planning/: the estimator's accounts,
-    which need nothing but the standard library and run nowhere near a GPU.
-    """
-    lines = count_code_lines(library)
-    planning = sum(count for path, count in lines.items() if library / "planning" in path.parents)
-    return sum(lines.values()) - planning, planning
+# Its parts that can be read without the rest, by their files and folders: what a run will need,
+# counted with the standard library alone; and what keeps a run alive.
+PARTS = {
+    "plan its memory": ("planning",),
+    "survive": (
+        *("checkpoint", "guard", "engine/state.py"),
+        *("saving.py", "resumption.py", "probe.py", "watch.py"),
+    ),
+}
+TRAIN = "train"
+
+
+def sizes(library: Path) -> dict[str, int]:
+    """Code lines of the library, by what they do: each of PARTS, and all that train."""
+    found = dict.fromkeys((TRAIN, *PARTS), 0)
+    for path, count in count_code_lines(library).items():
+        place = path.relative_to(library)
+        part = next(
+            (p for p, names in PARTS.items() if any(map(place.is_relative_to, names))), TRAIN
+        )
+        found[part] += count
+    return found
 
 
 def main() -> None:
-    """Print both sizes and the ten longest files."""
+    """Print all sizes and the ten longest files."""
     lines = count_code_lines(ROOT / "harness")
-    training, planning = sizes(ROOT / "harness")
-    print(f"{training:>6,} code lines that train, and {planning:,} in harness/planning")
+    for part, count in sizes(ROOT / "harness").items():
+        print(f"{count:>6,} code lines that {part}")
     for path in sorted(lines, key=lambda path: -lines[path])[:10]:
         print(f"{lines[path]:>6,} {path.relative_to(ROOT)}")
 

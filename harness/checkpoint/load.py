@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from harness.checkpoint.files import Reader, Unusable, sha256_of
 from harness.checkpoint.manifest import (
     INDEX,
+    PROBE,
     Manifest,
     TrainState,
     read_index,
@@ -35,6 +38,10 @@ class Checkpoint:
     def reader(self) -> Reader:
         """For its tensors."""
         return Reader(self.path, read_index(self.path))
+
+    def probe(self) -> dict[str, torch.Tensor]:
+        """The batch whose loss it remembers: input_ids, labels, perhaps position_ids."""
+        return load_file(self.path / PROBE)
 
 
 def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:

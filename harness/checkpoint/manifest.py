@@ -12,7 +12,7 @@ from typing import Any
 from harness.checkpoint.files import Entry, Unusable, Written, from_index
 
 FORMAT = 1
-MANIFEST, INDEX = "manifest.json", "index.json"
+MANIFEST, INDEX, PROBE = "manifest.json", "index.json", "probe.safetensors"
 _FILE = re.compile(r"rank-[0-9]{5}-[0-9]{3}\.safetensors|probe\.safetensors|index\.json")
 
 

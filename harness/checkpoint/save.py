@@ -17,7 +17,7 @@ from safetensors.torch import save as to_safetensors
 
 from harness.checkpoint.files import Entry, Written, to_index, write_bytes, write_fragments
 from harness.checkpoint.fragment import Fragment
-from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest
+from harness.checkpoint.manifest import INDEX, MANIFEST, PROBE, Manifest
 from harness.checkpoint.store import Retention, Store
 from harness.errors import ExitCode, RunStopped
 
@@ -147,7 +147,7 @@ class Saver:
         try:
             files, entries = write_fragments(folder, self.rank, fragments)
             if self.rank == 0 and probe:
-                files.append(write_bytes(folder / "probe.safetensors", to_safetensors(probe)))
+                files.append(write_bytes(folder / PROBE, to_safetensors(probe)))
             pending.written = files, entries
         except Exception as error:  # told to all ranks in `finish`, where it is raised
             pending.problem = f"rank {self.rank}: {type(error).__name__}: {error}"

@@ -15,9 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.faults.spoil import spoil
+
 
 def plant(fault: dict[str, Any], rank: int) -> None:
-    """Wrap what `fault` names, on the rank that it names."""
+    """Wrap what `fault` names, on the rank that it names; what it spoils, on all."""
+    if "spoil" in fault:
+        spoil(fault["spoil"])
+        return
     if rank == fault.get("rank", 0):
         act = _Nth(fault.get("nth", 1), functools.partial(_do, fault))
         PLACES[fault["at"]](act)

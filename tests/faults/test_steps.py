@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.runfolder import RunFolder
-from tests.two_ranks import REPOSITORY, Ended, events, run_ranks, train_command
+from tests.faults.zygote import Outcome, Zygote
+from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
 from tools.batch_text import first_sample_of
 
 pytestmark = pytest.mark.slow
@@ -20,15 +21,21 @@ DS_CONFIGS = REPOSITORY / "ds_configs"
 BATCH = 8
 # Short enough for a test: silent for four steps, and only what is far off is a spike.
 WATCHED = ("train.steps=16", "guard.spike_window=16", "guard.spike_sigma=12", "save.every=5")
-ENV = {"PYTHONPATH": str(REPOSITORY)}
+
+Run = Callable[..., tuple[Outcome, RunFolder]]
 
 
-def spoiled(
-    data: list[str], folder: Path, spoils: dict[str, Any], *more: object, ranks: int = 2
-) -> tuple[Ended, RunFolder]:
-    _, _, *arguments = train_command(*data, f"run.dir={folder / 'run'}", *more)
-    command = [sys.executable, "-m", "tests.spoiled_run", json.dumps(spoils), *arguments]
-    return run_ranks(command, folder, ranks=ranks, env=ENV), RunFolder(folder / "run")
+@pytest.fixture(scope="module")
+def spoiled(zygote: Zygote, data: list[str]) -> Run:
+    """Trains in a folder with spoils (tests/faults/spoil.py) and more arguments."""
+
+    def train(
+        folder: Path, spoils: dict[str, Any], *more: str, ranks: int = 2
+    ) -> tuple[Outcome, RunFolder]:
+        words = [*SMALL_MODEL, *SHORT_RUN, *data, f"run.dir={folder / 'run'}", *more]
+        return zygote.run(words, folder, {"spoil": spoils}, ranks), RunFolder(folder / "run")
+
+    return train
 
 
 def zero(stage: object) -> str:
@@ -45,11 +52,12 @@ def first_sample(step: int) -> str:
     return str((step - 1) * BATCH)
 
 
+@pytest.mark.fault("NaN in one rank's loss")
 def test_nan_k_times_in_a_row_ends_the_run_with_code_76_and_a_diagnosis(
-    data: list[str], tmp_path: Path
+    spoiled: Run, tmp_path: Path
 ) -> None:
     spoils = {"loss": {first_sample(step): "nan" for step in (2, 4, 5, 6)}}
-    ended, run = spoiled(data, tmp_path, spoils, zero(2), "train.steps=8", "guard.max_bad_steps=3")
+    ended, run = spoiled(tmp_path, spoils, zero(2), "train.steps=8", "guard.max_bad_steps=3")
     assert ended.codes == [76, 76], ended.output
     status = run.read_status() or {}
     assert (status["outcome"], status["code"], status["step"]) == ("diverged", 76, 6)
@@ -64,10 +72,11 @@ def test_nan_k_times_in_a_row_ends_the_run_with_code_76_and_a_diagnosis(
     assert run.read_metrics()[-1]["skipped_steps"] == 4
 
 
-def test_nan_fewer_times_is_skipped_and_the_run_goes_on(data: list[str], tmp_path: Path) -> None:
+@pytest.mark.fault("NaN in one rank's loss")
+def test_nan_fewer_times_is_skipped_and_the_run_goes_on(spoiled: Run, tmp_path: Path) -> None:
     spoils = {"loss": {first_sample(step): "nan" for step in (2, 3, 5)}}
     ended, run = spoiled(
-        data, tmp_path, spoils, zero(0), "train.steps=8", "guard.max_bad_steps=3", ranks=1
+        tmp_path, spoils, zero(0), "train.steps=8", "guard.max_bad_steps=3", ranks=1
     )
     assert ended.codes == [0], ended.output
     last = run.read_metrics()[-1]
@@ -76,17 +85,19 @@ def test_nan_fewer_times_is_skipped_and_the_run_goes_on(data: list[str], tmp_pat
     assert last["skipped_steps"] == 3
 
 
+@pytest.mark.fault("weights that are no numbers")
 def test_a_held_out_loss_that_is_no_number_ends_the_run_with_code_76(
-    data: list[str], tmp_path: Path
+    spoiled: Run, tmp_path: Path
 ) -> None:
-    ended, run = spoiled(data, tmp_path, {"ruin": 2}, zero(0), "train.steps=4", ranks=1)
+    ended, run = spoiled(tmp_path, {"ruin": 2}, zero(0), "train.steps=4", ranks=1)
     assert ended.codes == [76], ended.output
     (event,) = events(run, "diverged")
     assert "the held-out loss is not finite" in event["message"]
 
 
-def test_a_logged_spike_is_an_event_and_nothing_else(data: list[str], tmp_path: Path) -> None:
-    ended, run = spoiled(data, tmp_path, {"loss": {first_sample(9): 1e4}}, zero(1), *WATCHED)
+@pytest.mark.fault("a loss spike, logged")
+def test_a_logged_spike_is_an_event_and_nothing_else(spoiled: Run, tmp_path: Path) -> None:
+    ended, run = spoiled(tmp_path, {"loss": {first_sample(9): 1e4}}, zero(1), *WATCHED)
     assert ended.codes == [0, 0], ended.output
     (event,) = events(run, "spike")
     assert (event["step"], event["samples"], event["policy"]) == (9, [64, 72], "log")
@@ -95,7 +106,7 @@ def test_a_logged_spike_is_an_event_and_nothing_else(data: list[str], tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def skipping(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+def skipping(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     """The same run twice; the second is cut in two."""
     arguments = (zero(2), *WATCHED, "guard.spikes=skip", "optim.schedule=constant")
     spoils = {"loss": {first_sample(9): 1e4}}
@@ -104,14 +115,13 @@ def skipping(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[
         folder = tmp_path_factory.mktemp(name)
         for steps in lengths:
             length = f"train.steps={steps}"
-            ended, run = spoiled(
-                data, folder, spoils, *arguments, "optim.schedule=constant", length
-            )
+            ended, run = spoiled(folder, spoils, *arguments, "optim.schedule=constant", length)
             assert ended.codes == [0, 0], ended.output
         runs.append(run)
     return runs
 
 
+@pytest.mark.fault("a loss spike, skipped")
 def test_a_spike_is_skipped(skipping: list[RunFolder]) -> None:
     whole, _ = skipping
     (spike,) = events(whole, "spike")
@@ -123,6 +133,7 @@ def test_a_spike_is_skipped(skipping: list[RunFolder]) -> None:
     assert last["loss"] < whole.read_metrics()[1]["loss"]
 
 
+@pytest.mark.fault("a loss spike, skipped")
 def test_a_resumed_run_skips_the_same_steps(skipping: list[RunFolder]) -> None:
     whole, halves = skipping
     (spike,), (other,) = events(whole, "spike"), events(halves, "spike")
@@ -131,13 +142,13 @@ def test_a_resumed_run_skips_the_same_steps(skipping: list[RunFolder]) -> None:
 
 
 @pytest.fixture(scope="module")
-def rolled_back(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+def rolled_back(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     """The same run twice, with two spikes."""
     spoils = {"loss": {first_sample(9): 1e4, first_sample(18): 1e4}}
     runs = []
     for name in ("first", "second"):
         ended, run = spoiled(
-            *(data, tmp_path_factory.mktemp(name), spoils),
+            *(tmp_path_factory.mktemp(name), spoils),
             *(zero(2), *WATCHED, "guard.spikes=rollback"),
         )
         assert ended.codes == [0, 0], ended.output
@@ -145,6 +156,7 @@ def rolled_back(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> li
     return runs
 
 
+@pytest.mark.fault("a loss spike, rolled back")
 def test_a_run_goes_back_to_its_checkpoint_and_past_the_samples_since(
     rolled_back: list[RunFolder],
 ) -> None:
@@ -166,8 +178,23 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_samples_since(
     assert lines[16]["loss"] < lines[1]["loss"]
 
 
+@pytest.mark.fault("a loss spike, rolled back")
 def test_the_same_run_goes_back_in_the_same_way(rolled_back: list[RunFolder]) -> None:
     assert metrics(rolled_back[0]) == metrics(rolled_back[1])
+
+
+@pytest.mark.fault("a loss spike, rolled back")
+@pytest.mark.parametrize("json", ["zero3", "zero2_offload", "zero3_offload", "pipeline2"])
+def test_every_layout_goes_back_to_what_it_saved(spoiled: Run, tmp_path: Path, json: str) -> None:
+    spoils = {"loss": {first_sample(9): 1e4}}
+    words = (f"--deepspeed={DS_CONFIGS / json}.json", *WATCHED, "guard.spikes=rollback")
+    ended, run = spoiled(tmp_path, spoils, *words, "train.steps=12", "eval.every=5")
+    assert ended.codes == [0, 0], ended.output
+    (event,) = events(run, "rollback")
+    assert (event["from_step"], event["to_step"]) == (9, 5)
+    found = {line["step"]: line for line in run.read_metrics()}
+    assert found[12]["loss"] < found[1]["loss"]
+    assert found[12]["eval_loss"] < found[5]["eval_loss"]
 
 
 def test_what_a_step_read_is_shown_past_the_samples_left_out(
@@ -184,6 +211,7 @@ def test_what_a_step_read_is_shown_past_the_samples_left_out(
     assert "step 11: samples 144 to 151" in ended.output
 
 
+@pytest.mark.fault("a loss spike, and nothing to go back to")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -192,20 +220,21 @@ def test_what_a_step_read_is_shown_past_the_samples_left_out(
     ],
 )
 def test_a_run_that_cannot_go_back_diverges(
-    data: list[str], tmp_path: Path, changes: list[str], message: str
+    spoiled: Run, tmp_path: Path, changes: list[str], message: str
 ) -> None:
     spoils = {"loss": {first_sample(9): 1e4}}
     arguments = (zero(1), *WATCHED, "guard.spikes=rollback", *changes)
-    ended, run = spoiled(data, tmp_path, spoils, *arguments, ranks=1)
+    ended, run = spoiled(tmp_path, spoils, *arguments, ranks=1)
     assert ended.codes == [76], ended.output
     (event,) = events(run, "diverged")
     assert message in event["message"]
 
 
-def test_the_minimum_loss_scale_is_a_reason_to_go_back(data: list[str], tmp_path: Path) -> None:
+@pytest.mark.fault("fp16's smallest loss scale")
+def test_the_minimum_loss_scale_is_a_reason_to_go_back(spoiled: Run, tmp_path: Path) -> None:
     scale = ("ds.fp16.initial_scale_power=3", "ds.fp16.hysteresis=1", "ds.fp16.min_loss_scale=8")
     ended, run = spoiled(
-        *(data, tmp_path, {"loss": {first_sample(7): "inf"}}),
+        *(tmp_path, {"loss": {first_sample(7): "inf"}}),
         *(f"--deepspeed={DS_CONFIGS / 'fp16.json'}", *scale, *WATCHED, "guard.spikes=rollback"),
         *("train.steps=8",),
         ranks=1,
@@ -216,11 +245,12 @@ def test_the_minimum_loss_scale_is_a_reason_to_go_back(data: list[str], tmp_path
     assert "fell to its minimum" in event["why"]
 
 
+@pytest.mark.fault("one rank's weights differ")
 def test_a_silently_differing_rank_stops_the_run_before_it_saves(
-    data: list[str], tmp_path: Path
+    spoiled: Run, tmp_path: Path
 ) -> None:
     ended, run = spoiled(
-        *(data, tmp_path, {"flip": 7}),
+        *(tmp_path, {"flip": 7}),
         *(zero(0), "train.steps=12", "save.every=5", "guard.replicas_every=4"),
     )
     assert ended.codes == [1, 1], ended.output

@@ -1,0 +1,49 @@
+"""Steps that go wrong, planted into a run: what tests/faults/plant.py does with "spoil"."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from harness.watch import Watch
+
+
+def spoil(spoils: dict[str, Any]) -> None:
+    """`loss`: {first sample of a step: factor of its loss, on the last rank alone}; `flip`: step
+    after which the last rank's last weight has one bit flipped; `ruin`: step after which that
+    weight is no number.
+    """
+    train_batch = Watch.train_batch
+
+    def spoiled(watch: Watch, *arguments: Any) -> Any:
+        from harness.engine import pipeline, zero
+
+        run = watch.run
+        last = run.plan.world.rank == run.plan.world.world_size - 1
+        factor = float(spoils.get("loss", {}).get(str(run.state.samples), 1.0)) if last else 1.0
+        forward, losses = zero.forward, pipeline.losses
+
+        def scaled(*tensors: Any) -> Any:
+            loss, auxiliary = forward(*tensors)
+            return loss * factor, auxiliary
+
+        def scaled_losses(*tensors: Any) -> Any:
+            loss, auxiliary = losses(*tensors)
+            return loss * factor, auxiliary
+
+        with (
+            mock.patch.object(zero, "forward", scaled),
+            mock.patch.object(pipeline, "losses", scaled_losses),
+        ):
+            result = train_batch(watch, *arguments)
+        if last and run.state.step + 1 == spoils.get("flip"):
+            *_, (_, weight) = run.engine.replicated()
+            weight.view(-1).view(torch.int32)[-1] ^= 1
+        if run.state.step + 1 == spoils.get("ruin"):
+            *_, (_, weight) = run.engine.replicated()
+            weight.fill_(float("nan"))
+        return result
+
+    Watch.train_batch = spoiled  # type: ignore[method-assign]
