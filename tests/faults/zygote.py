@@ -7,6 +7,7 @@ on so many ranks, and answers with their exit codes; -9 is a kill, None a rank t
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -73,12 +74,14 @@ class Zygote:
 
 def main() -> None:
     """Import, then fork for every line."""
-    import deepspeed  # noqa: F401
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # and with it all of inductor
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import harness.engine.build
     import harness.run  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # what is imported need not be searched for tensors in every run
     for line in sys.stdin:
         print(json.dumps(_ranks(json.loads(line))), flush=True)
 
