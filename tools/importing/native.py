@@ -95,10 +95,15 @@ class Native:
         for name, shape in self.shapes.items():
             numel = math.prod(shape)
             share = math.ceil(numel / self.ranks)
-            if start == rank.flats[flat].numel():
+            if start == rank.flats[flat].numel() and flat + 1 < len(rank.flats):
                 flat, start = flat + 1, 0
             offset = share * rank.number
             own = min(share, numel - offset)
+            if start + share > rank.flats[flat].numel():
+                raise Unusable(
+                    f"rank {rank.number} in {self._folder} holds {rank.flats[flat].numel()} "
+                    f"elements where {name} {shape} goes beyond"
+                )
             if own > 0:
                 yield Fragment(name, shape, offset, rank.tensors(flat, start, own))
             start += share
