@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from harness.checkpoint.export import SHARD_BYTES, Progress, opened, replacing, write_model
 from harness.checkpoint.load import Checkpoint
@@ -54,7 +53,6 @@ def export(
     manifest = checkpoint.manifest
     dtype = wish.dtype or manifest.precision
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()
     try:
         config = hf_config(manifest.model_config, wish.source, wish.trust_remote_code)
         model = skeleton(config, DTYPES[dtype], "eager", wish.trust_remote_code)

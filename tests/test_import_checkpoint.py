@@ -69,7 +69,6 @@ def test_a_run_of_the_trainer_goes_on(data: list[str], tmp_path: Path) -> None:
     model = out / "checkpoint-3" / "config.json"
     command += [f"resume.from={new}@3", f"model.name={model}", "data.seq_len=16"]
     command += [
-        "ds.bf16.enabled=true",
         "resume.allow=data_fingerprint",
         f"run.dir={tmp_path / 'branch'}",
     ]

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import logging
 
 from harness.checkpoint.files import Reader
 from harness.checkpoint.fragment import BUFFER, WEIGHT
@@ -109,6 +110,7 @@ def _write_config(folder: Path, model: PreTrainedModel) -> None:
 
 def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """The exported model, as anybody opens it."""
+    logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
     )
