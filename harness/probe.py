@@ -32,7 +32,8 @@ def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
     )
 
 
-def _stored(checkpoint: Checkpoint) -> Batch:
+def stored_probe(checkpoint: Checkpoint) -> Batch:
+    """The batch that a checkpoint was probed with."""
     tensors = checkpoint.probe()
     return Batch(tensors["input_ids"], tensors["labels"], tensors.get("position_ids"))
 
@@ -64,7 +65,7 @@ def check_probe(engine: Any, checkpoint: Checkpoint, plan: Plan) -> None:
     expected = checkpoint.manifest.probe_loss
     if expected is None or "probe" in plan.run.resume.allow:
         return
-    loss = loss_of(engine, _stored(checkpoint))
+    loss = loss_of(engine, stored_probe(checkpoint))
     tolerance = max(TOLERANCES[plan.precision], TOLERANCES[checkpoint.manifest.precision])
     if loss is None or (math.isnan(loss) and math.isnan(expected)):
         return

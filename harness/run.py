@@ -11,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.export import export_hf
+from harness.checkpoint.load import Checkpoint, newest_usable, verified
+from harness.checkpoint.store import Store
 from harness.engine.processes import leave
 from harness.errors import ConfigError, ExitCode, RunStopped
+from harness.exporting import Wish, export
 from harness.fit import changes_that_help, memory_line
 from harness.live_memory import Compared, is_out_of_memory
 from harness.metrics import monitor_events
 from harness.plan import Plan
+from harness.planning.shape import num_parameters
 from harness.runfolder import Outcome
 from harness.sampling import sample_text
 from harness.saving import finish_save, save
@@ -32,6 +35,7 @@ _OUTCOMES: dict[ExitCode, Outcome] = {
     ExitCode.DIVERGED: "diverged",
     ExitCode.CANNOT_SAVE: "failed",
 }
+CHECKED_PARAMETERS = 2 * 10**9  # up to here, a forward pass on the host takes minutes
 SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baselines takes seconds
 
 
@@ -149,18 +153,9 @@ def evaluate(run: Run) -> float:
 
 
 def _finish(run: Run) -> None:
-    """Export the weights and show what was learned."""
+    """Show what was learned, and export the weights. The last is rank 0's alone."""
     plan = run.plan
     found = evaluate(run) if run.held_out_nats is None else run.held_out_nats
-    if plan.run.save.export:
-        weights = run.engine.weights(keep=run.is_writer)
-        if run.is_writer:
-            export_hf(run.folder.export_dir, run.engine.module, weights, run.data.tokenizer)
-            run.progress.say(f"exported {run.folder.export_dir}")
-        else:
-            for _ in weights:
-                pass
-        dist.barrier()
     small = run.data.train.tokens <= SMALL_CORPUS_TOKENS
     if run.is_writer and small:
         run.progress.say(
@@ -177,6 +172,26 @@ def _finish(run: Run) -> None:
             plan.run.train.seed,
         )
         run.progress.say(f"sample: {text!r}")
+    if plan.run.save.export:
+        checkpoint = _last_checkpoint(run)
+        if run.is_writer:  # the others wait for nothing: it may take longer than a collective may
+            wish = Wish(
+                check=plan.shape is not None and num_parameters(plan.shape) <= CHECKED_PARAMETERS,
+                source=plan.model_source,
+                trust_remote_code=run.engine.module.is_remote_code(),
+            )
+            folder = run.folder.export_dir
+            checked = export(checkpoint, folder, run.folder.tokenizer_dir, wish)
+            run.progress.say(f"exported {folder}; {checked}")
+
+
+def _last_checkpoint(run: Run) -> Checkpoint:
+    """Of the step that the run is at, verified; saved now where no step was taken. Collective."""
+    found, _ = newest_usable(run.folder.checkpoints_dir)
+    if found is None or found.state.step != run.state.step:
+        save(run, run.known)
+        found = verified(Store(run.folder.checkpoints_dir).at(run.state.step))
+    return found
 
 
 def _log(run: Run, line: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ FLOORS: list[dict[str, str]] = [
         "sampling": "sampling",
     },
     {"engine": "engine"},
-    {"run": "run start verify saving resumption probe watch"},
+    {"run": "run start verify saving resumption probe watch exporting"},
     {"train": "train"},
 ]
 ROOMS = {
@@ -66,7 +66,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "ninja": {"engine"},
     "sentencepiece": {"data"},
     "tokenizers": {"data"},
-    "huggingface_hub": {"plan", "models"},
+    "huggingface_hub": {"plan", "models", "checkpoint"},
     "pydantic": {"config"},
     "pydantic_core": {"config"},
     "numpy": UPPER,

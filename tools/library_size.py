@@ -60,7 +60,7 @@ PARTS = {
     "plan its memory": ("planning",),
     "survive": (
         *("checkpoint", "guard", "engine/state.py"),
-        *("saving.py", "resumption.py", "probe.py", "watch.py"),
+        *("saving.py", "resumption.py", "probe.py", "watch.py", "exporting.py"),
     ),
 }
 TRAIN = "train"

@@ -2,46 +2,138 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from huggingface_hub import split_torch_state_dict_into_shards
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import logging
+
+from harness.checkpoint.files import Reader
+from harness.checkpoint.fragment import BUFFER, WEIGHT
+from harness.checkpoint.hub_layout import HubLayout
+from harness.checkpoint.store import fsync
+from harness.checkpoint.tensor_file import TensorWriter
+from harness.errors import ConfigError
+
+SHARD_BYTES = 4 * 10**9
+Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
 
-def export_hf(
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its name when all is well, and vanishes when not.
+
+    Raises ConfigError where something else than an export has that name.
+    """
+    if folder.exists() and not _is_export(folder):
+        raise ConfigError(f"{folder} exists and is no exported model: choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix=f".unfinished-{folder.name}-", dir=folder.parent))
+    try:
+        unfinished = place / folder.name
+        unfinished.mkdir()
+        yield unfinished
+        for path in (*unfinished.iterdir(), unfinished):
+            fsync(path)
+        with _out_of_the_way(folder, place / "replaced"):
+            unfinished.rename(folder)
+        fsync(folder.parent)
+    finally:
+        shutil.rmtree(place)
+
+
+def write_model(
     folder: Path,
     model: PreTrainedModel,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    tokenizer: Any,
+    reader: Reader,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write safetensors, config and tokenizer; the folder appears by one rename, whole.
+    """Write config and weights as `save_pretrained` of that model would, from a checkpoint.
 
-    `weights` yields (name, tensor on the CPU) for every parameter of `model`, tied ones once.
+    `model` has its parameters on meta, in the dtype to be written. Needs no memory beyond a piece
+    of a tensor, or the few tensors that are converted together.
+    Raises ConfigError where there is no room.
     """
-    unfinished = folder.with_name(f".unfinished-{folder.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    state = dict(weights)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in state:  # tied: the same object under another name
-            state[name] = state[_first_name(model, parameter)]
-    for name, buffer in _persistent_buffers(model):
-        state[name] = buffer.detach().cpu()
-    model.save_pretrained(unfinished, state_dict=state)
-    tokenizer.save_pretrained(unfinished)
-    if folder.exists():
-        shutil.rmtree(folder)
-    unfinished.rename(folder)
+    layout = HubLayout(model, piece_bytes=shard_bytes // 8)
+    split = split_torch_state_dict_into_shards(
+        layout.tensors,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    total, free = sum(t.nbytes for t in layout.tensors.values()), shutil.disk_usage(folder).free
+    if total > free:
+        raise ConfigError(
+            f"{folder.parent} has {free / 1e9:.2f} GB free, but the export needs "
+            f"{total / 1e9:.2f} GB: choose another folder, or a smaller dtype"
+        )
+    _write_config(folder, model)
+    files = {
+        file: TensorWriter(folder / file, {name: layout.tensors[name] for name in names})
+        for file, names in split.filename_to_tensors.items()
+    }
+    buffers, done = dict(model.named_buffers()), 0
+
+    def read(name: str, offset: int, out: torch.Tensor) -> None:
+        reader.fill(name, BUFFER if name in buffers else WEIGHT, offset, out)
+
+    for name, offset, piece in layout.pieces(read):
+        files[split.tensor_to_filename[name]].write(name, offset, piece)
+        done += piece.nbytes
+        progress(done, total)
+    for file in files.values():
+        file.close()
+    if split.is_sharded:
+        about = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": about, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _first_name(model: torch.nn.Module, parameter: torch.nn.Parameter) -> str:
-    return next(name for name, other in model.named_parameters() if other is parameter)
+def _write_config(folder: Path, model: PreTrainedModel) -> None:
+    """As `save_pretrained` does, which would import DeepSpeed where it is installed."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
-def _persistent_buffers(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The exported model, as anybody opens it."""
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
+    )
+
+
+@contextlib.contextmanager
+def _out_of_the_way(folder: Path, other: Path) -> Iterator[None]:
+    """`folder` is called `other`, unless nothing takes its place."""
+    try:
+        if folder.exists():
+            folder.rename(other)
+        yield
+    except BaseException:
+        if other.exists() and not folder.exists():
+            other.rename(folder)
+        raise
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether nothing of a user's is lost with it: an empty folder, or a model."""
+    if not folder.is_dir():
+        return False
+    found = list(folder.iterdir())
+    return not found or (
+        folder / "config.json" in found and any(p.suffix == ".safetensors" for p in found)
+    )

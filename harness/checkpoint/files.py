@@ -13,24 +13,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import safe_open
 
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
+from harness.checkpoint.tensor_file import DTYPES, TensorReader
 
 FILE_BYTES = 2**30  # about as large as a file becomes; nothing larger is ever in memory twice
 _CHUNK_BYTES = 2**24
-# safetensors' names (github.com/huggingface/safetensors#format) of what optimizers hold.
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class Unusable(ValueError):
@@ -120,7 +108,7 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
     header, end = {}, 0
     for key, tensor in tensors.items():
         header[key] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": [tensor.numel()],
             "data_offsets": [end, end + tensor.nbytes],
         }
@@ -171,7 +159,7 @@ class Reader:
         self.by_name: dict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
             self.by_name[entry.name].append(entry)
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, TensorReader] = {}
 
     def optimizer_kinds(self) -> list[str]:
         """What the optimizer held of the parameters beside their weights."""
@@ -188,10 +176,8 @@ class Reader:
         for entry in self.by_name.get(name, ()):
             first, last = max(offset, entry.offset), min(end, entry.offset + entry.numel)
             if first < last and kind in entry.kinds:
-                stored = self._file(entry.file).get_slice(entry.key(kind))
-                out[first - offset : last - offset] = stored[
-                    first - entry.offset : last - entry.offset
-                ]
+                part = out[first - offset : last - offset]
+                self._file(entry.file).read(entry.key(kind), first - entry.offset, part)
                 filled += last - first
         if filled != out.numel():
             raise Unusable(
@@ -200,13 +186,13 @@ class Reader:
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """One tensor in its shape, on the host."""
-        entries = self.by_name[name]
-        stored = self._file(entries[0].file).get_slice(entries[0].key(kind))
-        flat = torch.empty(torch.Size(entries[0].shape).numel(), dtype=stored[:0].dtype)
+        entry = self.by_name[name][0]
+        dtype = self._file(entry.file).dtype(entry.key(kind))
+        flat = torch.empty(torch.Size(entry.shape).numel(), dtype=dtype)
         self.fill(name, kind, 0, flat)
-        return flat.view(entries[0].shape)
+        return flat.view(entry.shape)
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> TensorReader:
         if name not in self._open:
-            self._open[name] = safe_open(self.folder / name, framework="pt")
+            self._open[name] = TensorReader(self.folder / name)
         return self._open[name]

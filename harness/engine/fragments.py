@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
@@ -84,18 +83,6 @@ def full_masters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         master = safe_get_full_fp32_param(parameter)
         master = parameter if master is None else master  # ZeRO-0 in fp32 has no second copy
         yield name, master.detach().float().to("cpu", copy=True)
-
-
-def full_weights(module: nn.Module, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight on the CPU in the model's dtype); all ranks must iterate together.
-
-    One parameter is in full at a time. With `keep=False` (the ranks that do not write) the ranks
-    take part in the gathering and yield nothing. Tied parameters come once.
-    """
-    for name, parameter in _named_parameters(module):
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            if keep:
-                yield name, parameter.detach().to("cpu", copy=True)
 
 
 def elements_held(module: nn.Module) -> int:

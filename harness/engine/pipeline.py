@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.data.batches import Batch
-from harness.engine import fragments, quirks
+from harness.engine import quirks
 from harness.engine.stages import Tied
 from harness.engine.zero import ZeroEngine, poisoned
 from harness.models.loss import losses
@@ -33,7 +33,7 @@ class StageModule(PipelineModule):
         with quirks.printing_nothing():
             super().__init__([stage] * stages, num_stages=stages, partition_method="uniform")
         for weight, group in tied:
-            # The copy of the last stage counts neither in the gradient norm nor in exports.
+            # The copy of the last stage counts neither in the gradient norm nor in checkpoints.
             weight.ds_pipe_replicated = dist.get_rank() != dist.get_global_rank(group, 0)
 
     def _index_tied_modules(self) -> dict[str, Any]:
@@ -128,12 +128,6 @@ class PipelineEngine(ZeroEngine):
             self._run(schedule, [Batch(input_ids, input_ids, None)], finish)
         dist.broadcast(logits, self.plan.grid.group("pipeline", 0)[-1])
         return logits
-
-    def weights(self, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of every parameter; all ranks iterate, those with `keep` receive."""
-        for item in self._of_all_stages(fragments.full_weights(self._held)):
-            if keep:
-                yield item
 
     @property
     def data_group(self) -> dist.ProcessGroup:

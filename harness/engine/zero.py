@@ -164,10 +164,6 @@ class ZeroEngine:
         """(name, fp32 weight) of every parameter as the optimizer holds it."""
         return self._of_all_stages(fragments.full_masters(self._held))
 
-    def weights(self, keep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of every parameter; all ranks iterate, those with `keep` receive."""
-        return fragments.full_weights(self._held, keep)
-
     @property
     def module(self) -> torch.nn.Module:
         """The Hugging Face model inside the engine."""

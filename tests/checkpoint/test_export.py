@@ -1,56 +1,225 @@
-"""Exports that transformers opens."""
+"""Exports are what `save_pretrained` writes, and transformers opens them."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harness.checkpoint.export import export_hf
+from harness.checkpoint.export import replacing, write_model
+from harness.checkpoint.files import Reader, write_fragments
+from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
+from harness.errors import ConfigError
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
+from tests.engine.small import FAMILIES, MODEL
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
+MODELS: dict[str, dict[str, Any]] = {
+    **FAMILIES,
+    "llama": MODEL,
+    "llama_tied": {**MODEL, "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "mixtral": {**MODEL, "model_type": "mixtral", "num_local_experts": 4},
+    # A correction bias of its routers that is a buffer, and saved.
+    "ernie4_5_moe": {
+        **MODEL,
+        "model_type": "ernie4_5_moe",
+        "moe_intermediate_size": 16,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+    },
 }
+# transformers 5 holds their experts in one tensor, and saves each by itself. Of these it counts
+# only the first when it fills shards, which become larger than they should.
+EXPERTS_APART = {"mixtral", "qwen2_moe", "qwen3_moe", "ernie4_5_moe"}
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-class _Tokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_export_opens_with_the_same_weights(family: str, tied: bool, tmp_path: Path) -> None:
-    config = hf_config({"model_type": family, **SIZES, "tie_word_embeddings": tied})
-    model = skeleton(config, torch.float32)
+def drawn(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    model = skeleton(hf_config(config), dtype, "eager")
     materialize(model, 0, torch.device("cpu"))
-    weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    export_hf(tmp_path / "export", model, weights, _Tokenizer())
+    for number, buffer in enumerate(model.buffers()):
+        if buffer.is_floating_point():
+            buffer.add_(number + 1)
+    return model
+
+
+def stored(model: PreTrainedModel, folder: Path, cuts: int = 3) -> Reader:
+    """The model's fp32 weights, as several ranks would have saved them."""
+    folder.mkdir()
+    kept = model.state_dict()
+    tensors = {name: (WEIGHT, p.detach().float()) for name, p in model.named_parameters()}
+    tensors |= {name: (BUFFER, b) for name, b in model.named_buffers() if name in kept}
+    fragments = [
+        Fragment(name, tuple(tensor.shape), 0, {kind: tensor.reshape(-1)})
+        for name, (kind, tensor) in tensors.items()
+    ]
+    entries = []
+    for rank in range(cuts):
+        parts = [f.share(rank, cuts) if WEIGHT in f.tensors else f for f in fragments]
+        mine = [p for p in parts if p is not None and (rank == 0 or WEIGHT in p.tensors)]
+        entries += write_fragments(folder, rank, mine)[1]
+    return Reader(folder, entries)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every file: tensors by name, texts as they are."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                assert file.metadata() == {"format": "pt"}
+                found[path.name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        else:
+            found[path.name] = json.loads(path.read_text())
+    return found
+
+
+def shards(folder: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    return [content for name, content in folder.items() if name.endswith(".safetensors")]
+
+
+def merged(folder: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """All tensors, each in the file that the index names."""
+    files = folder["model.safetensors.index.json"]["weight_map"]
+    assert sum(map(len, shards(folder))) == len(files)
+    return {name: folder[file][name] for name, file in files.items()}
+
+
+def size(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        other = found[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(other, tensor), name
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_an_export_is_what_save_pretrained_writes(
+    family: str, shard_bytes: int, tmp_path: Path
+) -> None:
+    dtype = DTYPES[sorted(MODELS).index(family) % 2]
+    model = drawn(MODELS[family], dtype)
+    reader = stored(model, tmp_path / "checkpoint")
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
+    (tmp_path / "ours").mkdir()
+    empty = skeleton(hf_config(MODELS[family]), dtype, "eager")
+    write_model(tmp_path / "ours", empty, reader, shard_bytes)
+    ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
+    assert ("model.safetensors" in ours) == (shard_bytes == 10**9)
+    if shard_bytes == 20_000 and family in EXPERTS_APART:
+        assert_same_tensors(merged(ours), merged(theirs))
+        assert all(len(file) == 1 or size(file) <= shard_bytes for file in shards(ours))
+        return
+    assert sorted(ours) == sorted(theirs)
+    for name, content in theirs.items():
+        if name.endswith(".safetensors"):
+            assert_same_tensors(ours[name], content)
+        else:
+            assert ours[name] == content, name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2", "ernie4_5_moe"])
+def test_an_export_opens_with_the_same_weights(family: str, tmp_path: Path) -> None:
+    model = drawn(MODELS[family], torch.float32)
+    reader = stored(model, tmp_path / "checkpoint")
+    (tmp_path / "export").mkdir()
+    write_model(tmp_path / "export", skeleton(hf_config(MODELS[family]), torch.float32), reader)
     opened, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "export", dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    for name, parameter in opened.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name)), name
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(opened.state_dict()[name], tensor), name
 
 
-def test_a_new_export_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
-    config = hf_config({"model_type": "llama", **SIZES})
-    for seed in (0, 1):
-        model = skeleton(config, torch.float32)
-        materialize(model, seed, torch.device("cpu"))
-        export_hf(tmp_path / "export", model, model.named_parameters(), _Tokenizer())
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
-    assert torch.equal(opened.lm_head.weight, model.lm_head.weight)
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    for text in ("first", "second"):
+        with replacing(folder) as unfinished:
+            (unfinished / "config.json").write_text(text)
+            (unfinished / "model.safetensors").touch()
+            assert folder.exists() == (text == "second")
+        assert (folder / "config.json").read_text() == text
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(folder)
+    assert (folder / "config.json").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def interrupted(folder: Path) -> None:
+    with replacing(folder) as unfinished:
+        (unfinished / "config.json").write_text("third")
+        raise KeyboardInterrupt
+
+
+def test_a_folder_of_the_user_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="no exported model"), replacing(tmp_path):
+        pass
+    assert (tmp_path / "thesis.tex").exists()
+
+
+MEASURE = """
+import json, re, sys
+from pathlib import Path
+import torch
+from harness.checkpoint.export import write_model
+from harness.checkpoint.files import Entry, Reader
+from harness.checkpoint.tensor_file import TensorWriter
+from harness.models.skeleton import hf_config, skeleton
+
+def held(kind):  # getrusage's peak would begin with that of the process that started this one
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{kind}:\\s+(\\d+) kB", text)[1])
+
+folder, shard_bytes, config = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+torch.set_num_threads(1)
+for size in (64, config["hidden_size"]):  # the small one brings in all that is imported
+    model = skeleton(hf_config({**config, "hidden_size": size}), torch.bfloat16)
+    entries = [
+        Entry(name, tuple(p.shape), 0, p.numel(), ("weight",), f"{size}")
+        for name, p in model.named_parameters()
+    ]
+    meta = {e.key("weight"): torch.empty(e.numel, device="meta") for e in entries}
+    TensorWriter(folder / f"{size}", meta)  # zeros, without a block on disk
+    (folder / f"out-{size}").mkdir()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten (man proc)
+    now = held("VmRSS")
+    write_model(folder / f"out-{size}", model, Reader(folder, entries), shard_bytes)
+print(held("VmHWM") - now, sum(f.stat().st_size for f in (folder / f"out-{size}").iterdir()))
+"""
+LARGE = {
+    "llama": {"intermediate_size": 4096, "num_hidden_layers": 8},
+    # All experts of a layer are one tensor of 67 MB and one of half as much.
+    "mixtral": {"intermediate_size": 1024, "num_hidden_layers": 3, "num_local_experts": 16},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_memory_stays_below_a_third_more_than_a_shard(kind: str, tmp_path: Path) -> None:
+    """Of more than 300 MB of weights in bf16, from fp32."""
+    shard_bytes, sizes = 64 * 10**6, {"hidden_size": 1024, "vocab_size": 16384, **LARGE[kind]}
+    config = json.dumps({**MODEL, "model_type": kind, "num_attention_heads": 8, **sizes})
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(shard_bytes), config]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, total = map(int, done.stdout.split())
+    print(f"{kind}: peak {peak / shard_bytes:.2f} shards, {total / 1e6:.0f} MB written")
+    assert total > 300e6
+    assert peak < 1.3 * shard_bytes

@@ -1,0 +1,93 @@
+"""One safetensors file: read by elements, written in any order; never mapped, never whole.
+
+Pages of a mapped file would count as this process's memory until the last tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+# safetensors' names (github.com/huggingface/safetensors#format) of what optimizers hold.
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_CHUNK_BYTES = 2**22
+
+
+class TensorReader:
+    """Reads elements of the tensors of a file. Raises OSError and ValueError where it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        (size,) = struct.unpack("<Q", self._file.read(8))
+        self._header = json.loads(self._file.read(size))
+        self._start = 8 + size
+
+    def dtype(self, key: str) -> torch.dtype:
+        """What a tensor's elements are stored as."""
+        return _BY_NAME[self._header[key]["dtype"]]
+
+    def read(self, key: str, first: int, out: torch.Tensor) -> None:
+        """Fill flat `out`, of any dtype and device, with the tensor's elements from `first` on."""
+        dtype = self.dtype(key)
+        begin, _ = self._header[key]["data_offsets"]
+        self._file.seek(self._start + begin + first * dtype.itemsize)
+        for part in out.split(_CHUNK_BYTES // dtype.itemsize):
+            chunk = torch.empty(part.numel(), dtype=dtype)
+            data = memoryview(chunk.view(torch.uint8).numpy())
+            if self._file.readinto(data) != len(data):
+                raise ValueError(f"{self._file.name} ends within {key}")
+            part.copy_(chunk)
+
+
+class TensorWriter:
+    """Writes a file whose header is known before the tensors are: `tensors` may be on meta."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._at: dict[str, int] = {}
+        end = 0
+        # As safetensors orders them: wide elements first, so that all are aligned.
+        for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
+            tensor = tensors[name]
+            self._at[name] = end
+            header[name] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + tensor.nbytes],
+            }
+            end += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._start, self._missing = 8 + len(text), end
+        self._file = path.open("xb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.truncate(self._start + end)
+
+    def write(self, name: str, offset: int, elements: torch.Tensor) -> None:
+        """A tensor's elements from `offset` on, on the host, in the dtype that was announced."""
+        self._file.seek(self._start + self._at[name] + offset * elements.itemsize)
+        self._file.write(memoryview(elements.contiguous().view(-1).view(torch.uint8).numpy()))
+        self._missing -= elements.nbytes
+
+    def close(self) -> None:
+        """On disk, whole, when this returns."""
+        assert not self._missing, f"{self._file.name} lacks {self._missing} bytes"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()

@@ -1,0 +1,160 @@
+"""The tool that exports: from any layout, without DeepSpeed, and not without its probe's loss."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness.checkpoint.load import checkpoint_of
+from harness.exporting import ExportDiffers, Wish, export
+from harness.runfolder import RunFolder
+from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
+from tools.export_hf import _bytes, main
+
+JSONS = REPOSITORY / "ds_configs"
+# As a script. transformers and accelerate import DeepSpeed in many places, where it is installed.
+WITHOUT_DEEPSPEED = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    assert "deepspeed" not in sys.modules
+"""
+
+
+@pytest.fixture(scope="module")
+def run(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """Two steps on two ranks under ZeRO 3, exported at their end."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = train_command(
+        *("--deepspeed", JSONS / "zero3.json", *data, f"run.dir={folder / 'run'}"),
+        *("train.steps=2", "save.every=1", "save.export=true"),
+    )
+    run_ranks(command, folder / "logs").succeeded()
+    return RunFolder(folder / "run")
+
+
+@pytest.fixture
+def copy(run: RunFolder, tmp_path: Path) -> RunFolder:
+    """The same run, to be damaged."""
+    shutil.copytree(run.path, tmp_path / "run")
+    return RunFolder(tmp_path / "run")
+
+
+def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", WITHOUT_DEEPSPEED, REPOSITORY / "tools" / "export_hf.py"]
+    return subprocess.run(
+        [str(word) for word in (*words, *arguments)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+
+
+def with_manifest(run: RunFolder, **changes: Any) -> Any:
+    """The run's last checkpoint, whose manifest says something else."""
+    checkpoint = checkpoint_of(str(run.path))
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, **changes))
+
+
+@pytest.mark.slow
+def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    done = tool(run.path, "--out", tmp_path / "export")
+    assert done.returncode == 0, done.stderr
+    assert "written 0.00 of 0.00 GB (100%)" in done.stderr
+    assert "its probe loss is" in done.stdout
+    for path in run.export_dir.iterdir():
+        assert (tmp_path / "export" / path.name).read_bytes() == path.read_bytes(), path.name
+    ids = AutoTokenizer.from_pretrained(tmp_path / "export")("the model reads").input_ids
+    assert ids == AutoTokenizer.from_pretrained(run.tokenizer_dir)("the model reads").input_ids
+    written = load_file(tmp_path / "export" / "model.safetensors")
+    reader = checkpoint_of(str(run.path)).reader()
+    assert sorted(written) == sorted(reader.by_name)
+    assert all(torch.equal(t, reader.whole(n, "weight")) for n, t in written.items())
+
+
+@pytest.mark.slow
+def test_an_earlier_step_in_another_dtype_and_in_shards(run: RunFolder) -> None:
+    assert main([f"{run.path}@1", "--dtype", "bf16", "--shard-size", "100KB"]) == 0
+    folder = run.path / "export-step-1"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    reader = checkpoint_of(f"{run.path}@1").reader()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, reader.whole(name, "weight").bfloat16()), name
+
+
+@pytest.mark.slow
+def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Path) -> None:
+    """As when other weights had been written: other norms."""
+    right = checkpoint_of(str(run.path)).manifest
+    wrong = with_manifest(run, model_config={**right.model_config, "rms_norm_eps": 0.1})
+    with pytest.raises(ExportDiffers, match=rf"a loss of {right.probe_loss:.7g} .* has \d"):
+        export(wrong, tmp_path / "export", run.tokenizer_dir, Wish())
+    assert list(tmp_path.iterdir()) == []
+    told = export(wrong, tmp_path / "export", run.tokenizer_dir, Wish(check=False))
+    assert told == "its loss was not checked: not asked for"
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_not_exported(
+    copy: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (copy.export_dir / "model.safetensors").read_bytes()
+    for path in copy.checkpoints_dir.glob("*/rank-00001-000.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    assert main([str(copy.path)]) == 77
+    assert "SHA-256" in capsys.readouterr().err
+    assert main([str(copy.path), "--step", "9"]) == 77
+    assert (copy.export_dir / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_run_without_steps_is_exported_too(data: list[str], tmp_path: Path) -> None:
+    """And a pipeline: no rank has the whole model."""
+    run = RunFolder(tmp_path / "run")
+    command = train_command(
+        *("--deepspeed", JSONS / "pipeline2.json", *data, f"run.dir={run.path}"),
+        *("train.steps=0", "save.export=true", "model.overrides.tie_word_embeddings=true"),
+    )
+    run_ranks(command, tmp_path / "logs").succeeded()
+    config = json.loads((run.export_dir / "config.json").read_text())
+    assert config["tie_word_embeddings"] is True
+    written = load_file(run.export_dir / "model.safetensors")
+    assert "lm_head.weight" not in written
+    assert checkpoint_of(str(run.path)).state.step == 0
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (
+        [str(tmp_path / "nothing")],
+        [str(tmp_path), "--dtype", "int8"],
+        [str(tmp_path), "--shard-size", "four"],
+        [f"{tmp_path}@3", "--step", "4"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(wrong)
+        assert caught.value.code == 2
+    assert "name two steps" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 77  # a folder without a checkpoint
+
+
+def test_sizes() -> None:
+    assert [_bytes(t) for t in ("4GB", "500mb", "1.5 k", "7")] == [4 * 10**9, 5 * 10**8, 1500, 7]

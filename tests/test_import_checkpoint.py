@@ -1,0 +1,153 @@
+"""Training goes on from DeepSpeed's own checkpoints, and nothing in them is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.checkpoint.load import checkpoint_of
+from harness.runfolder import RunFolder
+from tests.engine.small import MODEL
+from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, run_ranks, train_command
+from tools.import_checkpoint import main
+
+ELSEWHERE = REPOSITORY / "tests" / "trained_elsewhere.py"
+JSONS = REPOSITORY / "ds_configs"
+
+
+@pytest.mark.slow
+def test_a_run_of_an_earlier_harness_goes_on(data: list[str], tmp_path: Path) -> None:
+    """Bit for bit, on the same layout; of many flat tensors here."""
+    common = ["--deepspeed", JSONS / "zero3.json", *data, "save.every=2", "log.every=1"]
+    common += ["ds.zero_optimization.sub_group_size=9000"]
+    command = [sys.executable, ELSEWHERE, "harness", tmp_path / "old", *SMALL_MODEL, *SHORT_RUN]
+    run_ranks([*command, *common], tmp_path / "a").succeeded()
+    assert main([f"{tmp_path / 'old'}@2", "--out", str(tmp_path / "new")]) == 0
+    command = train_command(*common, f"run.dir={tmp_path / 'new'}")
+    run_ranks(command, tmp_path / "b").succeeded()
+    new = {line["step"]: line for line in RunFolder(tmp_path / "new").read_metrics()}
+    old = {line["step"]: line for line in RunFolder(tmp_path / "old").read_metrics()}
+    assert sorted(new) == [3, 4]
+    for step in new:
+        for key in ("loss", "grad_norm", "learning_rate", "samples", "tokens"):
+            assert new[step][key] == old[step][key], (step, key)
+
+
+@pytest.mark.slow
+def test_a_run_of_the_trainer_goes_on(data: list[str], tmp_path: Path) -> None:
+    """Every weight and moment is what DeepSpeed itself says that it was."""
+    config = {**MODEL, "vocab_size": 512, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    ds = {
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+        **dict.fromkeys((*auto, "gradient_clipping"), "auto"),
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(ds))
+    out, new = tmp_path / "trainer", tmp_path / "new"
+    command = [sys.executable, ELSEWHERE, "trainer", out, tmp_path / "ds.json", tmp_path]
+    run_ranks(command, tmp_path / "a").succeeded()
+    assert main([str(out), "--out", str(new)]) == 0
+    checkpoint = checkpoint_of(f"{new}@3")
+    assert checkpoint.state.samples == 12
+    assert checkpoint.manifest.engine["optimizer"] == {"step": 3.0}
+    reader = checkpoint.reader()
+    expected = torch.load(out / "expected.pt")
+    assert sorted(reader.by_name) == sorted(expected)
+    for name, kinds in expected.items():
+        for kind, tensor in kinds.items():
+            assert torch.equal(reader.whole(name, kind), tensor), (name, kind)
+    command = train_command("--deepspeed", JSONS / "zero3.json", *data, "train.steps=4")
+    command = [w for w in command if w not in SMALL_MODEL]
+    model = out / "checkpoint-3" / "config.json"
+    command += [f"resume.from={new}@3", f"model.name={model}", "data.seq_len=16"]
+    command += [
+        "resume.allow=data_fingerprint",
+        f"run.dir={tmp_path / 'branch'}",
+    ]
+    run_ranks(command, tmp_path / "b", ranks=1).succeeded()
+
+
+class _Attack:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+def _checkpoint(folder: Path, **optimizer: Any) -> Path:
+    """As the Trainer would have left it, of one rank and one parameter."""
+    engine = folder / "checkpoint-1" / "global_step1"
+    engine.mkdir(parents=True)
+    (folder / "checkpoint-1" / "config.json").write_text(json.dumps(MODEL))
+    model = {"param_shapes": [{"w": torch.Size([2, 3])}], "buffer_names": [], "module": {}}
+    share = {
+        "zero_stage": 3,
+        "partition_count": 1,
+        "fp32_flat_groups": [torch.arange(6.0)],
+        "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(6)}}, "param_groups": []},
+        **optimizer,
+    }
+    torch.save(
+        {"optimizer_state_dict": share}, engine / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
+    torch.save(model, engine / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    return folder
+
+
+def test_a_planted_call_is_refused_and_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "made"
+    source = _checkpoint(tmp_path / "source", loss_scaler=_Attack(target))
+    assert main([str(source), "--out", str(tmp_path / "new")]) == 77
+    assert "asks for posix.mkdir" in capsys.readouterr().err
+    assert not target.exists()
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+def test_a_small_one_is_imported_whole(tmp_path: Path) -> None:
+    source = _checkpoint(tmp_path / "source")
+    assert main([str(source), "--out", str(tmp_path / "new")]) == 0
+    reader = checkpoint_of(str(tmp_path / "new")).reader()
+    assert torch.equal(reader.whole("w", "weight"), torch.arange(6.0).view(2, 3))
+    assert torch.equal(reader.whole("w", "exp_avg"), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"partition_count": 2}, "was saved by 2 ranks, but has the files of 0"),
+        ({"fp32_flat_groups": [torch.arange(5.0)]}, "5 elements"),
+        ({"optimizer_state_dict": None}, "in a way not known here"),
+    ],
+)
+def test_what_is_not_whole_is_refused(
+    optimizer: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = _checkpoint(tmp_path / "source", **optimizer)
+    assert main([str(source), "--out", str(tmp_path / "new")]) == 77
+    assert said in capsys.readouterr().err
+    assert list((tmp_path / "new").glob("checkpoints/*")) == []
+
+
+def test_a_wrong_argument_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nothing"), "--out", str(tmp_path)]) == 2
+    assert main([str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "is no checkpoint known here" in capsys.readouterr().err
+    source = _checkpoint(tmp_path / "source")
+    assert main([f"{source}@7", "--out", str(tmp_path / "new")]) == 2
+    assert "checkpoints of steps [1], not of 7" in capsys.readouterr().err
+    assert main([str(source), "--out", str(tmp_path / "new")]) == 0
+    assert main([str(source), "--out", str(tmp_path / "new")]) == 2

@@ -1,0 +1,122 @@
+"""Export a checkpoint to a folder that `AutoModelForCausalLM.from_pretrained` opens.
+
+    python tools/export_hf.py runs/NAME
+    python tools/export_hf.py runs/NAME --step 1000 --dtype fp32 --out my-model
+
+At any time, also while the run goes on, and on any machine: without GPU or DeepSpeed, whatever
+layout saved it. One tensor is in memory at a time. Then the exported model is opened, and its loss
+on the batch that the checkpoint was probed with must be the one that it had in training; that takes
+the memory of the model, and --no-check leaves it out. The folder appears when all is well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.checkpoint.files import Unusable
+from harness.checkpoint.load import checkpoint_of
+from harness.errors import ConfigError, ExitCode
+from harness.exporting import ExportDiffers, Wish, export
+from harness.runfolder import RunFolder, run_and_step
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def main(argv: list[str]) -> int:
+    """argv -> a folder -> exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    path, step = run_and_step(arguments.run)
+    if step is not None and arguments.step not in (None, step):
+        parser.error(f"{arguments.run} and --step {arguments.step} name two steps: leave one out")
+    step = arguments.step if step is None else step
+    if not path.is_dir():
+        parser.error(f"{path} is no folder: give the folder of a run (run.dir)")
+    run = RunFolder(path)
+    out = arguments.out or (run.export_dir if step is None else path / f"export-step-{step}")
+    wish = Wish(
+        dtype=arguments.dtype,
+        shard_bytes=arguments.shard_size,
+        check=not arguments.no_check,
+        source=((run.read_plan() or {}).get("run") or {}).get("model", {}).get("name"),
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    try:
+        _say("reading the checkpoint, and whether it is as it was written ...")
+        checkpoint = checkpoint_of(str(path) if step is None else f"{path}@{step}")
+        _say(f"exporting step {checkpoint.state.step:,} of {path} to {out}")
+        if not run.tokenizer_dir.is_dir():
+            _say(f"{run.tokenizer_dir} is not there: the export will have no tokenizer")
+        checked = export(checkpoint, out, run.tokenizer_dir, wish, Shown())
+    except Unusable as error:
+        return _fail(str(error), ExitCode.NO_CHECKPOINT)
+    except ConfigError as error:
+        return _fail(str(error), error.code)
+    except FileNotFoundError as error:
+        return _fail(f"{error}: did the run remove it meanwhile?", ExitCode.NO_CHECKPOINT)
+    except (ExportDiffers, OSError) as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing is left of it", 130)
+    print(f"exported {out}; {checked}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="run folder, or RUN@STEP")
+    parser.add_argument("--step", type=int, help="of its checkpoints; default: the newest usable")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="default: the run's precision"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default: RUN/export, or RUN/export-step-N with a step"
+    )
+    parser.add_argument(
+        "--shard-size", type=_bytes, default=4 * 10**9, help="of a file, e.g. 500MB; default: 4GB"
+    )
+    parser.add_argument("--no-check", action="store_true", help="do not open it to see its loss")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    return parser
+
+
+class Shown:
+    """How far the export is, on standard error; every few seconds, and at its end."""
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        self._every_s, self._next = every_s, time.monotonic() + every_s
+
+    def __call__(self, done: int, total: int) -> None:
+        """Bytes written, and bytes in all."""
+        if time.monotonic() >= self._next or done == total:
+            self._next = time.monotonic() + self._every_s
+            _say(f"written {done / 1e9:.2f} of {total / 1e9:.2f} GB ({done / total:.0%})")
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 4GB or 500MB")
+    return size
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _fail(message: str, code: int) -> int:
+    _say(f"cannot export: {message}")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,142 @@
+"""Bring a checkpoint of DeepSpeed's own format here, so that training goes on: weights and moments.
+
+    python tools/import_checkpoint.py runs/OLD --out runs/NEW
+    python tools/import_checkpoint.py outputs/checkpoint-500 --out runs/NEW
+
+SOURCE is a run of an earlier version of this harness (its newest checkpoint, or RUN@STEP), or one
+of the Hugging Face Trainer; ZeRO 1, 2 or 3, any number of ranks. Its files are pickles: one that
+asks for anything but tensors and plain values is refused before it is opened. A run of the harness
+goes on by run.dir=runs/NEW; of any other, resume.from=runs/NEW@STEP begins a run with its weights
+and moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.checkpoint.files import (
+    Entry,
+    Unusable,
+    Written,
+    to_index,
+    write_bytes,
+    write_fragments,
+)
+from harness.checkpoint.load import verified
+from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest, TrainState
+from harness.checkpoint.store import Store
+from harness.errors import ConfigError, ExitCode
+from harness.runfolder import RunFolder
+from tools.importing.native import Native
+from tools.importing.source import Source, find_source
+
+
+def main(argv: list[str]) -> int:
+    """argv -> a checkpoint -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", help="RUN, RUN@STEP, or a checkpoint's folder")
+    parser.add_argument("--out", type=Path, required=True, help="run folder, new or to be added to")
+    arguments = parser.parse_args(argv)
+    try:
+        source = find_source(arguments.source)
+        print(f"reading {source.path} ...", file=sys.stderr, flush=True)
+        path = import_checkpoint(source, RunFolder(arguments.out))
+    except Unusable as error:
+        return _fail(str(error), ExitCode.NO_CHECKPOINT)
+    except ConfigError as error:
+        return _fail(str(error), error.code)
+    except OSError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing is left of it", 130)
+    step = int(path.name.removeprefix("step-"))
+    way = f"run.dir={arguments.out}" if source.plan else f"resume.from={arguments.out}@{step}"
+    print(f"imported {path}; {way} goes on from it")
+    return 0
+
+
+def import_checkpoint(source: Source, run: RunFolder) -> Path:
+    """Write what `source` holds to the run's checkpoints; returns the new one, verified.
+
+    Raises Unusable where the source is not whole or not safe, ConfigError where `run` is taken.
+    """
+    native, store = Native(source.engine), Store(run.checkpoints_dir)
+    manifest = _manifest(source, native)
+    step = manifest.state.step
+    if store.at(step).exists():
+        raise ConfigError(f"{store.at(step)} exists: choose another --out")
+    if source.plan is not None and run.read_plan() not in (None, source.plan):
+        raise ConfigError(f"{run.plan_path} is of another run: choose another --out")
+    store.make_unfinished(step)
+    folder = store.unfinished(step)
+    try:
+        _write(folder, native, manifest)
+        path = store.publish(step)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    verified(path)
+    if source.plan is not None:
+        run.plan_path.write_text(json.dumps(source.plan, indent=2) + "\n", encoding="utf-8")
+    if source.tokenizer and not run.tokenizer_dir.exists():
+        run.tokenizer_dir.mkdir()
+        for file in source.tokenizer:
+            shutil.copy(file, run.tokenizer_dir)
+    return path
+
+
+def _write(folder: Path, native: Native, manifest: Manifest) -> None:
+    """All files, the manifest last; one rank's tensors are read at a time."""
+    files: list[Written] = []
+    entries: list[Entry] = []
+    for number, fragments in enumerate(native.by_rank()):
+        written, here = write_fragments(folder, number, fragments)
+        files, entries = [*files, *written], [*entries, *here]
+    files.append(write_bytes(folder / INDEX, json.dumps(to_index(entries)).encode()))
+    whole = Manifest(**{**vars(manifest), "files": files})
+    write_bytes(folder / MANIFEST, whole.to_bytes())
+
+
+def _manifest(source: Source, native: Native) -> Manifest:
+    counters = native.scalars["counters"]
+    state = TrainState(counters["global_steps"], counters["global_samples"])
+    plan = source.plan or {}
+    return Manifest(
+        state=source.state or state,
+        precision=plan.get("precision") or _precision(native.ds_config),
+        model_config=source.model_config,
+        data_fingerprint=plan.get("data_fingerprint"),
+        engine=native.scalars,
+        probe_loss=None,
+        held_out_loss=None,
+        about={
+            "imported_from": str(source.path.resolve()),
+            "world_size": native.ranks,
+            "zero_stage": native.stage,
+            "versions": {name: version(name) for name in ("torch", "transformers")},
+        },
+    )
+
+
+def _precision(ds_config: dict[str, Any]) -> str:
+    on = [name for name in ("bf16", "fp16") if (ds_config.get(name) or {}).get("enabled")]
+    return on[0] if on else "fp32"
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"cannot import: {message}", file=sys.stderr)
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
