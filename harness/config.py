@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -59,7 +60,7 @@ class ModelConfig(_Section):
     name: Text = "tiny"
     """Its shape only: a preset, a config.json, a folder that holds one, or a hub id."""
     init_from: Text | None = None
-    """Folder or hub id whose weights to start from; None starts from fresh random weights."""
+    """Folder, hub id, or RUN or RUN@STEP of ours, whose weights to start from; None: fresh ones."""
     checkpointing: Literal["none", "full"] = "none"
     """Recompute activations in the backward pass: of no layer, or of every decoder layer."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
@@ -302,6 +303,14 @@ class RunConfig(_Section):
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy
+
+
+def run_and_step(text: str) -> tuple[Path, int | None]:
+    """The run folder, and the step or None for the newest, of RUN or RUN@STEP."""
+    run, at, step = text.rpartition("@")
+    if at and run and re.fullmatch(r"[0-9]{1,8}", step):
+        return Path(run).expanduser(), int(step)
+    return Path(text).expanduser(), None
 
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str:

@@ -1,6 +1,7 @@
 """`model.name` -> a Hugging Face model config as a plain dict, without transformers.
 
-A name is, in this order: a preset, a config.json, a folder that holds one, or a hub id.
+A name is, in this order: a preset, a run folder, a config.json, a folder that holds one, or a hub
+id.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.assignments import did_you_mean
-from harness.config import RunConfig
+from harness.config import RunConfig, run_and_step
 from harness.errors import ConfigError
 
 PRESETS = Path(__file__).with_name("presets")
@@ -63,6 +64,9 @@ def find_model_config(
     if name in preset_names():
         return tomllib.loads(preset.read_text(encoding="utf-8"))["config"], f"preset {name}"
     path = Path(name).expanduser()
+    run_plan = run_and_step(name)[0] / "plan.json"
+    if run_plan.is_file():
+        return _read_config(run_plan, name)["model_config"], str(run_plan)
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")):

@@ -214,14 +214,6 @@ def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path 
             return path
 
 
-def run_and_step(text: str) -> tuple[Path, int | None]:
-    """The run folder, and the step or None for the newest, of RUN or RUN@STEP."""
-    run, at, step = text.rpartition("@")
-    if at and run and re.fullmatch(r"[0-9]{1,8}", step):
-        return Path(run).expanduser(), int(step)
-    return Path(text).expanduser(), None
-
-
 def _now() -> str:
     """Now as UTC ISO 8601, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

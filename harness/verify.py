@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint.load import is_run
 from harness.data.batches import Batch
 from harness.errors import ConfigError
 from harness.fit import free_on_host
@@ -110,6 +111,8 @@ def _why_not(run: Run) -> str | None:
     """Why the unsplit model is not asked; None where it is."""
     from harness.engine.unsplit import bytes_needed, trained  # imports DeepSpeed
 
+    if is_run(run.plan.run.model.init_from or ""):
+        return "the weights are those of a checkpoint, whose probe was compared"
     wish, model, device = run.plan.run.pipeline.verify, run.engine.module, run.engine.device
     if wish is False:
         return "pipeline.verify is false"

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.two_ranks import write_corpus
+from tests.two_ranks import SHARED_MEMORY, write_corpus
+from tests.zygote import Zygote
 
 if TYPE_CHECKING:
     from harness.data.build import Data
@@ -42,6 +44,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     corpus = write_corpus(folder / "corpus")
     build_data(DataSpec(path=str(corpus), cache_dir=str(folder / "cache")))
     return [f"data.path={corpus}", f"data.cache_dir={folder / 'cache'}"]
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Starts real runs within two seconds. Whatever happens to them, they leave nothing behind."""
+    with tempfile.TemporaryDirectory() as temporary:
+        before = set(SHARED_MEMORY.iterdir())
+        process = Zygote(TMPDIR=temporary)
+        yield process
+        process.close()
+        left = [path.name for path in Path(temporary).iterdir()]
+        assert not [name for name in left if not name.startswith("torchinductor_")]  # torch's own
+        shared = {path.name for path in set(SHARED_MEMORY.iterdir()) - before}
+        assert not [name for name in shared if name.startswith(("deepspeed", "torch_"))]
 
 
 @pytest.fixture

@@ -21,9 +21,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.files import Unusable
 from harness.checkpoint.load import checkpoint_of
+from harness.config import run_and_step
 from harness.errors import ConfigError, ExitCode
 from harness.exporting import ExportDiffers, Wish, export
-from harness.runfolder import RunFolder, run_and_step
+from harness.runfolder import RunFolder
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

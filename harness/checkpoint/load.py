@@ -20,7 +20,7 @@ from harness.checkpoint.manifest import (
     read_manifest,
 )
 from harness.checkpoint.store import Store
-from harness.runfolder import run_and_step
+from harness.config import run_and_step
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from harness.config import RunConfig
+from harness.config import RunConfig, run_and_step
 from harness.data.baselines import unigram_and_bigram_nats
 from harness.data.batches import Stream
 from harness.data.cache import Report, build_once, cache_key, default_cache
@@ -32,7 +32,7 @@ from harness.data.tokenizer import (
     vocab_size,
 )
 from harness.errors import ConfigError
-from harness.runfolder import RunFolder, run_and_step
+from harness.runfolder import RunFolder
 
 # Raise it whenever the same input would give other files.
 FORMAT = 2

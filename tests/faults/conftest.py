@@ -1,4 +1,4 @@
-"""One process that forks runs, an undisturbed run to compare with, and the table of faults."""
+"""An undisturbed run to compare with, and the table of faults."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from pathlib import Path
 import pytest
 
 from harness.runfolder import RunFolder
-from tests.faults.zygote import Zygote
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL
+from tests.zygote import Zygote
 
 STEPS = 8
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 _tried: dict[str, list[bool]] = defaultdict(list)
-
-
-@pytest.fixture(scope="package")
-def zygote() -> Iterator[Zygote]:
-    process = Zygote()
-    yield process
-    process.close()
 
 
 def arguments(run: Path, data: list[str], *more: str, json: str = "zero1") -> list[str]:

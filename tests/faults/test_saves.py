@@ -9,8 +9,8 @@ import pytest
 from harness.runfolder import RunFolder
 from tests.faults.checks import SAVE_EVERY, check_survived, executed
 from tests.faults.conftest import arguments
-from tests.faults.zygote import Zygote
 from tests.two_ranks import events
+from tests.zygote import Zygote
 
 pytestmark = pytest.mark.slow
 

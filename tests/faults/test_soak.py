@@ -15,8 +15,8 @@ import pytest
 from harness.runfolder import RunFolder
 from tests.faults.checks import SAVE_EVERY, check_tidy, executed
 from tests.faults.conftest import arguments
-from tests.faults.zygote import Zygote
 from tests.two_ranks import events
+from tests.zygote import Zygote
 
 INTERRUPTIONS = int(os.environ.get("SOAK", "5"))
 SEED = int(os.environ.get("SEED", "0"))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from harness.runfolder import RunFolder
-from tests.faults.zygote import Outcome, Zygote
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
+from tests.zygote import Outcome, Zygote
 from tools.batch_text import first_sample_of
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 from harness.runfolder import RunFolder
 from tests.faults.checks import check_survived, curve, newest
 from tests.faults.conftest import STEPS, arguments
-from tests.faults.zygote import Zygote
 from tests.two_ranks import events, write_corpus
+from tests.zygote import Zygote
 
 pytestmark = pytest.mark.slow
 

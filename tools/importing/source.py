@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.manifest import TrainState
+from harness.config import run_and_step
 from harness.errors import ConfigError
-from harness.runfolder import run_and_step
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "*.model", "vocab.*")
 

@@ -1,6 +1,6 @@
 """Real runs of several ranks within two seconds: processes that have imported everything, forked.
 
-`python -m tests.faults.zygote` reads one JSON object per line: {"args": [...], "ranks": 2, "logs":
+`python -m tests.zygote` reads one JSON object per line: {"args": [...], "ranks": 2, "logs":
 FOLDER, "fault": {...}, "limit_s": 120}, runs `train.py` with a fault in it (tests/faults/plant.py)
 on so many ranks, and answers with their exit codes; -9 is a kill, None a rank that had to be ended.
 """
@@ -37,11 +37,11 @@ class Outcome:
 class Zygote:
     """The process that forks; close() it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **variables: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.zygote"],
+            [sys.executable, "-m", "tests.zygote"],
             cwd=REPOSITORY,
-            env=environment(PYTHONPATH=str(REPOSITORY), PYTHONWARNINGS="ignore"),
+            env=environment(PYTHONPATH=str(REPOSITORY), PYTHONWARNINGS="ignore", **variables),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

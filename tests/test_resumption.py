@@ -1,0 +1,201 @@
+"""Where runs begin: on another layout, as a branch of another run, from another run's weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checkpoint.load import Store
+from harness.checkpoint.manifest import read_manifest
+from harness.runfolder import RunFolder
+from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
+from tests.zygote import Outcome, Zygote
+
+pytestmark = pytest.mark.slow
+
+DS_CONFIGS = REPOSITORY / "ds_configs"
+
+
+def words(run: Path, data: list[str], *more: str, json: str = "zero2") -> list[str]:
+    """Six steps, saved after every second, whose learning rate does not depend on their number."""
+    return [
+        *(f"--deepspeed={DS_CONFIGS / json}.json", *SMALL_MODEL, *SHORT_RUN, *data),
+        *("train.steps=6", "save.every=2", "save.keep=9", "optim.schedule=constant"),
+        *(f"run.dir={run}", *more),
+    ]
+
+
+def lines(run: RunFolder, name: str = "loss") -> dict[int, Any]:
+    return {line["step"]: line[name] for line in run.read_metrics() if name in line}
+
+
+@pytest.fixture(scope="module")
+def parent(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> RunFolder:
+    folder = tmp_path_factory.mktemp("parent")
+    ended = zygote.run(words(folder / "run", data), folder)
+    assert ended.codes == [0, 0], ended.output
+    return RunFolder(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("json", "ranks", "more"),
+    [
+        ("zero3", 2, ()),
+        ("zero1", 1, ()),
+        ("zero3_offload", 1, ("train.micro_batch=4",)),
+        ("pipeline2", 2, ("train.micro_batch=1",)),
+    ],
+)
+def test_a_run_goes_on_in_any_layout(
+    json: str,
+    ranks: int,
+    more: tuple[str, ...],
+    parent: RunFolder,
+    zygote: Zygote,
+    tmp_path: Path,
+    data: list[str],
+) -> None:
+    """From step 4, on the curve of the run that never changed."""
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(parent.path, run.path)
+    shutil.rmtree(run.checkpoints_dir / "step-00000006")
+    ended = zygote.run(words(run.path, data, *more, json=json), tmp_path, ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.output
+    (resumed,) = events(run, "resumed")
+    assert resumed["step"] == 4
+    assert {"deepspeed"} <= {change["key"] for change in resumed["changes"]}
+    assert lines(run) == pytest.approx(lines(parent), rel=1e-6)
+    assert lines(run, "grad_norm") == pytest.approx(lines(parent, "grad_norm"), rel=1e-5)
+    assert lines(run, "samples") == lines(parent, "samples")
+
+
+@pytest.mark.parametrize(("json", "ranks"), [("zero0", 2), ("zero3", 2), ("pipeline2", 2)])
+def test_a_checkpoint_is_as_large_as_was_planned(
+    json: str, ranks: int, zygote: Zygote, tmp_path: Path, data: list[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    wide = ("model.overrides.vocab_size=8192", "model.overrides.hidden_size=128")
+    ended = zygote.run(words(run.path, data, *wide, json=json), tmp_path, ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.output
+    planned = (run.read_plan() or {})["estimate"]["checkpoint_gib"] * 2**30
+    assert planned > 20e6
+    for path in Store(run.checkpoints_dir).all():
+        size = sum(file.stat().st_size for file in path.iterdir())
+        assert size == pytest.approx(planned, rel=0.01)
+    for event in events(run, "saved"):
+        assert event["bytes"] == pytest.approx(planned, rel=0.01)
+
+
+def branch(
+    zygote: Zygote, folder: Path, data: list[str], source: str, *more: str
+) -> tuple[Outcome, RunFolder]:
+    run = folder / "branch"
+    ended = zygote.run(words(run, data, f"resume.from={source}", *more), folder / "logs")
+    return ended, RunFolder(run)
+
+
+def test_a_branch_goes_back_and_on_with_another_learning_rate(
+    parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
+) -> None:
+    before = sorted(path.name for path in parent.checkpoints_dir.iterdir())
+    source = f"{parent.path}@4"
+    ended, run = branch(zygote, tmp_path, data, source, "optim.lr=1e-4")
+    assert ended.codes == [0, 0], ended.output
+    (event,) = events(run, "branched")
+    assert (event["step"], event["manifest"]) == (
+        4,
+        read_manifest(parent.checkpoints_dir / "step-00000004").checksum,
+    )
+    assert [change["was"] for change in event["changes"] if change["key"] == "optim.lr"] == [3e-3]
+    assert sorted(lines(run)) == [5, 6]
+    assert lines(run)[5] == lines(parent)[5]  # of the same weights, before they part
+    assert lines(run)[6] != lines(parent)[6]
+    assert lines(run, "learning_rate")[5] == 1e-4
+    assert sorted(path.name for path in parent.checkpoints_dir.iterdir()) == before
+    # Started again it is a run of its own, which has nothing left to do.
+    again, _ = branch(zygote, tmp_path, data, source, "optim.lr=1e-4")
+    assert again.codes == [0, 0], again.output
+    assert len(events(run, "branched")) == 1
+    assert len(events(run, "resumed")) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "code", "message"),
+    [
+        ("{run}@5", (), 77, "step-00000005/manifest.json is not there"),
+        ("{run}@6", ("train.steps=5",), 2, "it has 6 steps behind it, train.steps=5"),
+        ("{run}@4", ("model.overrides.hidden_size=32",), 2, "model_config is"),
+        ("{run}@4", ("data.seq_len=16",), 2, "data.seq_len is 16, but that run has 32"),
+        ("/nowhere/at/all", (), 77, "/nowhere/at/all/checkpoints holds no checkpoint"),
+    ],
+)
+def test_what_cannot_be_branched_from_is_refused(
+    source: str,
+    more: tuple[str, ...],
+    code: int,
+    message: str,
+    parent: RunFolder,
+    zygote: Zygote,
+    tmp_path: Path,
+    data: list[str],
+) -> None:
+    ended, run = branch(zygote, tmp_path, data, source.format(run=parent.path), *more)
+    assert ended.codes == [code, code], ended.output
+    assert message in ended.output
+    assert not run.path.exists()
+
+
+def test_a_branch_into_the_run_itself_is_refused(
+    parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    shutil.copy(parent.plan_path, run.plan_path)
+    ended = zygote.run(words(run.path, data, f"resume.from={run.path}"), tmp_path)
+    assert ended.codes == [2, 2], ended.output
+    assert "is run.dir itself: give the branch its own run.dir" in ended.output
+
+
+@pytest.mark.parametrize("json", ["zero3", "pipeline2"])
+def test_weights_alone_begin_a_new_run(
+    json: str, parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    source = f"model.init_from={parent.path}"
+    ended = zygote.run(words(run.path, data, source, "eval.every=6", json=json), tmp_path)
+    assert ended.codes == [0, 0], ended.output
+    (event,) = events(run, "weights")
+    assert (event["step"], Path(event["path"]).name) == (0, "step-00000006")
+    assert lines(run, "eval_loss")[0] == pytest.approx(lines(parent, "eval_loss")[6], rel=1e-6)
+    assert sorted(lines(run)) == [1, 2, 3, 4, 5, 6]
+    assert lines(run)[6] < lines(parent)[6]
+    # Resumed, it goes on from its own checkpoint, not from the weights once more.
+    again = zygote.run(words(run.path, data, source, "train.steps=7", json=json), tmp_path)
+    assert again.codes == [0, 0], again.output
+    assert events(run, "resumed")[0]["step"] == 6
+
+
+def test_saving_in_the_background_changes_nothing_that_is_saved(
+    parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    ended = zygote.run(words(run.path, data, "save.async=true"), tmp_path)
+    assert ended.codes == [0, 0], ended.output
+    assert [event["step"] for event in events(run, "saved")] == [2, 4, 6]
+    for path in Store(parent.checkpoints_dir).all():
+        mine = read_manifest(run.checkpoints_dir / path.name)
+        theirs = read_manifest(path)
+        assert mine.files == theirs.files
+        assert mine.probe_loss == theirs.probe_loss
+
+
+def test_a_manifest_says_what_it_is_of(parent: RunFolder) -> None:
+    found = json.loads((parent.checkpoints_dir / "step-00000004" / "manifest.json").read_text())
+    assert found["state"] == {"step": 4, "samples": 32, "tokens": 1024}
+    assert found["about"]["world_size"] == 2
+    assert found["engine"]["optimizer"] == {"step": 4.0}
+    assert found["held_out_loss"] > 0
