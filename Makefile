@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | tables
+# make setup | demo | test | faults | lint | tables
 
 # The interpreter that makes .venv: `make setup PYTHON=python3.12`.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
 ON_CPU := $(if $(filter 0 1,$(GPUS)),DS_ACCELERATOR=cpu)
 
-.PHONY: setup demo test lint tables
+.PHONY: setup demo test faults lint tables
 
 setup: $(INSTALLED)
 
@@ -38,8 +38,13 @@ lint: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python tools/library_size.py
 
+# What is done to real runs, how often, and how often they survived.
+faults: setup
+	$(VENV)/bin/python -m pytest -q tests/faults
+
 tables: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_parity.py --full \
 		--out build/parity --markdown docs/parity.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/measure_memory.py --full \
 		--out build/memory --markdown docs/memory_accuracy.md
+	SOAK=40 $(VENV)/bin/python -m pytest -q tests/faults/test_soak.py

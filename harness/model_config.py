@@ -66,7 +66,8 @@ def find_model_config(
     path = Path(name).expanduser()
     run_plan = run_and_step(name)[0] / "plan.json"
     if run_plan.is_file():
-        return _read_config(run_plan, name)["model_config"], str(run_plan)
+        saved = _read_config(run_plan, name)
+        return saved["model_config"], saved["model_source"]
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")):
