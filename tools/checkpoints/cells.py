@@ -204,8 +204,7 @@ def covers(cell: Cell) -> set[tuple[Any, ...]]:
     shown: set[tuple[Any, ...]] = {("architecture", precision, cell.architecture)}
     if cell.same:
         return shown | {("same", source.layout), ("same", precision, source.ranks)}
-    return shown | {
-        ("from", precision, source.layout),
-        ("to", precision, target.layout),
-        ("ranks", precision, source.ranks, target.ranks),
-    }
+    shown |= {("ranks", precision, source.ranks, target.ranks)}
+    if source.layout == target.layout:
+        return shown
+    return shown | {("from", precision, source.layout), ("to", precision, target.layout)}
