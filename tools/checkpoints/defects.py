@@ -81,14 +81,14 @@ def buffers_left_out() -> Iterator[None]:
 @contextlib.contextmanager
 def step_forgotten() -> Iterator[None]:
     """Adam begins to count anew: its bias correction acts again."""
-    with _restoring_without("optimizer"):
+    with _restoring(optimizer={"step": 0.0}):
         yield
 
 
 @contextlib.contextmanager
 def scale_forgotten() -> Iterator[None]:
     """fp16 begins with the scale of the first step."""
-    with _restoring_without("loss_scaling"):
+    with _restoring(loss_scaling={}):
         yield
 
 
@@ -145,13 +145,13 @@ def _honestly(fill: Callable[..., None], reader: Reader, name: str, kind: str) -
 
 
 @contextlib.contextmanager
-def _restoring_without(section: str) -> Iterator[None]:
+def _restoring(**sections: dict[str, Any]) -> Iterator[None]:
     from harness.engine import state
 
     original = state.restore_scalars
 
     def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
-        original(engine, {**saved, section: {}})
+        original(engine, {**saved, **sections})
 
     with mock.patch.object(state, "restore_scalars", restore_scalars):
         yield
