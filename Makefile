@@ -43,3 +43,5 @@ tables: setup
 		--out build/parity --markdown docs/parity.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/measure_memory.py --full \
 		--out build/memory --markdown docs/memory_accuracy.md
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_checkpoints.py --full \
+		--out build/checkpoints --markdown docs/checkpoints.md

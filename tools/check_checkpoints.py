@@ -121,7 +121,7 @@ def _compared(cell: Cell, job: Job, out: Path) -> Row:
     lost = [*source["differences"], *target["differences"]]
     if source["scales"] != target["scales"]:
         lost.append(f"loss scales {source['scales']}, then {target['scales']}")
-    return Row(cell, lost, apart(target, source), _limit(cell, out))
+    return Row(cell, lost, apart(target, source, across=not cell.same), _limit(cell, out))
 
 
 def _self_test(out: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,11 +90,17 @@ class Apart:
         return cls(max(a.loss for a in several), max(a.norm for a in several))
 
 
-def apart(one: dict[str, Any], other: dict[str, Any]) -> Apart:
-    """Losses and gradient norms of two trajectories, as they are kept."""
+def apart(one: dict[str, Any], other: dict[str, Any], across: bool = False) -> Apart:
+    """Losses and gradient norms of two trajectories, as they are kept.
+
+    `across` layouts a norm counts not in a step that doubled fp16's loss scale: DeepSpeed's ZeRO-3
+    divides it by the new scale already, and reports half of it.
+    """
     assert len(one["losses"]) == len(other["losses"]) > 0
-    loss, norm = (_worst(one[key], other[key]) for key in ("losses", "norms"))
-    return Apart(loss, norm)
+    grown = {i for i, (was, now) in enumerate(pairwise(other["scales"]), 1) if was != now}
+    kept = [i for i in range(len(other["norms"])) if not (across and i in grown)]
+    norms = ([trip["norms"][i] for i in kept] for trip in (one, other))
+    return Apart(_worst(one["losses"], other["losses"]), _worst(*norms))
 
 
 def _worst(some: list[str], others: list[str]) -> float:

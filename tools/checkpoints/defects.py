@@ -116,15 +116,6 @@ def weights_stale() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def powers_taken_anew() -> Iterator[None]:
-    """DeepSpeed's CPU Adam takes beta to the power of its step instead of multiplying it up."""
-    from harness.engine import quirks
-
-    with mock.patch.object(quirks, "replay_adam_steps"):
-        yield
-
-
-@contextlib.contextmanager
 def _filling(change: Change) -> Iterator[None]:
     original = Reader.fill
 
@@ -202,10 +193,6 @@ DEFECTS: dict[str, tuple[Callable[[], Any], Cell]] = {
     ),
     "frozen weights not loaded": (frozen_forgotten, _cell("fp32", FROZEN, "zero1", "zero3")),
     "buffers not loaded": (buffers_left_out, _cell("fp32", FROZEN, "zero1", "zero3")),
-    "CPU Adam's powers of beta taken anew": (
-        powers_taken_anew,
-        _cell("fp32", "llama", "zero2_offload", "zero2_offload"),
-    ),
 }
 """Each with a cell that it must show in."""
 
