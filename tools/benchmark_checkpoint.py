@@ -71,20 +71,28 @@ def main() -> int:
 def _judged(found: dict[str, Any]) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in found["seconds"].items()}
     ratios = {name: medians[over] / medians[under] for name, (over, under, _) in RATIOS.items()}
+    for name, (over, under, _) in RATIOS.items():
+        if {over, under} <= found["processor"].keys():
+            worked = [statistics.median(found["processor"][key]) for key in (over, under)]
+            ratios[f"{name}, processor"] = worked[0] / worked[1]
     ratios["bytes on disk / DeepSpeed's"] = found["bytes"]["ours"] / found["bytes"]["plain"]
     return {**found, "medians": medians, "ratios": ratios}
 
 
 def _table(results: dict[int, dict[str, Any]]) -> list[str]:
     stages = "".join(f" ZeRO {stage} |" for stage in results)
-    lines = [f"| ratio of medians | goal |{stages}", "|---|---:|" + "---:|" * len(results)]
+    lines = [
+        f"| ratio of medians; the same of the processor's seconds | goal |{stages}",
+        "|---|---:|" + "---:|" * len(results),
+    ]
     limits = {name: limit for name, (*_, limit) in RATIOS.items()}
     for name, limit in (limits | {"bytes on disk / DeepSpeed's": 1.0}).items():
-        cells = "".join(f" {found['ratios'][name]:.2f} |" for found in results.values())
+        cells = "".join(f" {_ratio(found['ratios'], name)} |" for found in results.values())
         lines.append(f"| {name} | {limit:g} |{cells}")
-    lines += ["", f"| seconds: median (least to most) |{stages}", "|---|" + "---:|" * len(results)]
+    title = "seconds: median (least to most); median of the processor's, of both ranks"
+    lines += ["", f"| {title} |{stages}", "|---|" + "---:|" * len(results)]
     for name, text in SECONDS.items():
-        cells = "".join(f" {_spread(found['seconds'][name])} |" for found in results.values())
+        cells = "".join(f" {_seconds(found, name)} |" for found in results.values())
         lines.append(f"| {text} |{cells}")
     for name, text in (("ours", "ours"), ("plain", "DeepSpeed's")):
         cells = "".join(f" {found['bytes'][name] / 1e6:,.1f} |" for found in results.values())
@@ -92,8 +100,15 @@ def _table(results: dict[int, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def _ratio(ratios: dict[str, float], name: str) -> str:
+    worked = ratios.get(f"{name}, processor")
+    return f"{ratios[name]:.2f}" + (f"; {worked:.2f}" if worked else "")
+
+
+def _seconds(found: dict[str, Any], name: str) -> str:
+    values, worked = found["seconds"][name], found["processor"].get(name)
+    text = f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{text}; {statistics.median(worked):.2f}" if worked else text
 
 
 def _markdown(table: str, rounds: int, results: dict[int, dict[str, Any]]) -> str:
