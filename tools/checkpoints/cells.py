@@ -155,27 +155,27 @@ class Cell:
 
 
 def sides(precision: str) -> list[Side]:
-    """All that train right."""
+    """All that train right; in 16 bits on one rank only what is cut otherwise there."""
+    alone = tuple(LAYOUTS) if precision == "fp32" else ("zero1", "zero3")
     found = [
         Side(layout, ranks)
         for layout, ranks in itertools.product(LAYOUTS, (1, 2))
-        if layout not in _STAGED or ranks == 2
+        if ranks == 2 or (layout in alone and layout not in _STAGED)
     ]
     return [side for side in found if side.sound(precision)]
 
 
 def all_cells() -> list[Cell]:
     """A tied Llama between all layouts; the others where they may differ from it."""
+    few = [Side("zero1", 2), Side("zero3", 2), Side("pipe2_zero1", 2), Side("zero3", 1)]
     cells = []
     for precision in PRECISIONS:
         every = sides(precision)
-        few = [Side("zero1", 2), Side("zero3", 2), Side("zero3", 1), Side("pipe2_zero1", 2)]
-        for architecture, some in {
-            EVERYWHERE: every,
-            **dict.fromkeys(("llama", "mixtral", FROZEN), few),
-        }.items():
-            pairs = itertools.product(some, some)
-            cells += [Cell(precision, architecture, *pair) for pair in pairs]
+        pairs = list(itertools.product(every, every))
+        cells += [Cell(precision, EVERYWHERE, *pair) for pair in pairs]
+        around = [*zip(few, few, strict=True), *zip(few, few[1:] + few[:1], strict=True)]
+        for architecture in ("llama", "mixtral", FROZEN):
+            cells += [Cell(precision, architecture, *pair) for pair in around]
         # Another layout draws other masks.
         cells += [Cell(precision, DROPOUT, side, side) for side in every]
     return cells
