@@ -3,11 +3,11 @@
     python tools/benchmark_checkpoint.py
     python tools/benchmark_checkpoint.py --stages 3 --rounds 9 --folder /scratch
 
-Two CPU ranks, 61 million parameters, ZeRO 1 and 3. In every round one after the other: a blocking
-save of ours (hashed and synced to disk), `save_checkpoint` of DeepSpeed as it is (neither), a save
-of ours in the background while training goes on, and reading: the bytes once by plain read(), and
-verifying and loading them. Medians over the rounds, after one that is not counted. A line of JSON
-for each stage and a table.
+Two CPU ranks, 61 million parameters, ZeRO 1 and 3. In every round: a blocking save of ours (hashed
+and synced to disk) and `save_checkpoint` of DeepSpeed as it is (neither), in turns the first of the
+two; a save of ours in the background while training goes on; and reading: the bytes once by plain
+read(), and verifying and loading them. Medians over the rounds, after one that is not counted. A
+line of JSON for each stage and a table.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ Written by `python tools/benchmark_checkpoint.py --markdown docs/checkpoint_spee
 {parameters:,} parameters in bf16 with fp32 master weights, two CPU ranks, {rounds} rounds after one
 that is not counted; in each round everything one after the other on the same disk. Ours is hashed
 (SHA-256) and synced to disk when a save ends, DeepSpeed's is not: what it leaves in the page cache
-is synced before the next is timed. Reading: each byte once, the files dealt to the two ranks, by
-plain read() into one buffer; "page cache" drops nothing, "disk" drops the files from it before.
+is synced before the next is timed. Both begin with an empty folder, in turns as the first. Reading:
+each byte once, the files dealt to the two ranks, by plain read() into one buffer; "page cache"
+drops nothing, "disk" drops the files from it before.
 
 {table}
 

@@ -198,13 +198,15 @@ def covering_cells() -> list[Cell]:
 
 def covers(cell: Cell) -> set[tuple[Any, ...]]:
     """What a cell shows: every layout is left and reached in every precision, goes on alike in one,
-    every architecture is there in every precision, and every change of the number of ranks.
+    every architecture is there in fp32 and bf16, and every change of the number of ranks.
     """
     precision, source, target = cell.precision, cell.source, cell.target
-    shown: set[tuple[Any, ...]] = {("architecture", precision, cell.architecture)}
+    shown: set[tuple[Any, ...]] = {("architecture", cell.architecture)}
+    if precision != "fp16":
+        shown |= {("architecture", precision, cell.architecture)}
     if cell.same:
-        return shown | {("same", source.layout), ("same", precision, source.ranks)}
-    shown |= {("ranks", precision, source.ranks, target.ranks)}
+        return shown | {("same", source.layout)}
+    shown |= {("ranks", source.ranks, target.ranks)}
     if source.layout == target.layout:
         return shown
     return shown | {("from", precision, source.layout), ("to", precision, target.layout)}

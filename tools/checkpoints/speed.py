@@ -70,6 +70,7 @@ class Bench:
         self.seconds: Seconds = defaultdict(list)
         self.processor: Seconds = defaultdict(list)
         self.bytes: dict[str, int] = {}
+        self.theirs = folder / "deepspeeds"
 
     def train(self) -> None:
         """One step, so that there is something new to save."""
@@ -109,19 +110,16 @@ class Bench:
         self.saver.start(manifest, self.engine.fragments(), probe, background)
         return None if background else self.saver.finish()
 
-    def round(self) -> None:
-        """Everything once."""
+    def round(self, number: int) -> None:
+        """Everything once; who saves first changes from round to round."""
         self.train()
-        self._settle()
-        blocking = self.timed("blocking", lambda: self.save(background=False))
-        self.bytes["ours"] = _bytes_in(blocking.path)
-        self._settle()
-        theirs = self.folder / "deepspeeds"
-        self.timed("plain", lambda: self.engine.engine.save_checkpoint(theirs, tag="only"))
-        self.timed("plain_fsync", lambda: self._each_file(theirs, _fsync))
-        self.bytes["plain"] = _bytes_in(theirs)
-        self._only_rank_0(lambda: shutil.rmtree(theirs))
-        self._settle()
+        for save in (self._ours, self._deepspeeds)[:: 1 if number % 2 else -1]:
+            # Both begin with an empty folder, on a disk with nothing left to do.
+            for folder in (self.saver.store.folder, self.theirs):
+                self._only_rank_0(lambda folder=folder: shutil.rmtree(folder, ignore_errors=True))
+            self._only_rank_0(os.sync)
+            save()
+        self._only_rank_0(os.sync)
         self._in_background()
         path = self.saver.store.at(self.step)
         for name, cold in (("cached", False), ("cold", True)):
@@ -134,6 +132,15 @@ class Bench:
         self.timed("verify_cached", lambda: verified(path))
         ids = torch.zeros(SAMPLES, SEQ_LEN, dtype=torch.int64)
         self.timed("probe", lambda: loss_of(self.engine, Batch(ids, ids.clone(), None)))
+
+    def _ours(self) -> None:
+        saved = self.timed("blocking", lambda: self.save(background=False))
+        self.bytes["ours"] = _bytes_in(saved.path)
+
+    def _deepspeeds(self) -> None:
+        self.timed("plain", lambda: self.engine.engine.save_checkpoint(self.theirs, tag="only"))
+        self.timed("plain_fsync", lambda: self._each_file(self.theirs, _fsync))
+        self.bytes["plain"] = _bytes_in(self.theirs)
 
     def _in_background(self) -> None:
         """Save while training goes on, until all ranks have written."""
@@ -158,10 +165,6 @@ class Bench:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for path in files[self.world.rank :: self.world.world_size]:
             act(path)
-
-    def _settle(self) -> None:
-        """Nobody pays for what another left to be written."""
-        self._only_rank_0(os.sync)
 
     def _only_rank_0(self, act: Callable[[], Any]) -> None:
         dist.barrier()
@@ -209,7 +212,7 @@ def main() -> None:
     try:
         bench = Bench(world, args.stage, args.out)
         for number in range(args.rounds + 1):
-            bench.round()
+            bench.round(number)
             if number == 0:  # warms up
                 bench.seconds.clear()
                 bench.processor.clear()
