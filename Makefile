@@ -48,3 +48,5 @@ tables: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/measure_memory.py --full \
 		--out build/memory --markdown docs/memory_accuracy.md
 	SOAK=40 $(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_checkpoints.py --full \
+		--out build/checkpoints --markdown docs/checkpoints.md

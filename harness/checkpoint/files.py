@@ -8,17 +8,18 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
 from harness.checkpoint.tensor_file import DTYPES, TensorReader
 
+_OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files of all ranks
 FILE_BYTES = 2**30  # about as large as a file becomes; nothing larger is ever in memory twice
-_CHUNK_BYTES = 2**24
 
 
 class Unusable(ValueError):
@@ -116,38 +117,38 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with path.open("xb") as file:
-        _write(file, digest, struct.pack("<Q", len(text)) + text)
+    # Hashing in a thread of its own goes on while the disk takes the file.
+    with path.open("xb") as file, ThreadPoolExecutor(1) as beside:
+        head = struct.pack("<Q", len(text)) + text
+        hashed = [beside.submit(digest.update, head)]
+        file.write(head)
         for tensor in tensors.values():
-            data = tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy()
-            _write(file, digest, memoryview(data))
-        written = Written(path.name, file.tell(), digest.hexdigest())
+            data = memoryview(tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy())
+            hashed.append(beside.submit(digest.update, data))
+            file.write(data)
+            if tensor.device.type != "cpu":
+                hashed[-1].result()  # its copy goes before the next one comes
         file.flush()
         os.fsync(file.fileno())
-    return written
+        for done in hashed:
+            done.result()
+    return Written(path.name, 8 + len(text) + end, digest.hexdigest())
 
 
 def write_bytes(path: Path, data: bytes) -> Written:
     """Write one small file, on disk when this returns."""
-    digest = hashlib.sha256()
     with path.open("xb") as file:
-        _write(file, digest, data)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return Written(path.name, len(data), digest.hexdigest())
-
-
-def _write(file: IO[bytes], digest: Any, data: bytes | memoryview) -> None:
-    """In chunks that are still in the processor's cache when they are hashed."""
-    for start in range(0, len(data), _CHUNK_BYTES):
-        chunk = data[start : start + _CHUNK_BYTES]
-        file.write(chunk)
-        digest.update(chunk)
+    return Written(path.name, len(data), hashlib.sha256(data).hexdigest())
 
 
 def sha256_of(path: Path) -> str:
     """The hash of a file as it is on disk."""
     with path.open("rb") as file:
+        # The disk goes on reading while this hashes.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -194,5 +195,7 @@ class Reader:
 
     def _file(self, name: str) -> TensorReader:
         if name not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                self._open.clear()
             self._open[name] = TensorReader(self.folder / name)
         return self._open[name]

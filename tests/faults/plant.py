@@ -41,6 +41,31 @@ class _Nth:
             self.act()
 
 
+class _Halves:
+    """A file in whose first tensor, half of it written, something happens."""
+
+    def __init__(self, file: Any, act: Callable[[], None]) -> None:
+        self.file, self.act, self.writes = file, act, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+    def write(self, data: Any) -> None:
+        self.writes += 1
+        middle = len(data) // 2
+        self.file.write(data[:middle])
+        if self.writes == 2:  # the first is the header
+            self.file.flush()
+            self.act()
+        self.file.write(data[middle:])
+
+
 def _do(fault: dict[str, Any]) -> None:
     match fault["do"]:
         case "kill":
@@ -77,21 +102,13 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
     from harness.engine.zero import ZeroEngine
 
     def inside_a_file(act: Callable[[], None]) -> None:
-        original, headers = files._write, []
+        original = Path.open
 
-        def write(file: Any, digest: Any, data: Any) -> None:
-            if file.tell() == 0:
-                headers.append(file)
-            elif headers:  # the first tensor of a file: half of it is written when it happens
-                headers.clear()
-                middle = len(data) // 2
-                original(file, digest, data[:middle])
-                file.flush()
-                act()
-                data = data[middle:]
-            original(file, digest, data)
+        def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            file = original(path, mode, *args, **kwargs)
+            return _Halves(file, act) if mode == "xb" and path.name.startswith("rank-") else file
 
-        files._write = write
+        Path.open = opened  # type: ignore[method-assign]
 
     def fsync(count: int) -> Callable[[Callable[[], None]], None]:
         """Within `publish`: 1 before the rename, 2 after it, 3 before the pointer."""

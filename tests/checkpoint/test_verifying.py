@@ -1,0 +1,77 @@
+"""What is written is what its hash says, and the ranks share out who checks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from harness.checkpoint import load
+from harness.checkpoint.files import Unusable, sha256_of, to_index, write_bytes, write_fragments
+from harness.checkpoint.fragment import WEIGHT, Fragment
+from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest, TrainState
+
+RANKS = 2
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Files in the order in which a save lists them: rank 0's, its probe, rank 1's, the index."""
+    files, entries = [], []
+    for rank in range(RANKS):
+        tensors = {WEIGHT: torch.arange(3.0) + rank, "exp_avg": torch.ones(3)}
+        written, found = write_fragments(tmp_path, rank, [Fragment("w", (6,), 3 * rank, tensors)])
+        files += written
+        entries += found
+        if rank == 0:
+            probe = save({"input_ids": torch.zeros(2)})
+            files.append(write_bytes(tmp_path / "probe.safetensors", probe))
+    index = json.dumps(to_index(entries)).encode()
+    files.append(write_bytes(tmp_path / INDEX, index))
+    manifest = Manifest(TrainState(3), "fp32", {}, None, {}, None, None, {}, files)
+    write_bytes(tmp_path / MANIFEST, manifest.to_bytes())
+    return tmp_path
+
+
+def checked_by(rank: int, folder: Path) -> set[str]:
+    """The files that one rank of two hashes."""
+    seen = []
+
+    def hashed(path: Path) -> str:
+        seen.append(path.name)
+        return sha256_of(path)
+
+    group = mock.Mock(**{"get_rank.return_value": rank, "get_world_size.return_value": RANKS})
+    with mock.patch.object(load, "dist", group), mock.patch.object(load, "sha256_of", hashed):
+        group.all_gather_object = lambda told, value: told.__setitem__(rank, value)
+        load.verified(folder)
+    return set(seen)
+
+
+def test_every_rank_checks_what_it_wrote_and_the_index(checkpoint: Path) -> None:
+    small = {"probe.safetensors", INDEX}
+    assert checked_by(0, checkpoint) == {"rank-00000-000.safetensors", *small}
+    assert checked_by(1, checkpoint) == {"rank-00001-000.safetensors", INDEX}
+
+
+def test_a_hash_is_that_of_the_file_on_disk(tmp_path: Path) -> None:
+    weights = torch.randn(1_000_001)
+    (written,), _ = write_fragments(
+        tmp_path, 0, [Fragment("w", (1_000_001,), 0, {WEIGHT: weights})]
+    )
+    path = tmp_path / written.name
+    assert (written.bytes, written.sha256) == (path.stat().st_size, sha256_of(path))
+    assert torch.equal(load_file(path)["w@0/weight"], weights)
+
+
+def test_one_flipped_bit_is_found(checkpoint: Path) -> None:
+    path = checkpoint / "rank-00001-000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Unusable, match=r"rank-00001-000\.safetensors is damaged"):
+        load.verified(checkpoint)
