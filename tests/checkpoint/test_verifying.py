@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from harness.checkpoint import load
 from harness.checkpoint.files import Unusable, sha256_of, to_index, write_bytes, write_fragments
 from harness.checkpoint.fragment import WEIGHT, Fragment
-from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest, TrainState
+from harness.checkpoint.manifest import INDEX, MANIFEST, PROBE, Manifest, TrainState
 
 RANKS = 2
 
@@ -21,20 +21,22 @@ RANKS = 2
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Files in the order in which a save lists them: rank 0's, its probe, rank 1's, the index."""
+    folder = tmp_path / "step-00000003"
+    folder.mkdir()
     files, entries = [], []
     for rank in range(RANKS):
         tensors = {WEIGHT: torch.arange(3.0) + rank, "exp_avg": torch.ones(3)}
-        written, found = write_fragments(tmp_path, rank, [Fragment("w", (6,), 3 * rank, tensors)])
+        written, found = write_fragments(folder, rank, [Fragment("w", (6,), 3 * rank, tensors)])
         files += written
         entries += found
         if rank == 0:
             probe = save({"input_ids": torch.zeros(2)})
-            files.append(write_bytes(tmp_path / "probe.safetensors", probe))
+            files.append(write_bytes(folder / PROBE, probe))
     index = json.dumps(to_index(entries)).encode()
-    files.append(write_bytes(tmp_path / INDEX, index))
+    files.append(write_bytes(folder / INDEX, index))
     manifest = Manifest(TrainState(3), "fp32", {}, None, {}, None, None, {}, files)
-    write_bytes(tmp_path / MANIFEST, manifest.to_bytes())
-    return tmp_path
+    write_bytes(folder / MANIFEST, manifest.to_bytes())
+    return folder
 
 
 def checked_by(rank: int, folder: Path) -> set[str]:
