@@ -34,7 +34,7 @@ def checkpoint(tmp_path: Path) -> Path:
             files.append(write_bytes(folder / PROBE, probe))
     index = json.dumps(to_index(entries)).encode()
     files.append(write_bytes(folder / INDEX, index))
-    manifest = Manifest(TrainState(3), "fp32", {}, None, {}, None, None, {}, files)
+    manifest = Manifest(TrainState(3), "fp32", {}, None, {}, None, None, about={}, files=files)
     write_bytes(folder / MANIFEST, manifest.to_bytes())
     return folder
 
