@@ -90,6 +90,19 @@ def test_a_checkpoint_is_as_large_as_was_planned(
         assert event["bytes"] == pytest.approx(planned, rel=0.01)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_other_optimizers_go_on_too(
+    name: str, zygote: Zygote, tmp_path: Path, data: list[str]
+) -> None:
+    whole, run = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "run")
+    same = (f"optim.name={name}", "optim.lr=1e-3", "optim.momentum=0.9")
+    for json, folder, steps in (("zero2", whole, 6), ("zero2", run, 3), ("zero0", run, 6)):
+        made = words(folder.path, data, *same, f"train.steps={steps}", json=json)
+        ended = zygote.run(made, tmp_path / f"{json}-{steps}")
+        assert ended.codes == [0, 0], ended.output
+    assert lines(run) == pytest.approx(lines(whole), rel=1e-6)
+
+
 def branch(
     zygote: Zygote, folder: Path, data: list[str], source: str, *more: str
 ) -> tuple[Outcome, RunFolder]:

@@ -215,3 +215,16 @@ def test_changed_data_is_refused(
     refused = zygote.run(words, tmp_path)
     assert refused.codes == [2, 2], refused.output
     assert "data_fingerprint is" in refused.output
+
+
+@pytest.mark.fault("two jobs in one folder")
+def test_a_second_job_in_the_folder_is_refused(
+    run: RunFolder, zygote: Zygote, undisturbed: RunFolder, tmp_path: Path, data: list[str]
+) -> None:
+    first = RunFolder(run.path)
+    first.open()
+    refused = zygote.run(arguments(run.path, data), tmp_path)
+    assert refused.codes == [2, 2], refused.output
+    assert "is being written by process" in refused.output
+    first.close()
+    assert curve(run) == curve(undisturbed)
