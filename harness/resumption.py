@@ -103,7 +103,7 @@ def load_into(engine: Any, checkpoint: Checkpoint, weights_only: bool = False) -
     """
     problem, reader = None, checkpoint.reader()
     try:
-        engine.restore(reader.fill, [] if weights_only else reader.optimizer_kinds())
+        engine.restore(reader.fill, reader.optimizer_kinds if not weights_only else lambda _: ())
     except Unusable as error:
         problem = str(error)
     told: list[Any] = [None] * dist.get_world_size()

@@ -142,6 +142,9 @@ def _begin(
         run.data.tokenizer.save_pretrained(run.folder.tokenizer_dir)
     checkpoint, kind = beginning.checkpoint, beginning.kind
     if checkpoint is None:
+        if run.folder.attempt > 1:
+            run.event("began_again", message="no checkpoint was saved before")
+            run.progress.say("no checkpoint was saved yet: begins at step 0 again")
         return
     load_into(run.engine, checkpoint, weights_only=kind == "weights")
     check_probe(run.engine, checkpoint, run.plan)

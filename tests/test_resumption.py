@@ -96,9 +96,9 @@ def test_other_optimizers_go_on_too(
 ) -> None:
     whole, run = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "run")
     same = (f"optim.name={name}", "optim.lr=1e-3", "optim.momentum=0.9")
-    for json, folder, steps in (("zero2", whole, 6), ("zero2", run, 3), ("zero0", run, 6)):
-        made = words(folder.path, data, *same, f"train.steps={steps}", json=json)
-        ended = zygote.run(made, tmp_path / f"{json}-{steps}")
+    for stage, folder, steps in (("zero2", whole, 6), ("zero2", run, 3), ("zero0", run, 6)):
+        made = words(folder.path, data, *same, f"train.steps={steps}", json=stage)
+        ended = zygote.run(made, tmp_path / f"{stage}-{steps}")
         assert ended.codes == [0, 0], ended.output
     assert lines(run) == pytest.approx(lines(whole), rel=1e-6)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
+from harness.checkpoint.fragment import WEIGHT, Fragment
 from harness.checkpoint.tensor_file import DTYPES, TensorReader
 
 _OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files of all ranks
@@ -54,7 +54,11 @@ class Entry:
 def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
     """Entries as JSON: with a thousand ranks, what a parameter's have in common counts."""
     index: dict[str, Any] = {}
+    seen = set()
     for entry in entries:
+        if (entry.name, entry.offset) in seen:  # a buffer that several pipeline stages have
+            continue
+        seen.add((entry.name, entry.offset))
         about = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
         index.setdefault(entry.name, about)["at"].append((entry.offset, entry.numel, entry.file))
     return index
@@ -162,10 +166,9 @@ class Reader:
             self.by_name[entry.name].append(entry)
         self._open: dict[str, TensorReader] = {}
 
-    def optimizer_kinds(self) -> list[str]:
-        """What the optimizer held of the parameters beside their weights."""
-        every = {kind for entries in self.by_name.values() for kind in entries[0].kinds}
-        return sorted(every - {WEIGHT, BUFFER})
+    def optimizer_kinds(self, name: str) -> list[str]:
+        """What the optimizer held of a parameter beside its weight."""
+        return [kind for e in self.by_name.get(name, ())[:1] for kind in e.kinds if kind != WEIGHT]
 
     @torch.no_grad()
     def fill(self, name: str, kind: str, offset: int, out: torch.Tensor) -> None:

@@ -19,7 +19,10 @@ from harness.engine import quirks
 
 # Fills a flat tensor with elements [offset, offset + numel) of (name, kind), where it is stored.
 Fill = Callable[[str, str, int, torch.Tensor], None]
+# The kinds of optimizer state that were saved of a parameter.
+Kinds = Callable[[str], Iterable[str]]
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_ADAPTS = "last_overflow_iter"
 _STEP = "step"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -69,17 +72,18 @@ def fragments(engine: Any, module: nn.Module, data_rank: int, data_ranks: int) -
 
 
 @torch.no_grad()
-def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Iterable[str]) -> None:
+def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
     """Fill everything that `fragments` names, whoever saved it; collective.
 
-    `kinds` of optimizer state besides the weight; what the optimizer has not made yet is made.
+    What the optimizer has not made yet is made; a parameter of which nothing but the weight was
+    saved, since it never had a gradient, gets nothing else.
     """
     for place in _places(engine, module):
         name = getattr(place.parameter, "tied_to", place.name)
         fill(name, WEIGHT, place.offset, place.view(place.flat))
         if place.parameter.requires_grad:
-            state = _state(engine)[place.flat]
-            for kind in kinds:
+            for kind in kinds(name):
+                state = _state(engine)[place.flat]
                 if kind not in state:
                     state[kind] = torch.zeros_like(place.flat, requires_grad=False)
                 fill(name, kind, place.offset, place.view(state[kind]))
@@ -106,9 +110,9 @@ def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
     for name, value in saved["counters"].items():
         setattr(engine, name, value)
     scaler, inner = _scaler(engine), _inner(engine)
-    for name, value in saved["loss_scaling"].items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
+    adapts = hasattr(scaler, _ADAPTS) and _ADAPTS in saved["loss_scaling"]
+    for name, value in saved["loss_scaling"].items() if adapts else ():  # a fixed one is the JSON's
+        setattr(scaler, name, value)
     # torch's optimizers count in tensors, DeepSpeed's in integers; FusedAdam once per group.
     as_tensor = type(inner).__module__.startswith("torch.")
     for name, value in saved["optimizer"].items():
@@ -122,12 +126,9 @@ def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
 
 def _places(engine: Any, module: nn.Module) -> Iterator[_Place]:
     """Every parameter's fragment on this rank, in the module's order; tied ones once."""
-    inside = _places_in_fp16_optimizer(engine)
     for name, p in module.named_parameters():
         if hasattr(p, "ds_id"):
             yield from _place_zero3(name, p)
-        elif p in inside:
-            yield _Place(name, p, 0, *inside[p], p.numel(), True)
         elif not hasattr(p, "_hp_mapping"):  # ZeRO-0 in fp32, or frozen
             yield _Place(name, p, 0, p, 0, p.numel(), True)
         elif p._hp_mapping is not None:
@@ -160,18 +161,6 @@ def _place_zero3(name: str, p: Any) -> Iterator[_Place]:
         yield _Place(name, p, offset, flat, start, numel, False)
 
 
-def _places_in_fp16_optimizer(engine: Any) -> dict[nn.Parameter, tuple[torch.Tensor, int]]:
-    """Parameter -> (flat fp32 group, start) for ZeRO-0 in 16 bits."""
-    optimizer, found = engine.optimizer, {}
-    if hasattr(optimizer, "fp32_groups_flat"):
-        for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-            start = 0
-            for parameter in group:
-                found[parameter] = (flat, start)
-                start += parameter.numel()
-    return found
-
-
 def _refresh_weights(engine: Any) -> None:
     """The weights that the model computes with, from the master weights just read."""
     optimizer = engine.optimizer
@@ -181,9 +170,6 @@ def _refresh_weights(engine: Any) -> None:
         optimizer.update_lp_params()
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-    else:
-        for parameter, (flat, start) in _places_in_fp16_optimizer(engine).items():
-            parameter.copy_(flat.narrow(0, start, parameter.numel()).view_as(parameter))
 
 
 def _refresh_zero3(optimizer: Any) -> None:
@@ -221,12 +207,8 @@ def _state(engine: Any) -> Any:
 
 
 def _scaler(engine: Any) -> Any:
-    """The object that holds the loss scale: within FP16_Optimizer its configuration."""
-    optimizer = engine.optimizer
-    for name in ("loss_scaler", "loss_scale_config"):
-        if hasattr(optimizer, name):
-            return getattr(optimizer, name)
-    return optimizer
+    """The object that holds the loss scale; None where nothing is scaled."""
+    return getattr(engine.optimizer, "loss_scaler", None)
 
 
 def _is_per_element(key: str, value: Any, flat: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,8 +211,8 @@ class ZeroEngine:
         data_rank = grid.coords(self.plan.world.rank).data
         return state.fragments(self.engine, self._held, data_rank, grid.data)
 
-    def restore(self, fill: state.Fill, kinds: Iterable[str]) -> None:
-        """Fill weights, and optimizer states of `kinds`, from wherever they were saved; collective.
+    def restore(self, fill: state.Fill, kinds: state.Kinds) -> None:
+        """Fill weights, and their `kinds` of optimizer state, from where they are; collective.
 
         Raises what `fill` raises.
         """

@@ -60,6 +60,7 @@ def test_a_kill_before_the_first_save_begins_again(
     zygote.run(arguments(run.path, data), tmp_path, fault)
     assert zygote.run(arguments(run.path, data), tmp_path).codes == [0, 0]
     check_survived(run, undisturbed, resumed=False)
+    assert len(events(run, "began_again")) == 1
 
 
 SIGNALS = [
