@@ -128,6 +128,13 @@ drops nothing, "disk" drops the files from it before.
 
 {table}
 
+Ranks that share busy cores pay for SHA-256 with their own time: hashing goes on beside writing and
+while the disk takes the file, which shows only where a core is free. A resume reads twice, once to
+verify and once to load, and hashes in between: on these cores verifying alone is about as long as
+reading from the page cache once or twice, so the goal there is out of reach without another
+checksum or a pass that hashes what it loads. Reading by readinto() instead of safetensors' slices
+was tried and gave nothing.
+
 {_machine()}; Python {platform.python_version()}, {versions}.
 """
 
