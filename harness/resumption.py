@@ -101,15 +101,19 @@ def load_into(engine: Any, checkpoint: Checkpoint, weights_only: bool = False) -
 
     Raises NoCheckpoint where it lacks something that this model has.
     """
-    problem, reader = None, checkpoint.reader()
+    problem = None
     try:
+        reader = checkpoint.reader()
         engine.restore(reader.fill, reader.optimizer_kinds if not weights_only else lambda _: ())
     except Unusable as error:
-        problem = str(error)
+        problem = f"{error}: it was saved from another model"
+    except Exception as error:  # whatever it is, the other ranks wait in the next line
+        problem = f"{checkpoint.path} cannot be loaded: {type(error).__name__}: {error}"
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, problem)
     for found in filter(None, told):
-        raise NoCheckpoint(f"{found}: it was saved from another model")
+        raise NoCheckpoint(found)
+    engine.refresh_weights()
     if not weights_only:
         engine.restore_scalars(checkpoint.manifest.engine)
 

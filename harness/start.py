@@ -118,7 +118,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         _begin(run, record, [*plan.events, *forced, *engine.events], beginning)
     except BaseException as error:
         run.failed(error)
-        run.ended("failed", 1)
+        run.ended("failed", getattr(error, "code", 1))
         raise
     return run
 

@@ -162,6 +162,17 @@ def test_what_cannot_be_branched_from_is_refused(
     assert not run.path.exists()
 
 
+def test_what_one_rank_misses_ends_all(
+    parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
+) -> None:
+    """Of another model: the rank that finds all of its share waits for no collective."""
+    more = ("resume.allow=model_config,model.overrides", "model.overrides.num_hidden_layers=3")
+    ended, run = branch(zygote, tmp_path, data, str(parent.path), *more)
+    assert ended.codes == [77, 77], ended.output
+    assert "model.layers.2" in ended.output
+    assert (run.read_status() or {})["code"] == 77
+
+
 def test_a_branch_into_the_run_itself_is_refused(
     parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
 ) -> None:

@@ -161,7 +161,7 @@ class Saver:
         files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
         write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
         self.store.publish(step)
-        return self.store.retain(self.keep)
+        return self.store.retain(self.keep, step)
 
     def _failure(self, step: int, problem: str) -> RunStopped:
         """Also makes room again."""

@@ -81,14 +81,17 @@ class Store:
         pointer.replace(self.folder / LATEST)
         return final
 
-    def retain(self, keep: Retention) -> list[Path]:
+    def retain(self, keep: Retention, newest: int) -> list[Path]:
         """Remove what need not stay, oldest first; returns what was removed.
 
-        Whatever else holds, the newest one that is whole stays: one that lost a file counts for
-        nothing, and stays to be looked at.
+        Whatever else holds, that of step `newest`, just published, stays. One that lost a file
+        counts for nothing, nor does one of a later step: the run fell back from it. Both stay to be
+        looked at.
         """
         whole: dict[Path, Manifest] = {}
         for path in self.all():
+            if path > self.at(newest):
+                break
             with contextlib.suppress(Unusable):
                 whole[path] = read_manifest(path)
         stay = {*list(whole)[-max(keep.last, 1) :]}

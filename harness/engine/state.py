@@ -2,12 +2,12 @@
 
 Each of DeepSpeed's wrappers flattens groups of parameters and gives the optimizer one flat fp32
 tensor per group; where a parameter lies in it is read from private attributes, which
-tests/engine/test_state.py guards with a round trip between all of them.
+tests/test_checkpoints.py guards with a round trip between all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,8 @@ from harness.engine import quirks
 # Fills a flat tensor with elements [offset, offset + numel) of (name, kind), where it is stored.
 Fill = Callable[[str, str, int, torch.Tensor], None]
 # The kinds of optimizer state that were saved of a parameter.
-Kinds = Callable[[str], Iterable[str]]
+Kinds = Callable[[str], Collection[str]]
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_ADAPTS = "last_overflow_iter"
 _STEP = "step"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -73,16 +72,20 @@ def fragments(engine: Any, module: nn.Module, data_rank: int, data_ranks: int) -
 
 @torch.no_grad()
 def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
-    """Fill everything that `fragments` names, whoever saved it; collective.
+    """Fill everything that `fragments` names, whoever saved it; `refresh_weights` is to follow.
 
-    What the optimizer has not made yet is made; a parameter of which nothing but the weight was
-    saved, since it never had a gradient, gets nothing else.
+    What the optimizer has not made yet is made, and what was not made yet when that was saved is
+    zeros. Talks to no other rank: where `fill` raises on one of them, none is left waiting.
     """
     for place in _places(engine, module):
         name = getattr(place.parameter, "tied_to", place.name)
         fill(name, WEIGHT, place.offset, place.view(place.flat))
         if place.parameter.requires_grad:
-            for kind in kinds(name):
+            wanted = kinds(name)  # none for a weight that never had a gradient
+            for kind, moment in _state(engine).get(place.flat, {}).items():
+                if kind not in wanted and _is_per_element(kind, moment, place.flat):
+                    place.view(moment).zero_()
+            for kind in wanted:
                 state = _state(engine)[place.flat]
                 if kind not in state:
                     state[kind] = torch.zeros_like(place.flat, requires_grad=False)
@@ -91,36 +94,34 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
         flat = torch.empty_like(buffer).view(-1)
         fill(name, BUFFER, 0, flat)
         buffer.copy_(flat.view_as(buffer))
-    _refresh_weights(engine)
 
 
 def scalars(engine: Any) -> dict[str, dict[str, Any]]:
     """Counters, loss scaling and the optimizer's steps: plain numbers, the same on all ranks."""
-    scaler, inner = _scaler(engine), _inner(engine)
+    inner, scaler = _inner(engine), _scaler(engine)
     counts = [held[_STEP] for held in (*inner.state.values(), *inner.param_groups) if _STEP in held]
     return {
         "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
-        "loss_scaling": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)},
+        "loss_scaling": {n: getattr(scaler, n) for n in _SCALER if hasattr(scaler, n)},
         "optimizer": {_STEP: float(counts[0])} if counts else {},
     }
 
 
 def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
     """Set what `scalars` gave; after `restore`."""
-    for name, value in saved["counters"].items():
-        setattr(engine, name, value)
-    scaler, inner = _scaler(engine), _inner(engine)
-    adapts = hasattr(scaler, _ADAPTS) and _ADAPTS in saved["loss_scaling"]
-    for name, value in saved["loss_scaling"].items() if adapts else ():  # a fixed one is the JSON's
-        setattr(scaler, name, value)
+    inner, scaler = _inner(engine), _scaler(engine)
+    for name in _COUNTERS:
+        if name in saved["counters"]:
+            setattr(engine, name, saved["counters"][name])
+    for name in _SCALER:
+        if hasattr(scaler, name) and name in saved["loss_scaling"]:
+            setattr(scaler, name, saved["loss_scaling"][name])
     # torch's optimizers count in tensors, DeepSpeed's in integers; FusedAdam once per group.
     as_tensor = type(inner).__module__.startswith("torch.")
-    for name, value in saved["optimizer"].items():
-        for state in inner.state.values():
-            state[name] = torch.tensor(value) if as_tensor else int(value)
-        if not as_tensor:
-            for group in inner.param_groups:
-                group[name] = int(value)
+    count = saved["optimizer"].get(_STEP)
+    for held in (*inner.state.values(), *(() if as_tensor else inner.param_groups)):
+        if count is not None or _STEP in held:  # which may be beyond what was saved before any step
+            held[_STEP] = torch.tensor(float(count or 0)) if as_tensor else int(count or 0)
     quirks.replay_adam_steps(engine.optimizer)
 
 
@@ -161,8 +162,9 @@ def _place_zero3(name: str, p: Any) -> Iterator[_Place]:
         yield _Place(name, p, offset, flat, start, numel, False)
 
 
-def _refresh_weights(engine: Any) -> None:
-    """The weights that the model computes with, from the master weights just read."""
+@torch.no_grad()
+def refresh_weights(engine: Any) -> None:
+    """The weights that the model computes with, from the master weights just read; collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         _refresh_zero3(optimizer)
@@ -207,8 +209,11 @@ def _state(engine: Any) -> Any:
 
 
 def _scaler(engine: Any) -> Any:
-    """The object that holds the loss scale; None where nothing is scaled."""
-    return getattr(engine.optimizer, "loss_scaler", None)
+    """The object that holds a loss scale that adapts; None where the JSON fixes it, which may be at
+    another value than for the run that saved.
+    """
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None
 
 
 def _is_per_element(key: str, value: Any, flat: torch.Tensor) -> bool:

@@ -212,11 +212,15 @@ class ZeroEngine:
         return state.fragments(self.engine, self._held, data_rank, grid.data)
 
     def restore(self, fill: state.Fill, kinds: state.Kinds) -> None:
-        """Fill weights, and their `kinds` of optimizer state, from where they are; collective.
+        """Fill weights, and their `kinds` of optimizer state, from where they are.
 
-        Raises what `fill` raises.
+        Raises what `fill` raises, on this rank alone. Once it raised on none, `refresh_weights`.
         """
         state.restore(self.engine, self._held, fill, kinds)
+
+    def refresh_weights(self) -> None:
+        """Compute with what `restore` has filled; collective."""
+        state.refresh_weights(self.engine)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Counters, loss scaling and the optimizer's steps; the same on all ranks."""

@@ -48,6 +48,14 @@ def test_a_damaged_checkpoint_counts_for_nothing_and_stays(tmp_path: Path) -> No
     assert steps(tmp_path) == [2, 3, 4]
 
 
+def test_what_the_run_fell_back_from_displaces_nothing(tmp_path: Path) -> None:
+    """Its sizes may be right, and its bytes not."""
+    for step in (1, 2, 4):
+        save(tmp_path, step)
+    assert save(tmp_path, 3, Retention(last=1)).removed == ["step-00000001", "step-00000002"]
+    assert steps(tmp_path) == [3, 4]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     first = save(tmp_path, 1).path
     (first / "index.json").write_text("damaged")

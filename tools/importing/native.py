@@ -143,6 +143,8 @@ class Native:
 def _scalars(model: dict[str, Any], rank: Rank) -> dict[str, dict[str, Any]]:
     """Counters, loss scaling and the optimizer's steps, as the manifest holds them."""
     scaler = getattr(rank.optimizer.get("loss_scaler"), "__dict__", {})
+    if "cur_iter" not in scaler:  # a scale that the JSON gives, which does not change
+        scaler = {}
     groups = (rank.optimizer.get("base_optimizer_state") or {}).get("param_groups", [])
     steps = [held["step"] for held in (*rank.states, *groups) if "step" in held]
     return {
