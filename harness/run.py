@@ -71,11 +71,19 @@ def train(run: Run) -> ExitCode:
 def _train(run: Run) -> None:
     """Take all steps, some of them again where the run goes back to a checkpoint."""
     watch, first_step = Watch(run), run.state.step + 1
-    while True:
+    try:
+        while True:
+            try:
+                return _loop(run, watch, first_step)
+            except RollBack as why:
+                watch.roll_back(why)
+    except RunStopped:
+        # All ranks stop alike; the checkpoint being written is good, and the newest.
         try:
-            return _loop(run, watch, first_step)
-        except RollBack as why:
-            watch.roll_back(why)
+            finish_save(run)
+        except RunStopped as unsaved:  # must not hide why the run stops
+            run.event("failed", step=run.state.step, message=unsaved.message)
+        raise
 
 
 def _loop(run: Run, watch: Watch, first_step: int) -> None:

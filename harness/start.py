@@ -15,6 +15,7 @@ from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.data.build import Data, DataSpec, build_data
+from harness.ds_config import offloaded_to
 from harness.engine.processes import join
 from harness.errors import ConfigError
 from harness.fit import shortages_here
@@ -83,6 +84,10 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     """
     progress = Progress(enabled=plan.world.rank == 0)
     progress.say(summary(plan))
+    if "nvme" in (offloaded_to(plan.deepspeed, "optimizer"), offloaded_to(plan.deepspeed, "param")):
+        raise ConfigError(
+            "what is offloaded to NVMe cannot be saved yet: offload to the cpu instead"
+        )
     forced = _check_fit(plan)
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
     data = data or build_data(spec, progress.say)

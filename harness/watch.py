@@ -131,6 +131,7 @@ class Watch:
         state = checkpoint.state
         tokens = state.tokens + (end - state.samples) * run.plan.run.data.seq_len
         run.state = replace(state, samples=end, tokens=tokens)
+        run.held_out_nats = checkpoint.manifest.held_out_loss
         self._recall(checkpoint.manifest.watch)
         self.rollbacks = rollbacks + 1
         past = [state.samples, end]
@@ -154,6 +155,7 @@ class Watch:
             run.event("replicas_equal", step=run.state.step, tensors=len(held))
             return
         run.event("replicas_differ", step=run.state.step, ranks_by_parameter=found)
+        finish_save(run)  # they were equal when it began
         newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(found.items()))
         who = f"rank {', '.join(map(str, ranks))}"
         if len(ranks) == run.plan.grid.data:

@@ -54,14 +54,20 @@ class Entry:
 def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
     """Entries as JSON: with a thousand ranks, what a parameter's have in common counts."""
     index: dict[str, Any] = {}
-    seen = set()
     for entry in entries:
-        if (entry.name, entry.offset) in seen:  # a buffer that several pipeline stages have
-            continue
-        seen.add((entry.name, entry.offset))
         about = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
         index.setdefault(entry.name, about)["at"].append((entry.offset, entry.numel, entry.file))
     return index
+
+
+def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The index of all ranks; what several have (a buffer, on pipeline stages) is there once."""
+    whole: dict[str, Any] = {}
+    for index in indices:
+        for name, about in index.items():
+            pieces = whole.setdefault(name, {**about, "at": {}})["at"]
+            pieces |= {offset: (offset, *rest) for offset, *rest in about["at"]}
+    return {name: {**about, "at": [*about["at"].values()]} for name, about in whole.items()}
 
 
 def from_index(index: dict[str, Any]) -> Iterator[Entry]:
@@ -97,6 +103,8 @@ def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
     """Fragments, large ones cut, in groups that fill a file."""
     batch, size = [], 0
     for fragment in fragments:
+        if not fragment.numel:
+            continue  # a buffer without elements
         most = max(1, FILE_BYTES * fragment.numel // fragment.bytes)
         for start in range(0, fragment.numel, most):
             part = fragment.part(start, min(most, fragment.numel - start))

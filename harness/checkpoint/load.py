@@ -37,7 +37,12 @@ class Checkpoint:
 
     def reader(self) -> Reader:
         """For its tensors."""
-        return Reader(self.path, read_index(self.path))
+        entries, files = read_index(self.path), {file.name for file in self.manifest.files}
+        if strange := {entry.file for entry in entries} - files:
+            raise Unusable(
+                f"{self.path / INDEX} names {min(strange)!r}, which is not the manifest's"
+            )
+        return Reader(self.path, entries)
 
     def probe(self) -> dict[str, torch.Tensor]:
         """The batch whose loss it remembers: input_ids, labels, perhaps position_ids."""

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save as to_safetensors
 
-from harness.checkpoint.files import Entry, Written, to_index, write_bytes, write_fragments
+from harness.checkpoint.files import Written, merged, to_index, write_bytes, write_fragments
 from harness.checkpoint.fragment import Fragment
 from harness.checkpoint.manifest import INDEX, MANIFEST, PROBE, Manifest
 from harness.checkpoint.store import Retention, Store
@@ -24,14 +24,18 @@ from harness.errors import ExitCode, RunStopped
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save did. Seconds that training waited, until it was whole, and bytes of all ranks."""
+    """What a save did. Seconds that training waited, and until it was whole; what was removed."""
 
     path: Path
     step: int
     stall_s: float
     seconds: float
-    bytes: int
     removed: list[str]
+
+    @property
+    def bytes(self) -> int:
+        """Of all ranks' files."""
+        return sum(file.stat().st_size for file in self.path.iterdir())
 
 
 @dataclass
@@ -42,7 +46,8 @@ class _Pending:
     began: float
     stall_s: float
     thread: threading.Thread | None = None
-    written: tuple[list[Written], list[Entry]] = ((), ())  # type: ignore[assignment]
+    files: list[Written] = field(default_factory=list)
+    index: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
 
@@ -100,15 +105,16 @@ class Saver:
         began = time.perf_counter()
         if pending.thread is not None:
             pending.thread.join()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (*pending.written, pending.problem))
-        problem = next((problem for *_, problem in told if problem), None)
-        result: list[Any] = [problem, []]
-        if problem is None and self.rank == 0:
+        told: list[Any] = [None] * dist.get_world_size() if self.rank == 0 else []
+        mine = pending.files, pending.index, pending.problem
+        dist.gather_object(mine, told or None)  # for rank 0 alone: of a thousand ranks it is large
+        result: list[Any] = [None, []]
+        if self.rank == 0:
             try:
-                result[1] = self._commit(pending.manifest, told)
-            except OSError as error:
-                result[0] = f"rank 0: {error}"
+                result[0] = next((problem for *_, problem in told if problem), None)
+                result[1] = [] if result[0] else self._commit(pending.manifest, told)
+            except Exception as error:  # whatever it is, the other ranks wait in the next line
+                result[0] = f"rank 0: {type(error).__name__}: {error}"
         dist.broadcast_object_list(result)
         if result[0]:
             raise self._failure(pending.manifest.state.step, result[0])
@@ -118,8 +124,7 @@ class Saver:
             step=pending.manifest.state.step,
             stall_s=pending.stall_s + now - began,
             seconds=now - pending.began,
-            bytes=sum(file.bytes for files, *_ in told for file in files),
-            removed=[path.name for path in result[1]],
+            removed=result[1],
         )
 
     def _make_room(self, step: int, own_bytes: int) -> None:
@@ -134,8 +139,8 @@ class Saver:
                 total = sum(told)
                 if total > free:
                     result = [f"it needs {total / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"]
-            except OSError as error:
-                result = [str(error)]
+            except Exception as error:  # as in `finish`
+                result = [f"rank 0: {type(error).__name__}: {error}"]
         dist.broadcast_object_list(result)
         if result[0]:
             raise self._failure(step, result[0])
@@ -148,20 +153,23 @@ class Saver:
             files, entries = write_fragments(folder, self.rank, fragments)
             if self.rank == 0 and probe:
                 files.append(write_bytes(folder / PROBE, to_safetensors(probe)))
-            pending.written = files, entries
+            pending.files, pending.index = files, to_index(entries)
         except Exception as error:  # told to all ranks in `finish`, where it is raised
             pending.problem = f"rank {self.rank}: {type(error).__name__}: {error}"
 
-    def _commit(self, manifest: Manifest, told: list[Any]) -> list[Path]:
-        """Rank 0: index and manifest, the rename, and retention."""
+    def _commit(self, manifest: Manifest, told: list[Any]) -> list[str]:
+        """Rank 0: index and manifest, the rename, and retention; returns what was removed."""
         step = manifest.state.step
         folder = self.store.unfinished(step)
         files = [file for files, *_ in told for file in files]
-        index = to_index(entry for _, entries, _ in told for entry in entries)
+        index = merged(index for _, index, _ in told)
         files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
         write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
         self.store.publish(step)
-        return self.store.retain(self.keep, step)
+        try:
+            return [path.name for path in self.store.retain(self.keep, step)]
+        except OSError as error:  # the checkpoint is there, whatever could not be removed
+            return [f"nothing more: {error}"]
 
     def _failure(self, step: int, problem: str) -> RunStopped:
         """Also makes room again."""
