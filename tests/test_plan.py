@@ -415,21 +415,15 @@ def test_describe_spells_out_what_will_happen():
         assert re.search(line, text, re.MULTILINE), line
 
 
-def test_a_plan_needs_no_torch_and_less_than_half_a_second_of_cpu():
+def test_a_plan_needs_no_torch():
     code = """
-import sys, time
-start = time.process_time()
+import sys
 from harness.command import parse_command, plan_from
 plan_from(parse_command([]), {"DS_ACCELERATOR": "cpu"}).describe()
-took_s = time.process_time() - start
 loaded = {"torch", "transformers", "deepspeed", "numpy"} & set(sys.modules)
 assert not loaded, loaded
-print(took_s)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert float(done.stdout) < 0.5
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
 @pytest.mark.parametrize(
