@@ -29,7 +29,7 @@ class Row:
     def entry(self) -> str:
         """Its place in a matrix."""
         tensors = "LOST" if self.lost else "exact"
-        losses = "bit-equal" if self.found == Apart(0.0, 0.0) else f"{self.found.loss:.0e}"
+        losses = "bit-equal" if self.found == Apart(0.0, 0.0) else _amount(self.found.loss)
         return f"{tensors} / {losses}"
 
 
@@ -68,8 +68,9 @@ def markdown(rows: list[Row], tolerance: str) -> str:
         "that of the column into an engine of zeros, saved again: *exact* when every tensor",
         "(weight, both moments), counter and scale of the two is equal bit by bit. Then",
         "three more steps on both: the largest relative difference of a step's loss, *bit-equal*",
-        "when losses and gradient norms are the same to the last bit. A Llama with tied embeddings",
-        "whose sizes are odd, so that shares end in padding; `x2` is on two ranks.",
+        "when losses and gradient norms are the same to the last bit, *0* when only losses are. A",
+        "Llama with tied embeddings whose sizes are odd, so that shares end in padding; `x2` is on",
+        "two ranks.",
         "",
         f"{summary(rows)}. {tolerance}",
         "",
