@@ -38,6 +38,7 @@ class Zygote:
     """The process that forks; close() it."""
 
     def __init__(self, **variables: str) -> None:
+        self.ports: list[int] = []  # where its runs met, which is in the names of what they share
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.zygote"],
             cwd=REPOSITORY,
@@ -62,7 +63,8 @@ class Zygote:
         job = {"args": args, "ranks": ranks, "logs": str(logs), "fault": fault, "limit_s": limit_s}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        codes = json.loads(self._process.stdout.readline())
+        codes, port = json.loads(self._process.stdout.readline())
+        self.ports.append(port)
         outputs = [(logs / f"rank-{rank}.log").read_text() for rank in range(ranks)]
         return Outcome(codes, outputs)
 
@@ -86,7 +88,7 @@ def main() -> None:
         print(json.dumps(_ranks(json.loads(line))), flush=True)
 
 
-def _ranks(job: dict[str, Any]) -> list[int | None]:
+def _ranks(job: dict[str, Any]) -> tuple[list[int | None], int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -95,7 +97,7 @@ def _ranks(job: dict[str, Any]) -> list[int | None]:
     codes: list[int | None] = []
     for pid in pids:
         codes.append(_wait(pid, deadline))
-    return codes
+    return codes, port
 
 
 def _wait(pid: int, deadline: float) -> int | None:
