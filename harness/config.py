@@ -282,7 +282,7 @@ class RunConfig(_Section):
     def get(self, key: str) -> Any:
         """The value of a dotted key: get("optim.lr")."""
         section, _, field = key.partition(".")
-        return self.model_dump()[section][field]
+        return getattr(self, section).model_dump()[field]
 
     def is_set(self, key: str) -> bool:
         """Whether the user gave this dotted key, wherever, rather than leaving our default."""

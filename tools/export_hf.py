@@ -4,9 +4,9 @@
     python tools/export_hf.py runs/NAME --step 1000 --dtype fp32 --out my-model
 
 At any time, also while the run goes on, and on any machine: without GPU or DeepSpeed, whatever
-layout saved it. One tensor is in memory at a time. Then the exported model is opened, and its loss
-on the batch that the checkpoint was probed with must be the one that it had in training; that takes
-the memory of the model, and --no-check leaves it out. The folder appears when all is well.
+layout saved it, a piece of a tensor in memory at a time. Then the exported model is opened, and its
+loss on the batch that the checkpoint was probed with must be the one that it had in training; that
+takes the memory of the model, and --no-check leaves it out. The folder appears when all is well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         dtype=arguments.dtype,
         shard_bytes=arguments.shard_size,
         check=not arguments.no_check,
-        source=((run.read_plan() or {}).get("run") or {}).get("model", {}).get("name"),
+        source=(run.read_plan() or {}).get("model_source"),
         trust_remote_code=arguments.trust_remote_code,
     )
     try:

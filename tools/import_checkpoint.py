@@ -16,6 +16,7 @@ import argparse
 import json
 import shutil
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,7 @@ def _write(folder: Path, native: Native, manifest: Manifest) -> None:
         written, here = write_fragments(folder, number, fragments)
         files, entries = [*files, *written], [*entries, *here]
     files.append(write_bytes(folder / INDEX, json.dumps(to_index(entries)).encode()))
-    whole = Manifest(**{**vars(manifest), "files": files})
-    write_bytes(folder / MANIFEST, whole.to_bytes())
+    write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
 
 
 def _manifest(source: Source, native: Native) -> Manifest:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 
 from harness.checkpoint.fragment import WEIGHT, Fragment
-from harness.checkpoint.tensor_file import DTYPES, TensorReader
+from harness.checkpoint.tensor_file import TensorReader, header
 
 _OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files of all ranks
 FILE_BYTES = 2**30  # about as large as a file becomes; nothing larger is ever in memory twice
@@ -118,33 +116,24 @@ def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
 
 
 def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
-    header, end = {}, 0
-    for key, tensor in tensors.items():
-        header[key] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    head, places = header(tensors)
     digest = hashlib.sha256()
     # Hashing in a thread of its own goes on while the disk takes the file.
     with path.open("xb") as file, ThreadPoolExecutor(1) as beside:
-        head = struct.pack("<Q", len(text)) + text
         hashed = [beside.submit(digest.update, head)]
         file.write(head)
-        for tensor in tensors.values():
+        for tensor in map(tensors.__getitem__, places):
             data = memoryview(tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy())
             hashed.append(beside.submit(digest.update, data))
             file.write(data)
             if tensor.device.type != "cpu":
                 hashed[-1].result()  # its copy goes before the next one comes
+        size = file.tell()
         file.flush()
         os.fsync(file.fileno())
         for done in hashed:
             done.result()
-    return Written(path.name, 8 + len(text) + end, digest.hexdigest())
+    return Written(path.name, size, digest.hexdigest())
 
 
 def write_bytes(path: Path, data: bytes) -> Written:

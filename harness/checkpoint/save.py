@@ -24,18 +24,14 @@ from harness.errors import ExitCode, RunStopped
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save did. Seconds that training waited, and until it was whole; what was removed."""
+    """What a save did. Seconds that training waited, until it was whole, and bytes of all ranks."""
 
     path: Path
     step: int
     stall_s: float
     seconds: float
+    bytes: int
     removed: list[str]
-
-    @property
-    def bytes(self) -> int:
-        """Of all ranks' files."""
-        return sum(file.stat().st_size for file in self.path.iterdir())
 
 
 @dataclass
@@ -108,11 +104,12 @@ class Saver:
         told: list[Any] = [None] * dist.get_world_size() if self.rank == 0 else []
         mine = pending.files, pending.index, pending.problem
         dist.gather_object(mine, told or None)  # for rank 0 alone: of a thousand ranks it is large
-        result: list[Any] = [None, []]
+        result: list[Any] = [None, 0, []]
         if self.rank == 0:
             try:
                 result[0] = next((problem for *_, problem in told if problem), None)
-                result[1] = [] if result[0] else self._commit(pending.manifest, told)
+                if result[0] is None:
+                    result[1:] = self._commit(pending.manifest, told)
             except Exception as error:  # whatever it is, the other ranks wait in the next line
                 result[0] = f"rank 0: {type(error).__name__}: {error}"
         dist.broadcast_object_list(result)
@@ -124,7 +121,8 @@ class Saver:
             step=pending.manifest.state.step,
             stall_s=pending.stall_s + now - began,
             seconds=now - pending.began,
-            removed=result[1],
+            bytes=result[1],
+            removed=result[2],
         )
 
     def _make_room(self, step: int, own_bytes: int) -> None:
@@ -157,19 +155,20 @@ class Saver:
         except Exception as error:  # told to all ranks in `finish`, where it is raised
             pending.problem = f"rank {self.rank}: {type(error).__name__}: {error}"
 
-    def _commit(self, manifest: Manifest, told: list[Any]) -> list[str]:
-        """Rank 0: index and manifest, the rename, and retention; returns what was removed."""
+    def _commit(self, manifest: Manifest, told: list[Any]) -> tuple[int, list[str]]:
+        """Rank 0: index and manifest, the rename, and retention; bytes, and what was removed."""
         step = manifest.state.step
         folder = self.store.unfinished(step)
         files = [file for files, *_ in told for file in files]
         index = merged(index for _, index, _ in told)
         files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
-        write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
+        whole = replace(manifest, files=files)
+        write_bytes(folder / MANIFEST, whole.to_bytes())
         self.store.publish(step)
         try:
-            return [path.name for path in self.store.retain(self.keep, step)]
+            return whole.bytes, [path.name for path in self.store.retain(self.keep, step)]
         except OSError as error:  # the checkpoint is there, whatever could not be removed
-            return [f"nothing more: {error}"]
+            return whole.bytes, [f"nothing more: {error}"]
 
     def _failure(self, step: int, problem: str) -> RunStopped:
         """Also makes room again."""

@@ -29,6 +29,28 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _CHUNK_BYTES = 2**22
 
 
+def header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """What a file of `tensors` (perhaps on meta) begins with, and where each lies behind it.
+
+    In the order of safetensors: wide elements first, so that all are aligned.
+    """
+    about: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places: dict[str, int] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
+        tensor = tensors[name]
+        places[name] = end
+        about[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(about, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, places
+
+
 class TensorReader:
     """Reads elements of the tensors of a file. Raises OSError and ValueError where it is none."""
 
@@ -59,25 +81,12 @@ class TensorWriter:
     """Writes a file whose header is known before the tensors are: `tensors` may be on meta."""
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        self._at: dict[str, int] = {}
-        end = 0
-        # As safetensors orders them: wide elements first, so that all are aligned.
-        for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
-            tensor = tensors[name]
-            self._at[name] = end
-            header[name] = {
-                "dtype": DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [end, end + tensor.nbytes],
-            }
-            end += tensor.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._start, self._missing = 8 + len(text), end
+        head, self._at = header(tensors)
+        self._start = len(head)
+        self._missing = sum(tensor.nbytes for tensor in tensors.values())
         self._file = path.open("xb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
-        self._file.truncate(self._start + end)
+        self._file.write(head)
+        self._file.truncate(self._start + self._missing)
 
     def write(self, name: str, offset: int, elements: torch.Tensor) -> None:
         """A tensor's elements from `offset` on, on the host, in the dtype that was announced."""

@@ -206,6 +206,7 @@ def _tokenise(
     prompts, in_prompt, characters, reported = array("i"), 0, 0, 0
 
     def sequences() -> Iterator[tuple[list[int], bool]]:
+        """(ids of the next piece, whether its document ends there)."""
         nonlocal in_prompt, characters, reported
         pieces = corpus.pieces()
         while group := list(islice(pieces, _PIECES_AT_ONCE)):

@@ -39,12 +39,14 @@ def test_after_skipped_steps_a_run_is_bit_for_bit_the_one_that_never_met_them(
     result: Result,
 ) -> None:
     for found in result("bad_steps_change_nothing"):
+        assert len(found) == 19
         for layout, facts in found.items():
             assert (facts["as_if_never"], facts["agree"]) == (True, True), layout
 
 
 def test_clipping_by_value_hides_no_infinity(result: Result) -> None:
     for found in result("bad_steps_change_nothing_where_values_are_clipped"):
+        assert len(found) == 4
         for layout, facts in found.items():
             judge(layout, facts)
 
