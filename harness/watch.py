@@ -163,7 +163,11 @@ class Watch:
         raise ReplicasDiffer(
             f"after step {run.state.step} data ranks differ in {len(found)} weights that should be "
             f"the same, {name} on {who}: faulty memory or links there. "
-            f"{newest[0].name if newest else 'No checkpoint'} predates it: start again from there"
+            + (
+                f"{newest[0].name} predates it: start again from there"
+                if newest
+                else "No checkpoint predates it: begin the run again"
+            )
         )
 
     def _is_spike(self, loss_share: torch.Tensor, norm: torch.Tensor) -> bool:

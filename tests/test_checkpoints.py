@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from harness.checkpoint.files import Reader, write_fragments
 from harness.checkpoint.fragment import WEIGHT, Fragment
 from harness.checkpoint.load import Checkpoint
 from harness.checkpoint.manifest import Manifest, TrainState
-from tests.two_ranks import REPOSITORY, environment
+from tests.run_tools import run_tool
 from tools.checkpoints.cells import (
     LAYOUTS,
     PRECISIONS,
@@ -27,16 +25,6 @@ from tools.checkpoints.cells import (
 from tools.checkpoints.compare import Apart, apart, differences
 
 
-def round_trip(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, REPOSITORY / "tools" / "check_checkpoints.py", *map(str, arguments)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def trajectory(*losses: float) -> dict[str, list[str]]:
     ones = [(1.0).hex()] * len(losses)
     return {"losses": [loss.hex() for loss in losses], "norms": ones, "scales": ones}
@@ -44,8 +32,7 @@ def trajectory(*losses: float) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_nothing_is_lost_between_layouts() -> None:
-    done = round_trip()
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_tool("check_checkpoints")
     cells = covering_cells()
     same = sum(cell.same for cell in cells)
     assert f"{len(cells)} cells: every tensor equal in {len(cells)}" in done.stdout
@@ -54,8 +41,7 @@ def test_nothing_is_lost_between_layouts() -> None:
 
 @pytest.mark.slow
 def test_every_planted_defect_is_caught() -> None:
-    done = round_trip("--self-test")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_tool("check_checkpoints", "--self-test")
     assert "10 defects planted, 0 missed" in done.stdout
 
 
@@ -84,8 +70,7 @@ def test_all_cells_are_the_full_table() -> None:
 
 
 def test_an_unknown_cell_is_refused_by_name() -> None:
-    done = round_trip("--cells", "fp32-llama-zero9x1-zero1x1")
-    assert done.returncode != 0
+    done = run_tool("check_checkpoints", "--cells", "fp32-llama-zero9x1-zero1x1", code=1)
     assert "no such cell: fp32-llama-zero9x1-zero1x1" in done.stderr
 
 

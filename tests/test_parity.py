@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.two_ranks import REPOSITORY, environment
+from tests.run_tools import run_tool
 from tools.parity.cells import Cell, all_cells, covering_cells
 from tools.parity.measure import Difference, Trajectory, difference
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def gate(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, REPOSITORY / "tools" / "check_parity.py", *map(str, arguments)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
@@ -48,15 +36,13 @@ def trajectory(**changes: object) -> Trajectory:
 
 @pytest.mark.slow
 def test_the_layout_changes_nothing_that_is_learned() -> None:
-    done = gate()
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_tool("check_parity")
     assert f"{len(covering_cells())} cells, 0 differ" in done.stdout
 
 
 @pytest.mark.slow
 def test_every_planted_defect_is_caught() -> None:
-    done = gate("--self-test")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_tool("check_parity", "--self-test")
     assert "8 defects planted in up to 3 cells, 0 missed" in done.stdout
 
 
@@ -81,8 +67,7 @@ def test_all_cells_are_the_full_table() -> None:
 
 
 def test_an_unknown_cell_is_refused_by_name() -> None:
-    done = gate("--cells", "llama-zero9-fp32-1-1")
-    assert done.returncode != 0
+    done = run_tool("check_parity", "--cells", "llama-zero9-fp32-1-1", code=1)
     assert "no such cell: llama-zero9-fp32-1-1" in done.stderr
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.planning.stages import bubble, schedule
-from tests.planning_tools import run_tool
+from tests.run_tools import run_tool
 from tools.layout.timing import Span, spans, waiting
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ def harness(out: Path, arguments: list[str]) -> None:
     import harness.run
     from harness.command import parse_command, plan_from
 
-    def save(run: harness.run.Run, background: bool) -> None:
+    def save(run: harness.run.Run, watch: object, background: bool) -> None:
         folder = run.folder.checkpoints_dir / f"step-{run.state.step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         run.engine.engine.save_checkpoint(str(folder), tag="engine", save_latest=False)

@@ -16,12 +16,10 @@ Exit code 1 when a cell differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -40,6 +38,7 @@ from tools.checkpoints.defects import DEFECTS
 from tools.checkpoints.report import Row, markdown, summary, terminal_line
 from tools.checkpoints.worker import Job
 from tools.cpu_ranks import run_module
+from tools.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
 
 TOLERANCE_FACTOR = 5.0
 ROUNDING = 2.0**-23  # fp32's last place: two right sums may differ by it
@@ -50,13 +49,13 @@ OTHER_SPLITS = (8, 1)  # samples in a micro-batch, where the yardstick has 4
 
 def main() -> int:
     """Command line -> exit code."""
-    args = _arguments()
+    args = matrix_arguments(__doc__, "checkpoints and losses", "matrices")
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         _prepare(out)
         if args.self_test:
             return _self_test(out)
-        rows = check(_chosen(args), out)
+        rows = check(chosen(args, all_cells(), covering_cells()), out)
         if args.markdown:
             args.markdown.parent.mkdir(parents=True, exist_ok=True)
             args.markdown.write_text(markdown(rows, _tolerances(rows)))
@@ -130,15 +129,12 @@ def _self_test(out: Path) -> int:
     whole = list(dict.fromkeys(cell for _, cell in DEFECTS.values()))
     trials = [(cell, None) for cell in whole] + [(c, name) for name, (_, c) in DEFECTS.items()]
     _do([_load(cell, defect) for cell, defect in trials] + _yardsticks(whole), out)
-    missed = []
+    missed: list[str] = []
     for cell, defect in trials:
         row = _compared(cell, _load(cell, defect), out)
         print(f"planted: {defect or 'nothing'}\n  {terminal_line(row)}")
-        if bool(row.failures) != bool(defect):
-            missed.append(f"{defect or 'a difference without any defect'}: {cell.name}")
-    print(*missed, sep="\n", end="\n" if missed else "")
-    print(f"{len(DEFECTS)} defects planted, {len(missed)} missed")
-    return 1 if missed else 0
+        missed += is_missed(row.failures, defect, cell)
+    return self_test_result(missed, f"{len(DEFECTS)} defects planted")
 
 
 def _launch(jobs: list[Job], ranks: int, out: Path) -> None:
@@ -166,39 +162,10 @@ def _tolerances(rows: list[Row]) -> str:
 
 def _prepare(out: Path) -> None:
     """Results that are kept are of these versions."""
-    packages = ("torch", "deepspeed", "transformers", "safetensors")
-    made = {name: version(name) for name in packages}
     (out / "saved").mkdir(parents=True, exist_ok=True)
-    path = out / "made-with.json"
-    if path.exists() and json.loads(path.read_text()) != made:
-        raise SystemExit(f"{out} holds checkpoints of other versions: remove it, or name another")
-    path.write_text(json.dumps(made))
+    same_versions(out, "checkpoints", "safetensors")
     for name, config in ARCHITECTURES.items():
         (out / f"{name}.config.json").write_text(json.dumps(config))
-
-
-def _chosen(args: argparse.Namespace) -> list[Cell]:
-    if args.full:
-        return all_cells()
-    if not args.cells:
-        return covering_cells()
-    known = {cell.name: cell for cell in all_cells()}
-    unknown = [name for name in args.cells if name not in known]
-    if unknown:
-        raise SystemExit(f"no such cell: {', '.join(unknown)}; for example {next(iter(known))}")
-    return [known[name] for name in args.cells]
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true", help="every cell, not a covering set")
-    parser.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
-    parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
-    parser.add_argument("--out", type=Path, help="keep checkpoints and losses here, to resume")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the matrices here")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

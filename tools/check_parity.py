@@ -13,19 +13,18 @@ itself when only the order of its sums changes. Exit code 1 when a cell differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 from tools.cpu_ranks import run_module
+from tools.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
 from tools.parity.cells import ARCHITECTURES, Cell, Job, all_cells, covering_cells
 from tools.parity.report import Row, markdown, terminal_line
 
@@ -42,14 +41,14 @@ SELF_TEST_CELLS = (
 
 def main() -> int:
     """Command line -> exit code."""
-    args = _arguments()
+    args = matrix_arguments(__doc__, "the trajectories", "table")
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        _same_versions(out)
+        same_versions(out, "trajectories")
         if args.self_test:
             return _self_test(out)
-        rows = check(_chosen(args), out)
+        rows = check(chosen(args, all_cells(), covering_cells()), out)
         if args.markdown:
             args.markdown.parent.mkdir(parents=True, exist_ok=True)
             args.markdown.write_text(markdown(rows))
@@ -70,16 +69,6 @@ def check(cells: list[Cell], out: Path) -> list[Row]:
         for start in range(0, len(missing), CELLS_PER_LAUNCH):
             _launch(missing[start : start + CELLS_PER_LAUNCH], ranks, out)
     return _compared(cells, out)
-
-
-def _same_versions(out: Path) -> None:
-    """Trajectories that are kept are of these versions."""
-    packages = ("torch", "deepspeed", "transformers")
-    made = {name: version(name) for name in packages}
-    path = out / "made-with.json"
-    if path.exists() and json.loads(path.read_text()) != made:
-        raise SystemExit(f"{out} holds trajectories of other versions: remove it, or name another")
-    path.write_text(json.dumps(made))
 
 
 def _compared(cells: Iterable[Cell], out: Path) -> list[Row]:
@@ -104,16 +93,13 @@ def _self_test(out: Path) -> int:
     folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
     jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
     _launch(jobs, SELF_TEST_RANKS, out)
-    missed = []
+    missed: list[str] = []
     for defect, cells in trials.items():
         print(f"planted: {defect or 'nothing'}")
         for row in _compared(cells, out / folders[defect]):
-            if bool(row.failures) != bool(defect):
-                missed.append(f"{defect or 'a difference without any defect'}: {row.cell.name}")
-    print(*missed, sep="\n", end="\n" if missed else "")
-    defects = len(trials) - 1
-    print(f"{defects} defects planted in up to {len(SELF_TEST_CELLS)} cells, {len(missed)} missed")
-    return 1 if missed else 0
+            missed += is_missed(row.failures, defect, row.cell)
+    planted = f"{len(trials) - 1} defects planted in up to {len(SELF_TEST_CELLS)} cells"
+    return self_test_result(missed, planted)
 
 
 def _launch(jobs: list[Job], ranks: int, out: Path) -> None:
@@ -123,30 +109,6 @@ def _launch(jobs: list[Job], ranks: int, out: Path) -> None:
     for name, config in ARCHITECTURES.items():
         (out / f"{name}.config.json").write_text(json.dumps(config))
     run_module("tools.parity.worker", [f"--jobs={todo}", f"--out={out}"], ranks, errors=out)
-
-
-def _chosen(args: argparse.Namespace) -> list[Cell]:
-    if args.full:
-        return all_cells()
-    if not args.cells:
-        return covering_cells()
-    known = {cell.name: cell for cell in all_cells()}
-    unknown = [name for name in args.cells if name not in known]
-    if unknown:
-        raise SystemExit(f"no such cell: {', '.join(unknown)}; for example {next(iter(known))}")
-    return [known[name] for name in args.cells]
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true", help="every cell, not a covering set")
-    parser.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
-    parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
-    parser.add_argument("--out", type=Path, help="keep the trajectories here, to resume")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class HubLayout:
             for group in groups.values():
                 try:
                     made = self._converted(group)
-                except Exception:  # what lacks its counterpart fails in many ways
+                except (LookupError, RuntimeError, ValueError):  # its counterpart is not there
                     continue
                 if _agree(made, self.tensors):
                     found.append(_Part(group, made))

@@ -108,5 +108,6 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Under ZeRO-3 these are the parameters below `stage3_param_persistence_threshold`.
     """
     for name, parameter in module.named_parameters():
-        if parameter.numel() == getattr(parameter, "ds_numel", parameter.numel()):
+        # Others may be whole too: gathered ahead, for a step to come, and perhaps not all there.
+        if getattr(parameter, "ds_persist", True):
             yield name, parameter.detach()

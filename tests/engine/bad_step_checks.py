@@ -227,6 +227,18 @@ def flipped_bit_is_found() -> dict[str, Any]:
     return facts
 
 
+def weights_in_flight_are_not_compared() -> dict[str, int]:
+    """What ZeRO-3 gathers after evaluation, for a backward pass that does not come."""
+    engine = engine_of(LAYOUTS["zero3-fp32"])
+    for _ in range(3):  # it gathers ahead once it has seen the order twice
+        engine.train_batch(*share_of(engine), 1e-3)
+    engine.eval_batch(share_of(engine)[0])
+    weights = [p for p in engine._held.parameters() if p.numel() == p.ds_numel]
+    facts = {"gathered": len(weights), "compared": len([*engine.replicated()])}
+    engine.close()
+    return facts
+
+
 CHECKS = (
     bad_steps_change_nothing,
     bad_steps_change_nothing_where_values_are_clipped,
@@ -234,4 +246,5 @@ CHECKS = (
     zero_0_steps_with_nan,
     offloading_keeps_the_gradients_of_a_skipped_step,
     flipped_bit_is_found,
+    weights_in_flight_are_not_compared,
 )

@@ -68,6 +68,12 @@ def test_one_flipped_bit_names_the_weight_and_where_nobody_holds_a_copy_there_is
             assert (held == 0) == (layout == "zero3-fp32"), layout
 
 
+def test_weights_that_are_still_being_gathered_are_not_compared(result: Result) -> None:
+    for found in result("weights_in_flight_are_not_compared"):
+        assert found["gathered"] > 0
+        assert found["compared"] == 0
+
+
 def test_what_is_replaced_comes_back() -> None:
     class Thing:
         def step(self) -> str:

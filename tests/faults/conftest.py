@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.runfolder import RunFolder
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL
-from tests.zygote import Zygote
+from tests.zygote import Outcome, Zygote
 
 STEPS = 8
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -24,6 +27,47 @@ def arguments(run: Path, data: list[str], *more: str, json: str = "zero1") -> li
         *(f"train.steps={STEPS}", "save.every=2", "save.keep=2", "eval.every=3"),
         *("model.dropout=0.1", f"run.dir={run}", *more),
     ]
+
+
+@dataclass
+class Trial:
+    """One run on two ranks, started as often as a test likes; `path` may be on another disk."""
+
+    path: Path
+    logs: Path
+    data: list[str]
+    zygote: Zygote
+
+    @property
+    def run(self) -> RunFolder:
+        """The run's folder."""
+        return RunFolder(self.path)
+
+    def start(self, *more: str, code: int = 0, **fault: Any) -> Outcome:
+        """Train until all ranks end with `code`; `fault`: see tests/faults/plant.py."""
+        ended = self.zygote.run(arguments(self.path, self.data, *more), self.logs, fault or None)
+        assert ended.codes == [code, code], ended.output
+        return ended
+
+    def kill(self, rank: int, at: str, nth: int, *more: str) -> None:
+        """Kill -9 `rank` there; the other ends too, and not as if all were well."""
+        fault = {"rank": rank, "at": at, "nth": nth, "do": "kill"}
+        ended = self.zygote.run(arguments(self.path, self.data, *more), self.logs, fault)
+        assert ended.codes[rank] == -9, ended.output
+        assert ended.codes[1 - rank] not in (0, None), ended.output  # None: it hung
+
+
+@pytest.fixture
+def trial(zygote: Zygote, tmp_path: Path, data: list[str]) -> Trial:
+    """A run that has not begun."""
+    return Trial(tmp_path / "run", tmp_path, data, zygote)
+
+
+@pytest.fixture
+def finished(trial: Trial, undisturbed: RunFolder) -> Trial:
+    """A finished run whose newest checkpoint is of step 8, the one before of step 6."""
+    shutil.copytree(undisturbed.path, trial.path)
+    return trial
 
 
 @pytest.fixture(scope="package")

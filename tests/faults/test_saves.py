@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from harness.runfolder import RunFolder
 from tests.faults.checks import SAVE_EVERY, check_survived, executed
-from tests.faults.conftest import arguments
+from tests.faults.conftest import Trial
 from tests.two_ranks import events
-from tests.zygote import Zygote
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +17,8 @@ KILLS = [
     *(("inside a file", rank, 2) for rank in (0, 1)),
     *(("after a file", rank, 2) for rank in (0, 1)),
     *((place, 0, 3) for place in ("before the manifest", "before the rename", "after the rename")),
-    *((place, 0, 3) for place in ("before the pointer", "before retention", "during retention")),
+    *((place, 0, 3) for place in ("before the pointer", "before retention")),
+    ("during retention", 0, 1),
     *(("in a step", rank, 4) for rank in (0, 1)),
     ("in an evaluation", 1, 3),
 ]
@@ -29,38 +27,22 @@ KILLS = [
 @pytest.mark.fault("kill -9 of a rank")
 @pytest.mark.parametrize(("place", "rank", "nth"), KILLS)
 def test_a_kill_loses_no_more_than_the_steps_since_the_last_save(
-    place: str,
-    rank: int,
-    nth: int,
-    zygote: Zygote,
-    undisturbed: RunFolder,
-    tmp_path: Path,
-    data: list[str],
+    place: str, rank: int, nth: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
-    run = RunFolder(tmp_path / "run")
-    nth = 1 if place == "during retention" else nth
-    fault = {"rank": rank, "at": place, "nth": nth, "do": "kill"}
-    killed = zygote.run(arguments(run.path, data), tmp_path, fault)
-    assert killed.codes[rank] == -9, killed.output
-    assert killed.codes[1 - rank] not in (0, None), killed.output  # None: it hung
-    saved = [event["step"] for event in events(run, "saved")]
-    again = zygote.run(arguments(run.path, data), tmp_path)
-    assert again.codes == [0, 0], again.output
-    check_survived(run, undisturbed)
-    (resumed,) = events(run, "resumed")
+    trial.kill(rank, place, nth)
+    saved = [event["step"] for event in events(trial.run, "saved")]
+    trial.start()
+    check_survived(trial.run, undisturbed)
+    (resumed,) = events(trial.run, "resumed")
     assert resumed["step"] >= max(saved)
 
 
 @pytest.mark.fault("kill -9 before the first save")
-def test_a_kill_before_the_first_save_begins_again(
-    zygote: Zygote, undisturbed: RunFolder, tmp_path: Path, data: list[str]
-) -> None:
-    run = RunFolder(tmp_path / "run")
-    fault = {"rank": 1, "at": "in a step", "nth": 2, "do": "kill"}
-    zygote.run(arguments(run.path, data), tmp_path, fault)
-    assert zygote.run(arguments(run.path, data), tmp_path).codes == [0, 0]
-    check_survived(run, undisturbed, resumed=False)
-    assert len(events(run, "began_again")) == 1
+def test_a_kill_before_the_first_save_begins_again(trial: Trial, undisturbed: RunFolder) -> None:
+    trial.kill(1, "in a step", 2)
+    trial.start()
+    check_survived(trial.run, undisturbed, resumed=False)
+    assert len(events(trial.run, "began_again")) == 1
 
 
 SIGNALS = [
@@ -76,39 +58,21 @@ SIGNALS = [
 @pytest.mark.fault("SIGTERM or SIGUSR1 to a rank, twice")
 @pytest.mark.parametrize(("name", "place", "rank", "nth"), SIGNALS)
 def test_a_signal_leads_to_one_save_of_all_and_code_75(
-    name: str,
-    place: str,
-    rank: int,
-    nth: int,
-    zygote: Zygote,
-    undisturbed: RunFolder,
-    tmp_path: Path,
-    data: list[str],
+    name: str, place: str, rank: int, nth: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
-    run = RunFolder(tmp_path / "run")
-    fault = {"rank": rank, "at": place, "nth": nth, "do": name}
-    stopped = zygote.run(arguments(run.path, data), tmp_path, fault)
-    assert stopped.codes == [75, 75], stopped.output
-    assert zygote.run(arguments(run.path, data), tmp_path).codes == [0, 0]
-    check_survived(run, undisturbed)
-    assert executed(run) == list(range(1, len(executed(run)) + 1))  # nothing is done twice
+    trial.start(code=75, rank=rank, at=place, nth=nth, do=name)
+    trial.start()
+    check_survived(trial.run, undisturbed)
+    done = executed(trial.run)
+    assert done == list(range(1, len(done) + 1))  # nothing is done twice
 
 
 @pytest.mark.fault("kill -9 during a save in the background")
 @pytest.mark.parametrize(("place", "rank"), [("inside a file", 1), ("before the rename", 0)])
 def test_a_kill_during_a_save_in_the_background(
-    place: str,
-    rank: int,
-    zygote: Zygote,
-    undisturbed: RunFolder,
-    tmp_path: Path,
-    data: list[str],
+    place: str, rank: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
-    run = RunFolder(tmp_path / "run")
-    words = arguments(run.path, data, "save.async=true")
-    killed = zygote.run(words, tmp_path, {"rank": rank, "at": place, "nth": 2, "do": "kill"})
-    assert killed.codes[rank] == -9, killed.output
-    assert killed.codes[1 - rank] not in (0, None), killed.output
-    assert zygote.run(words, tmp_path).codes == [0, 0]
+    trial.kill(rank, place, 2, "save.async=true")
+    trial.start("save.async=true")
     # A save that is under way is not there yet.
-    check_survived(run, undisturbed, lost=2 * SAVE_EVERY)
+    check_survived(trial.run, undisturbed, lost=2 * SAVE_EVERY)

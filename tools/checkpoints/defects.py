@@ -111,7 +111,7 @@ def weights_stale() -> Iterator[None]:
     """Everything is loaded, but the model computes its first loss with what it had before."""
     from harness.engine import state
 
-    with mock.patch.object(state, "_refresh_weights"):
+    with mock.patch.object(state, "refresh_weights"):
         yield
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from tools.checkpoints.cells import DROPOUT, EVERYWHERE, Cell, sides
 from tools.checkpoints.compare import Apart
+from tools.matrix import versions
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,6 @@ def summary(rows: list[Row]) -> str:
 
 def markdown(rows: list[Row], tolerance: str) -> str:
     """A matrix for each precision, and a list of the other architectures."""
-    versions = ", ".join(
-        f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers")
-    )
     lines = [
         "# Checkpoints between layouts",
         "",
@@ -74,7 +71,7 @@ def markdown(rows: list[Row], tolerance: str) -> str:
         "",
         f"{summary(rows)}. {tolerance}",
         "",
-        f"{versions}, CPU ranks over gloo.",
+        f"{versions()}, CPU ranks over gloo.",
     ]
     for precision in dict.fromkeys(row.cell.precision for row in rows):
         lines += ["", f"## {precision}", ""]

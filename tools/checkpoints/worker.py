@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
-import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from harness.engine.processes import join, leave
 from harness.planning.world import World
 from tools.checkpoints.cells import Cell, Side
 from tools.checkpoints.defects import planted
 from tools.checkpoints.trip import Place, load_half, save_half, to_json
+from tools.rank_jobs import do_jobs, job_arguments
 
 
 @dataclass(frozen=True)
@@ -76,32 +73,13 @@ def do(job: Job, world: World, device: torch.device, out: Path) -> dict[str, Any
 
 def main() -> None:
     """Do the jobs of a file, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=Path, required=True, help="JSON list of jobs")
-    parser.add_argument("--out", type=Path, required=True, help="folder of what they give")
-    args = parser.parse_args()
-    jobs = [Job.from_json(values) for values in json.loads(args.jobs.read_text())]
-    world = World.from_environ()
-    device = join(world)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled
-    try:
-        for number, job in enumerate(jobs, 1):
-            began = time.perf_counter()
-            try:
-                found = do(job, world, device, args.out)
-            except Exception:
-                # The other rank may wait in a collective: the whole group ends here.
-                text = f"{job.result}:\n{traceback.format_exc()}"
-                (args.out / f"{world.rank}.error").write_text(text)
-                raise
-            if world.rank == 0:
-                (args.out / job.result).write_text(json.dumps(found))
-                seconds = time.perf_counter() - began
-                name = job.result.removesuffix(".json")
-                print(f"  {number}/{len(jobs)} {name} in {seconds:.1f} s", flush=True)
-    finally:
-        leave()
+    values, out = job_arguments(__doc__)
+    jobs = {job.result.removesuffix(".json"): job for job in map(Job.from_json, values)}
+
+    def keep(job: Job, found: dict[str, Any]) -> None:
+        (out / job.result).write_text(json.dumps(found))
+
+    do_jobs(jobs, out, lambda job, world, device: do(job, world, device, out), keep)
 
 
 if __name__ == "__main__":

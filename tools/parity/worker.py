@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,6 @@ import torch
 
 from harness.config import RunConfig
 from harness.data.batches import share_of_rank
-from harness.engine.processes import join, leave
 from harness.plan import Plan, make_plan
 from harness.planning.world import World
 from tools.parity.cells import ATTENTION, GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
@@ -21,6 +16,7 @@ from tools.parity.defects import planted
 from tools.parity.measure import Trajectory
 from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
 from tools.parity.samples import global_batch, rows, targets
+from tools.rank_jobs import do_jobs, job_arguments
 
 
 def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]) -> Plan:
@@ -80,39 +76,22 @@ def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
 
 def main() -> None:
     """Train the jobs of a file, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=Path, required=True, help="JSON list of jobs")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the trajectories")
-    args = parser.parse_args()
-    jobs = [
-        Job(Cell(**values["cell"]), values["defect"], values["folder"])
-        for values in json.loads(args.jobs.read_text())
-    ]
-    world = World.from_environ()
-    device = join(world)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled
-    try:
-        for number, job in enumerate(jobs, 1):
-            began = time.perf_counter()
-            try:
-                with planted(job.defect, world):
-                    found = train_cell(job.cell, world, device, args.out)
-            except Exception:
-                # The other rank may wait in a collective: the whole group ends here.
-                (args.out / f"{job.cell.name}.{world.rank}.error").write_text(
-                    traceback.format_exc()
-                )
-                raise
-            if world.rank == 0:
-                (args.out / job.folder).mkdir(exist_ok=True)
-                found.save(args.out / job.folder / job.cell.name)
-                seconds = time.perf_counter() - began
-                planted_too = f" with {job.defect}" if job.defect else ""
-                done = f"{number}/{len(jobs)} trained {job.cell.name}{planted_too}"
-                print(f"  {done} in {seconds:.1f} s", flush=True)
-    finally:
-        leave()
+    values, out = job_arguments(__doc__)
+    jobs = [Job(Cell(**v["cell"]), v["defect"], v["folder"]) for v in values]
+
+    def train(job: Job, world: World, device: torch.device) -> Trajectory:
+        with planted(job.defect, world):
+            return train_cell(job.cell, world, device, out)
+
+    def keep(job: Job, found: Trajectory) -> None:
+        (out / job.folder).mkdir(exist_ok=True)
+        found.save(out / job.folder / job.cell.name)
+
+    do_jobs({_name(job): job for job in jobs}, out, train, keep)
+
+
+def _name(job: Job) -> str:
+    return f"trained {job.cell.name}" + (f" with {job.defect}" if job.defect else "")
 
 
 if __name__ == "__main__":
