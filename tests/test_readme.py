@@ -40,6 +40,9 @@ INSTEAD = {
     "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
     "python tools/check_parity.py --cells": "python tools/check_parity.py --help",  # test_parity.py
 }
+# runs/first has so many steps before any command; two commands go on with it.
+FIRST_STEPS = 2
+STEPS = {"train.steps=200": 3, "train.steps=300": 4}
 # Lines of a plan that begin so depend on the CPU at hand.
 OF_THE_CPU = ("spread", "note", "memory", "this machine")
 
@@ -75,7 +78,8 @@ def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
             command = command.replace(start, other) if "train.py" in start else other
     words = shlex.split(command)
     if "harness/train.py" in words and "--dry-run" not in words:
-        steps = 3 if "train.steps=200" in words else 2  # that one resumes runs/first
+        steps = next((n for asked, n in STEPS.items() if asked in words), FIRST_STEPS)
+        words = [word.replace("@200", f"@{FIRST_STEPS}") for word in words]
         words += [*SHRUNK, f"train.steps={steps}", f"data.cache_dir={clone / 'cache'}"]
         stages = 2 if "pipeline2.json" in command else 1
         words.append(f"model.overrides.num_hidden_layers={stages}")
