@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from harness.data.build import Data
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `-n 2 --dist loadgroup` a file's tests stay together, and all that share one launched
+    process group.
+    """
+    for item in items:
+        room = item.path.parent.name
+        group = room if room == "engine" else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.path.parent.name != "engine")  # what takes longest, first
+
+
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")

@@ -69,12 +69,18 @@ class TensorReader:
         dtype = self.dtype(key)
         begin, _ = self._header[key]["data_offsets"]
         self._file.seek(self._start + begin + first * dtype.itemsize)
+        if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._read_into(out, key)
+            return
         for part in out.split(_CHUNK_BYTES // dtype.itemsize):
             chunk = torch.empty(part.numel(), dtype=dtype)
-            data = memoryview(chunk.view(torch.uint8).numpy())
-            if self._file.readinto(data) != len(data):
-                raise ValueError(f"{self._file.name} ends within {key}")
+            self._read_into(chunk, key)
             part.copy_(chunk)
+
+    def _read_into(self, host: torch.Tensor, key: str) -> None:
+        data = memoryview(host.detach().view(torch.uint8).numpy())
+        if self._file.readinto(data) != len(data):
+            raise ValueError(f"{self._file.name} ends within {key}")
 
 
 class TensorWriter:
