@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def hf_config(
     code runs only with `trust_remote_code`.
     Raises ValueError for a `model_type` that transformers does not know and sizes that do not fit.
     """
-    values = {key: value for key, value in model_config.items() if key != "model_type"}
+    values = copy.deepcopy(model_config)  # transformers writes rope_theta into its rope_scaling
+    del values["model_type"]
     if "auto_map" in values and source:
         values.pop("auto_map")
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **values)

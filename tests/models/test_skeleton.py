@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+from harness.model_config import find_model_config, preset_names
 from harness.models.pieces import pieces
 from harness.models.skeleton import decayed_parameters, hf_config, separates_documents, skeleton
 
@@ -69,6 +72,15 @@ def test_pieces_hold_every_parameter_once() -> None:
     model = empty(LLAMA)
     named = [slot[0] for piece in pieces(model) for slot in piece.parameters()]
     assert sorted(named) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_config_that_a_run_is_resumed_by_stays_as_it_was(name: str) -> None:
+    """transformers writes into nested tables; plan.json would then differ from the next plan."""
+    config, _ = find_model_config(name)
+    before = copy.deepcopy(config)
+    hf_config(config)
+    assert config == before
 
 
 def test_an_unknown_model_type_is_refused() -> None:
