@@ -32,9 +32,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="preset, config.json, folder or hub id")
     parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
     parser.add_argument("--config", type=Path, metavar="TOML", help="a run config")
-    parser.add_argument("--gpus", type=int, default=1, help="of the whole job")
-    parser.add_argument("--gpus-per-node", type=int, help="default: up to 8")
-    parser.add_argument("--gpu", help="a name such as h100-80; without it there is no verdict")
+    add_machine_arguments(parser)
     parser.add_argument("--micro-batch", help="samples a GPU takes at once (default: 1)")
     parser.add_argument("--seq-len", help="tokens of a sample")
     parser.add_argument(
@@ -46,6 +44,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
 
 
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The machines of a job that is planned, not run."""
+    parser.add_argument("--gpus", type=int, default=1, help="of the whole job")
+    parser.add_argument("--gpus-per-node", type=int, help="default: up to 8")
+    parser.add_argument("--gpu", help="a name such as h100-80; without it there is no verdict")
+
+
 def write_plot(path: Path, picture: str) -> None:
     """Write what --plot asked for, and say so."""
     path.write_text(picture, encoding="utf-8")
@@ -54,6 +59,23 @@ def write_plot(path: Path, picture: str) -> None:
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that train.py would make there. Raises one ConfigError with every problem."""
+    problems = []
+    try:
+        world = world_of(args)
+    except ConfigError as error:
+        problems += error.problems
+    if args.plot and args.plot.suffix != ".svg":
+        problems.append(f"--plot {args.plot}: only .svg is written; convert it for other formats")
+    if problems:
+        raise ConfigError(problems)
+    command = Command(
+        deepspeed_path=args.deepspeed, config_path=args.config, assignments=_assignments(args)
+    )
+    return plan_from(command, world=world)
+
+
+def world_of(args: argparse.Namespace) -> World:
+    """The machines as a World. Raises ConfigError with every problem of their arguments."""
     problems = []
     if args.gpu is not None:
         try:
@@ -64,21 +86,15 @@ def plan_of(args: argparse.Namespace) -> Plan:
         size = getattr(args, name)
         if size is not None and size < 1:
             problems.append(f"--{name.replace('_', '-')} is {size}: it must be at least 1")
-    if args.plot and args.plot.suffix != ".svg":
-        problems.append(f"--plot {args.plot}: only .svg is written; convert it for other formats")
     if problems:
         raise ConfigError(problems)
     per_node = args.gpus_per_node or min(args.gpus, 8)
-    world = World(
+    return World(
         world_size=args.gpus,
         local_world_size=min(per_node, args.gpus),
         accelerator="cuda",
         gpu=args.gpu,
     )
-    command = Command(
-        deepspeed_path=args.deepspeed, config_path=args.config, assignments=_assignments(args)
-    )
-    return plan_from(command, world=world)
 
 
 def _assignments(args: argparse.Namespace) -> tuple[str, ...]:

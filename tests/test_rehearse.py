@@ -1,0 +1,428 @@
+"""rehearse.py: what a job is shrunk to; that a rehearsal holds, and that it can fail."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from harness.command import parse_command, plan_from
+from harness.errors import ConfigError
+from harness.model_config import find_model_config, preset_names
+from harness.models.skeleton import hf_config, skeleton
+from harness.planning.grid import Grid
+from harness.planning.shape import Shape
+from harness.planning.sizes import FAMILIES
+from harness.planning.world import World
+from tests.run_tools import run_tool
+from tests.two_ranks import REPOSITORY, environment, wait_for
+from tools import rehearse
+from tools.rehearsal.compare import apart, differing, done_twice
+from tools.rehearsal.excerpt import MOST_BYTES, excerpt
+from tools.rehearsal.job import STEPS, VOCAB_SIZE, Job
+from tools.rehearsal.layout import Layout, elsewhere, rehearsed
+from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
+from tools.rehearsal.shrink import shrunk, size_of
+from tools.rehearsal.stages import train_command
+
+MOST_PARAMETERS = 5_000_000
+LAYERS = 4
+DS_CONFIGS = REPOSITORY / "ds_configs"
+
+
+def job(
+    *arguments: str, gpus: int = 8, json_name: str = "zero3.json", ranks: int | None = None
+) -> Job:
+    """The rehearsal that the command line asks for."""
+    command = parse_command(["--deepspeed", str(DS_CONFIGS / json_name), *arguments])
+    world = World(world_size=gpus, local_world_size=gpus, accelerator="cuda")
+    return Job.of(plan_from(command, world=world), ranks)
+
+
+def cpu(ranks: int) -> World:
+    """So many of them."""
+    return World(world_size=ranks, local_world_size=ranks)
+
+
+# --- the model ---
+
+
+def small_parameters(config: dict[str, Any]) -> int:
+    """Of the model that transformers builds from a config, without weights."""
+    return skeleton(hf_config(config), torch.float32, "eager").num_parameters()
+
+
+def assert_same_kind(small: dict[str, Any], large: dict[str, Any]) -> None:
+    one, other = Shape.from_hf(small), Shape.from_hf(large)
+    assert one.num_heads // one.num_kv_heads == other.num_heads // other.num_kv_heads
+    assert (one.num_kv_heads == 1) == (other.num_kv_heads == 1)
+    assert one.tied == other.tied
+    assert bool(one.num_experts) == bool(other.num_experts)
+    chooses = [s.num_experts > s.experts_per_token for s in (one, other)]
+    assert chooses[0] == chooses[1]
+    assert (one.q_size == one.hidden_size) == (other.q_size == other.hidden_size)
+    assert one.num_layers == min(LAYERS, other.num_layers)
+    assert {w is None for w in one.sliding_windows} == {w is None for w in other.sliding_windows}
+    kinds = [[t.name for layer in s.body.layers[:2] for t in layer] for s in (one, other)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_shrunken_preset_is_small_and_of_its_kind(name: str) -> None:
+    large, _ = find_model_config(name)
+    small = shrunk(large, LAYERS, VOCAB_SIZE)
+    assert small_parameters(small) < MOST_PARAMETERS
+    assert_same_kind(small, large)
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["sparse", "filled_in"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_shrinks_from_its_default_sizes(family: str, filled: bool) -> None:
+    """Also from a config.json that says no more than it must."""
+    said = ("model_type", "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts")
+    ends = ("_size", "_heads", "_layers", "_per_tok", "_embd", "_head", "_layer", "_positions")
+    ends += ("_embeddings",)
+    whole = AutoConfig.for_model(family).to_dict()
+    large = {k: v for k, v in whole.items() if filled or k in said or k.endswith(ends)}
+    small = shrunk(large, LAYERS, VOCAB_SIZE)
+    assert small_parameters(small) < MOST_PARAMETERS
+    assert_same_kind(small, large)
+
+
+def test_as_many_layers_as_show_every_kind() -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    large = {**AutoConfig.for_model("qwen3").to_dict(), "num_hidden_layers": 24}
+    large |= {"layer_types": kinds * 4, "use_sliding_window": True, "sliding_window": 4096}
+    small = shrunk(large, LAYERS, VOCAB_SIZE)
+    assert small["num_hidden_layers"] == 6
+    assert small["layer_types"] == kinds
+    assert set(Shape.from_hf(small).sliding_windows) == {16, None}
+    assert small_parameters(small) < MOST_PARAMETERS
+
+
+def test_a_factor_for_each_dimension_of_a_head_is_cut_with_it() -> None:
+    large = AutoConfig.for_model("phi3").to_dict() | {"max_position_embeddings": 131072}
+    large["original_max_position_embeddings"] = 4096
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    large["rope_parameters"] = {**(large.get("rope_parameters") or {}), **factors}
+    small = shrunk(large, LAYERS, VOCAB_SIZE)
+    assert len(small["rope_parameters"]["long_factor"]) == 64 // small["num_attention_heads"] // 2
+    assert small_parameters(small) < MOST_PARAMETERS
+
+
+def test_a_model_that_cannot_be_shrunk_says_why() -> None:
+    with pytest.raises(ValueError, match="hidden_size or n_embd or d_model is missing"):
+        shrunk({"model_type": "new", "num_hidden_layers": 2}, LAYERS, VOCAB_SIZE)
+    with pytest.raises(ValueError, match="its code comes with its repository"):
+        shrunk({"model_type": "new", "auto_map": {}}, LAYERS, VOCAB_SIZE)
+
+
+# --- the layout ---
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stages", "expected"),
+    [
+        (1, 1, Layout(1, 1)),
+        (2, 1, Layout(1, 2)),
+        (64, 1, Layout(1, 4)),
+        (2, 2, Layout(2, 1)),
+        (64, 2, Layout(2, 2)),
+        (4, 4, Layout(4, 1)),
+        (64, 4, Layout(4, 2)),
+    ],
+)
+def test_stages_stay_and_data_ranks_go(gpus: int, stages: int, expected: Layout) -> None:
+    assert rehearsed(Grid(gpus, pipeline=stages)) == expected
+
+
+def test_ranks_that_are_no_such_layout_are_refused() -> None:
+    assert rehearsed(Grid(64, pipeline=4), 12) == Layout(4, 3)
+    with pytest.raises(ConfigError, match=r"--ranks is 6: .* in 4 pipeline stages .* on 4, 8, 12"):
+        rehearsed(Grid(64, pipeline=4), 6)
+    with pytest.raises(ConfigError, match=r"--ranks is 9: .* on 1 to 8"):
+        rehearsed(Grid(8), 9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro", "accum", "expected"),
+    [
+        (Layout(1, 4), 2, 1, (Layout(1, 2), 2)),
+        (Layout(1, 3), 2, 1, (Layout(1, 1), 2)),
+        (Layout(2, 2), 2, 2, (Layout(2, 1), 2)),
+        (Layout(4, 1), 2, 4, (Layout(2, 1), 2)),
+        (Layout(1, 1), 1, 2, (Layout(1, 2), 1)),
+        (Layout(1, 1), 2, 1, (Layout(1, 2), 1)),
+        (Layout(1, 1), 1, 1, None),
+    ],
+)
+def test_another_layout_takes_the_same_batch(
+    layout: Layout, micro: int, accum: int, expected: tuple[Layout, int] | None
+) -> None:
+    found = elsewhere(layout, micro, accum)
+    assert found == expected
+    if found:
+        assert (micro * accum * layout.data) % (found[1] * found[0].data) == 0
+
+
+# --- the job ---
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DS_CONFIGS.glob("*.json")))
+@pytest.mark.parametrize("preset", ["llama-3-8b", "mixtral-8x7b", "gpt2-124m"])
+def test_what_is_made_of_every_shipped_json_can_be_planned(
+    name: str, preset: str, tmp_path: Path
+) -> None:
+    made = job(f"model.name={preset}", json_name=name)
+    command = parse_command([*made.write(tmp_path / "made"), f"run.dir={tmp_path / 'run'}"])
+    plan = plan_from(command, world=cpu(made.layout.ranks))
+    assert plan.precision == made.real.precision
+    assert plan.zero_stage == made.real.zero_stage
+    assert plan.grid.pipeline == made.real.grid.pipeline
+    assert (plan.grad_accum > 1) == (made.real.grad_accum > 1)
+    assert (plan.steps, plan.global_batch) == (STEPS, made.global_batch)
+    assert made.other
+    other = parse_command([*made.write(tmp_path / "other"), *made.at_the_other()])
+    there = plan_from(other, world=cpu(made.other[0].ranks))
+    assert there.global_batch == plan.global_batch
+    assert there.world.world_size != plan.world.world_size
+
+
+def test_the_job_is_kept_but_for_its_size(tmp_path: Path) -> None:
+    ds = json.loads((DS_CONFIGS / "zero3.json").read_text())
+    ds |= {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9000}}}
+    ds["scheduler"]["params"] |= {"warmup_num_steps": 500, "warmup_max_lr": 1e-4}
+    ds |= {"optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9]}}}
+    ds |= {"wandb": {"enabled": True}, "train_micro_batch_size_per_gpu": 4}
+    (tmp_path / "job.json").write_text(json.dumps(ds))
+    made = job(
+        "--deepspeed",
+        str(tmp_path / "job.json"),
+        "model.name=gpt2-124m",
+        "model.overrides.n_layer=3",
+        "model.dropout=0.2",
+        "train.global_batch=256",
+        "guard.spikes=rollback",
+        "save.every=500",
+        "save.async=true",
+    )
+    command = parse_command(made.write(tmp_path / "made"))
+    plan = plan_from(command, world=cpu(4))
+    run = plan.run
+    assert (run.optim.name, run.optim.betas, run.optim.lr) == ("adamw", (0.8, 0.9), 1e-4)
+    assert (run.optim.schedule, run.optim.warmup_steps, run.optim.warmup_type) == (
+        *("linear", 2),
+        "log",
+    )
+    assert (run.guard.spikes, run.save.every, run.save.async_) == ("rollback", 4, True)
+    assert (plan.steps, plan.micro_batch, plan.grad_accum) == (STEPS, 2, 2)
+    assert (plan.model_config["attn_pdrop"], size_of(plan.model_config, LAYER_KEYS)) == (0.2, 2)
+    assert made.random_steps
+    assert not plan.deepspeed["wandb"]["enabled"]
+    assert "the JSON's wandb" in made.not_rehearsed()
+
+
+def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "config.json").write_text(json.dumps(find_model_config("llama-3-8b")[0]))
+    made = job(f"model.name={weights}", f"model.init_from={weights}", "optim.lr=1e-5")
+    arguments = made.write(tmp_path / "made")
+    assert f'data.tokenizer="{weights}"' in arguments
+    assert not [argument for argument in arguments if "init_from" in argument]
+    assert made.model["vocab_size"] == 128256  # whichever ids it gives
+    assert "the weights of model.init_from" in made.not_rehearsed()
+
+
+def test_zero_3_partitions_the_small_model_as_the_large() -> None:
+    zero = job("model.name=llama-3-8b", "ds.zero_optimization.stage3_max_live_parameters=1e9")
+    sizes = zero.deepspeed["zero_optimization"]
+    assert sizes["reduce_bucket_size"] == "auto"  # which follows the model anyhow
+    hidden = zero.model["hidden_size"]
+    assert sizes["stage3_max_live_parameters"] == int(1e9 * (hidden / 4096) ** 2)
+    literal = job(
+        "model.name=llama-3-8b", "ds.zero_optimization.stage3_param_persistence_threshold=100000"
+    )
+    threshold = literal.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"]
+    assert hidden < threshold < hidden**2  # norms stay whole, matrices are cut
+
+
+def test_layers_per_stage_keep_their_proportion() -> None:
+    made = job(
+        *("model.name=llama-1b", "ds.pipeline.partition=[12,4]"), gpus=2, json_name="pipeline2.json"
+    )
+    assert made.deepspeed["pipeline"]["partition"] == [3, 1]
+    assert made.model["num_hidden_layers"] == 4
+
+
+# --- the data ---
+
+
+def test_of_large_data_the_first_lines_are_read(tmp_path: Path) -> None:
+    line = json.dumps({"text": "word " * 200}) + "\n"
+    large = tmp_path / "large.jsonl"
+    large.write_text(line * (2 * MOST_BYTES // len(line)))
+    found = Path(excerpt(str(large), tmp_path / "part"))
+    assert found == tmp_path / "part" / "large.jsonl"
+    assert MOST_BYTES <= found.stat().st_size < MOST_BYTES + len(line)
+    assert set(found.read_text().splitlines(keepends=True)) == {line}
+
+
+def test_of_many_files_each_gives_its_part(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    for number in range(8):
+        (folder / f"{number}").mkdir(parents=True)
+        (folder / f"{number}" / "a.txt").write_text("a line\n" * (MOST_BYTES // 28))
+    found = Path(excerpt(str(folder), tmp_path / "part"))
+    files = sorted(found.rglob("*.txt"))
+    assert [file.relative_to(found).parts for file in files] == [
+        (str(n), "a.txt") for n in range(8)
+    ]
+    assert sum(file.stat().st_size for file in files) == pytest.approx(MOST_BYTES, rel=0.01)
+
+
+def test_small_data_is_read_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "small.txt").write_text("a line\n")
+    assert excerpt(str(tmp_path / "small.txt"), tmp_path / "part") == str(tmp_path / "small.txt")
+    with pytest.raises(ConfigError, match=r"gone.txt does not exist"):
+        excerpt(str(tmp_path / "gone.txt"), tmp_path / "part")
+
+
+# --- the comparison ---
+
+
+def lines(*losses: float, stopped_at: int = 9) -> list[dict[str, Any]]:
+    return [{"step": 0, "attempt": 1, "eval_loss": 9.0}] + [
+        {"step": step, "attempt": 1 + (step > stopped_at), "loss": loss, "grad_norm": 1.0}
+        for step, loss in enumerate(losses, 1)
+    ]
+
+
+def test_one_bit_a_missing_and_a_repeated_step_are_differences() -> None:
+    expected = lines(3.0, 2.0, 1.0)
+    assert differing(lines(3.0, 2.0, 1.0, stopped_at=2), expected) == []
+    assert differing(lines(3.0, 2.0 + 2**-40, 1.0), expected)[0].startswith("loss of step 2 is")
+    assert differing(lines(3.0, 2.0), expected) == ["step 3 is in one of the two runs only"]
+    assert done_twice(lines(3.0, 2.0, 1.0, stopped_at=2), 2) == []
+    assert done_twice(lines(3.0, 2.0, 1.0, stopped_at=1), 2) == [2]
+
+
+def test_how_far_apart_counts_what_is_no_number() -> None:
+    expected = lines(3.0, 2.0, 1.0)
+    assert apart(lines(3.0, 2.02, 5.0), expected, [1, 2], "loss") == pytest.approx(0.01)
+    assert not apart(lines(3.0), expected, [1, 2], "loss") <= 1e9
+    assert not apart(lines(float("inf"), 2.0), expected, [1], "loss") <= 1e9
+
+
+# --- the tool ---
+
+
+def test_what_cannot_be_planned_is_said_before_anything_runs() -> None:
+    found = ("--gpus", "8", "train.step=10", "train.global_batch=20", "model.name=llama-3-8b")
+    done = run_tool("rehearse", *found, code=2)
+    assert "train.step (command line) is not a key" in done.stderr
+    done = run_tool("rehearse", *found[:2], *found[3:], code=2)
+    assert "the nearest that do are 16 or 24" in done.stderr
+    done = run_tool("rehearse", "--gpus", "1", "--gpu", "h100-80", found[4], code=2)
+    assert "GiB of GPU memory, but 79.65 GiB are free" in done.stderr
+    done = run_tool("rehearse", "--gpus", "8", "--ranks", "9", code=2)
+    assert "--ranks is 9" in done.stderr
+    done = run_tool("rehearse", "--gpus", "8", "data.path=gone.txt", code=2)
+    assert "FAILED at plan: data.path: gone.txt does not exist" in done.stdout
+
+
+def test_dry_run_says_what_would_be_rehearsed() -> None:
+    asked = ("--dry-run", "--gpus", "64", "--deepspeed", "ds_configs/pipeline4.json")
+    done = run_tool("rehearse", *asked, "train.global_batch=256", "model.name=mixtral-8x7b")
+    assert "8 ranks = 4 stages x 2 data, a mixtral of" in done.stdout
+    assert "64 GPUs = 4 stages x 16 data, ZeRO 1, bf16, 256 samples a step" in done.stdout
+
+
+def kept_folder(printed: str) -> Path:
+    found = re.search(r"^kept: (.+)$", printed, re.MULTILINE)
+    assert found, printed
+    return Path(found[1])
+
+
+def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def planted(stage: str, arguments: list[str]) -> list[str]:
+        return [sys.executable, "-c", "print('planted'); raise SystemExit(3)"]
+
+    argv = ["--gpus", "2", f"--folder={tmp_path}", "--deepspeed", str(DS_CONFIGS / "zero1.json")]
+    assert rehearse.main(argv, planted) == 1
+    printed = capfd.readouterr()
+    assert "FAILED at train: its ranks ended with [3, 3], not all with 0" in printed.out
+    assert "rank 0 ended so:\n  planted\n" in printed.err
+    assert kept_folder(printed.out).parent == tmp_path
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path, data: list[str]) -> None:
+    tool = [sys.executable, REPOSITORY / "tools" / "rehearse.py", "--gpus", "2", *data]
+    process = subprocess.Popen(
+        [*tool, f"--folder={tmp_path}"], env=environment(), stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: len(list(tmp_path.glob("*/logs/train/rank-1.log"))), "the ranks")
+    assert ranks_under(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == rehearse.INTERRUPTED
+    assert not list(tmp_path.iterdir())
+    assert not ranks_under(tmp_path)
+
+
+def ranks_under(folder: Path) -> list[str]:
+    """Processes that train into a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_text()
+        except OSError:  # ended meanwhile
+            continue
+        if "harness/train.py" in command and str(folder) in command:
+            found.append(process.name)
+    return found
+
+
+@pytest.mark.slow
+def test_a_rehearsal_of_zero_3_holds(tmp_path: Path, data: list[str]) -> None:
+    done = run_tool(
+        *("rehearse", "--deepspeed", DS_CONFIGS / "zero3.json", "--gpus", 8, "--ranks", 2),
+        *("--folder", tmp_path, "model.name=llama-3-8b", "train.global_batch=256", *data),
+    )
+    stages = [line.split()[0] for line in done.stdout.splitlines() if " s  " in line]
+    assert stages == ["plan", "train", "interrupt", "resume", "export", "elsewhere"]
+    assert "8 GPUs, ZeRO 3, bf16, 256 samples a step = 8 x 4 accumulated x 8" in done.stdout
+    assert "equal the uninterrupted run's in every step, bit for bit" in done.stdout
+    assert re.search(r"opens in transformers; its probe loss is (\S+), and was \1", done.stdout)
+    assert "goes on with 1 rank: loss and norm of steps" in done.stdout
+    assert "all held in" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_another_seed_on_resume_fails_there_after_pipeline_stages_held(
+    tmp_path: Path, data: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def planted(stage: str, arguments: list[str]) -> list[str]:
+        seed = ["train.seed=1", "resume.allow=train.seed"] if stage == "resume" else []
+        return train_command(stage, [*arguments, *seed])
+
+    argv = ["--deepspeed", str(DS_CONFIGS / "pipeline2.json"), "--gpus", "2", *data]
+    code = rehearse.main([*argv, f"--folder={tmp_path}", "model.name=llama-1b"], planted)
+    printed = capfd.readouterr()
+    stages = [line.split()[0] for line in printed.out.splitlines() if " s  " in line]
+    assert (code, stages) == (1, ["plan", "train", "interrupt"]), printed.out + printed.err
+    assert "2 ranks = 2 stages x 1 data, a llama of" in printed.out
+    assert "SIGUSR1 to one rank: all ended with code 75" in printed.out
+    assert "FAILED at resume: the resumed run is not the uninterrupted one: loss" in printed.out
+    assert (kept_folder(printed.out) / "resumed" / "metrics.jsonl").exists()

@@ -1,0 +1,58 @@
+"""Two runs of one job, step by step, as their metrics.jsonl has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+Line = dict[str, Any]
+
+# What a step learned, and at which point of the run: not how long it took.
+EXACT = (
+    *("loss", "grad_norm", "learning_rate", "samples", "tokens"),
+    *("loss_scale", "skipped_steps", "eval_loss"),
+)
+
+
+def differing(found: list[Line], expected: list[Line]) -> list[str]:
+    """Every value that two runs do not have in common to the last bit; nothing of what times say.
+
+    A step that either lacks is one, too.
+    """
+    here, there = by_step(found), by_step(expected)
+    problems = [
+        f"step {step} is in one of the two runs only" for step in sorted(here.keys() ^ there.keys())
+    ]
+    for step in sorted(here.keys() & there.keys()):
+        problems += [
+            f"{key} of step {step} is {here[step].get(key)!r}, not {there[step].get(key)!r}"
+            for key in EXACT
+            if here[step].get(key) != there[step].get(key)
+        ]
+    return problems
+
+
+def done_twice(lines: list[Line], stopped_at: int) -> list[int]:
+    """Steps that the second attempt took although the first had them behind it, or left out."""
+    return [
+        step
+        for step, line in by_step(lines).items()
+        if line["attempt"] != (1 if step <= stopped_at else 2)
+    ]
+
+
+def apart(found: list[Line], expected: list[Line], steps: list[int], key: str) -> float:
+    """The largest relative difference of a quantity over these steps; NaN for what is no number."""
+    here, there = by_step(found), by_step(expected)
+    worst = 0.0
+    for step in steps:
+        one, other = (float(lines.get(step, {}).get(key, math.nan)) for lines in (here, there))
+        if not math.isfinite(one - other):
+            return math.nan
+        worst = max(worst, abs(one - other) / max(abs(other), 1e-30))
+    return worst
+
+
+def by_step(lines: list[Line]) -> dict[int, Line]:
+    """The lines of steps that were taken; that of step 0 is an evaluation."""
+    return {line["step"]: line for line in lines if "loss" in line}

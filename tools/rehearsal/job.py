@@ -1,0 +1,247 @@
+"""A real job's plan, and the rehearsal that is made of it: layout, model, JSON and run config."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.assignments import assign, flat
+from harness.config import run_and_step
+from harness.data.corpus import find_corpus
+from harness.ds_adopt import SAME
+from harness.ds_config import AUTO, literal, value_of
+from harness.plan import Plan
+from harness.runfolder import RunFolder
+from tools.rehearsal.excerpt import excerpt
+from tools.rehearsal.layout import Layout, elsewhere, rehearsed
+from tools.rehearsal.shrink import HIDDEN, LAYERS, shrunk, size_of
+
+STEPS = 10  # the signal comes after the first; a run must not end before it is heard
+SEQ_LEN = 32  # tokens
+VOCAB_SIZE = 8192  # of the tokenizer that is trained where none is given
+MICRO_BATCH = 2  # samples
+_WARMUP_STEPS, _EVERY, _EVAL_SAMPLES, _SAMPLE_TOKENS = 2, 4, 8, 4
+_LAYERS_PER_STAGE = 2
+
+# Sizes that are to mean to the small model what they mean to the large: by how often the hidden
+# size is their factor. What the JSON leaves out is DeepSpeed's default, as in the job.
+_SIZES = {
+    "reduce_bucket_size": 2,
+    "allgather_bucket_size": 2,
+}
+_SIZES_OF_STAGE_3 = {
+    "sub_group_size": 2,
+    "stage3_prefetch_bucket_size": 2,
+    "stage3_max_live_parameters": 2,
+    "stage3_max_reuse_distance": 2,
+    "stage3_param_persistence_threshold": 1,  # what a norm's vector is compared with
+}
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# Keys of the run config that a rehearsal sets, or that make no sense in one.
+_REPLACED = (
+    *("model.name", "model.init_from", "model.overrides", "data.path", "data.tokenizer"),
+    *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is rehearsed, and as what."""
+
+    real: Plan
+    layout: Layout
+    micro_batch: int
+    grad_accum: int
+    model: dict[str, Any]
+    """Hugging Face config of the small model."""
+    deepspeed: dict[str, Any]
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, real: Plan, ranks: int | None = None, trust_remote_code: bool = False) -> Job:
+        """The rehearsal of a job; on so many `ranks` where that is given.
+
+        Raises ConfigError for a number of ranks that is no such layout, ValueError for a model that
+        cannot be shrunk.
+        """
+        layout = rehearsed(real.grid, ranks)
+        split = _split(real)
+        layers = sum(split) if split else _LAYERS_PER_STAGE * layout.stages
+        # A tokenizer of the user's brings its own ids.
+        vocab_size = VOCAB_SIZE if _tokenizer(real) is None else 2**31
+        model = shrunk(real.model_config, layers, vocab_size)
+        if split:  # whose sum must be the number of layers, exactly
+            times = -(-(size_of(model, LAYERS) or 1) // sum(split))
+            split = [count * times for count in split]
+            if sum(split) > (size_of(real.model_config, LAYERS) or 1):
+                split = literal(real.deepspeed_given, "pipeline.partition")
+            model = shrunk(real.model_config, sum(split), vocab_size)
+        return cls(
+            real=real,
+            layout=layout,
+            micro_batch=min(real.micro_batch, MICRO_BATCH),
+            grad_accum=min(real.grad_accum, max(2, layout.stages)),
+            model=model,
+            deepspeed=_deepspeed(real, model, split),
+            trust_remote_code=trust_remote_code,
+        )
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.micro_batch * self.grad_accum * self.layout.data
+
+    @property
+    def other(self) -> tuple[Layout, int] | None:
+        """Where its checkpoint goes on, and with which micro-batch; None where nowhere can."""
+        return elsewhere(self.layout, self.micro_batch, self.grad_accum)
+
+    @property
+    def random_steps(self) -> bool:
+        """Whether dropout is drawn, which is another one on other ranks."""
+        return any(
+            isinstance(value, int | float) and value > 0
+            for key, value in self.model.items()
+            if key.endswith(("dropout", "pdrop", "dropout_prob"))
+        )
+
+    def write(self, folder: Path) -> list[str]:
+        """Put model, JSON and data under `folder`; returns train.py's arguments but for run.dir.
+
+        Raises ConfigError where the job's data cannot be found.
+        """
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text(json.dumps(self.model, indent=2))
+        (folder / "deepspeed.json").write_text(json.dumps(self.deepspeed, indent=2))
+        keys = {**self._kept(), **self._set(), "model.name": str(folder / "model")}
+        keys |= _data(self.real, folder)
+        arguments = ["--deepspeed", str(folder / "deepspeed.json")]
+        arguments += ["--trust-remote-code"] if self.trust_remote_code else []
+        return [*arguments, *(f"{key}={_toml(value)}" for key, value in keys.items())]
+
+    def at_the_other(self) -> list[str]:
+        """What is added to those arguments in the other layout."""
+        assert self.other
+        layout, micro_batch = self.other
+        changed = [f"train.micro_batch={micro_batch}"]
+        if layout.stages != self.layout.stages:
+            changed += [f"ds.pipeline.stages={layout.stages}", "ds.pipeline.partition=time"]
+        return changed
+
+    def not_rehearsed(self) -> list[str]:
+        """What only the real machines can show."""
+        run, found = self.real.run, ["CUDA", "NCCL", "the real size and its memory", "speed"]
+        found += ["the weights of model.init_from"] if run.model.init_from else []
+        found += ["the checkpoint of resume.from"] if run.resume.from_ else []
+        found += [run.model.attention] if "flash" in run.model.attention else []
+        found += [
+            f"the JSON's {name}"
+            for name in _MONITORS
+            if value_of(self.real.deepspeed_given, f"{name}.enabled")
+        ]
+        found += [] if self.other else ["another number of ranks: a step is a single sample"]
+        return found
+
+    def _kept(self) -> dict[str, Any]:
+        """What the job says and the rehearsal does, too."""
+        said = flat(self.real.run.model_dump(exclude_unset=True))
+        return {
+            key: value
+            for key, value in said
+            if value is not None and not f"{key}.".startswith(tuple(f"{r}." for r in _REPLACED))
+        }
+
+    def _set(self) -> dict[str, Any]:
+        run = self.real.run
+        keys: dict[str, Any] = {
+            "data.seq_len": min(run.data.seq_len, SEQ_LEN),
+            "train.steps": STEPS,
+            "train.global_batch": self.global_batch,
+            "train.micro_batch": self.micro_batch,
+            "optim.warmup_steps": min(run.optim.warmup_steps, _WARMUP_STEPS),
+            "eval.every": min(run.eval.every, _EVERY),
+            "eval.samples": min(run.eval.samples, _EVAL_SAMPLES),
+            "save.every": min(run.save.every, _EVERY),
+            "save.export": False,  # a stage of its own
+            "log.every": 1,  # every step is compared
+            "sample.tokens": min(run.sample.tokens, _SAMPLE_TOKENS),
+        }
+        if "flash" in run.model.attention:
+            keys["model.attention"] = "sdpa"
+        return keys
+
+
+def _deepspeed(real: Plan, model: dict[str, Any], split: list[int] | None) -> dict[str, Any]:
+    """The job's JSON, without what depends on its size; what the run config owns is said there."""
+    ds = copy.deepcopy(real.deepspeed_given)
+    owned = (*_BATCH_KEYS, *(k for k, run in SAME.items() if run in _SHORTENED))
+    for key in owned:
+        *path, last = key.split(".")
+        section: Any = ds
+        for name in path:
+            section = section.get(name, {})
+        section.pop(last, None)
+    if "enabled" in ds.get("bf16", {}):  # "auto" is what it is on the job's GPUs
+        ds["bf16"]["enabled"] = real.precision == "bf16"
+    if split:
+        ds["pipeline"]["partition"] = split
+    for name in _MONITORS:
+        if name in ds:
+            ds[name]["enabled"] = False
+    for key, value in _scaled_sizes(real, model):
+        assign(ds, key, value)
+    return ds
+
+
+_SHORTENED = ("train.steps", "optim.warmup_steps", "train.global_batch", "train.micro_batch")
+
+
+def _scaled_sizes(real: Plan, model: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """So that the small model, too, fills several buckets a step, and is partitioned at all."""
+    was, now = size_of(real.model_config, HIDDEN), size_of(model, HIDDEN)
+    assert was
+    assert now
+    sizes = {**_SIZES, **(_SIZES_OF_STAGE_3 if real.zero_stage == 3 else {})}
+    for name, power in sizes.items() if real.zero_stage else ():
+        key = f"zero_optimization.{name}"
+        given = real.deepspeed_given.get("zero_optimization", {}).get(name)
+        if given != AUTO:
+            value = value_of(real.deepspeed_given, key)
+            yield key, min(value, max(1, int(value * (now / was) ** power)))
+
+
+def _split(real: Plan) -> list[int] | None:
+    """Layers per stage in proportion, where the JSON lists them."""
+    given = literal(real.deepspeed_given, "pipeline.partition")
+    return [round(n / min(given)) for n in given] if isinstance(given, list) else None
+
+
+def _tokenizer(real: Plan) -> str | None:
+    """The job's; a model that brings its weights brings its tokenizer, a run keeps it apart."""
+    source = real.run.model.init_from
+    if real.run.data.tokenizer or source is None:
+        return real.run.data.tokenizer
+    folder = RunFolder(run_and_step(source)[0]).tokenizer_dir
+    return str(folder) if folder.is_dir() else source
+
+
+def _data(real: Plan, folder: Path) -> dict[str, str]:
+    """The first part of the job's data, its tokens kept with the rehearsal; and its tokenizer."""
+    found = {}
+    if real.run.data.path is not None:
+        found["data.path"] = excerpt(real.run.data.path, folder / "data")
+        if find_corpus(found["data.path"]).path.is_relative_to(folder):
+            found["data.cache_dir"] = str(folder / "cache")
+    if (tokenizer := _tokenizer(real)) is not None:
+        found["data.tokenizer"] = tokenizer
+    return found
+
+
+def _toml(value: Any) -> str:
+    """A value as key=value takes it: what JSON and TOML write alike."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,175 @@
+"""A model of the same architecture with a thousandth of the weights: a pure function of its config.
+
+What an architecture *is* stays: tied or untied, how many queries share a key, whether heads are
+wider than the hidden size, a mixture of experts, which kinds of layers follow each other. How
+large it is goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness.planning.sizes import FAMILIES
+
+HIDDEN_SIZE = 64  # of all query heads together, as near as the number of heads allows
+MOST_HEADS_PER_KEY = 16
+WINDOW = 16  # tokens; shorter than a rehearsed sample, so that it bites
+EXPERTS = 4
+
+# The families' names for one thing.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS = (
+    *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "word_embed_proj_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_ROPE = ("rope_scaling", "rope_parameters")
+
+
+def shrunk(config: Mapping[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:
+    """A config of at most `vocab_size` tokens and about `layers` decoder layers, never more than
+    the model has, and as many as it takes to show each kind of layer.
+
+    Raises ValueError for a config that does not name its sizes, or that brings its own code.
+    """
+    if "auto_map" in config:
+        raise ValueError("its code comes with its repository, so nobody knows which sizes may go")
+    small = dict(config)
+    problems = [
+        f"{' or '.join(names)} is missing"
+        for names in (LAYERS, HIDDEN, _HEADS)
+        if _key(config, names) is None
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
+    small |= _heads(config)
+    small |= _widths(config, small)
+    small |= _experts(config)
+    small |= _layers(config, layers)
+    small |= _windows(config)
+    small |= _vocabulary(config, vocab_size)
+    return small
+
+
+def size_of(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """The value under the first of synonyms that is set."""
+    key = _key(config, names)
+    return None if key is None else int(config[key])
+
+
+def _key(config: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if isinstance(config.get(name), int)), None)
+
+
+def _family(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return FAMILIES.get(config["model_type"], {})
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    hidden, heads = size_of(config, HIDDEN), size_of(config, _HEADS)
+    assert hidden
+    assert heads
+    return int(config.get("head_dim") or _family(config).get("head_dim") or hidden // heads)
+
+
+def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads, their width, and the hidden size; the groups of queries that share a key stay."""
+    heads, hidden = size_of(config, _HEADS), size_of(config, HIDDEN)
+    assert heads
+    assert hidden
+    key_heads = size_of(config, _KEY_HEADS) or heads
+    if config.get("multi_query"):  # Falcon's and GPTBigCode's word for one key head
+        key_heads = 1
+    group = min(heads // key_heads or 1, MOST_HEADS_PER_KEY)
+    few_keys = min(key_heads, 4 if group == 1 else 2)
+    few = few_keys * group
+    head_dim = max(8, HIDDEN_SIZE // few // 8 * 8)  # even, for rotary positions
+    # Most models' query heads are together as wide as the hidden size; Gemma's and Qwen's are not.
+    ratio = hidden / (heads * _head_dim(config))
+    found: dict[str, Any] = {
+        str(_key(config, _HEADS)): few,
+        str(_key(config, HIDDEN)): max(8, round(few * head_dim * ratio / 8) * 8),
+    }
+    if (name := _key(config, _KEY_HEADS)) is not None:
+        found[name] = few_keys
+    if config.get("head_dim") or "head_dim" in _family(config):
+        found["head_dim"] = head_dim
+    if "query_pre_attn_scalar" in config:
+        found["query_pre_attn_scalar"] = head_dim
+    for name in _ROPE:
+        if isinstance(rope := config.get(name), Mapping):
+            found[name] = {
+                key: value[: max(1, len(value) * head_dim // _head_dim(config))]
+                if isinstance(value, list)  # a factor for each pair of a head's dimensions
+                else value
+                for key, value in rope.items()
+            }
+    return found
+
+
+def _widths(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+    """Of MLPs and experts, in proportion to the hidden size."""
+    was, now = size_of(config, HIDDEN), size_of(small, HIDDEN)
+    assert was
+    assert now
+    return {
+        name: max(8, round(config[name] * now / was / 8) * 8)
+        for name in _WIDTHS
+        if isinstance(config.get(name), int)
+    }
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    name = _key(config, _EXPERT_COUNTS)
+    if name is None:
+        return {}
+    chosen = min(config.get("num_experts_per_tok") or 1, 2)
+    return {name: min(config[name], EXPERTS), "num_experts_per_tok": chosen}
+
+
+def _layers(config: Mapping[str, Any], wanted: int) -> dict[str, Any]:
+    """Their number, and every list that has an entry for each of them."""
+    name = _key(config, LAYERS)
+    assert name is not None
+    count = min(config[name], max(wanted, 2, *_shows_every_kind(config, config[name])))
+    found: dict[str, Any] = {name: count}
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == config[name]:
+            found[key] = value[:count]
+    if "max_window_layers" in config:  # layers from there on slide: all, some or none
+        first = config["max_window_layers"]
+        found["max_window_layers"] = count if first >= config[name] else min(first, 1)
+    if dense := config.get("mlp_only_layers"):
+        found["mlp_only_layers"] = [layer for layer in dense if layer < count - 1] or [0]
+    return found
+
+
+def _shows_every_kind(config: Mapping[str, Any], count: int) -> Iterator[int]:
+    """Of how many layers each list needs its first entries to have all kinds in them."""
+    yield int(config.get("decoder_sparse_step") or 1)
+    yield int(config.get("sliding_window_pattern") or 1)
+    for value in config.values():
+        if isinstance(value, list) and len(value) == count:
+            yield 1 + max(value.index(kind) for kind in value)
+
+
+def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """An explicit null switches the window off; an absent key leaves the family's default."""
+    given = config.get("sliding_window", _family(config).get("sliding_window"))
+    return {"sliding_window": min(given, WINDOW)} if isinstance(given, int) else {}
+
+
+def _vocabulary(config: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Its size, and the special tokens that would fall out of it."""
+    size = min(config.get("vocab_size") or most, most)
+    tokens = {
+        key: 0
+        for key, value in config.items()
+        if key.endswith("_token_id") and isinstance(value, int) and value >= size
+    }
+    defaults = {"phi3": {"pad_token_id": 0}}  # the config class's own is 32000
+    return {**defaults.get(config["model_type"], {}), **tokens, "vocab_size": size}

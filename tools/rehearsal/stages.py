@@ -1,0 +1,228 @@
+"""The stages of a rehearsal, each a command that a user would start, in real processes.
+
+train, uninterrupted: the reference; interrupt, the same run again and a signal to one rank; resume;
+export; elsewhere, the interrupted run goes on in another layout.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.errors import ExitCode
+from harness.runfolder import RunFolder
+from tools.cpu_ranks import REPOSITORY, Ranks, started
+from tools.rehearsal.compare import apart, by_step, differing, done_twice
+from tools.rehearsal.job import STEPS, Job
+
+Command = Callable[[str, list[str]], list[str]]
+"""(stage, arguments) -> the command line of every rank."""
+
+SIGNAL = signal.SIGUSR1  # what batch systems send ahead of the time limit
+SIGNALLED_AFTER = 1  # steps
+STEPS_ELSEWHERE = 2  # that are compared: differences of rounding grow from step to step
+LIMIT_S = 1800.0  # of a stage; one that takes longer hangs
+_SAY_EVERY_S = 5.0
+_TAIL_LINES = 25
+_DIFFERENCES_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Done:
+    """A stage that held."""
+
+    stage: str
+    seconds: float
+    seen: str
+
+
+class StageFailed(Exception):
+    """A stage did not hold: why, what its ranks wrote, what the rehearsal ends with."""
+
+    stage = ""
+
+    def __init__(self, why: str, output: str = "", code: int = 1) -> None:
+        super().__init__(why)
+        self.output = output
+        self.code = code
+
+
+def train_command(stage: str, arguments: list[str]) -> list[str]:
+    """The main command, whatever the stage."""
+    return [sys.executable, str(REPOSITORY / "harness" / "train.py"), *arguments]
+
+
+@dataclass
+class Rehearsal:
+    """A job in a folder of its own, where making one writes the model, the JSON and the data.
+
+    `say` gets a line every few seconds.
+    """
+
+    job: Job
+    folder: Path
+    say: Callable[[str], None] = print
+    command: Command = train_command
+    arguments: list[str] = field(default_factory=list)
+    stopped_at: int = 0
+    """The step that the interrupted run was saved at."""
+
+    def __post_init__(self) -> None:
+        self.arguments = self.job.write(self.folder)
+        self.reference, self.resumed, self.moved = (
+            RunFolder(self.folder / name) for name in ("reference", "resumed", "elsewhere")
+        )
+
+    def stages(self) -> Iterator[Done]:
+        """Each as it is done. Raises StageFailed at the first that does not hold."""
+        found = {
+            "train": self.train,
+            "interrupt": self.interrupt,
+            "resume": self.resume,
+            "export": self.export,
+        }
+        if self.job.other:
+            found["elsewhere"] = self.elsewhere
+        for name, stage in found.items():
+            began = time.monotonic()
+            try:
+                seen = stage()
+            except StageFailed as failed:
+                failed.stage = name
+                raise
+            yield Done(name, time.monotonic() - began, seen)
+
+    def train(self) -> str:
+        """The reference, from the first step to the last."""
+        self._run("train", self.reference, self.job.layout.ranks, ExitCode.DONE)
+        lines = by_step(self.reference.read_metrics())
+        last = lines.get(STEPS, {})
+        applied = STEPS - last.get("skipped_steps", STEPS)
+        if not isinstance(last.get("loss"), float) or not applied:
+            raise StageFailed(
+                f"{applied} of {STEPS} steps changed the weights, and the last loss is "
+                f"{last.get('loss')}: nothing can be compared with it"
+            )
+        skipped = f", {STEPS - applied} skipped" if applied < STEPS else ""
+        return f"{STEPS} steps{skipped}: loss {lines[1]['loss']:.4f}, then {last['loss']:.4f}"
+
+    def interrupt(self) -> str:
+        """The same run, which is asked to stop; and a copy of what that leaves."""
+        self._run("interrupt", self.resumed, self.job.layout.ranks, ExitCode.STOPPED, SIGNAL)
+        status = self.resumed.read_status() or {}
+        step = status.get("step", 0)
+        saved = self.resumed.checkpoints_dir / f"step-{step:08}"
+        if status.get("outcome") != "stopped" or not 0 < step < STEPS or not saved.is_dir():
+            raise StageFailed(f"status.json is {status}, and {saved} must be its checkpoint")
+        self.stopped_at = step
+        shutil.copytree(self.resumed.path, self.moved.path)
+        return f"{SIGNAL.name} to one rank: all ended with code 75, saved at step {step}"
+
+    def resume(self) -> str:
+        """It goes on to the end, as if nothing had been."""
+        self._run("resume", self.resumed, self.job.layout.ranks, ExitCode.DONE)
+        lines = self.resumed.read_metrics()
+        wrong = differing(lines, self.reference.read_metrics())
+        twice = done_twice(lines, self.stopped_at)
+        if twice:
+            wrong.append(f"not taken once, by the attempt whose turn it was: steps {twice}")
+        if wrong:
+            more = len(wrong) - _DIFFERENCES_SHOWN
+            shown = wrong[:_DIFFERENCES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+            raise StageFailed("the resumed run is not the uninterrupted one: " + "; ".join(shown))
+        loss = by_step(lines)[STEPS]["loss"]
+        return (
+            f"steps {self.stopped_at + 1} to {STEPS}, none twice; loss {loss:.4f} and gradient "
+            "norm equal the uninterrupted run's in every step, bit for bit"
+        )
+
+    def export(self) -> str:
+        """Its weights, opened in transformers."""
+        tool, out = REPOSITORY / "tools" / "export_hf.py", self.folder / "export"
+        command = [sys.executable, str(tool), str(self.resumed.path), "--out", str(out)]
+        command += ["--trust-remote-code"] if self.job.trust_remote_code else []
+        logs = self.folder / "logs" / "export"
+        with started(command, 1, Path.cwd(), logs) as ranks:
+            code, *_ = ranks.wait(LIMIT_S)
+        output = ranks.logs[0].read_text(errors="replace")
+        said = output.strip().rpartition("\n")[2].rpartition("; ")[2]
+        if code or not said.startswith("its probe loss is"):
+            raise StageFailed(f"export_hf.py ended with code {code}", _tail(ranks))
+        return f"opens in transformers; {said}"
+
+    def elsewhere(self) -> str:
+        """The interrupted run goes on in another layout."""
+        # What stages may differ by from the unsplit model: wider than what other layouts made of
+        # the checkpoint gate's one model (docs/checkpoints.md), since this may be any.
+        from harness.verify import TOLERANCES  # and with it torch, which planning does without
+
+        assert self.job.other
+        layout, precision = self.job.other[0], self.job.real.precision
+        more = self.job.at_the_other()
+        self._run("elsewhere", self.moved, layout.ranks, ExitCode.DONE, more=more)
+        steps = [self.stopped_at + n for n in range(1, STEPS_ELSEWHERE + 1)]
+        lines, expected = self.moved.read_metrics(), self.reference.read_metrics()
+        if self.job.random_steps:
+            # Before it goes on, a run compares the loss of the checkpoint's probe.
+            return (
+                f"goes on with {layout}, its probe's loss as it was; dropout is drawn for each "
+                "rank, so the curve is another"
+            )
+        loss, norm = (apart(lines, expected, steps, key) for key in ("loss", "grad_norm"))
+        allowed = TOLERANCES[precision]
+        seen = (
+            f"loss and norm of steps {steps[0]} and {steps[-1]} are within {loss:.0e} and "
+            f"{norm:.0e} of the reference (allowed {allowed[0]:.0e} and {allowed[1]:.0e})"
+        )
+        if not (loss <= allowed[0] and norm <= allowed[1]):
+            raise StageFailed(f"on {layout}, {seen}")
+        return f"goes on with {layout}: {seen}"
+
+    def _run(
+        self,
+        stage: str,
+        run: RunFolder,
+        ranks: int,
+        expected: ExitCode,
+        stop: signal.Signals | None = None,
+        more: list[str] | None = None,
+    ) -> None:
+        """Train on so many ranks, and `stop` the last of them after a step; all must end alike."""
+        began = said = time.monotonic()
+        command = self.command(stage, [*self.arguments, f"run.dir={run.path}", *(more or [])])
+        with started(command, ranks, Path.cwd(), self.folder / "logs" / stage) as group:
+
+            def meanwhile() -> None:
+                nonlocal said, stop
+                step = max([0, *by_step(run.read_metrics())])
+                if stop is not None and step >= SIGNALLED_AFTER:
+                    group.processes[-1].send_signal(stop)
+                    stop = None
+                if (now := time.monotonic()) > said + _SAY_EVERY_S:
+                    said = now
+                    self.say(f"  {stage}: step {step} of {STEPS}, {now - began:.0f} s")
+
+            codes = group.wait(LIMIT_S, meanwhile)
+        if set(codes) == {int(expected)}:
+            return
+        late = f" (they had {LIMIT_S:g} s)" if time.monotonic() - began > LIMIT_S else ""
+        refused = stage == "train" and set(codes) == {int(ExitCode.BAD_CONFIG)}
+        raise StageFailed(
+            f"its ranks ended with {codes}, not all with {int(expected)}{late}",
+            f"{_tail(group)}\nstarted as {shlex.join(command)}",
+            int(ExitCode.BAD_CONFIG) if refused else 1,
+        )
+
+
+def _tail(ranks: Ranks) -> str:
+    """The last lines of the rank that says most: one that failed by itself, or rank 0."""
+    codes = [process.returncode for process in ranks.processes]
+    first = next((rank for rank, code in enumerate(codes) if code not in (0, 75) and code > 0), 0)
+    lines = ranks.logs[first].read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    return "\n".join([f"rank {first} ended so:", *(f"  {line}" for line in lines)])
