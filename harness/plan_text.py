@@ -32,7 +32,7 @@ def summary(plan: Plan) -> str:
     rows = [
         ("model", _model(plan)),
         ("parameters", _parameters(plan)),
-        ("spread", _spread(plan)),
+        ("spread", spread(plan)),
         *_stages(plan),
         ("batch", _batch(plan)),
         ("length", _length(plan)),
@@ -59,7 +59,8 @@ def _parameters(plan: Plan) -> str:
     return f"{num_parameters(plan.shape):,} ({parts})"
 
 
-def _spread(plan: Plan) -> str:
+def spread(plan: Plan) -> str:
+    """How the run is spread over ranks and memory, in a line."""
     grid, world = plan.grid, plan.world
     device = world.gpu or world.accelerator
     axes = [f"{grid.data} data"]

@@ -132,31 +132,19 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     Raises ConfigError, before anything is trained, for whatever is wrong with the input.
     """
     report = report or (lambda line: None)
-    try:
-        corpus = find_corpus(spec.path)
-        identity = corpus.identity()
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
-    cache = Path(spec.cache_dir).expanduser() if spec.cache_dir else default_cache()
+    corpus, identity, cache = _open(spec)
     source = spec.tokenizer or _trained_tokenizer(corpus, cache, report)
-    tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
+    tokenizer = _load_tokenizer(source, spec)
     ids = vocab_size(tokenizer)
-    if spec.model_vocab_size is not None and ids > spec.model_vocab_size:
-        raise ConfigError(
-            f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only "
-            f"{spec.model_vocab_size}: set model.overrides.vocab_size={ids}"
-        )
-    hashed = tokenizer_hash(tokenizer)
-    key = cache_key(format=FORMAT, corpus=identity, tokenizer=hashed)
+    key = _tokens_key(identity, tokenizer)
     prefix, prompts = corpus.path, None
     if corpus.kind != "indexed":
         folder = cache / f"tokens-{key}"
         build_once(folder, lambda path: _tokenise(corpus, tokenizer, path, report), report)
         prefix, prompts = folder / TOKENS, np.load(folder / PROMPTS, mmap_mode="r")
     tokens = IndexedTokens(prefix)
-    split_key = cache_key(source=key, held_out=spec.held_out)
     folder = build_once(
-        cache / f"split-{split_key}",
+        _split_folder(cache, key, spec),
         lambda path: _split(tokens, prompts, tokenizer, spec.held_out, path),
         report,
     )
@@ -184,19 +172,66 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     return Data(train, held_out, tokenizer, fingerprint, corpus)
 
 
-def _trained_tokenizer(corpus: Corpus, cache: Path, report: Report) -> Path:
+def cached_fingerprint(spec: DataSpec) -> str | None:
+    """The fingerprint of build_data's result where it lies in the cache, None where it does not.
+
+    Builds nothing. Raises ConfigError for input that build_data would refuse on sight.
+    """
+    corpus, identity, cache = _open(spec)
+    source = spec.tokenizer or _tokenizer_folder(corpus, cache)
+    if isinstance(source, Path) and not source.is_dir():
+        return None  # of a tokenizer that is still to be trained
+    key = _tokens_key(identity, _load_tokenizer(source, spec))
+    facts = _split_folder(cache, key, spec) / SPLIT_FACTS
+    return str(json.loads(facts.read_text())["fingerprint"]) if facts.is_file() else None
+
+
+def _open(spec: DataSpec) -> tuple[Corpus, list[object], Path]:
+    """The corpus, its identity, and the cache."""
+    cache = Path(spec.cache_dir).expanduser() if spec.cache_dir else default_cache()
+    try:
+        corpus = find_corpus(spec.path)
+        return corpus, corpus.identity(), cache
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+
+
+def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer, all of whose ids the model has."""
+    tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
+    ids = vocab_size(tokenizer)
+    if spec.model_vocab_size is not None and ids > spec.model_vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only "
+            f"{spec.model_vocab_size}: set model.overrides.vocab_size={ids}"
+        )
+    return tokenizer
+
+
+def _tokens_key(identity: list[object], tokenizer: PreTrainedTokenizerBase) -> str:
+    return cache_key(format=FORMAT, corpus=identity, tokenizer=tokenizer_hash(tokenizer))
+
+
+def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
+    return cache / f"split-{cache_key(source=key, held_out=spec.held_out)}"
+
+
+def _tokenizer_folder(corpus: Corpus, cache: Path) -> Path:
+    """Where the tokenizer that is trained on a corpus is kept."""
     if corpus.kind == "indexed":
         raise ConfigError(
             f"data.path: {corpus.path} holds token ids: set data.tokenizer to the one that wrote "
             "them"
         )
+    return cache / f"tokenizer-{cache_key(format=FORMAT, corpus=corpus.identity())}"
 
+
+def _trained_tokenizer(corpus: Corpus, cache: Path, report: Report) -> Path:
     def build(path: Path) -> None:
         report("training a tokenizer")
         train_tokenizer(corpus, path)
 
-    key = cache_key(format=FORMAT, corpus=corpus.identity())
-    return build_once(cache / f"tokenizer-{key}", build, report)
+    return build_once(_tokenizer_folder(corpus, cache), build, report)
 
 
 def _tokenise(

@@ -15,10 +15,9 @@ from harness.errors import ConfigError
 from harness.planning.world import World
 
 
-def join(world: World) -> torch.device:
-    """Join this process to the others of `world`; returns the device that it computes on.
-
-    Works under any launcher: what DeepSpeed reads from the environment is set from `world`.
+def set_environment(world: World) -> None:
+    """Set what torch and DeepSpeed read from the environment, whichever launcher started `world`:
+    who is who, where the ranks meet, and how many threads each has.
     """
     address, port = "127.0.0.1", 29500
     if world.world_size == 1:
@@ -38,6 +37,32 @@ def join(world: World) -> torch.device:
             # Ranks that share a machine share its cores; torch would give all cores to each.
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(max(1, cores // world.local_world_size))
+
+
+def own_device(world: World) -> torch.device:
+    """The device that this process computes on, made torch's current one.
+
+    Raises ConfigError where there should be a GPU, but is none.
+    """
+    if world.accelerator == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError(
+            "the driver is here, but torch sees no GPU: look at nvidia-smi, CUDA_VISIBLE_DEVICES "
+            "and torch's CUDA version, or set DS_ACCELERATOR=cpu"
+        )
+    index = world.local_rank % count  # srun may show each task its GPU alone
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def join(world: World) -> torch.device:
+    """Join this process to the others of `world`; returns the device that it computes on.
+
+    Works under any launcher: what DeepSpeed reads from the environment is set from `world`.
+    """
+    set_environment(world)
     # The collectives DeepSpeed calls were renamed in torch 2.13; one line per process says so.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     _find_own_ninja()
@@ -54,11 +79,10 @@ def join(world: World) -> torch.device:
     atexit.register(leave)  # otherwise Python would end gloo's threads in the middle of their work
     if world.accelerator == "cpu":
         quirks.allow_fp16_on_any_cpu()
-        return torch.device("cpu")
-    index = world.local_rank % torch.cuda.device_count()  # srun may show each task its GPU alone
-    os.environ["LOCAL_RANK"] = str(index)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = own_device(world)
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
+    return device
 
 
 def first_host(nodelist: str) -> str:

@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from harness.config import RunConfig
-from harness.data.build import Data, DataSpec, build_data
+from harness.data.build import Data, DataSpec, build_data, cached_fingerprint
 from harness.data.tokenizer import encode
 from harness.errors import ConfigError
 
@@ -121,6 +121,19 @@ def test_a_second_start_only_opens_the_cache(library: Data, cache_dir: Path) -> 
     assert {file: file.stat().st_mtime_ns for file in cache_dir.rglob("*")} == before
     assert again.fingerprint == library.fingerprint
     assert again.train.samples == pytest.approx(2 * library.train.samples, abs=1)
+
+
+@pytest.mark.parametrize("trains_tokenizer", [False, True])
+def test_the_fingerprint_of_what_was_built_is_known_without_building(
+    trains_tokenizer: bool, tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    path = write_jsonl(*({"text": f"{number} words, or a few more"} for number in range(200)))
+    cache = tmp_path / "cache"
+    tokenizer = None if trains_tokenizer else tokenizer_dir
+    spec = DataSpec(path=str(path), cache_dir=str(cache), seq_len=8, tokenizer=tokenizer)
+    assert cached_fingerprint(spec) is None
+    assert not cache.exists()
+    assert build_data(spec).fingerprint == cached_fingerprint(spec)
 
 
 def test_the_fingerprint_follows_the_data_and_the_tokenizer_not_the_place(

@@ -1,0 +1,265 @@
+"""The preflight names what falls out of line, in measurements that are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.config import RunConfig
+from harness.plan import Plan, make_plan
+from harness.planning.memory.inputs import GIB
+from harness.planning.world import World
+from tools.preflight_checks import report
+from tools.preflight_checks.flight import Facts, judge
+from tools.preflight_checks.machine import Machine
+from tools.preflight_checks.network import BETWEEN, Links, bus_gb_per_s, pair_rounds, ring_rounds
+from tools.preflight_checks.report import Row
+from tools.preflight_checks.sameness import Seen
+from tools.preflight_checks.storage import Storage
+
+HOSTS = ["n1", "n2", "n3", "n4"]
+SEEN = {
+    "code": "c0de, commit abc",
+    "run config": "r",
+    "DeepSpeed JSON": "d",
+    "model config": "m",
+    "packages": "p",
+    "data": "3 files",
+    "data times": "t",
+    "fingerprint": "f",
+}
+MACHINE = Machine(
+    gpu="NVIDIA H100 80GB HBM3",
+    gpu_free_bytes=79 * GIB,
+    gpu_total_bytes=79 * GIB,
+    ecc="Enabled, 0 uncorrected errors",
+    tflops=600.0,
+    host_free_bytes=500 * GIB,
+    shared_free_bytes=100 * GIB,
+    open_files=65536,
+    infiniband=True,
+)
+STORAGE = Storage("/runs", True, 1000 * GIB, 0, 1e9)
+
+
+def plan(**run: dict[str, Any]) -> Plan:
+    world = World(world_size=4, local_world_size=1, accelerator="cuda", gpu="NVIDIA H100 80GB HBM3")
+    ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    return make_plan(RunConfig.model_validate({"model": {"name": "llama-1b"}, **run}), ds, world)
+
+
+def healthy() -> list[Facts]:
+    """Reports of four nodes with a GPU each, in which nothing is to be found."""
+    pairs: list[list[tuple[str, int, float]]] = [[] for _ in HOSTS]
+    for level, partner in pair_rounds(HOSTS):
+        for rank, other in partner.items():
+            pairs[rank].append((level, other, 40.0))
+    return [
+        Facts(
+            clock_s=1000.0,
+            links=Links(all_reduce_gb_per_s=35.0, pairs=pairs[rank], stage="finished"),
+            seen=Seen(dict(SEEN)),
+            storage=STORAGE,
+            machine=replace(MACHINE, gpu_id=f"GPU-{rank}"),
+        )
+        for rank in range(4)
+    ]
+
+
+def row(check: str, reports: list[Facts | None] | list[Facts], **run: dict[str, Any]) -> Row:
+    """The row of a check; all others must be well."""
+    rows = judge(plan(**run), HOSTS, reports)
+    others = [found for found in rows if found.check != check and found.verdict != "ok"]
+    assert others == []
+    (found,) = [found for found in rows if found.check == check]
+    return found
+
+
+def with_machine(rank: int, **changes: Any) -> list[Facts]:
+    reports = healthy()
+    machine = reports[rank].machine
+    assert machine is not None
+    reports[rank] = replace(reports[rank], machine=replace(machine, **changes))
+    return reports
+
+
+def with_seen(rank: int, check: str, value: str) -> list[Facts]:
+    reports = healthy()
+    reports[rank] = replace(reports[rank], seen=Seen({**SEEN, check: value}))
+    return reports
+
+
+def test_healthy_nodes_are_ready() -> None:
+    rows = judge(plan(), HOSTS, healthy())
+    assert [found for found in rows if found.verdict != "ok"] == []
+    assert len(rows) > 20
+    assert report.code(rows) == 0
+    assert report.table(rows).endswith("preflight: ok to start, no warnings")
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_a_ring_meets_every_neighbour_once_in_at_most_three_rounds(count: int) -> None:
+    rounds = ring_rounds(count)
+    assert len(rounds) <= 3
+    met = [frozenset(pair) for pairs in rounds for pair in pairs]
+    expected = {frozenset((n, (n + 1) % count)) for n in range(count)} if count > 1 else set()
+    assert set(met) == expected
+    assert len(met) == len(expected)
+    for pairs in rounds:
+        busy = [place for pair in pairs for place in pair]
+        assert len(busy) == len(set(busy))
+
+
+def test_ranks_meet_within_their_node_and_their_likes_in_the_next() -> None:
+    rounds = pair_rounds(["a", "a", "b", "b", "c"])
+    assert all(partner[partner[rank]] == rank for _, partner in rounds for rank in partner)
+    met = {(rank, other) for _, partner in rounds for rank, other in partner.items()}
+    assert {(0, 1), (2, 3), (0, 2), (1, 3), (2, 4), (4, 0)} <= met
+    assert (3, 4) not in met
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    """PERFORMANCE.md: the algorithm bandwidth times 2(n-1)/n."""
+    assert bus_gb_per_s(8 * 10**9, 2.0, 8) == pytest.approx(4.0 * 2 * 7 / 8)
+
+
+def test_the_node_that_is_slow_with_both_neighbours_is_named_and_they_are_not() -> None:
+    reports = healthy()
+    for rank, found in enumerate(reports):
+        found.links.pairs[:] = [
+            (level, other, 4.0 if 2 in (rank, other) else rate)
+            for level, other, rate in found.links.pairs
+        ]
+    named = row(BETWEEN, reports)
+    assert named.verdict == "warn"
+    assert named.found.endswith("slow: n3 (rank 2)")
+
+
+def test_a_network_that_hangs_names_those_that_others_wait_for_first() -> None:
+    reports = healthy()
+    for number, found in enumerate(reports):
+        found.links.problem = "not finished after 60 s"
+        found.links.stage = "waiting for others"
+        if number in (1, 2):
+            found.links.stage = f"round 2, {BETWEEN}, with rank {3 - number}"
+    said = row("all-reduce", reports)
+    assert said.verdict == "FAIL"
+    assert said.found.startswith("n2 (rank 1): not finished after 60 s in round 2, links between")
+    assert "NCCL_SOCKET_IFNAME" in said.todo
+
+
+def test_a_rank_with_other_code_is_named() -> None:
+    found = row("code", with_seen(3, "code", "beef, commit abc"))
+    assert found.verdict == "FAIL"
+    assert found.found == "n4 (rank 3): beef; all others: c0de"
+
+
+def test_the_same_files_at_another_commit_are_named() -> None:
+    found = row("code", with_seen(1, "code", "c0de, commit def"))
+    assert (found.verdict, "n2 (rank 1): c0de, commit def" in found.found) == ("FAIL", True)
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict"), [("data", "FAIL"), ("fingerprint", "FAIL"), ("data times", "warn")]
+)
+def test_other_data_are_named(check: str, verdict: str) -> None:
+    found = row(check, with_seen(2, check, "other"))
+    assert (found.verdict, found.found.startswith("n3 (rank 2): other")) == (verdict, True)
+
+
+@pytest.mark.parametrize(("tflops", "verdict"), [(420.0, "ok"), (419.9, "warn")])
+def test_a_rank_below_seven_tenths_of_the_median_is_slow(tflops: float, verdict: str) -> None:
+    found = row("matmul rate", with_machine(1, tflops=tflops))
+    assert (found.verdict, "slow: n2 (rank 1)" in found.found) == (verdict, verdict == "warn")
+
+
+def test_memory_that_is_not_there_fails_and_is_forced() -> None:
+    reports = with_machine(3, shortages=("the run needs 9.00 GiB of GPU memory, but 8: less; no",))
+    found = row("memory", reports)
+    assert found.verdict == "FAIL"
+    assert "n4 (rank 3)" in found.found
+    assert row("memory", reports, plan={"force": True}).verdict == "warn"
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "verdict", "said"),
+    [
+        ("GPU", {"gpu": "NVIDIA A100"}, "warn", "n2 (rank 1): NVIDIA A100, 79 GiB"),
+        ("GPU of its own", {"gpu_id": "GPU-0"}, "FAIL", "one GPU for n1 (rank 0), n2 (rank 1)"),
+        ("GPU memory free", {"gpu_free_bytes": 60 * GIB}, "warn", "not all free: n2 (rank 1)"),
+        ("GPU ECC", {"ecc": "Disabled, N/A uncorrected errors"}, "warn", "n2 (rank 1): Disabled"),
+        ("/dev/shm", {"shared_free_bytes": GIB - 1}, "warn", "little on n2 (rank 1)"),
+        ("memlock", {"memlock_bytes": 2**23}, "warn", "0.008 GiB on n2 (rank 1)"),
+        ("open files", {"open_files": 512}, "warn", "too few on n2 (rank 1)"),
+    ],
+)
+def test_a_machine_out_of_line_is_named(
+    check: str, changes: dict[str, Any], verdict: str, said: str
+) -> None:
+    found = row(check, with_machine(1, **changes))
+    assert found.verdict == verdict
+    assert said in found.found
+    assert found.todo
+
+
+@pytest.mark.parametrize(("clock_s", "verdict"), [(1005.0, "ok"), (1005.1, "warn")])
+def test_a_clock_that_is_off_is_named(clock_s: float, verdict: str) -> None:
+    reports = healthy()
+    reports[0] = replace(reports[0], clock_s=clock_s)
+    assert row("clocks", reports).verdict == verdict
+
+
+@pytest.mark.parametrize(("short_bytes", "verdict"), [(0, "ok"), (1, "FAIL")])
+@pytest.mark.parametrize("checkpoints", [0, 2])
+def test_room_is_for_one_checkpoint_more_than_are_kept(
+    short_bytes: int, verdict: str, checkpoints: int
+) -> None:
+    estimate = plan().estimate
+    assert estimate is not None
+    free = (3 + 1 - checkpoints) * estimate.checkpoint_bytes - short_bytes
+    storage = replace(STORAGE, free_bytes=free, checkpoints=checkpoints)
+    reports = [replace(facts, storage=storage) for facts in healthy()]
+    assert row("room", reports, save={"every": 10}).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("save", "due"),
+    [
+        ({}, 1),  # at the end alone
+        ({"every": 50}, 2),
+        ({"every": 1}, 4),
+        ({"every": 1, "keep_best": True}, 5),
+        ({"every": 1, "keep_every": 20}, 4 + 5),
+    ],
+)
+def test_no_more_checkpoints_are_expected_than_a_run_saves(save: dict[str, Any], due: int) -> None:
+    assert f"for {due} checkpoint" in row("room", healthy(), save=save).found
+
+
+def test_a_node_with_another_run_folder_is_named() -> None:
+    reports = healthy()
+    reports[2] = replace(reports[2], storage=replace(STORAGE, sees_token=False))
+    found = row("run folder", reports)
+    assert (found.verdict, "is not seen on n3 (rank 2)" in found.found) == ("FAIL", True)
+
+
+def test_a_node_that_writes_slowly_is_named() -> None:
+    reports = healthy()
+    reports[2] = replace(reports[2], storage=replace(STORAGE, written_bytes_per_s=1e8))
+    found = row("write speed", reports)
+    assert (found.verdict, found.found.endswith("slow: n3 (rank 2)")) == ("warn", True)
+
+
+def test_a_rank_that_does_not_report_is_named() -> None:
+    found = row("reports", [*healthy()[:3], None])
+    assert (found.verdict, found.found) == ("FAIL", "none from n4 (rank 3)")
+    assert report.code([found]) == 2
+
+
+def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:
+    hosts = [f"n{rank // 8}" for rank in range(64)]
+    assert report.who([9, 16, 17, 18], hosts) == "n1 (rank 9), n2 (ranks 16-18)"
+    assert report.who([8, 10, 11], hosts) == "n1 (ranks 8, 10-11)"
+    assert report.who(range(64), hosts).endswith("n3 (ranks 24-31), and 4 more nodes")

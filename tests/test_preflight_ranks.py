@@ -1,0 +1,143 @@
+"""The preflight on real ranks, with one of them made to fall out of line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.two_ranks import REPOSITORY, SMALL_MODEL, Ended, run_ranks
+
+pytestmark = pytest.mark.slow
+
+TOOL = REPOSITORY / "tools" / "preflight.py"
+# The wrapper that a test starts in the tool's place: it does something to one rank, then flies.
+PLANTED = """
+import os, runpy, sys
+rank = int(os.environ["RANK"])
+sys.path.insert(0, {repository!r})
+{what}
+sys.argv[0] = {tool!r}
+runpy.run_path({tool!r}, run_name="__main__")
+"""
+NODES = 'os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"'
+
+
+def fly(folder: Path, *arguments: object, what: str = "", limit_s: float = 120) -> Ended:
+    folder.mkdir(exist_ok=True)
+    script = folder / "planted.py"
+    script.write_text(PLANTED.format(repository=str(REPOSITORY), tool=str(TOOL), what=what))
+    words = [sys.executable, script, *SMALL_MODEL, f"--limit-s={limit_s}", *arguments]
+    return run_ranks(words, folder)
+
+
+def verdicts(ended: Ended) -> dict[str, dict[str, str]]:
+    """The checks of --json, by name."""
+    text = ended.outputs[0]
+    found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    return {check["check"]: check for check in found["checks"]}
+
+
+def test_two_real_ranks_are_ready(data: list[str], tmp_path: Path) -> None:
+    ended = fly(tmp_path, *data, f"run.dir={tmp_path / 'run'}", what=NODES).succeeded()
+    table = ended.outputs[0]
+    for check in ("plan", "code", "data", "clocks", "matmul rate", "memory", "all-reduce", "room"):
+        assert f"\n{check:<20}" in table, table
+    assert "links between nodes" in table
+    assert "preflight: ok to start" in table
+    assert ended.outputs[1] == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "planted.py",
+        "rank-0.log",
+        "rank-1.log",
+    ]
+
+
+def test_a_wrong_config_is_one_report(tmp_path: Path) -> None:
+    ended = fly(tmp_path, "train.stpes=3", "optim.lr=-1")
+    assert ended.codes == [2, 2]
+    assert "2 problems" in ended.outputs[0]
+    assert "did you mean train.steps?" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+
+
+def test_a_rank_that_reads_another_config_is_named(data: list[str], tmp_path: Path) -> None:
+    files = [tmp_path / f"run-{rank}.toml" for rank in range(2)]
+    for rank, file in enumerate(files):
+        file.write_text(f"optim.lr = {rank + 1}e-4\n")
+    what = f'{NODES}\nsys.argv.append(f"--config={tmp_path}/run-{{rank}}.toml")'
+    ended = fly(tmp_path, *data, "--json", f"run.dir={tmp_path / 'run'}", what=what)
+    assert ended.codes == [2, 2]
+    found = verdicts(ended)
+    assert found["run config"]["verdict"] == "FAIL"
+    assert found["run config"]["found"].startswith("n2 (rank 1)")
+    assert found["code"]["verdict"] == "ok"
+
+
+def test_a_rank_that_computes_slowly_is_named(data: list[str], tmp_path: Path) -> None:
+    slowly = """
+import time, torch
+multiply = torch.mm
+def slow(*given, **named):
+    time.sleep(0.2)
+    return multiply(*given, **named)
+if rank == 1:
+    torch.mm = slow
+"""
+    what = f"{NODES}\n{slowly}"
+    ended = fly(tmp_path, *data, "--json", f"run.dir={tmp_path / 'run'}", what=what).succeeded()
+    found = verdicts(ended)["matmul rate"]
+    assert (found["verdict"], "slow: n2 (rank 1)" in found["found"]) == ("warn", True)
+
+
+def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
+    ended = fly(tmp_path, what="if rank == 1: sys.exit(9)", limit_s=16)
+    assert ended.codes == [2, 9]
+    assert "1 of 2 ranks did not come within 8 s: 1" in ended.outputs[0]
+
+
+def test_a_network_that_hangs_ends_in_time_with_the_rank_named(
+    data: list[str], tmp_path: Path
+) -> None:
+    hangs = """
+import time, torch.distributed as dist
+if rank == 1:
+    dist.batch_isend_irecv = lambda sends: time.sleep(1000)
+"""
+    words = (*data, "--json", f"run.dir={tmp_path / 'run'}")
+    ended = fly(tmp_path, *words, what=f"{NODES}\n{hangs}", limit_s=30)
+    assert ended.codes == [2, 2]
+    found = verdicts(ended)["all-reduce"]
+    assert found["verdict"] == "FAIL"
+    assert "not finished after" in found["found"]
+    assert "with rank 0" in found["found"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB: a checkpoint of this model has 1.7."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs rights that this process lacks")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_too_small_fails(data: list[str], small_disk: Path, tmp_path: Path) -> None:
+    words = ("--json", "save.every=1", f"run.dir={small_disk / 'run'}")
+    ended = fly(tmp_path / "logs", *data, *words)
+    assert ended.codes == [2, 2]
+    found = verdicts(ended)
+    assert found["room"]["verdict"] == "FAIL"
+    assert "lower save.keep (now 3)" in found["room"]["todo"]
+    assert found["write speed"]["verdict"] == "FAIL"
+    assert "No space left on device" in found["write speed"]["found"]
+    assert list(small_disk.iterdir()) == []
+    assert shutil.disk_usage(small_disk).used == 0

@@ -1,0 +1,227 @@
+"""The network: an all-reduce over all ranks, and pairs of neighbours that name the slow one."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from harness.engine.processes import own_device
+from harness.planning.world import World
+from tools.preflight_checks.meeting import Meeting
+from tools.preflight_checks.report import Row, by_text, grouped, slow, span, who
+
+WITHIN, BETWEEN = "links in a node", "links between nodes"
+_ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+_PAIR_BYTES = {"cuda": 64 * 2**20, "cpu": 8 * 2**20}
+_REPEATS = 3
+_WAITING = "waiting for others"
+_NCCL_PATIENCE_S = 600.0  # beyond ours, so that it does not end the process before it has reported
+
+
+@dataclass
+class Links:
+    """What one rank measured, in 10**9 bytes a second."""
+
+    all_reduce_gb_per_s: float | None = None
+    """Bus bandwidth; None where there is nobody to reduce with."""
+    pairs: list[tuple[str, int, float]] = field(default_factory=list)
+    """(level, the other rank, what went each way at once)."""
+    stage: str = "not begun"
+    """What was under way last: where it hangs, if it does."""
+    problem: str | None = None
+
+
+def bus_gb_per_s(size_bytes: int, seconds: float, ranks: int) -> float:
+    """What every link carries in an all-reduce: size/time * 2(n-1)/n (nccl-tests, PERFORMANCE.md:
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which does not depend on n
+    where the links are alike.
+    """
+    return size_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
+
+
+def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All neighbours on a ring, in rounds in which everybody has one partner at most.
+
+    Two rounds for an even ring, three for an odd one, whatever its size.
+    """
+    edges = [(place, (place + 1) % count) for place in range(count if count > 2 else count - 1)]
+    odd = edges[-1:] if count > 2 and count % 2 else []
+    even = edges[: len(edges) - len(odd)]
+    return [found for found in (even[0::2], even[1::2], odd) if found]
+
+
+def pair_rounds(hosts: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
+    """(level, rank -> its partner) of every round.
+
+    An all-reduce is as slow as its slowest link, and does not say which that is. So neighbours send
+    to each other alone, first within every node, then between nodes that follow each other, rank by
+    rank, as rings do it, over all of a node's network cards at once. Every node has two neighbours:
+    one that is slow with both is slow itself, one that is slow with one has a slow neighbour. That
+    takes two or three rounds, however many nodes there are.
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    places = list(nodes.values())
+    within: list[dict[int, int]] = []
+    for ranks in places:
+        for number, pairs in enumerate(ring_rounds(len(ranks))):
+            within.extend({} for _ in range(number + 1 - len(within)))
+            within[number].update(_both_ways((ranks[a], ranks[b]) for a, b in pairs))
+    between = [
+        _both_ways(pair for a, b in pairs for pair in zip(places[a], places[b], strict=False))
+        for pairs in ring_rounds(len(places))
+    ]
+    return [(WITHIN, partner) for partner in within] + [(BETWEEN, partner) for partner in between]
+
+
+def _both_ways(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    return {rank: other for a, b in pairs for rank, other in ((a, b), (b, a))}
+
+
+def measure_links(meeting: Meeting, hosts: Sequence[str], limit_s: float) -> tuple[Links, bool]:
+    """(what this rank measured, whether it came to an end); on all ranks at once.
+
+    In a thread of its own: a collective that hangs cannot be called back, only left behind.
+    """
+    links = Links()
+    thread = threading.Thread(target=_guarded, args=(links, meeting, hosts), daemon=True)
+    thread.start()
+    until = time.monotonic() + limit_s
+    while thread.is_alive() and time.monotonic() < until:
+        thread.join(0.2)  # in slices, between which Ctrl-C is heard
+    ended = not thread.is_alive()
+    if not ended:
+        links.problem = f"not finished after {limit_s:.0f} s"
+    return links, ended
+
+
+def _guarded(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
+    try:
+        _measure(links, meeting, hosts)
+    except Exception as error:  # whatever the network raises is a finding
+        links.problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def _measure(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
+    world = meeting.world
+    device = own_device(world)  # torch's current device is a thread's own
+    links.stage = "connecting"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=meeting.store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=_NCCL_PATIENCE_S),
+    )
+    try:
+        # First: NCCL wants all ranks in a group's first call.
+        links.stage = "all-reduce over all ranks"
+        links.all_reduce_gb_per_s = _all_reduce(world, device)
+        for number, (level, partner) in enumerate(pair_rounds(hosts), 1):
+            mine = partner.get(world.rank)
+            links.stage = _WAITING
+            _together()
+            if mine is not None:
+                links.stage = f"round {number}, {level}, with rank {mine}"
+                links.pairs.append((level, mine, _exchange(mine, device)))
+        links.stage = _WAITING
+        _together()
+        links.stage = "finished"
+    finally:
+        dist.destroy_process_group()
+
+
+def _together() -> None:
+    """All ranks begin what follows at once: over gloo, whatever the device."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def _all_reduce(world: World, device: torch.device) -> float:
+    size = _ALL_REDUCE_BYTES[device.type]
+    values = torch.zeros(size // 4, device=device)
+    seconds = _timed(lambda: dist.all_reduce(values), device)
+    return bus_gb_per_s(size, statistics.median(seconds), world.world_size)
+
+
+def _exchange(other: int, device: torch.device) -> float:
+    size = _PAIR_BYTES[device.type]
+    given, taken = (torch.zeros(size // 4, device=device) for _ in range(2))
+
+    def both_ways() -> None:
+        sends = [dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)]
+        for request in dist.batch_isend_irecv(sends):
+            request.wait()
+
+    return size / min(_timed(both_ways, device)) / 1e9
+
+
+def _timed(act: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of each repetition, after one that connects."""
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+# --- judged on rank 0 ---
+
+
+def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
+    """The checks of the network; `links` by rank."""
+    if len(hosts) == 1:
+        return [Row("all-reduce", "ok", "one rank has nobody to reduce with")]
+    wrong = {rank: found for rank, found in links.items() if found.problem}
+    if wrong:
+        return [_broken(wrong, hosts)]
+    rates = [f.all_reduce_gb_per_s for f in links.values() if f.all_reduce_gb_per_s is not None]
+    said = f"{span(rates, 'GB/s', '.2f')} of bus bandwidth over {len(hosts)} ranks"
+    rows = [Row("all-reduce", "ok", said)]
+    for level in (WITHIN, BETWEEN):
+        # The better of a rank's two pairs: the other one may be slow by its neighbour.
+        best: dict[int, float] = {}
+        for rank, found in links.items():
+            here = [rate for name, _, rate in found.pairs if name == level]
+            if here:
+                best[rank] = max(here)
+        if best:
+            rows.append(_level(level, best, hosts))
+    return rows
+
+
+def _level(level: str, best: dict[int, float], hosts: Sequence[str]) -> Row:
+    found = f"{span(best.values(), 'GB/s', '.2f')} each way between neighbours"
+    late = slow(best)
+    if not late:
+        return Row(level, "ok", found)
+    todo = (
+        "look at the link's width and error counters there (nvidia-smi nvlink, ibstat, ethtool), "
+        "or leave the node out (--exclude)"
+    )
+    return Row(level, "warn", f"{found}; slow: {who(late, hosts)}", todo)
+
+
+def _is_waiting(text: str) -> bool:
+    return _WAITING in text
+
+
+def _broken(wrong: dict[int, Links], hosts: Sequence[str]) -> Row:
+    said = by_text((rank, f"{found.problem} in {found.stage}") for rank, found in wrong.items())
+    # Those that wait, wait for the others.
+    listed = grouped({text: said[text] for text in sorted(said, key=_is_waiting)}, hosts)
+    todo = (
+        "name the interface between the nodes in slurm/site.env (NCCL_SOCKET_IFNAME, "
+        "GLOO_SOCKET_IFNAME), open the firewall between them, and see NCCL_DEBUG=INFO"
+    )
+    return Row("all-reduce", "FAIL", listed, todo)
