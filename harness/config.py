@@ -236,6 +236,17 @@ class GuardConfig(_Section):
     replicas_every: CountOrZero = 500
     """Steps between comparisons of what all data ranks hold in common, which also come before every
     checkpoint; 0 never compares."""
+    hang_floor_s: PositiveOrZero = 300.0
+    """A phase of the loop (data, step, evaluation, save) that lasts this many seconds, and
+    hang_factor times as long as it ever did, is a hang: all threads' stacks, the rank that holds
+    the others up, code 78. 0 watches nothing."""
+    hang_factor: Positive = 10.0
+    """How many times as long as before is too long."""
+    hang_first_s: Positive = 3600.0
+    """Seconds that a phase may take the first three times, and the set-up."""
+    time_limit_s: Positive | None = None
+    """Seconds from the start in which the run has to have saved and ended, with code 75; None asks
+    Slurm, where it runs in a job."""
 
 
 class RunFolderConfig(_Section):

@@ -36,6 +36,7 @@ _OUTCOMES: dict[ExitCode, Outcome] = {
     ExitCode.CANNOT_SAVE: "failed",
 }
 CHECKED_PARAMETERS = 2 * 10**9  # up to here, a forward pass on the host takes minutes
+EVALUATED_AT_ONCE = 8  # micro-batches between two looks at whether to stop
 SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baselines takes seconds
 
 
@@ -65,6 +66,7 @@ def train(run: Run) -> ExitCode:
         run.ended(outcome, code)
         run.guard.close(wait=outcome != "failed")
         leave()
+        run.watchdog.close()
     return ExitCode(code)
 
 
@@ -99,16 +101,21 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
         pin_memory=plan.world.accelerator == "cuda",
     )
     with closing(stream):
-        if run.state.step == 0:
-            _log(run, {"eval_loss": evaluate(run)})
+        # At step 0, and where the last stop broke an evaluation off.
+        due = run.state.step == 0 or _due(run.state.step, every.eval.every)
+        if due and run.held_out_nats is None and (line := _evaluated(run)):
+            _log(run, line)
         unsplit = unsplit_start(run)
         run.meter.restart()
         while run.state.step < run.total_steps:
             step = run.state.step + 1
+            run.pulse("data", step)
+            batches = next(stream)
+            run.pulse("step", step)
             targets = run.data.train.targets_in(run.state.samples, plan.global_batch)
             _seed_dropout(plan, step)
             lr = run.schedule.lr(step)
-            result = watch.train_batch(next(stream), targets, lr)
+            result = watch.train_batch(batches, targets, lr)
             run.state = run.state.after(plan.global_batch, every.data.seq_len)
             run.meter.step_done()
             watch.step_done(result.loss_share, result.grad_norm)
@@ -121,12 +128,12 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
             evaluates = last or _due(step, every.eval.every)
             if evaluates or _due(step, every.log.every):
                 line = run.meter.line(result.loss_share, result.grad_norm, learning_rate=lr)
-                line |= {"eval_loss": evaluate(run)} if evaluates else {}
+                line |= _evaluated(run) if evaluates else {}
                 _log(run, line)
                 watch.logged(line)
             watch.stop_if_diverged()
             _note_memory(run, compared)
-            stop, written = run.guard.agree(run.saver.written)
+            stop, written = run.stop_asked()
             if written:
                 finish_save(run)
             saves = stop or last or _due(step, every.save.every)
@@ -134,22 +141,35 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
             if saves:
                 save(run, watch.known(), background=every.save.async_ and not (stop or last))
             if stop and not last:
-                raise RunStopped(ExitCode.STOPPED, "asked to stop by a signal")
+                raise RunStopped(
+                    ExitCode.STOPPED, f"asked to stop by {run.guard.received or 'a rank'}"
+                )
 
 
-def evaluate(run: Run) -> float:
-    """Mean loss in nats over the target tokens of the first held-out samples; the same anywhere."""
+def evaluate(run: Run) -> float | None:
+    """Mean loss in nats over the target tokens of the first held-out samples; the same anywhere.
+
+    None where a stop, which no evaluation need outlast, broke it off.
+    """
     plan, stream = run.plan, run.data.held_out
     samples = min(plan.run.eval.samples, stream.samples)
     micro, ranks = plan.micro_batch, plan.grid.data
     first = plan.grid.coords(plan.world.rank).data * micro
     batches = []
+    run.pulse("evaluation", run.state.step)
     # All ranks run equally often (ZeRO-3 gathers weights together); what is too much counts not.
     for start in range(0, samples, micro * ranks):
         batch = stream.batch(start + first, micro)
         batch.labels[max(0, samples - start - first) :] = -100
         batches.append(batch)
-    loss, tokens = run.engine.sum_over_ranks(run.engine.eval_batch(batches)).tolist()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.engine.device)
+    for start in range(0, len(batches), EVALUATED_AT_ONCE):
+        if start and run.stop_asked()[0]:
+            run.held_out_nats = None
+            return None
+        run.pulse("evaluation", run.state.step)
+        sums += run.engine.eval_batch(batches[start : start + EVALUATED_AT_ONCE])
+    loss, tokens = run.engine.sum_over_ranks(sums).tolist()
     run.meter.restart()
     if not tokens:
         raise ConfigError(
@@ -160,12 +180,19 @@ def evaluate(run: Run) -> float:
     return run.held_out_nats
 
 
+def _evaluated(run: Run) -> dict[str, float]:
+    """What an evaluation adds to a metrics line."""
+    found = evaluate(run)
+    return {} if found is None else {"eval_loss": found}
+
+
 def _finish(run: Run) -> None:
     """Show what was learned, and export the weights. The last is rank 0's alone."""
     plan = run.plan
     found = evaluate(run) if run.held_out_nats is None else run.held_out_nats
+    run.pulse("sample", run.state.step)
     small = run.data.train.tokens <= SMALL_CORPUS_TOKENS
-    if run.is_writer and small:
+    if run.is_writer and small and found is not None:
         run.progress.say(
             f"held-out loss {found:.2f} nats per token; token frequencies alone give "
             f"{run.data.unigram_nats:.2f}, counted pairs of tokens {run.data.bigram_nats:.2f}"
@@ -182,7 +209,8 @@ def _finish(run: Run) -> None:
         run.progress.say(f"sample: {text!r}")
     if plan.run.save.export:
         checkpoint = _last_checkpoint(run)
-        if run.is_writer:  # the others wait for nothing: it may take longer than a collective may
+        run.watchdog.close()  # an export takes its time
+        if run.is_writer:
             wish = Wish(
                 check=plan.shape is not None and num_parameters(plan.shape) <= CHECKED_PARAMETERS,
                 source=plan.model_source,
@@ -191,6 +219,8 @@ def _finish(run: Run) -> None:
             folder = run.folder.export_dir
             checked = export(checkpoint, folder, run.folder.tokenizer_dir, wish)
             run.progress.say(f"exported {folder}; {checked}")
+        # srun ends those that are left a minute after the first: all ranks end together.
+        run.guard.wait_for_all()
 
 
 def _last_checkpoint(run: Run) -> Checkpoint:

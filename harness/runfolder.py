@@ -7,6 +7,7 @@
       status.json        outcome, code, step, attempt, time
       checkpoints/step-00001000/
       export/            the Hugging Face model
+      heartbeats/        where each rank is; after a hang, where each was
       lock               who writes here now; empty when nobody does
 
 Reading needs nothing but `RunFolder(path)`; writing needs `open()`, which only rank 0 calls
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -44,6 +46,7 @@ class RunFolder:
         self.checkpoints_dir = self.path / "checkpoints"
         self.export_dir = self.path / "export"
         self.tokenizer_dir = self.path / "tokenizer"
+        self.heartbeats_dir = self.path / "heartbeats"
         self.attempt = 0
         """Which attempt at the run this process is, from 1; 0 until `open`."""
         self._lock: IO[str] | None = None
@@ -67,6 +70,8 @@ class RunFolder:
             with path.open("a+b") as file:
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
+        shutil.rmtree(self.heartbeats_dir, ignore_errors=True)
+        self.heartbeats_dir.mkdir()
         self.write_status("running", None, last["step"])
         return stale
 
@@ -141,8 +146,12 @@ class RunFolder:
         return _read_json(self.status_path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The last line of each step, by step: a step done again replaces what it was."""
-        by_step = {line["step"]: line for line in _read_lines(self.metrics_path)}
+        """What is known of each step, by step: a step done again replaces what it was."""
+        by_step: dict[int, dict[str, Any]] = {}
+        for line in _read_lines(self.metrics_path):
+            # A line of an evaluation alone, made up for after a stop, adds to its step's.
+            known = {} if "loss" in line else by_step.get(line["step"], {})
+            by_step[line["step"]] = {**known, **line}
         return [by_step[step] for step in sorted(by_step)]
 
     def read_events(self) -> list[dict[str, Any]]:

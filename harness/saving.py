@@ -16,6 +16,7 @@ def save(run: Run, known: dict[str, Any], background: bool = False) -> None:
 
     Raises RunStopped (cannot save).
     """
+    run.pulse("save", run.state.step)
     finish_save(run)
     plan, probe = run.plan, probe_batch(run.data)
     manifest = Manifest(
@@ -43,6 +44,8 @@ def save(run: Run, known: dict[str, Any], background: bool = False) -> None:
 
 def finish_save(run: Run) -> None:
     """Wait for the save under way, if there is one, and record it. Raises RunStopped."""
+    if run.saver.is_busy:
+        run.pulse("save", run.state.step)
     saved = run.saver.finish()
     if saved is not None:
         _record(run, saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,14 +18,18 @@ from harness.checkpoint.store import Retention, Store
 from harness.data.build import Data, DataSpec, build_data
 from harness.ds_config import offloaded_to
 from harness.engine.processes import join
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ExitCode
 from harness.fit import shortages_here
+from harness.guard.pulse import Limits, Pulse
 from harness.guard.signals import StopGuard
+from harness.guard.time_left import TimeLeft, slurm_seconds_left
+from harness.guard.watchdog import Watchdog
 from harness.live_memory import MemoryCheck
 from harness.lr_and_batch import Schedule, steps_in_epochs
 from harness.metrics import Meter, Progress
 from harness.plan import Plan
 from harness.plan_text import summary
+from harness.planning.memory.host import checkpoint_bytes
 from harness.probe import check_probe
 from harness.resumption import Beginning, find_beginning, load_into
 from harness.runfolder import Outcome, RunFolder, create_run_dir
@@ -42,6 +47,9 @@ class Run:
     schedule: Schedule
     total_steps: int
     guard: StopGuard
+    pulse: Pulse
+    watchdog: Watchdog
+    time_left: TimeLeft
     meter: Meter
     memory: MemoryCheck
     progress: Progress
@@ -60,6 +68,25 @@ class Run:
         """Record something that should not pass unnoticed."""
         if self.is_writer:
             self.folder.append_event(kind, **fields)
+
+    def stop_asked(self) -> tuple[bool, bool]:
+        """What `guard.agree` says, once this rank has looked at the clock: rank 0's alone counts.
+
+        Collective; every rank gets the same answer.
+        """
+        longest = self.pulse.longest_s
+        if self.is_writer and self.time_left.is_last_step(longest("step"), longest("save")):
+            self.guard.received = self.guard.received or "the time limit"
+        return self.guard.agree(self.saver.written)
+
+    def hangs(self, report: dict[str, Any] | None) -> None:
+        """The watchdog's last words, from its own thread: this process ends next."""
+        if report is not None:
+            self.folder.append_failure(
+                self.plan.world.rank, "hang", step=self.state.step, message=report["message"]
+            )
+        if self.is_writer:
+            self.folder.write_status("failed", ExitCode.HANG, self.state.step)
 
     def failed(self, error: BaseException) -> None:
         """Record on this rank, whichever it is, what went wrong."""
@@ -84,6 +111,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     """
     progress = Progress(enabled=plan.world.rank == 0)
     progress.say(summary(plan))
+    time_left = _time_left(plan)
     if "nvme" in (offloaded_to(plan.deepspeed, "optimizer"), offloaded_to(plan.deepspeed, "param")):
         raise ConfigError(
             "what is offloaded to NVMe cannot be saved yet: offload to the cpu instead"
@@ -97,35 +125,62 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         total_steps = steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
     device = join(plan.world)
     record = _plan_record(plan, data, total_steps)
-    beginning = find_beginning(plan, record)
-    from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices
+    pulse, watchdog = _watched(plan)
+    with contextlib.ExitStack() as unless_built:
+        unless_built.callback(watchdog.close)
+        beginning = find_beginning(plan, record)
+        from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices
 
-    blank = beginning.checkpoint is not None
-    engine = build_engine(plan, device, trust_remote_code, data.train.document_mask, blank)
-    memory = MemoryCheck(plan, device)
-    folder = _open_folder(plan)
-    progress.total_steps = total_steps
-    run = Run(
-        plan=plan,
-        data=data,
-        engine=engine,
-        folder=folder,
-        saver=_saver(plan, folder),
-        schedule=plan.schedule(total_steps),
-        total_steps=total_steps,
-        guard=StopGuard(plan.world.world_size),
-        meter=Meter(plan),
-        memory=memory,
-        progress=progress,
-        state=TrainState(),
-    )
-    try:
-        _begin(run, record, [*plan.events, *forced, *engine.events], beginning)
-    except BaseException as error:
-        run.failed(error)
-        run.ended("failed", getattr(error, "code", 1))
-        raise
+        blank = beginning.checkpoint is not None
+        engine = build_engine(plan, device, trust_remote_code, data.train.document_mask, blank)
+        memory = MemoryCheck(plan, device)
+        folder = _open_folder(plan)
+        progress.total_steps = total_steps
+        run = Run(
+            plan=plan,
+            data=data,
+            engine=engine,
+            folder=folder,
+            saver=_saver(plan, folder),
+            schedule=plan.schedule(total_steps),
+            total_steps=total_steps,
+            guard=StopGuard(plan.world.world_size),
+            pulse=pulse,
+            watchdog=watchdog,
+            time_left=time_left,
+            meter=Meter(plan),
+            memory=memory,
+            progress=progress,
+            state=TrainState(),
+        )
+        watchdog.folder, watchdog.on_hang = folder.heartbeats_dir, run.hangs
+        try:
+            _begin(run, record, [*plan.events, *forced, *engine.events], beginning)
+        except BaseException as error:
+            run.failed(error)
+            run.ended("failed", getattr(error, "code", 1))
+            raise
+        unless_built.pop_all()
     return run
+
+
+def _watched(plan: Plan) -> tuple[Pulse, Watchdog]:
+    """What this rank's progress is told to, and who ends it where there is none."""
+    guard = plan.run.guard
+    pulse = Pulse(Limits(guard.hang_floor_s, guard.hang_factor, guard.hang_first_s))
+    watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size)
+    if guard.hang_floor_s:
+        watchdog.start()
+    return pulse, watchdog
+
+
+def _time_left(plan: Plan) -> TimeLeft:
+    """Asked for once, on the rank whose clock counts."""
+    limit_s = plan.run.guard.time_limit_s
+    if limit_s is None and plan.world.rank == 0:
+        limit_s = slurm_seconds_left()
+    saved = checkpoint_bytes(plan.estimate.inputs) if plan.estimate else 0
+    return TimeLeft(limit_s, saved / plan.world.world_size)
 
 
 def _begin(
@@ -215,11 +270,11 @@ def _plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
         "total_steps": total_steps,
         "data_fingerprint": data.fingerprint,
         "versions": {name: version(name) for name in packages},
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
     }
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of the code that runs, "+" appended when files differ from it."""
     here = Path(__file__).parent
 

@@ -195,6 +195,7 @@ class Watch:
 def reload(run: Run) -> Checkpoint | None:
     """Load the newest usable checkpoint into the running engine; None where there is none."""
     finish_save(run)
+    run.pulse("load", run.state.step)
     checkpoint, _ = newest_usable(run.saver.store.folder)
     if checkpoint is not None:
         load_into(run.engine, checkpoint)

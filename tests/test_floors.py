@@ -19,7 +19,7 @@ import pytest
 from tools.library_size import code_lines, sizes
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"train": 5_000, "plan its memory": 1_500, "survive": 1_600}
+MAX_LINES = {"train": 5_000, "plan its memory": 1_500, "survive": 1_850}
 
 # Floor -> room -> its files.  A room is a package, or the files that one noun was split into; a
 # file imports lower floors and its own room.

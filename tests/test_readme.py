@@ -37,6 +37,7 @@ INSTEAD = {
     "srun python harness/train.py": "python harness/train.py --dry-run",  # test_slurm.py
     "source slurm/site.env": "bash slurm/site.env",
     "sbatch": "bash -n slurm/train.sbatch",  # the job itself: test_slurm.py
+    "python tools/rehearse.py": "python tools/rehearse.py --help",  # test_rehearse.py
     "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
     "python tools/check_parity.py --cells": "python tools/check_parity.py --help",  # test_parity.py
 }
@@ -147,7 +148,7 @@ def test_the_python_of_the_readme_runs(clone: Path) -> None:
 def test_what_the_readme_shows_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     cpu = {"DS_ACCELERATOR": "cpu"}
-    plan, report = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    plan, report, *_ = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     command = next(command for command in COMMANDS if "--dry-run" in command)
     printed = plan_from(parse_command(shlex.split(command)[2:]), cpu).describe().splitlines()
     shown = [line for line in plan.splitlines() if not line.startswith(OF_THE_CPU)]

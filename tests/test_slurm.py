@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ import pytest
 
 from harness.runfolder import RunFolder
 from tests.private_slurm import CannotStart, PrivateSlurm
-from tests.two_ranks import REPOSITORY, run_ranks, train_command, wait_for, write_corpus
+from tests.two_ranks import REPOSITORY, events, run_ranks, train_command, wait_for, write_corpus
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 STEPS = 20
@@ -36,7 +39,7 @@ if what.startswith("step"):
     sys.exit(1)
 sys.exit(int(what))
 """
-SITE = f"export PATH={Path(sys.executable).parent}:$PATH CPU_RANKS_PER_NODE=1\n"
+SITE = f"export PATH={Path(sys.executable).parent}:$PATH CPU_RANKS_PER_NODE=1 PREFLIGHT=0\n"
 # Steps that take long enough to be stopped in the middle.
 LONGER = ("data.seq_len=128", "train.global_batch=16", f"train.steps={STEPS}", "eval.every=0")
 
@@ -117,6 +120,7 @@ def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturb
     slurm.run("scancel", "--signal=USR1", "--batch", job)
     wait_for(partial(ended, slurm, job), f"job {job} to end\n{log.read_text()}", 400)
     said = log.read_text()
+    assert said.count("preflight: ok to start") == 2, said
     assert "train.py ended with 75" in said, said
     assert "train.py ended with 0" in said, said
     lines = run.read_metrics()
@@ -139,9 +143,34 @@ def test_a_wrong_config_is_not_requeued(
     job = submit(slurm, tmp_path, *arguments, "train.stpes=3")
     wait_for(partial(ended, slurm, job), f"job {job} to end", 120)
     said = (tmp_path / "job.out").read_text()
-    assert "did you mean train.steps?" in said
-    assert "train.py ended with 2" in said
-    assert said.count("train.py ended with") == 1
+    assert said.count("did you mean train.steps?") == 1  # one report of all ranks
+    assert said.count("preflight.py ended with 2: not started") == 1
+    assert "train.py ended with" not in said
+
+
+@pytest.mark.slow
+def test_a_config_that_only_the_run_refuses_is_not_requeued(
+    slurm: PrivateSlurm, tmp_path: Path
+) -> None:
+    job = submit_stand_in(slurm, tmp_path, "2,0")
+    wait_for(partial(ended, slurm, job), f"job {job} to end", 120)
+    assert codes(tmp_path) == [2], said_by(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_warning_during_the_preflight_requeues_the_job_as_it_is(
+    slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    job = submit(slurm, tmp_path, *arguments, f"run.dir={run.path}", "train.steps=1")
+    wait_for(lambda: "measuring machines" in said_by(tmp_path), "the preflight", 100)
+    slurm.run("scancel", "--signal=USR1", "--batch", job)
+    wait_for(partial(ended, slurm, job), f"job {job} to end", 400)
+    said = said_by(tmp_path)
+    assert re.findall(r"(\w+).py ended with (\d+)", said) == [("preflight", "75"), ("train", "0")]
+    assert "on 2 nodes" in said
+    assert "links between nodes" in said
+    assert list(tmp_path.glob(".preflight*")) == []
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +191,7 @@ def side_by_side(
 def test_a_crash_is_requeued_three_times_without_progress(side_by_side: tuple[Path, Path]) -> None:
     crashing, _ = side_by_side
     assert codes(crashing) == [1] * 5, said_by(crashing)  # its second start saved a checkpoint
-    assert said_by(crashing).endswith("crashed 4 times without progress: not requeued\n")
+    assert said_by(crashing).endswith("ended 4 times without progress: not requeued\n")
 
 
 @pytest.mark.slow
@@ -190,3 +219,82 @@ def test_a_term_to_the_script_lets_the_ranks_save_before_it_requeues(
 @pytest.mark.slow
 def test_a_job_that_a_user_cancels_is_not_requeued(slurm: PrivateSlurm, tmp_path: Path) -> None:
     assert len(cancelled(slurm, tmp_path)) == 1, said_by(tmp_path)
+
+
+def process_of(run: RunFolder, rank: int) -> int:
+    """A rank's process, as its own heartbeat says."""
+    path = run.heartbeats_dir / f"rank-{rank:05d}.json"
+    wait_for(lambda: path.exists() and path.stat().st_size, f"{path} to be written", 60)
+    return int(json.loads(path.read_text())["pid"])
+
+
+def attempt_goes_on(run: RunFolder, attempt: int) -> bool:
+    """Whether it has taken steps, one of them after a save."""
+    return sum(line["attempt"] == attempt and "loss" in line for line in run.read_metrics()) > 6
+
+
+@pytest.fixture(scope="module")
+def fine_tuning(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> list[str]:
+    """A local model folder and prompts with completions: the README's example."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("fine-tuning")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=8192, **sizes, **heads)).save_pretrained(folder / "m")
+    shutil.copytree(tokenizer_dir, folder / "m", dirs_exist_ok=True)
+    lines = [
+        {"prompt": f"{n} + {n} =", "completion": f" {2 * n}, in words " * 9} for n in range(400)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    model = (f"model.name={folder / 'm'}", f"model.init_from={folder / 'm'}")
+    data = (f"data.path={folder / 'pairs.jsonl'}", f"data.cache_dir={folder / 'cache'}")
+    batch = ("data.seq_len=128", "train.global_batch=16", "train.micro_batch=2", "train.steps=24")
+    save = ("save.every=4", "save.keep=99", "eval.every=0", "sample.tokens=0", "save.export=false")
+    guard = ("guard.hang_floor_s=6", "guard.hang_factor=5")
+    zero3 = REPOSITORY / "ds_configs" / "zero3.json"
+    return [f"--deepspeed={zero3}", *model, *data, *batch, *save, *guard]
+
+
+@pytest.mark.slow
+def test_fine_tuning_outlives_a_hang_and_a_kill_and_branches_off(
+    slurm: PrivateSlurm, fine_tuning: list[str], tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    job = submit(slurm, tmp_path / "job", *fine_tuning, f"run.dir={run.path}")
+    for attempt, number in ((1, signal.SIGSTOP), (2, signal.SIGKILL)):
+        wait_for(partial(attempt_goes_on, run, attempt), f"attempt {attempt} to get on", 300)
+        os.kill(process_of(run, rank=1), number)
+    wait_for(partial(ended, slurm, job), f"job {job} to end\n{said_by(tmp_path / 'job')}", 400)
+    hung, killed, done = codes(tmp_path / "job")
+    assert (hung, done) == (78, 0), said_by(tmp_path / "job")
+    assert killed not in (0, 2, 75, 78)
+    (hang,) = events(run, "hang")
+    assert re.search(r"rank 1 on .*: stopped, gone", hang["message"])
+    assert len(events(run, "resumed")) == 2
+    assert [line["step"] for line in run.read_metrics()] == list(range(25))
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    assert sum("loss" in line for line in lines) <= 24 + 2 * 4  # four between two saves
+
+    lower = RunFolder(tmp_path / "lower")
+    other = (f"resume.from={run.path}@8", f"run.dir={lower.path}", "optim.lr=1e-5")
+    job = submit(slurm, tmp_path / "branch", *fine_tuning, *other)
+    wait_for(partial(ended, slurm, job), f"job {job} to end", 200)
+    assert codes(tmp_path / "branch") == [0], said_by(tmp_path / "branch")
+    assert events(lower, "branched")[0]["step"] == 8
+
+
+@pytest.mark.slow
+def test_a_node_that_goes_down_is_left_and_the_job_goes_on(
+    slurm: PrivateSlurm, fine_tuning: list[str], tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    job = submit(slurm, tmp_path / "job", *fine_tuning, f"run.dir={run.path}")
+    wait_for(partial(attempt_goes_on, run, 1), "the first steps", 300)
+    slurm.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    wait_for(lambda: slurm.state(job) == "PENDING", "the job to be requeued", 120)
+    slurm.run("scontrol", "update", "nodename=n2", "state=resume")
+    wait_for(partial(ended, slurm, job), f"job {job} to end\n{said_by(tmp_path / 'job')}", 400)
+    assert codes(tmp_path / "job")[-1] == 0, said_by(tmp_path / "job")
+    assert events(run, "resumed")[0]["step"] >= 4
+    assert [line["step"] for line in run.read_metrics()] == list(range(25))

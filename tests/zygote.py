@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import socket
 import subprocess
@@ -28,6 +29,7 @@ class Outcome:
 
     codes: list[int | None]
     outputs: list[str]
+    seconds: list[float]  # until each ended
 
     @property
     def output(self) -> str:
@@ -63,10 +65,10 @@ class Zygote:
         job = {"args": args, "ranks": ranks, "logs": str(logs), "fault": fault, "limit_s": limit_s}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        codes, port = json.loads(self._process.stdout.readline())
+        codes, seconds, port = json.loads(self._process.stdout.readline())
         self.ports.append(port)
         outputs = [(logs / f"rank-{rank}.log").read_text() for rank in range(ranks)]
-        return Outcome(codes, outputs)
+        return Outcome(codes, outputs, seconds)
 
     def close(self) -> None:
         assert self._process.stdin
@@ -88,27 +90,26 @@ def main() -> None:
         print(json.dumps(_ranks(json.loads(line))), flush=True)
 
 
-def _ranks(job: dict[str, Any]) -> tuple[list[int | None], int]:
+def _ranks(job: dict[str, Any]) -> tuple[list[int | None], list[float], int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pids = [_fork(rank, port, job) for rank in range(job["ranks"])]
-    deadline = time.monotonic() + job["limit_s"]
-    codes: list[int | None] = []
-    for pid in pids:
-        codes.append(_wait(pid, deadline))
-    return codes, port
-
-
-def _wait(pid: int, deadline: float) -> int | None:
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
+    began = time.monotonic()
+    deadline = began + job["limit_s"]
+    codes: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid in {*pids} - {*codes}:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                seconds[pid] = time.monotonic() - began
         time.sleep(0.02)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return None
+    for pid in {*pids} - {*codes}:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    return [codes.get(pid) for pid in pids], [seconds.get(pid, math.inf) for pid in pids], port
 
 
 def _fork(rank: int, port: int, job: dict[str, Any]) -> int:

@@ -61,6 +61,11 @@ class Saver:
         self._pending: _Pending | None = None
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a save is to be finished."""
+        return self._pending is not None
+
+    @property
     def written(self) -> bool:
         """Whether this rank has written all of a save that is to be finished."""
         pending = self._pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,9 @@ class StopGuard:
     def __init__(self, world_size: int) -> None:
         self.received: str | None = None
         # gloo, whatever the model talks over: the flags live on the host.
-        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+        # What does not end is the watchdog's to judge, not the group's.
+        timeout = timedelta(days=30)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: Any = None
         self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
@@ -42,6 +45,11 @@ class StopGuard:
             self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )
         return agreed
+
+    def wait_for_all(self) -> None:
+        """Return when every rank has come here, however long one of them takes."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
 
     def close(self, wait: bool = True) -> None:
         """Give the signals back. `wait`: let the reduction under way end; not after a failure,

@@ -49,6 +49,11 @@ class Trial:
         assert ended.codes == [code, code], ended.output
         return ended
 
+    def hang(self, *more: str, fault: dict[str, Any]) -> list[int | None]:
+        """The ranks' exit codes; None where one had to be ended."""
+        words = arguments(self.path, self.data, *more)
+        return self.zygote.run(words, self.logs, fault, limit_s=40).codes
+
     def kill(self, rank: int, at: str, nth: int, *more: str) -> None:
         """Kill -9 `rank` there; the other ends too, and not as if all were well."""
         fault = {"rank": rank, "at": at, "nth": nth, "do": "kill"}

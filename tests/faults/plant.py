@@ -1,7 +1,8 @@
 """Faults, planted into the real code of one rank: at a named place, the n-th time it is passed.
 
 {"rank": 1, "at": "after a file", "nth": 2, "do": "kill"}; `do`: kill (SIGKILL), term, usr1 (each
-signal twice), fill or readonly (the file system at "mount").
+signal twice), stop (SIGSTOP), sleep (for "seconds"), skip (what is about to begin there), fill or
+readonly (the file system at "mount").
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,10 @@ def plant(fault: dict[str, Any], rank: int) -> None:
     if rank == fault.get("rank", 0):
         act = _Nth(fault.get("nth", 1), functools.partial(_do, fault))
         PLACES[fault["at"]](act)
+
+
+class _Skip(Exception):
+    """What was about to begin is left out."""
 
 
 class _Nth:
@@ -73,6 +79,12 @@ def _do(fault: dict[str, Any]) -> None:
         case "term" | "usr1":
             for _ in range(2):
                 os.kill(os.getpid(), getattr(signal, f"SIG{fault['do'].upper()}"))
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "skip":
+            raise _Skip
+        case "sleep":
+            time.sleep(fault["seconds"])
         case "fill":
             with Path(fault["mount"], "filler").open("wb") as file, contextlib.suppress(OSError):
                 while True:
@@ -86,8 +98,11 @@ def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> Non
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args)
+        try:
+            if before is not None:
+                before(*args)
+        except _Skip:
+            return None
         result = original(*args, **kwargs)
         if after is not None:
             after(*args)
@@ -97,8 +112,9 @@ def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> Non
 
 
 def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
-    from harness import run, saving
+    from harness import run, saving, watch
     from harness.checkpoint import files, save, store
+    from harness.data import batches
     from harness.engine.zero import ZeroEngine
 
     def inside_a_file(act: Callable[[], None]) -> None:
@@ -153,6 +169,9 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "in a step": call(ZeroEngine, "apply"),
         "in an evaluation": call(run, "evaluate"),
         "before a save": call(saving, "probe_batch"),
+        "exporting": call(run, "export"),
+        "comparing replicas": call(watch.Watch, "check_replicas"),
+        "reading a step's batches": call(batches, "share_of_rank"),
     }
 
 
