@@ -45,6 +45,7 @@ SECONDS = {
     "read_cached": "reading the bytes once, page cache",
     "verify_cached": "verifying, page cache",
     "resume_cached": "verifying and loading, page cache",
+    "refresh": "of loading: DeepSpeed makes and gathers the weights it computes with",
     "read_cold": "reading the bytes once, disk",
     "resume_cold": "verifying and loading, disk",
 }

@@ -130,6 +130,7 @@ class Bench:
                 self._each_file(path, _forget)
             self.timed(f"resume_{name}", lambda: load_into(self.engine, verified(path)))
         self.timed("verify_cached", lambda: verified(path))
+        self.timed("refresh", self.engine.refresh_weights)
         ids = torch.zeros(SAMPLES, SEQ_LEN, dtype=torch.int64)
         self.timed("probe", lambda: loss_of(self.engine, Batch(ids, ids.clone(), None)))
 
