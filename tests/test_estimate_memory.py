@@ -66,7 +66,19 @@ def test_sweep_and_plot(tmp_path):
     picture = tmp_path / "memory.svg"
     text = run("--sweep", "micro_batch=1..4", "seq_len=128..256", "--plot", str(picture)).stdout
     assert sum("micro_batch" in line and "seq_len" in line for line in text.splitlines()) == 6
-    assert picture.read_text().startswith("<svg")
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg")
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "seq_len"])
+def test_the_curves_are_what_a_sweep_prints(tmp_path, name):
+    picture, start = tmp_path / "memory.svg", 1 if name == "micro_batch" else 512
+    swept = ("--sweep", f"{name}={start}..{8 * start}", "--plot", str(picture), "--json")
+    points = json.loads(run("--model", "llama-1b", *swept).stdout)["sweep"]
+    assert len(points) == 4
+    for point in points:
+        title = f"{point[name]:,}: {point['peak_allocated_gib']:.2f} GiB"
+        assert f"<title>{title}</title>" in picture.read_text(), title
 
 
 def test_the_papers_accounting():

@@ -1,4 +1,4 @@
-"""An estimate as a picture: stacked bars per phase and per ZeRO stage, written as SVG by hand."""
+"""An estimate as a picture, as SVG: bars per phase and per ZeRO stage, peaks of other batches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from html import escape
 from harness.planning.memory.changes import with_stage
 from harness.planning.memory.inputs import GIB, PHASES
 from harness.planning.memory.timeline import Estimate, estimate_memory
+from tools.memory.frontier import HEIGHT, frontier
 
 _COLOURS = [
     *("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#ff9da7"),
     *("#9c755f", "#bab0ac", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e377c2"),
+    *("#17becf", "#bcbd22", "#7f7f7f", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5", "#c49c94"),
 ]
 _WIDTH, _HEIGHT, _TOP, _LEFT, _BAR, _GAP = 1160, 420, 40, 60, 34, 12
 
@@ -43,7 +45,9 @@ def svg(found: Estimate) -> str:
             f'<rect x="{_WIDTH - 205}" y="{y}" width="12" height="12" fill="{colours[name]}"/>'
             f'<text x="{_WIDTH - 188}" y="{y + 10}">{escape(name)}</text>'
         )
-    total = _TOP + max(_HEIGHT + 120, 18 * len(names))
+    bottom = _TOP + max(_HEIGHT + 120, 18 * len(names))
+    drawn.append(frontier(found, bottom))
+    total = bottom + HEIGHT
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{total}" '
         f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="#fff"/>'
