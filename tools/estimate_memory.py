@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     try:
         plan = plan_of(args)
-        found = _estimate(plan)
+        found = _estimate(plan, args.trace)
         points = sweep(found, read_sweep(args.sweep))
     except ValueError as error:
         print(f"cannot estimate: {error}", file=sys.stderr)
@@ -59,13 +59,18 @@ def main(argv: list[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def _estimate(plan: Plan) -> Estimate:
+def _estimate(plan: Plan, trace: bool) -> Estimate:
     found = estimate(plan)
-    if found is None:
+    if found is not None:
+        return found
+    if not trace:
         raise ConfigError(
-            f"{plan.model_source}: its tensors are not known here, so nothing can be counted"
+            f"{plan.model_source}: its tensors are not known here; --trace builds its class empty "
+            "and counts them (needs torch)"
         )
-    return found
+    from tools.memory.unknown import traced_estimate
+
+    return traced_estimate(plan)
 
 
 def _traced(plan: Plan, found: Estimate) -> dict[str, float]:
@@ -95,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         "--sweep", nargs="+", default=[], metavar="NAME=FROM..TO", help="micro_batch, seq_len, gpus"
     )
     parser.add_argument(
-        "--trace", action="store_true", help="run the model's own class on fake tensors, too"
+        "--trace",
+        action="store_true",
+        help="run the model's own class on fake tensors, too; takes any architecture",
     )
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.initialization import no_init_weights
 
+from harness.errors import ConfigError
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config
 from harness.planning.memory.inputs import Inputs
 
-_DEPTH_KEYS = ("num_hidden_layers", "n_layer")
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = None) -> int:
@@ -21,9 +23,26 @@ def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = No
 
     Exact where all layers are alike: what is saved is linear in their number.
     """
-    key = next(name for name in _DEPTH_KEYS if name in config)
-    one, two = (_saved({**config, key: depth}, inputs, source) for depth in (1, 2))
-    return one + (config[key] - 1) * (two - one)
+    one, two = _two_depths(config, inputs, source)
+    return one + (config[_depth_key(config)] - 1) * (two - one)
+
+
+def traced_layer(config: dict[str, Any], inputs: Inputs, source: str | None = None) -> int:
+    """Bytes that one more layer saves for backward, without checkpointing."""
+    one, two = _two_depths(config, replace(inputs, checkpointing="none"), source)
+    return two - one
+
+
+def _two_depths(config: dict[str, Any], inputs: Inputs, source: str | None) -> tuple[int, int]:
+    one, two = (_saved({**config, _depth_key(config): n}, inputs, source) for n in (1, 2))
+    return one, two
+
+
+def _depth_key(config: dict[str, Any]) -> str:
+    found = next((name for name in _DEPTH_KEYS if name in config), None)
+    if found is None:
+        raise ConfigError(f"the config names no number of layers: {', '.join(_DEPTH_KEYS)}")
+    return found
 
 
 def _saved(config: dict[str, Any], inputs: Inputs, source: str | None) -> int:

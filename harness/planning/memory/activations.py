@@ -39,6 +39,7 @@ _TRACED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"}
 def activation_evidence(inputs: Inputs) -> Evidence:
     """How well the family's activations are known."""
     known = inputs.shape.model_type in _TRACED and not inputs.dropout
+    known |= inputs.traced_layer_bytes is not None
     return "traced" if known and inputs.attention in ("sdpa", "eager") else "guessed"
 
 
@@ -49,15 +50,18 @@ class Layer:
     attention: int
     mlp: int
     norms: int
+    layers: int = 0  # of architectures that are traced as a whole
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.attention + self.mlp + self.norms
+        return self.attention + self.mlp + self.norms + self.layers
 
 
 def layer_activations(inputs: Inputs, index: int) -> Layer:
     """What autograd keeps of layer `index` without checkpointing."""
+    if inputs.traced_layer_bytes is not None:
+        return Layer(0, 0, 0, int(inputs.traced_layer_bytes * inputs.tokens))
     per_token = Layer(_attention(inputs, index), _mlp(inputs, index), _norms(inputs))
     return Layer(*(size * inputs.tokens for size in vars(per_token).values()))
 
@@ -86,7 +90,7 @@ def activations(inputs: Inputs) -> list[Held]:
         for phase, layer in (("backward_first", last), ("backward_last", first)):
             held.append(Held("recomputed layer", layer.total, frozenset({phase}), evidence))
     else:
-        for kind in ("attention", "mlp", "norms"):
+        for kind in ("attention", "mlp", "norms", "layers"):
             total = sum(getattr(layer, kind) for layer in layers)
             saved(f"activations: {kind}", total, getattr(first, kind))
     full = inputs.checkpointing == "full"  # then the mask is an argument of every layer

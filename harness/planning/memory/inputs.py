@@ -163,6 +163,8 @@ class Inputs:
     accelerator: Literal["cuda", "cpu"] = "cuda"
     bounds: Bounds | None = None
     """How the model's units are split over pipeline stages; None without any."""
+    traced_layer_bytes: float | None = None
+    """What a layer keeps of a token, traced; None for families whose operations are counted."""
     stage: int | None = None
     """The pipeline stage that `shape` is; None where it is the whole model."""
 
