@@ -115,7 +115,7 @@ class Progress:
             parts.append(f"mfu {line['mfu']:.1%}")
         if line["loss_scale"] != 1.0:
             parts.append(f"scale {line['loss_scale']:g} skipped {line['skipped_steps']}")
-        parts.append(f"{_clock(average * (self.total_steps - line['step']))} left")
+        parts.append(f"{clock(average * (self.total_steps - line['step']))} left")
         return parts
 
     def say(self, text: str) -> None:
@@ -138,7 +138,8 @@ def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
     return [(f"train/{n}", line[n], line["samples"]) for n in names if line.get(n) is not None]
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """ "1:02:03" or "2:03"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -26,7 +26,7 @@ from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Watchdog
 from harness.live_memory import MemoryCheck
 from harness.lr_and_batch import Schedule, steps_in_epochs
-from harness.metrics import Meter, Progress
+from harness.metrics import Meter, Progress, clock
 from harness.plan import Plan
 from harness.plan_text import summary
 from harness.planning.memory.host import checkpoint_bytes
@@ -195,6 +195,9 @@ def _begin(
     for event in events:
         run.event(**event)
     run.progress.say(f"run folder {run.folder.path}")
+    if (left_s := run.time_left.seconds) is not None:
+        run.event("time_limit", seconds_left=left_s)
+        run.progress.say(f"time limit in {clock(left_s)}: saved and ended before")
     for problem in beginning.problems:
         run.event("unusable_checkpoint", message=problem)
         run.progress.say(f"not used: {problem}")

@@ -123,6 +123,9 @@ def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturb
     assert said.count("preflight: ok to start") == 2, said
     assert "train.py ended with 75" in said, said
     assert "train.py ended with 0" in said, said
+    first, second = events(run, "time_limit")  # as squeue said
+    assert 1500 < first["seconds_left"] <= 1800
+    assert 1500 < second["seconds_left"] <= 1800  # a requeued job has all its time again
     lines = run.read_metrics()
     assert {line["attempt"] for line in lines} == {1, 2}
     done = [line["step"] for line in lines if "loss" in line]

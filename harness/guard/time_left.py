@@ -22,14 +22,18 @@ class TimeLeft:
         self._end = None if limit_s is None else time.monotonic() + limit_s
         self._first_save_s = save_bytes / _SLOW_DISK
 
+    @property
+    def seconds(self) -> float | None:
+        """What is left; None for ever."""
+        return None if self._end is None else self._end - time.monotonic()
+
     def is_last_step(self, step_s: float | None, save_s: float | None) -> bool:
         """Whether another step, then the one in which all ranks learn of it, then a save, would
         end too late; with the longest step and save so far.
         """
-        if self._end is None:
-            return False
+        left_s = self.seconds
         needed = 2 * (step_s or 0.0) + 1.5 * (save_s or self._first_save_s) + _MARGIN_S
-        return time.monotonic() + needed > self._end
+        return left_s is not None and left_s < needed
 
 
 def slurm_seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
