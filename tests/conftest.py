@@ -15,15 +15,33 @@ if TYPE_CHECKING:
     from harness.data.build import Data
 
 
+# What takes longest begins first, so that no worker is left with it alone.
+LONG = ("engine", "test_parity.py", "test_slurm.py", "test_checkpoints.py", "test_learning.py")
+
+
+def room_of(file: str) -> str:
+    """A file, but for tests/engine, whose files share one launched process group."""
+    path = Path(file)
+    return path.parent.name if path.parent.name == "engine" else path.name
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `-n 2 --dist loadgroup` a file's tests stay together, and all that share one launched
-    process group.
-    """
-    for item in items:
-        room = item.path.parent.name
-        group = room if room == "engine" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.path.parent.name != "engine")  # what takes longest, first
+    order = {room: place for place, room in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(room_of(str(item.path)), len(LONG)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Under -n a worker takes a whole room at a time, in the order above."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByRoom(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "engine" if room_of(file) == "engine" else file
+
+    config.option.loadscopereorder = False
+    return ByRoom(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -370,7 +370,11 @@ def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
 def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path, data: list[str]) -> None:
     tool = [sys.executable, REPOSITORY / "tools" / "rehearse.py", "--gpus", "2", *data]
     process = subprocess.Popen(
-        [*tool, f"--folder={tmp_path}"], env=environment(), stdout=subprocess.DEVNULL
+        [*tool, f"--folder={tmp_path}"],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        # Where the tests run in a shell's background, Ctrl-C would be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     wait_for(lambda: len(list(tmp_path.glob("*/logs/train/rank-1.log"))), "the ranks")
     assert ranks_under(tmp_path)

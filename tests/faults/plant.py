@@ -149,6 +149,13 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
 
         _around(save, "write_bytes", before=named)
 
+    def removing(act: Callable[[], None]) -> None:
+        def checkpoint(path: Any, *_: Any) -> None:
+            if "checkpoints" in Path(path).parts:
+                act()
+
+        _around(store.shutil, "rmtree", before=checkpoint)
+
     def call(owner: Any, name: str, when: str = "before") -> Callable[[Callable[[], None]], None]:
         def place(act: Callable[[], None]) -> None:
             _around(owner, name, **{when: lambda *_: act()})
@@ -165,7 +172,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "after the rename": fsync(2),
         "before the pointer": fsync(3),
         "before retention": call(store.Store, "retain"),
-        "during retention": call(store.shutil, "rmtree"),
+        "during retention": removing,
         "in a step": call(ZeroEngine, "apply"),
         "in an evaluation": call(run, "evaluate"),
         "before a save": call(saving, "probe_batch"),
