@@ -28,7 +28,7 @@ def judge(before: list[Report], after: list[Report], why: str, rank: int) -> Rep
     furthest = max(found["count"] for found in talking)
     behind = [found["rank"] for found in talking if found["count"] < furthest]
     held_up_by = silent or behind
-    lines = [f"hang: {why} (limits: guard.hang_*)"]
+    lines = [f"hang: {why} (guard.hang_*)"]
     lines += [f"  {_named(after[n])}: stopped, gone, or held outside Python" for n in silent]
     lines += [f"  {_named(after[n])}, for {after[n]['seconds']:.0f} s is behind" for n in behind]
     rest = [found for found in after if found["rank"] not in (*silent, *behind)]

@@ -59,9 +59,9 @@ class Watchdog(threading.Thread):
         """Look at every tick, until closed."""
         while not self._closed.wait(self.tick_s):
             beat = self.pulse.beat
-            waited = time.monotonic() - beat.since
-            if waited > self.pulse.limit_s(beat.phase):
-                self._hang(f"no progress for {waited:.0f} s")
+            waited_s, limit_s = time.monotonic() - beat.since, self.pulse.limit_s(beat.phase)
+            if waited_s > limit_s:
+                self._hang(f"no progress for {waited_s:.0f} s, {limit_s:.0f} s is the limit")
             with contextlib.suppress(OSError):  # a folder that cannot be reached for a moment
                 self._write()
                 if self.folder is not None and (self.folder / "hang.json").exists():
