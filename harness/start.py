@@ -95,6 +95,8 @@ class Run:
 
     def ended(self, outcome: Outcome, code: int) -> None:
         """Record how the run ended, and let go of its folder."""
+        if self.watchdog.hung:  # another rank ended first, and its connections with it
+            outcome, code = "failed", ExitCode.HANG
         if self.is_writer:
             try:
                 self.folder.write_status(outcome, code, self.state.step)

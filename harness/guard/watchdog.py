@@ -41,6 +41,8 @@ class Watchdog(threading.Thread):
         self.tick_s = float(math.ceil(world_size / _RANKS_PER_S))
         self.folder: Path | None = None
         """RUN/heartbeats, as soon as there is a run folder; until then a rank knows only itself."""
+        self.hung = False
+        """Whether a hang ends this process; what the watched thread meets meanwhile is its echo."""
         self._watched = threading.get_ident()
         self._closed = threading.Event()
         self._ticks = 0
@@ -69,6 +71,7 @@ class Watchdog(threading.Thread):
 
     def _hang(self, why: str) -> None:
         """Report and end this process, or only end it where another rank reports."""
+        self.hung = True
         grace_s = 2.5 * self.tick_s + 1  # by then every rank that can has written again
         try:
             self._dump_stacks(why)
