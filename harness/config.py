@@ -7,271 +7,34 @@ the file's (`train.steps=10` beats `tokens = ...`).
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-# Keys of which at most one may be given.
-LENGTHS = ("train.steps", "train.tokens", "train.epochs")
-DEFAULT_STEPS = 100
-
-Count = Annotated[int, Field(gt=0)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-PositiveOrZero = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Probability = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-def _key_of(field: str) -> str:
-    """The key of a field: save.async is Python's `async_`."""
-    return field.removesuffix("_")
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-        alias_generator=_key_of,
-        serialize_by_alias=True,
-    )
+from harness.config_sections import (
+    DataConfig,
+    EvalConfig,
+    GuardConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    PlanConfig,
+    ResumeConfig,
+    RunFolderConfig,
+    SampleConfig,
+    SaveConfig,
+    Section,
+    TrainConfig,
+    key_of,
+)
 
 
-class ModelConfig(_Section):
-    """The decoder to train."""
-
-    name: Text = "tiny"
-    """Its shape only: a preset, a config.json, a folder that holds one, or a hub id."""
-    init_from: Text | None = None
-    """Folder, hub id, or RUN or RUN@STEP of ours, whose weights to start from; None: fresh ones."""
-    checkpointing: Literal["none", "full"] = "none"
-    """Recompute activations in the backward pass: of no layer, or of every decoder layer."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention implementation, by its Hugging Face name."""
-    dropout: Probability | None = None
-    """Sets every dropout probability of the model; None keeps the model config's own."""
-    overrides: dict[str, Any] = Field(default_factory=dict)
-    """Hugging Face config keys to change, e.g. model.overrides.num_hidden_layers=2."""
-
-
-class DataConfig(_Section):
-    """What it reads."""
-
-    path: Text | None = None
-    """Text, .jsonl, a folder of them, or a .bin/.idx pair; None reads Python's own library."""
-    tokenizer: Text | None = None
-    """Folder or hub id of a Hugging Face tokenizer; None trains one, or uses the corpus's."""
-    seq_len: Annotated[int, Field(ge=2)] = 128
-    """Length of a sample, tokens."""
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Fraction of the documents kept for evaluation."""
-    document_mask: bool | None = None
-    """Tokens attend only within their own document; None: on for prompt/completion data."""
-    cache_dir: Text | None = None
-    """Where tokenised corpora are kept; None is the user's cache folder."""
-    prefetch: CountOrZero = 2
-    """Batches prepared ahead of the step that needs them."""
-
-
-class TrainConfig(_Section):
-    """How long, and how much a step."""
-
-    steps: CountOrZero | None = None
-    """Optimizer steps, 0 only evaluates and exports; at most one of steps, tokens and epochs may
-    be given, and without any of them a run has 100 steps."""
-    tokens: Count | None = None
-    """Tokens to train on, rounded up to whole steps."""
-    epochs: Positive | None = None
-    """Passes over the training split, rounded up to whole steps."""
-    global_batch: Count = 48
-    """Samples per optimizer step over all ranks."""
-    micro_batch: Count | None = None
-    """Samples a rank takes at once; None: the largest divisor of global_batch / data ranks <= 8."""
-    seed: CountOrZero = 0
-    """Seed of the initial weights, the data order and dropout."""
-
-    def num_steps(self, tokens_per_step: int) -> int | None:
-        """Optimizer steps of the run; None under epochs, until the data is counted."""
-        if self.epochs is not None:
-            return None
-        if self.tokens is not None:
-            return math.ceil(self.tokens / tokens_per_step)
-        return DEFAULT_STEPS if self.steps is None else self.steps
-
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
-        given = [k for k in LENGTHS if getattr(self, k.removeprefix("train.")) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: keep one")
-        return self
-
-
-class OptimConfig(_Section):
-    """The optimizer and its learning rate."""
-
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adamw decouples weight decay; adam adds it to the gradient (L2); sgd has momentum."""
-    lr: Positive = 3e-3
-    """Maximum learning rate."""
-    betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
-    """Adam's decay rates of the first and second moment."""
-    eps: Positive = 1e-8
-    """Adam's denominator floor."""
-    momentum: Probability = 0.0
-    """Momentum of sgd."""
-    weight_decay: PositiveOrZero = 0.1
-    """Decay per unit of learning rate; never on biases, norms and embeddings."""
-    clip_norm: PositiveOrZero = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
-    clip_value: Positive | None = None
-    """Largest absolute value of a gradient element; excludes clip_norm."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape of the learning rate after warm-up."""
-    warmup_steps: CountOrZero = 20
-    """Steps over which the learning rate rises to lr."""
-    warmup_type: Literal["linear", "log"] = "linear"
-    """Curve of the rise; "log" is steep first, as in DeepSpeed's own schedulers."""
-    min_lr_ratio: Fraction = 0.1
-    """Learning rate at the end, as a fraction of lr."""
-    decay_fraction: Fraction = 0.2
-    """Part of all steps that wsd spends decaying."""
-
-    @model_validator(mode="after")
-    def _one_clipping(self) -> OptimConfig:
-        if self.clip_value is not None and self.clip_norm and "clip_norm" in self.model_fields_set:
-            raise ValueError("optim.clip_norm and optim.clip_value exclude each other: keep one")
-        return self
-
-
-class EvalConfig(_Section):
-    """Held-out loss."""
-
-    every: CountOrZero = 50
-    """Steps between evaluations; 0 evaluates only at the start and the end."""
-    samples: Count = 96
-    """Held-out samples in one evaluation, over all ranks."""
-
-
-class SaveConfig(_Section):
-    """Checkpoints and export."""
-
-    every: CountOrZero = 0
-    """Steps between checkpoints; 0 saves only at the end."""
-    keep: Count = 3
-    """Checkpoints kept in the run folder."""
-    keep_every: CountOrZero = 0
-    """Steps: checkpoints of multiples of it are kept for good; 0 keeps none for that."""
-    keep_best: bool = False
-    """Also keep the checkpoint with the lowest held-out loss."""
-    async_: bool = False
-    """Write while training goes on, from a copy in host memory."""
-    export: bool = True
-    """Write a Hugging Face folder at the end."""
-
-
-class LogConfig(_Section):
-    """The metrics."""
-
-    every: Count = 1
-    """Steps between lines of metrics.jsonl."""
-
-
-class SampleConfig(_Section):
-    """The text sampled from the model at the end."""
-
-    tokens: CountOrZero = 48
-    """Its length, tokens; 0 samples nothing."""
-    prompt: str | None = None
-    """What it continues; None begins a document."""
-
-
-class PipelineConfig(_Section):
-    """What is done beside the JSON's pipeline.stages."""
-
-    verify: bool | Literal["auto"] = "auto"
-    """Compare the first batch's loss and gradient norm with the unsplit model's; auto: where one
-    rank can hold and run it."""
-
-
-class PlanConfig(_Section):
-    """What is checked before a device is touched."""
-
-    force: bool = False
-    """Run although the estimate says that it does not fit."""
-
-
-class GuardConfig(_Section):
-    """What is done when training goes wrong."""
-
-    max_bad_steps: Count = 10
-    """Skipped steps in a row (not finite, or spikes) after which the run stops with code 76; those
-    in which fp16 looks for its loss scale do not count."""
-    spikes: Literal["log", "skip", "rollback"] = "log"
-    """What a jump of loss or gradient norm leads to: log, an event; skip, the step is thrown away;
-    rollback, back to the newest checkpoint and past the samples since. log looks at logged steps
-    alone; for the others the host reads both values in every step, and waits for them."""
-    spike_sigma: Positive = 6.0
-    """Standard deviations above the mean from which a step is a spike."""
-    spike_window: Annotated[int, Field(ge=8)] = 128
-    """Steps (under log: logged ones) that a step is compared with, once a quarter is there."""
-    max_rollbacks: CountOrZero = 3
-    """Rollbacks of a run; one more stops it with code 76."""
-    replicas_every: CountOrZero = 500
-    """Steps between comparisons of what all data ranks hold in common, which also come before every
-    checkpoint; 0 never compares."""
-    hang_floor_s: PositiveOrZero = 300.0
-    """A phase of the loop (data, step, evaluation, save) that lasts this many seconds, and
-    hang_factor times as long as it ever did, is a hang: all threads' stacks, the rank that holds
-    the others up, code 78. 0 watches nothing."""
-    hang_factor: Positive = 10.0
-    """How many times as long as before is too long."""
-    hang_first_s: Positive = 3600.0
-    """Seconds that a phase may take the first three times, and the set-up."""
-    time_limit_s: Positive | None = None
-    """Seconds from the start in which the run has to have saved and ended, with code 75; None asks
-    Slurm, where it runs in a job."""
-
-
-class RunFolderConfig(_Section):
-    """Where the run lives."""
-
-    dir: Text | None = None
-    """Run folder; None makes a new one under runs/. A folder that holds a run resumes it."""
-
-
-class ResumeConfig(_Section):
-    """What a run goes on from, and what may change."""
-
-    from_: Text | None = None
-    """RUN or RUN@STEP: branch off another run's checkpoint into a new run.dir."""
-    allow: list[str] = Field(default_factory=list)
-    """Keys that may differ from the run being resumed: resume.allow=optim.lr,data.path."""
-
-    @field_validator("allow", mode="before")
-    @classmethod
-    def _as_typed(cls, value: Any) -> Any:
-        """In a shell a list loses its quotes, and one key needs no list."""
-        return re.findall(r"[\w.]+", value) if isinstance(value, str) else value
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """What is learned; one section per noun."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -298,7 +61,7 @@ class RunConfig(_Section):
     def is_set(self, key: str) -> bool:
         """Whether the user gave this dotted key, wherever, rather than leaving our default."""
         section, _, field = key.partition(".")
-        given = {_key_of(name) for name in getattr(self, section).model_fields_set}
+        given = {key_of(name) for name in getattr(self, section).model_fields_set}
         return section in self.model_fields_set and field in given
 
     def origin(self, key: str) -> str:
@@ -336,7 +99,7 @@ def origin_of(key: str, origins: Mapping[str, str]) -> str:
 
 def known_keys() -> list[str]:
     """Every dotted key of the run config, in order."""
-    return [f"{section}.{_key_of(name)}" for section, fields in _sections() for name in fields]
+    return [f"{section}.{key_of(name)}" for section, fields in _sections() for name in fields]
 
 
 def described_keys() -> list[str]:
@@ -346,7 +109,7 @@ def described_keys() -> list[str]:
         for name, field in fields.items():
             default = field.get_default(call_default_factory=True)
             text = " ".join((field.description or "").split())
-            lines.append(f"{section}.{_key_of(name)} = {default!r}".ljust(36) + f"  {text}")
+            lines.append(f"{section}.{key_of(name)} = {default!r}".ljust(36) + f"  {text}")
     return lines
 
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.assignments import COMMAND_LINE, assign_all, did_you_mean, flat
-from harness.config import LENGTHS, RunConfig, known_keys, origin_of
+from harness.config import RunConfig, known_keys, origin_of
+from harness.config_sections import LENGTHS
 from harness.errors import ConfigError
 
 

@@ -121,10 +121,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     forced = _check_fit(plan)
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
     data = data or build_data(spec, progress.say)
-    total_steps = plan.steps
-    if total_steps is None:
-        assert plan.run.train.epochs is not None
-        total_steps = steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
+    total_steps = _total_steps(plan, data)
     device = join(plan.world)
     record = _plan_record(plan, data, total_steps)
     pulse, watchdog = _watched(plan)
@@ -164,6 +161,13 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
             raise
         unless_built.pop_all()
     return run
+
+
+def _total_steps(plan: Plan, data: Data) -> int:
+    if plan.steps is not None:
+        return plan.steps
+    assert plan.run.train.epochs is not None
+    return steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
 
 
 def _watched(plan: Plan) -> tuple[Pulse, Watchdog]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,6 +87,18 @@ def zygote() -> Iterator[Zygote]:
         assert not [name for name in left if not name.startswith("torchinductor_")]  # torch's own
         shared = [path.name for path in SHARED_MEMORY.iterdir()]
         assert not [name for name in shared for port in process.ports if f"_{port}_" in name]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB: a checkpoint of SMALL_MODEL has 1.7."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs rights that this process lacks")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ FLOORS: list[dict[str, str]] = [
         "lr_and_batch": "lr_and_batch",
         "planning": "planning",
     },
-    {"config": "config config_file", "ds_config": "ds_config"},
+    {"config": "config config_file config_sections", "ds_config": "ds_config"},
     {
         "plan": "plan plan_text plan_pipeline command model_config ds_adopt ds_resolve estimate "
         "fit",

@@ -236,6 +236,12 @@ def attempt_goes_on(run: RunFolder, attempt: int) -> bool:
     return sum(line["attempt"] == attempt and "loss" in line for line in run.read_metrics()) > 6
 
 
+def end_of(slurm: PrivateSlurm, job: str, folder: Path) -> list[int]:
+    """The codes of all starts of a job, once it has ended."""
+    wait_for(partial(ended, slurm, job), f"job {job} to end\n{said_by(folder)}", 400)
+    return codes(folder)
+
+
 @pytest.fixture(scope="module")
 def fine_tuning(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> list[str]:
     """A local model folder and prompts with completions: the README's example."""
@@ -268,8 +274,7 @@ def test_fine_tuning_outlives_a_hang_and_a_kill_and_branches_off(
     for attempt, number in ((1, signal.SIGSTOP), (2, signal.SIGKILL)):
         wait_for(partial(attempt_goes_on, run, attempt), f"attempt {attempt} to get on", 300)
         os.kill(process_of(run, rank=1), number)
-    wait_for(partial(ended, slurm, job), f"job {job} to end\n{said_by(tmp_path / 'job')}", 400)
-    hung, killed, done = codes(tmp_path / "job")
+    hung, killed, done = end_of(slurm, job, tmp_path / "job")
     assert (hung, done) == (78, 0), said_by(tmp_path / "job")
     assert killed not in (0, 2, 75, 78)
     (hang,) = events(run, "hang")
@@ -282,8 +287,7 @@ def test_fine_tuning_outlives_a_hang_and_a_kill_and_branches_off(
     lower = RunFolder(tmp_path / "lower")
     other = (f"resume.from={run.path}@8", f"run.dir={lower.path}", "optim.lr=1e-5")
     job = submit(slurm, tmp_path / "branch", *fine_tuning, *other)
-    wait_for(partial(ended, slurm, job), f"job {job} to end", 200)
-    assert codes(tmp_path / "branch") == [0], said_by(tmp_path / "branch")
+    assert end_of(slurm, job, tmp_path / "branch") == [0], said_by(tmp_path / "branch")
     assert events(lower, "branched")[0]["step"] == 8
 
 
@@ -297,7 +301,6 @@ def test_a_node_that_goes_down_is_left_and_the_job_goes_on(
     slurm.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     wait_for(lambda: slurm.state(job) == "PENDING", "the job to be requeued", 120)
     slurm.run("scontrol", "update", "nodename=n2", "state=resume")
-    wait_for(partial(ended, slurm, job), f"job {job} to end\n{said_by(tmp_path / 'job')}", 400)
-    assert codes(tmp_path / "job")[-1] == 0, said_by(tmp_path / "job")
+    assert end_of(slurm, job, tmp_path / "job")[-1] == 0, said_by(tmp_path / "job")
     assert events(run, "resumed")[0]["step"] >= 4
     assert [line["step"] for line in run.read_metrics()] == list(range(25))

@@ -26,6 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 from tools.cpu_ranks import run_module
+from tools.matrix import machine
 
 RATIOS = {  # what: (over, what, the most it may be)
     "blocking save / DeepSpeed's": ("blocking", "plain", 1.1),
@@ -135,17 +136,12 @@ the files dealt to the two ranks, by plain read() into one buffer; "page cache" 
 
 Ranks that share busy cores pay for SHA-256 with their own time: hashing goes on beside writing and
 while the disk takes the file, which shows only where a core is free; and the wait for the disk,
-which DeepSpeed's save leaves out, is part of ours. Syncing while writing was tried and gave
-nothing. A resume reads twice, once to verify and once to load: the second time from memory.
+which DeepSpeed's save leaves out, is part of ours. Syncing while writing was tried once and
+showed no clear gain. A resume reads twice, once to verify and once to load: the second time from
+memory.
 
-{_machine()}; Python {platform.python_version()}, {versions}.
+{machine()}, which other processes may use as well; Python {platform.python_version()}, {versions}.
 """
-
-
-def _machine() -> str:
-    text = Path("/proc/cpuinfo").read_text()
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    return f"{len(models)} cores of {models[0]}, which other processes used as well"
 
 
 def _arguments() -> argparse.Namespace:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+from harness.planning.world import CPU_INFO
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 
@@ -61,6 +66,16 @@ def same_versions(out: Path, kept: str, *more: str) -> None:
 def versions() -> str:
     """With what a table was made."""
     return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+
+
+def machine() -> str:
+    """On what: "2 cores of Intel(R) Xeon(R) Processor"."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return f"{cores} cores of {found[1] if found else platform.machine()}"
 
 
 def self_test_result(missed: list[str], planted: str) -> int:

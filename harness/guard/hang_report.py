@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,7 +37,7 @@ def judge(before: list[Report], after: list[Report], why: str, rank: int) -> Rep
         lines.append("  no rank is behind: all wait for the network, a device or a disk")
     for text in dict.fromkeys(_place(found) for found in rest):
         ranks = [found["rank"] for found in rest if _place(found) == text]
-        lines.append(f"  {len(ranks)} ranks ({_ranges(ranks)}) {text}")
+        lines.append(f"  {len(ranks)} ranks ({ranges(ranks)}) {text}")
     return {
         "message": "\n".join(lines),
         "held_up_by": held_up_by,
@@ -71,7 +72,7 @@ def _named(found: Report) -> str:
     return f"rank {found['rank']}{where}, {_place(found)}"
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"."""
     found: list[list[int]] = []
     for number in numbers:

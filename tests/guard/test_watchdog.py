@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,10 +25,11 @@ def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
     watchdog.start()
     path = watchdog.folder / "rank-00003.json"
     wait_for(lambda: path.exists() and path.stat().st_size, "a heartbeat", 10)
-    time.sleep(0.1)
     watchdog.close()
     assert not watchdog.folder.exists()
     assert not watchdog.hung
+    beat = watchdog._heartbeat(where=False)
+    assert (beat["rank"], beat["phase"], beat["step"], beat["count"]) == (3, "save", 7, 1)
 
 
 def test_ticks_are_as_rare_as_there_are_ranks() -> None:

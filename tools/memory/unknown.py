@@ -69,17 +69,18 @@ def _body(tensors: list[tuple[str, tuple[int, ...]]]) -> Body:
     for name, shape in tensors:
         match = _NUMBERED.match(name)
         if match and match[1] == prefix:
-            layers.setdefault(int(match[2]), []).append(Tensor(match[3], shape, _kind(shape)))
+            layers.setdefault(int(match[2]), []).append(_tensor(match[3], shape, "mlp"))
         elif layers:
-            after.append(Tensor(name, shape, "norm" if len(shape) == 1 else "head"))
+            after.append(_tensor(name, shape, "head"))
         else:
-            before.append(Tensor(name, shape, "norm" if len(shape) == 1 else "embedding"))
+            before.append(_tensor(name, shape, "embedding"))
     body = tuple(tuple(layers[index]) for index in sorted(layers))
     return Body(tuple(before), prefix, body, tuple(after))
 
 
-def _kind(shape: tuple[int, ...]) -> str:
-    return "norm" if len(shape) == 1 else "mlp"
+def _tensor(name: str, shape: tuple[int, ...], kind: str) -> Tensor:
+    """Of a kind that goes by its place; vectors are norms and biases."""
+    return Tensor(name, shape, "norm" if len(shape) == 1 else kind)
 
 
 def _sizes(text: PretrainedConfig, tensors: list[tuple[str, tuple[int, ...]]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 from harness.errors import ExitCode
+from harness.guard.hang_report import ranges
 
 Verdict = Literal["ok", "warn", "FAIL"]
 K = TypeVar("K", bound=Hashable)
@@ -82,14 +83,7 @@ def who(ranks: Iterable[int], hosts: Sequence[str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] + 1 == rank:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {', '.join('-'.join(map(str, run)) for run in runs)}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
 
 
 def span(values: Iterable[float], unit: str, form: str = ".1f") -> str:

@@ -26,9 +26,9 @@ LIBRARY = Path(__file__).resolve().parents[2] / "harness"
 CLOCKS_S = 5.0  # locks and status files of two nodes are compared by their times
 NOT_CACHED = "not tokenised yet"
 
-# check -> what to do where it differs.
-TODO = {
-    "code": "start all ranks from one clone on shared storage, or update the clone there",
+_SAME_CODE = "start all ranks from one clone on shared storage, or update the clone there"
+# check -> what mends it where it differs; in the order of the table.
+_REMEDIES = {
     "run config": "the TOML file, or a file that it names, is not the same there: keep it on "
     "shared storage",
     "DeepSpeed JSON": "the file is not the same there: keep it on shared storage",
@@ -129,12 +129,13 @@ def _weights(source: str) -> str:
 def sameness_rows(seen: Mapping[int, Seen], hosts: Sequence[str]) -> list[Row]:
     """The checks of what must be the same; `seen` by rank."""
     commits = {r: s.values["code"] for r, s in seen.items() if ", " in s.values.get("code", "")}
-    rows = [_row("code", {r: s.values["code"].partition(",")[0] for r, s in seen.items()}, hosts)]
+    hashes = {r: s.values["code"].partition(",")[0] for r, s in seen.items()}
+    rows = [same_row("code", hashes, hosts, _SAME_CODE)]
     if rows[0].verdict == "ok" and commits:
-        rows = [_row("code", commits, hosts)]
-    for check in list(TODO)[1:]:
+        rows = [same_row("code", commits, hosts, _SAME_CODE)]
+    for check, remedy in _REMEDIES.items():
         values = {r: s.values[check] for r, s in seen.items() if check in s.values}
-        row = _row(check, values, hosts)
+        row = _row(check, values, hosts, remedy)
         if not values or (check == "data times" and row.verdict == "ok"):
             continue
         rows.append(row)
@@ -145,9 +146,9 @@ def sameness_rows(seen: Mapping[int, Seen], hosts: Sequence[str]) -> list[Row]:
     return [*rows, Row("readable", "ok", "data, tokenizer and weights open on every node")]
 
 
-def _row(check: str, values: Mapping[int, str], hosts: Sequence[str]) -> Row:
+def _row(check: str, values: Mapping[int, str], hosts: Sequence[str], remedy: str) -> Row:
     bad: Verdict = "warn" if check in _WARNS else "FAIL"
-    row = same_row(check, values, hosts, TODO[check], bad)
+    row = same_row(check, values, hosts, remedy, bad)
     if check == "fingerprint" and row.found == NOT_CACHED:
         return Row(check, "ok", f"{NOT_CACHED}: the start of the run does it, once for each cache")
     return row

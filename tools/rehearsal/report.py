@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from harness.plan import Plan
 from harness.planning.shape import Shape, num_parameters
-from tools.matrix import versions
+from tools.matrix import machine, versions
 from tools.rehearsal.job import STEPS, Job
 from tools.rehearsal.stages import Done
 
 STAGES = ("plan", "train", "interrupt", "resume", "export", "elsewhere")
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass
@@ -112,13 +107,3 @@ def markdown(results: list[Result], arguments: str) -> str:
 def _short(result: Result) -> str:
     """The verdict as a cell."""
     return f"FAILED at {result.problem.partition(':')[0]}" if result.problem else "held"
-
-
-def machine() -> str:
-    """The one at hand."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return f"{cores} cores of {found[1] if found else platform.machine()}"
