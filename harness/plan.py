@@ -33,7 +33,7 @@ from harness.plan_text import describe
 from harness.planning.grid import Grid
 from harness.planning.memory.timeline import Estimate
 from harness.planning.shape import Shape
-from harness.planning.sizes import UnknownArchitecture
+from harness.planning.sizes import FAMILIES, UnknownArchitecture
 from harness.planning.world import World
 
 Event = dict[str, Any]
@@ -151,6 +151,9 @@ def make_plan(
     try:
         config, model_source = load_model_config(run)
         problems += _position_problems(run, config)
+        run, fallbacks, wrong = _with_attention(run, config["model_type"])
+        events += fallbacks
+        problems += wrong
         shape = Shape.from_hf(config)
         problems += _weights_problems(run, shape)
     except UnknownArchitecture as error:
@@ -221,6 +224,23 @@ def _attention_problems(run: RunConfig, world: World) -> Iterator[str]:
             f"model.attention is {run.model.attention!r} ({run.origin('model.attention')}): it "
             f'needs a GPU and the package {package}: use "sdpa"'
         )
+
+
+def _with_attention(run: RunConfig, model_type: str) -> tuple[RunConfig, list[Event], list[str]]:
+    """The run with eager attention where the default cannot cap scores; the event, what is wrong.
+
+    torch's scaled_dot_product_attention has no soft-capping, and transformers refuses it.
+    """
+    if run.model.attention != "sdpa" or FAMILIES.get(model_type, {}).get("sdpa", True):
+        return run, [], []
+    why = f"sdpa has no soft-capped attention scores, which {model_type} models have"
+    if run.is_set("model.attention"):
+        given = f"model.attention is 'sdpa' ({run.origin('model.attention')})"
+        return run, [], [f"{given}: {why}: use eager, or flash_attention_2"]
+    model = run.model.model_copy(update={"attention": "eager"})
+    origins = {**run.origins(), "model.attention": f"what {model_type} needs"}
+    run = run.model_copy(update={"model": model}).with_origins(origins)
+    return run, [{"kind": "fallback", "message": f"model.attention=eager: {why}"}], []
 
 
 def _weights_problems(run: RunConfig, shape: Shape) -> Iterator[str]:

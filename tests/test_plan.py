@@ -372,6 +372,20 @@ def test_flash_attention_on_a_cpu():
     assert "it needs a GPU and the package flash_attn" in problem
 
 
+def test_soft_capped_scores_take_the_attention_that_has_them():
+    made = plan({}, "model.name=gemma-2-9b")
+    assert made.run.model.attention == "eager"
+    (event,) = (event for event in made.events if event["kind"] == "fallback")
+    assert "model.attention=eager: sdpa has no soft-capped attention scores" in event["message"]
+    assert plan({}, "model.name=gemma-2-9b", "model.attention=eager").events == ()
+
+
+def test_soft_capped_scores_without_the_cap_are_refused():
+    (problem,) = problems_of({}, "model.name=gemma-2-9b", "model.attention=sdpa")
+    assert "model.attention is 'sdpa' (command line)" in problem
+    assert "gemma2 models have: use eager" in problem
+
+
 def test_an_unknown_architecture_is_planned_without_its_shape(tmp_path):
     config = {"model_type": "brand_new", "hidden_size": 8, "vocab_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -21,10 +21,20 @@ PARAMETERS = {
     "gpt2-124m": 124_439_808,
     "llama-1b": 1_235_814_400,
     "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmo2-7b": 7_298_617_344,
+    "gemma-2-9b": 9_241_705_984,
     "mixtral-8x7b": 46_702_792_704,
 }
-ROPE_THETA = {"tiny": 1e4, "llama-1b": 5e5, "llama-3-8b": 5e5, "qwen3-8b": 1e6, "mixtral-8x7b": 1e6}
+ROPE_THETA = {
+    **dict.fromkeys(("tiny", "gemma-2-9b"), 1e4),
+    **dict.fromkeys(("llama-1b", "llama-3-8b", "llama-3-70b", "olmo2-7b"), 5e5),
+    **dict.fromkeys(("qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b"), 1e6),
+}
+# Without it transformers leaves the balancing loss out.
+BALANCED = {"mixtral-8x7b": 0.02, "qwen3-30b-a3b": 0.001}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -61,7 +71,8 @@ def test_transformers_knows_every_key(path: Path) -> None:
     keys = load(path)["config"]
     known = AutoConfig.for_model(keys["model_type"])
     renamed = {"rope_theta", "rope_scaling"}  # transformers 5 moves them into rope_parameters
-    assert {key for key in keys if not hasattr(known, key)} <= renamed
+    undeclared = {"head_dim"} if keys["model_type"] == "qwen3_moe" else set()  # read all the same
+    assert {key for key in keys if not hasattr(known, key)} <= renamed | undeclared
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -73,7 +84,14 @@ def test_rotary_positions_arrive(path: Path) -> None:
         assert (rope["rope_type"], rope["factor"]) == ("llama3", 32.0)
 
 
-def test_mixtral_trains_with_its_balancing_loss() -> None:
-    config = AutoConfig.for_model(**load(PRESETS[0].with_name("mixtral-8x7b.toml"))["config"])
+@pytest.mark.parametrize("name", BALANCED)
+def test_a_mixture_trains_with_its_balancing_loss(name: str) -> None:
+    config = AutoConfig.for_model(**load(PRESETS[0].with_name(f"{name}.toml"))["config"])
     assert config.output_router_logits
-    assert config.router_aux_loss_coef == 0.02
+    assert config.router_aux_loss_coef == BALANCED[name]
+
+
+def test_gemma_keeps_its_soft_caps_and_its_windows() -> None:
+    config = AutoConfig.for_model(**load(PRESETS[0].with_name("gemma-2-9b.toml"))["config"])
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
+    assert config.layer_types[:2] == ["sliding_attention", "full_attention"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
 from harness.model_config import find_model_config, preset_names
+from harness.models.initialize import materialize
 from harness.models.pieces import pieces
 from harness.models.skeleton import decayed_parameters, hf_config, separates_documents, skeleton
 
@@ -106,3 +110,39 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_atten
 )
 def test_which_models_heed_document_boundaries(config: dict[str, object], separates: bool) -> None:
     assert separates_documents(empty(config)) is separates
+
+
+GEMMA2 = {
+    **LLAMA,
+    "model_type": "gemma2",
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "final_logit_softcapping": None,
+    "pad_token_id": 0,
+}
+
+
+def test_scores_are_soft_capped_or_the_attention_is_refused() -> None:
+    """A cap that an attention drops in silence would train another model."""
+    ids = torch.arange(12).view(1, 12)
+
+    def logits(cap: float | None) -> torch.Tensor:
+        config = hf_config({**GEMMA2, "attn_logit_softcapping": cap})
+        model = skeleton(config, torch.float32, "eager")
+        materialize(model, 0, torch.device("cpu"))
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data.mul_(50)  # fresh scores are too small for a cap
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False).logits
+
+    assert not torch.allclose(logits(0.5), logits(None))
+    assert torch.allclose(logits(1e6), logits(None), atol=1e-4)
+    with pytest.raises(ValueError, match="does not support an attention implementation"):
+        skeleton(hf_config(GEMMA2), torch.float32, "sdpa")
+    query = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        sdpa_attention_forward(torch.nn.Module(), query, query, query, None, softcap=50.0)
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        _process_flash_attention_kwargs(
+            2, 2, True, softcap=50.0, supports_mapping=defaultdict(bool)
+        )

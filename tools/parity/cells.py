@@ -72,6 +72,18 @@ PIPELINED: dict[str, dict[str, Any]] = {
     "olmo2": {**_DEEP, "model_type": "olmo2", "pad_token_id": 0},
 }
 ARCHITECTURES |= PIPELINED
+# The other presets' architectures without stages: on two ranks, four micro-batches each.
+PRESETS = ("gemma2", "olmo2", "qwen3_moe")
+ARCHITECTURES["qwen3_moe"] = {
+    **_DECODER,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.02,
+}
 # In fp16 transformers' own model, alone in a plain loop, gives NaN: gemma2 in its first gradient,
 # olmo2 after three steps, whatever the loss scale.
 NOT_IN_FP16 = {"gemma2", "olmo2"}
@@ -177,10 +189,20 @@ class Job:
 
 def all_cells() -> list[Cell]:
     """Every combination, refused ones included."""
-    flat = [name for name in ARCHITECTURES if name not in PIPELINED]
+    flat = [name for name in ARCHITECTURES if name not in (*PIPELINED, *PRESETS)]
     values = (flat, LAYOUTS, PRECISIONS, ACCUMULATIONS, RANKS)
     cells = [Cell(*combination) for combination in itertools.product(*values)]
-    return cells + pipeline_cells()
+    return cells + preset_cells() + pipeline_cells()
+
+
+def preset_cells() -> list[Cell]:
+    """The presets' other architectures under every layout that has no stages, ZeRO-2 first."""
+    layouts = dict.fromkeys(("zero2", *LAYOUTS))
+    return [
+        Cell(architecture, layout, precision, ACCUMULATIONS[-1], RANKS[0])
+        for architecture, layout, precision in itertools.product(PRESETS, layouts, PRECISIONS)
+        if precision != "fp16" or architecture not in NOT_IN_FP16
+    ]
 
 
 def pipeline_cells() -> list[Cell]:
@@ -200,7 +222,7 @@ def pipeline_cells() -> list[Cell]:
 
 def covering_cells() -> list[Cell]:
     """A small set in which every pair of values that can occur together does occur; of pipelined
-    cells an architecture counts by itself, in pairs it would take three dozen more.
+    cells and of PRESETS an architecture counts by itself, in pairs it would take dozens more.
 
     Greedy: take the cell that covers most of what is still uncovered, until nothing is left.
     """
@@ -216,5 +238,7 @@ def covering_cells() -> list[Cell]:
 
 def _covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
     values: dict[str, Any] = asdict(cell)
-    alone = {(("architecture", values.pop("architecture")),)} if cell.layout in STAGES else set()
+    alone = set()
+    if cell.layout in STAGES or cell.architecture in PRESETS:
+        alone = {(("architecture", values.pop("architecture")), ("flat", cell.stages == 1))}
     return alone | set(itertools.combinations(values.items(), 2))

@@ -17,7 +17,7 @@ def compare(cell: Cell, out: Path, factor: float) -> Row:
     """How far `cell`, trained into `out`, is from the plain loop, and how far it may be."""
     if cell.refused is not None:
         return Row(cell, refused=cell.refused)
-    mixture = "num_local_experts" in ARCHITECTURES[cell.architecture]
+    mixture = "num_experts_per_tok" in ARCHITECTURES[cell.architecture]
     # A balancing loss is not linear in the micro-batch, which is therefore the cell's own.
     split = Split.even(cell.micro_batch if mixture else GLOBAL_BATCH)
     reference = _reference(cell.architecture, cell.precision, split)

@@ -32,8 +32,13 @@ _NO_GATE = {
 }
 _LEARNED_POSITIONS = {"gpt2", "opt", "bloom"}
 _HEAD_NORMS = {"qwen3", "qwen3_moe"}
+_NORMS_IN_FP32 = {"gemma", "gemma2", "olmo2"}  # they scale before they round
+_SOFT_CAPPED = {"gemma2"}  # tanh, of scores and of logits, keeps what it gives
 _FUSED_QKV = {"phi3", "gpt_neox", "bloom", "falcon"}
-_TRACED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"}
+_TRACED = {
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"),
+    *("gemma", "gemma2", "olmo2"),
+}
 
 
 def activation_evidence(inputs: Inputs) -> Evidence:
@@ -131,10 +136,13 @@ def _attention(inputs: Inputs, index: int) -> int:
     size = 0
     if shape.model_type in _HEAD_NORMS:  # two RMSNorms, over each head
         size += (FP32 + e) * (q + kv) + FP32 * (heads + shape.num_kv_heads)
+    if shape.model_type == "olmo2":  # two, over all heads at once
+        size += 2 * FP32 * (q + kv) + 2 * FP32
     masked = _masked(inputs, index)
     if inputs.attention == "eager":
         # Softmax in fp32, its copy in the model's type, keys and values repeated for every head.
         scores = e if e == FP32 or shape.model_type == "gpt2" else FP32 + e
+        scores += e if shape.model_type in _SOFT_CAPPED else 0
         return size + 4 * e * q + scores * heads * s
     size += 2 * e * (q + kv) + FP32 * heads
     if shape.model_type in _FUSED_QKV and not masked:  # v is a part of one tensor of all three
@@ -152,11 +160,15 @@ def _masked(inputs: Inputs, index: int) -> bool:
 
 
 def _mask(inputs: Inputs) -> int:
-    """The mask that all layers share: numbers for eager attention, booleans for SDPA."""
-    if inputs.attention == "eager":
-        return inputs.element_bytes * inputs.tokens * inputs.seq_len
-    masked = any(_masked(inputs, index) for index in range(inputs.shape.num_layers))
-    return inputs.tokens * inputs.seq_len if masked and inputs.attention == "sdpa" else 0
+    """The masks that layers share, one for each window: numbers for eager attention, booleans for
+    SDPA.
+    """
+    eager, windows = inputs.attention == "eager", inputs.shape.sliding_windows
+    if not eager and inputs.attention != "sdpa":
+        return 0
+    kinds = {window for index, window in enumerate(windows) if eager or _masked(inputs, index)}
+    element = inputs.element_bytes if eager else 1
+    return len(kinds) * element * inputs.tokens * inputs.seq_len
 
 
 def _mlp(inputs: Inputs, index: int) -> int:
@@ -176,18 +188,20 @@ def _mlp(inputs: Inputs, index: int) -> int:
 
 def _norms(inputs: Inputs) -> int:
     shape, e = inputs.shape, inputs.element_bytes
-    count = sum(
-        1
-        for tensor in shape.body.layers[0]
-        if tensor.name.endswith("weight")
-        and tensor.kind == "norm"
-        and tensor.shape == (shape.hidden_size,)
-    )
+    # Of the layer itself, not of its attention's heads.
+    own = (t.name for t in shape.body.layers[0] if t.kind == "norm" and t.name.count(".") == 1)
+    count = sum(name.endswith("weight") for name in own)
     dropped = int(shape.hidden_size * 2 * bool(inputs.dropout))  # masks, a byte an element
     if shape.model_type in _LAYER_NORM:
         return count * (2 * e * shape.hidden_size + 2 * e) + dropped
-    wide = FP32 if shape.model_type.startswith("gemma") else e
-    return count * ((FP32 + wide + e) * shape.hidden_size + FP32) + dropped
+    # Attention and MLP keep their input, whether a norm gave it or the stream.
+    linear_inputs = 2 * e * shape.hidden_size
+    return count * ((FP32 + _scaled(inputs)) * shape.hidden_size + FP32) + linear_inputs + dropped
+
+
+def _scaled(inputs: Inputs) -> int:
+    """Bytes of an element that an RMSNorm multiplies its weight by."""
+    return FP32 if inputs.shape.model_type in _NORMS_IN_FP32 else inputs.element_bytes
 
 
 def _positions(inputs: Inputs) -> int:
@@ -195,16 +209,17 @@ def _positions(inputs: Inputs) -> int:
     rows = inputs.seq_len * (inputs.micro_batch if inputs.document_mask else 1)
     if inputs.shape.model_type in _LEARNED_POSITIONS:
         return _INDEX * rows
-    return 2 * inputs.element_bytes * inputs.shape.head_dim * rows
+    element = FP32 if inputs.shape.model_type == "olmo2" else inputs.element_bytes
+    return 2 * element * inputs.shape.head_dim * rows
 
 
 def _head(inputs: Inputs) -> int:
-    """The final norm and the input of the output head."""
+    """The final norm, the input of the output head, and what caps the logits."""
     e, h = inputs.element_bytes, inputs.shape.hidden_size
     if inputs.shape.model_type in _LAYER_NORM:
         return (2 * e * h + 2 * e) * inputs.tokens
-    wide = FP32 if inputs.shape.model_type.startswith("gemma") else e
-    return ((FP32 + wide + e) * h + FP32) * inputs.tokens
+    capped = e * inputs.shape.vocab_size if inputs.shape.model_type in _SOFT_CAPPED else 0
+    return ((FP32 + _scaled(inputs) + e) * h + FP32 + capped) * inputs.tokens
 
 
 def _temporaries(inputs: Inputs) -> int:
