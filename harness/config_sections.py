@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from harness.planning.optimizers import OPTIMIZERS
+
 # Keys of which at most one may be given.
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
 DEFAULT_STEPS = 100
@@ -110,19 +112,44 @@ class TrainConfig(Section):
         return self
 
 
+class GroupConfig(Section):
+    """Parameters that are stepped otherwise than the rest."""
+
+    pattern: Text
+    """A regular expression that is found in their names."""
+    lr_multiplier: PositiveOrZero = 1.0
+    """Their learning rate, in units of the others'."""
+    weight_decay: PositiveOrZero | None = None
+    """Their weight decay; None: what they would have without the rule."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{value!r} is no regular expression: {error}") from None
+        return value
+
+
 class OptimConfig(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adamw decouples weight decay; adam adds it to the gradient (L2); sgd has momentum."""
+    name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
+    """adamw, lion, muon, adam8bit decouple weight decay; the others add it to the gradient (L2),
+    but for adafactor. muon steps the layers' matrices, adamw the rest."""
     lr: Positive = 3e-3
-    """Maximum learning rate."""
+    """Maximum learning rate. lion wants a third to a tenth of adamw's; muon's updates are scaled to
+    adamw's size."""
     betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
-    """Adam's decay rates of the first and second moment."""
+    """Decay rates of Adam's first and second moment; lion's two."""
     eps: Positive = 1e-8
-    """Adam's denominator floor."""
+    """Denominator floor of Adam and Adagrad."""
     momentum: Probability = 0.0
-    """Momentum of sgd."""
+    """Of sgd, momentum (0.9 unless it is given) and muon (0.95)."""
+    groups: list[GroupConfig] = Field(default_factory=list)
+    """Rules for parameters by name, the first that fits counts:
+    optim.groups='[{pattern="embed", lr_multiplier=0.5, weight_decay=0.0}]'."""
     weight_decay: PositiveOrZero = 0.1
     """Decay per unit of learning rate; never on biases, norms and embeddings."""
     clip_norm: PositiveOrZero = 1.0
@@ -139,6 +166,12 @@ class OptimConfig(Section):
     """Learning rate at the end, as a fraction of lr."""
     decay_fraction: Fraction = 0.2
     """Part of all steps that wsd spends decaying."""
+
+    @property
+    def momentum_used(self) -> float:
+        """`momentum`, or what is usual for the optimizer where it was not given."""
+        given = "momentum" in self.model_fields_set
+        return self.momentum if given else OPTIMIZERS[self.name].momentum
 
     @model_validator(mode="after")
     def _one_clipping(self) -> OptimConfig:
@@ -178,6 +211,39 @@ class LogConfig(Section):
 
     every: Count = 1
     """Steps between lines of metrics.jsonl."""
+
+
+class ProfileConfig(Section):
+    """A closer look at a few steps."""
+
+    steps: Text | None = None
+    """A:B, e.g. "10:13": a torch trace of rank 0 in steps A to B-1, in step B DeepSpeed's log of its
+    communication and its count of FLOPs, into the run folder's profile/; None: nothing."""
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """A and B."""
+        first, _, last = (self.steps or "").partition(":")
+        return (int(first), int(last)) if self.steps else None
+
+    def problems(self, total_steps: int | None) -> list[str]:
+        """What keeps a run of that many steps from reaching B; None where that is not known yet."""
+        if self.window is None or total_steps is None or self.window[1] <= total_steps:
+            return []
+        return [
+            f"profile.steps is {self.steps!r}, but the run ends with step {total_steps}: B of A:B "
+            f"may be {total_steps} at most, or set train.steps to {self.window[1]} or more"
+        ]
+
+    @field_validator("steps")
+    @classmethod
+    def _is_window(cls, value: str | None) -> str | None:
+        found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", value or "1:2")
+        if not found or not 1 <= int(found[1]) < int(found[2]):
+            raise ValueError(
+                f"profile.steps is {value!r}: it must be A:B with 1 <= A < B, as in 10:13"
+            )
+        return value
 
 
 class SampleConfig(Section):

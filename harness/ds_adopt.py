@@ -14,9 +14,8 @@ from harness.config import RunConfig
 from harness.config_file import validated
 from harness.ds_config import AUTO, Source, literal
 from harness.errors import ConfigError
+from harness.planning.optimizers import OPTIMIZERS
 
-# optim.name -> the optimizer's name in a DeepSpeed JSON.
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 # Key of the JSON -> the run config's for the same thing; of two for one, the later wins.
@@ -90,15 +89,19 @@ def _shared(
 ) -> Iterator[tuple[str, str, Any]]:
     """(key of the JSON, key of the run config, value) of every literal that has a place there."""
     if kind := literal(ds, "optimizer.type"):
-        names = {theirs.lower(): ours for ours, theirs in OPTIMIZERS.items()}
+        names = {known.json_type.lower(): n for n, known in reversed(OPTIMIZERS.items())}
         name = names.get(str(kind).lower())
         # DeepSpeed's Adam decouples the decay unless told otherwise (ADAM_W_MODE_DEFAULT).
         if name == "adam" and literal(ds, "optimizer.params.adam_w_mode") is not False:
             name = "adamw"
+        # "SGD" is both sgd and momentum.
+        if name == "sgd" and run.is_set("optim.name") and run.optim.name == "momentum":
+            name = "momentum"
         if name:
             yield "optimizer.type", "optim.name", name
         else:
-            problems.append(_not_built("optimizer.type", kind, OPTIMIZERS.values(), source))
+            types = dict.fromkeys(known.json_type for known in OPTIMIZERS.values())
+            problems.append(_not_built("optimizer.type", kind, types, source))
     if kind := literal(ds, "scheduler.type"):
         if kind in SCHEDULES:
             yield "scheduler.type", "optim.schedule", SCHEDULES[kind]

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from harness.assignments import flat
 from harness.config import RunConfig
-from harness.ds_adopt import OPTIMIZERS
 from harness.ds_config import AUTO, Source, ds_keys, literal, offloaded_to, value_of
 from harness.lr_and_batch import Batch
 from harness.planning.grid import Grid
 from harness.planning.hardware import known_gpu
+from harness.planning.optimizers import OPTIMIZERS
 from harness.planning.world import World, cpu_has_bf16
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -83,12 +83,12 @@ def fill_in(
     clips_by_value = run.optim.clip_value is not None  # which the engine does
     ds["gradient_clipping"] = 0.0 if clips_by_value else run.optim.clip_norm
     ds["optimizer"] = optimizer_section(run)
-    offloaded = offloaded_to(ds, "optimizer") != "none"
-    if run.optim.name != "sgd" and world.accelerator == "cpu" and not offloaded:
+    if not OPTIMIZERS[run.optim.name].by_deepspeed:
+        ds["zero_allow_untested_optimizer"] = True
+        ds["zero_force_ds_cpu_optimizer"] = False
+    elif world.accelerator == "cpu" and offloaded_to(ds, "optimizer") == "none":
         ds["optimizer"]["params"]["torch_adam"] = True  # the same, without a minute's compilation
     ds.pop("scheduler", None)  # the loop sets the learning rate of every step itself
-    if run.optim.name == "sgd":
-        ds["zero_allow_untested_optimizer"] = True
     ds["steps_per_print"] = literal(ds, "steps_per_print") or NEVER_PRINT_STEPS
     zero = ds.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
@@ -113,15 +113,13 @@ def _drop_auto(values: dict[str, Any], section: Mapping[str, Any]) -> None:
 
 def optimizer_section(run: RunConfig) -> dict[str, Any]:
     """The run config's optimizer as a DeepSpeed JSON has it."""
-    optim = run.optim
+    optim, kind = run.optim, OPTIMIZERS[run.optim.name]
     params: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
-    if optim.name == "sgd":
-        params["momentum"] = optim.momentum
-    else:
-        params |= {"betas": list(optim.betas), "eps": optim.eps}
+    values = {"betas": list(optim.betas), "eps": optim.eps, "momentum": optim.momentum_used}
+    params |= {key: value for key, value in values.items() if key in kind.takes}
     if optim.name == "adam":
         params["adam_w_mode"] = False  # DeepSpeed's Adam decouples the decay unless told not to
-    return {"type": OPTIMIZERS[optim.name], "params": params}
+    return {"type": kind.json_type, "params": params}
 
 
 def overrides(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[dict[str, Any]]:

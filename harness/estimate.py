@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from harness.ds_config import value_of
+from harness.plan_optimizer import group_rules
 from harness.planning.hardware import known_gpu
 from harness.planning.memory.inputs import GIB, Inputs, ZeroSettings
 from harness.planning.memory.timeline import Estimate, estimate_memory
@@ -55,5 +56,6 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         saves_in_background=run.save.async_,
         gpus_per_node=plan.world.local_world_size,
         accelerator=plan.world.accelerator,
+        rules=group_rules(plan.run),
         bounds=plan.stages,
     )

@@ -28,6 +28,7 @@ from harness.errors import ConfigError
 from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
 from harness.model_config import find_model_config, load_model_config, max_positions
+from harness.plan_optimizer import optimizer_problems, rule_problems
 from harness.plan_pipeline import by_memory, notes, num_stages, stage_bounds
 from harness.plan_text import describe
 from harness.planning.grid import Grid
@@ -141,6 +142,9 @@ def make_plan(
     except ValueError as error:
         problems.append(str(error))
     problems += _attention_problems(run, world)
+    tokens = run.train.global_batch * run.data.seq_len
+    problems += run.profile.problems(run.train.num_steps(tokens))
+    problems += optimizer_problems(run, ds)
     if precision == "fp16" and run.optim.clip_value is not None:
         problems.append(
             f"optim.clip_value is {run.optim.clip_value} ({run.origin('optim.clip_value')}), which "
@@ -155,6 +159,7 @@ def make_plan(
         events += fallbacks
         problems += wrong
         shape = Shape.from_hf(config)
+        problems += rule_problems(run, shape)
         problems += _weights_problems(run, shape)
     except UnknownArchitecture as error:
         events.append({"kind": "unknown_architecture", "message": str(error)})

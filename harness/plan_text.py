@@ -113,7 +113,8 @@ def _optimizer(plan: Plan) -> str:
     clipping = f"gradient norm clipped at {optim.clip_norm:g}" if optim.clip_norm else "no clipping"
     if optim.clip_value is not None:
         clipping = f"gradient elements clipped at {optim.clip_value:g}"
-    return f"{optim.name} ({values}), {clipping}"
+    rules = "".join(f"; {rule.pattern!r} otherwise" for rule in optim.groups)
+    return f"{optim.name} ({values}), {clipping}{rules}"
 
 
 def _learning_rate(plan: Plan) -> str:

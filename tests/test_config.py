@@ -64,7 +64,7 @@ def test_what_the_user_set_is_told_from_a_default_of_the_same_value(toml):
         ("save.export=1", "save.export is 1 (command line): it must be a valid boolean"),
         ("optim.betas=[0.9, 1.5]", "optim.betas.1 is 1.5 (command line): it must be less than 1"),
         ("optim.betas=0.9", "optim.betas is 0.9 (command line): it must be a valid tuple"),
-        ("optim.name=lion", "optim.name is 'lion' (command line): it must be 'adamw', 'adam' or"),
+        ("optim.name=lio", "optim.name is 'lio' (command line): it must be 'adamw', 'adam', 'sgd'"),
         ("model.dropout=nan", "model.dropout is nan (command line): it must be a finite number"),
         ("model.name=", "model.name is '' (command line): String should have at least 1 character"),
         ("model=tiny", "model is 'tiny' (command line): it must be a valid dictionary"),

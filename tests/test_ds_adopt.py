@@ -95,7 +95,7 @@ def test_optimizer_means_what_deepspeed_makes_of_it(kind, params, name):
     assert result.run.optim.name == name
 
 
-@pytest.mark.parametrize("kind", ["Lion", "Lamb", "OneBitAdam", "Muon"])
+@pytest.mark.parametrize("kind", ["Lamb", "OneBitAdam", "MuAdam"])
 def test_an_optimizer_that_is_not_built_is_refused_by_name(kind):
     (problem,) = adopted({"optimizer": {"type": kind, "params": {"lr": 1}}}).problems
     assert problem.startswith(f"optimizer.type is '{kind}' (ds.json), which is not built here")

@@ -19,7 +19,12 @@ import pytest
 from tools.library_size import code_lines, sizes
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"train": 5_000, "plan its memory": 1_500, "survive": 1_850}
+MAX_LINES = {
+    "train": 5_000,
+    "plan its memory": 1_850,
+    "cut it into pipeline stages": 1_100,
+    "survive": 1_950,
+}
 
 # Floor -> room -> its files.  A room is a package, or the files that one noun was split into; a
 # file imports lower floors and its own room.
@@ -32,8 +37,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {"config": "config config_file config_sections", "ds_config": "ds_config"},
     {
-        "plan": "plan plan_text plan_pipeline command model_config ds_adopt ds_resolve estimate "
-        "fit",
+        "plan": "plan plan_text plan_optimizer plan_pipeline command model_config ds_adopt "
+        "ds_resolve estimate fit",
         "runfolder": "runfolder",
     },
     {
@@ -42,7 +47,7 @@ FLOORS: list[dict[str, str]] = [
         "checkpoint": "checkpoint",
         "guard": "guard",
         "optim": "optim",
-        "metrics": "metrics live_memory",
+        "metrics": "metrics live_memory profiling",
         "sampling": "sampling",
     },
     {"engine": "engine"},
@@ -67,6 +72,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "sentencepiece": {"data"},
     "tokenizers": {"data"},
     "huggingface_hub": {"plan", "models", "checkpoint"},
+    "bitsandbytes": {"engine"},
     "pydantic": {"config"},
     "pydantic_core": {"config"},
     "numpy": UPPER,

@@ -335,7 +335,7 @@ def test_both_files_mistakes_are_in_one_report():
         "fp16": {"enabled": True},
         "gradient_clipping": -1,
         "train_batch_size": 64,
-        "optimizer": {"type": "Lion"},
+        "optimizer": {"type": "Lamb"},
     }
     problems = problems_of(
         ds, "train.global_batch=48", "data.seq_len=4096", "model.overrides.hidden=1", ranks=5
@@ -344,7 +344,7 @@ def test_both_files_mistakes_are_in_one_report():
         "zero_optimization.stagee",
         "gradient_clipping is -1",
         "train.global_batch is 48",
-        "optimizer.type is 'Lion'",
+        "optimizer.type is 'Lamb'",
         "fp16.enabled (ds.json) and bf16.enabled (ds.json) are both true",
         "does not divide over 5 data ranks",
         "model.overrides.hidden",

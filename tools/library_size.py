@@ -54,10 +54,14 @@ def count_code_lines(library: Path) -> dict[Path, int]:
     }
 
 
-# Its parts that can be read without the rest, by their files and folders: what a run will need,
-# counted with the standard library alone; and what keeps a run alive.
+# Its parts that can be read without the rest, by their files and folders: what a run will need;
+# one model on several stages; and what keeps a run alive.
 PARTS = {
-    "plan its memory": ("planning",),
+    "plan its memory": ("planning", "estimate.py", "fit.py", "live_memory.py"),
+    "cut it into pipeline stages": (
+        *("plan_pipeline.py", "verify.py", "models/stage.py", "models/flow.py", "models/pieces.py"),
+        *("engine/pipeline.py", "engine/stages.py", "engine/unsplit.py"),
+    ),
     "survive": (
         *("checkpoint", "guard", "engine/state.py"),
         *("saving.py", "resumption.py", "probe.py", "watch.py", "exporting.py"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import deepspeed
@@ -11,13 +12,18 @@ from torch import nn
 from harness.ds_config import offloaded_to
 from harness.engine import quirks
 from harness.engine.empty import empty_model
+from harness.engine.matrices import Matrices
+from harness.engine.optimizers import Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine, StageModule
 from harness.engine.stages import build_stage
+from harness.engine.state import inner_optimizer
 from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
 from harness.errors import ConfigError
-from harness.models.skeleton import decayed_parameters
+from harness.models.skeleton import described_parameters
 from harness.plan import Plan
+from harness.plan_optimizer import group_rules
+from harness.planning.optimizers import Parameter, optimizer_groups
 
 
 def build_engine(
@@ -35,7 +41,7 @@ def build_engine(
     Raises ConfigError where the model or its weights do not fit the plan.
     """
     empty = empty_model(plan, trust_remote_code, document_mask)
-    decayed = decayed_parameters(empty)
+    parameters = described_parameters(empty)  # while its shapes are whole
     stage, groups_before = None, quirks.process_groups()
     if plan.stages is None:
         model, events = build_whole(plan, empty, device, trust_remote_code, blank)
@@ -46,27 +52,45 @@ def build_engine(
     if plan.run.model.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     config, fallbacks = _with_buildable_optimizer(plan)
+    groups = _parameter_groups(plan, parameters, model)
     engine, *_ = deepspeed.initialize(
         model=handed,
-        model_parameters=_parameter_groups(model, decayed, plan.run.optim.weight_decay),
+        model_parameters=groups,
+        optimizer=our_optimizer(plan),
         config=config,
     )
     events = [*events, *fallbacks]
     if stage is None:
-        return ZeroEngine(engine, plan, events)
-    return PipelineEngine(engine, plan, events, stage, empty, groups_before)
+        built = ZeroEngine(engine, plan, events)
+    else:
+        built = PipelineEngine(engine, plan, events, stage, empty, groups_before)
+    if isinstance(inner := inner_optimizer(engine), Orthogonalizing):
+        names = {name for group in groups if group["muon"] for name in group["names"]}
+        inner.matrices = Matrices(engine, model, names, built.data_group)
+    return built
 
 
 def _parameter_groups(
-    model: nn.Module, decayed: set[str], weight_decay: float
+    plan: Plan, parameters: list[Parameter], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Two optimizer groups: matrices that decay; biases, norms and embeddings that do not."""
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for n, p in trainable if n in decayed], "weight_decay": weight_decay},
-        {"params": [p for n, p in trainable if n not in decayed], "weight_decay": 0.0},
+    """Optimizer groups of what this rank has of the whole model's `parameters`."""
+    optim = plan.run.optim
+    held = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = optimizer_groups(
+        (parameter for parameter in parameters if parameter.name in held),
+        optim.weight_decay,
+        group_rules(plan.run),
+        muon=optim.name == "muon",
+    )
+    return [
+        {
+            "params": [held[name] for name in names],
+            "names": names,
+            "lr": optim.lr * group.lr_multiplier,
+            **asdict(group),
+        }
+        for group, names in found
     ]
-    return [group for group in groups if group["params"]]
 
 
 def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str, Any]]]:

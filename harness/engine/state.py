@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
-from harness.engine import quirks
+from harness.engine import eight_bit, quirks
 
 # Fills a flat tensor with elements [offset, offset + numel) of (name, kind), where it is stored.
 Fill = Callable[[str, str, int, torch.Tensor], None]
@@ -23,11 +23,13 @@ Fill = Callable[[str, str, int, torch.Tensor], None]
 Kinds = Callable[[str], Collection[str]]
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _STEP = "step"
+# Adafactor's means over rows and columns, and the dimension that they are taken over.
+_MEANS = {"row_var": -1, "col_var": -2}
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a fragment of a parameter lies: `flat[start : start + numel]`, a key of the state."""
 
     name: str
@@ -39,6 +41,7 @@ class _Place:
     replicated: bool  # on all data ranks alike
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fragment of `flat`, or of a state of the same shape."""
         return tensor.detach().view(-1).narrow(0, self.start, self.numel)
 
 
@@ -47,11 +50,11 @@ def fragments(engine: Any, module: nn.Module, data_rank: int, data_ranks: int) -
 
     What all data ranks hold alike is dealt out among them.
     """
-    found = []
-    for place in _places(engine, module):
+    found, states = [], _per_element(engine)
+    for place in pieces(engine, module):
         if getattr(place.parameter, "ds_pipe_replicated", False):
             continue  # the other end of the pipeline saves it
-        state = _state(engine).get(place.flat, {})
+        state = states.get(place.flat, {})
         moments = {k: place.view(v) for k, v in state.items() if _is_per_element(k, v, place.flat)}
         fragment = Fragment(
             place.name,
@@ -62,6 +65,12 @@ def fragments(engine: Any, module: nn.Module, data_rank: int, data_ranks: int) -
         own = fragment.share(data_rank, data_ranks) if place.replicated else fragment
         if own is not None:
             found.append(own)
+        if data_rank == 0:
+            means = {key: state[key] for key in _MEANS if key in state}
+            found += [
+                Fragment(f"{place.name}:{key}", tuple(mean.shape), 0, {key: mean.view(-1)})
+                for key, mean in means.items()
+            ]
     if data_rank == 0:
         found += [
             Fragment(name, tuple(buffer.shape), 0, {BUFFER: buffer.detach().reshape(-1)})
@@ -77,19 +86,30 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
     What the optimizer has not made yet is made, and what was not made yet when that was saved is
     zeros. Talks to no other rank: where `fill` raises on one of them, none is left waiting.
     """
-    for place in _places(engine, module):
+    inner, states = inner_optimizer(engine), _per_element(engine)
+    for place in pieces(engine, module):
         name = getattr(place.parameter, "tied_to", place.name)
         fill(name, WEIGHT, place.offset, place.view(place.flat))
         if place.parameter.requires_grad:
             wanted = kinds(name)  # none for a weight that never had a gradient
-            for kind, moment in _state(engine).get(place.flat, {}).items():
+            for kind, moment in states.get(place.flat, {}).items():
                 if kind not in wanted and _is_per_element(kind, moment, place.flat):
                     place.view(moment).zero_()
             for kind in wanted:
-                state = _state(engine)[place.flat]
+                if eight_bit.is_eight_bit(inner) and place.flat not in states:
+                    states[place.flat] = eight_bit.blank(place.flat)
+                state = states[place.flat]
                 if kind not in state:
                     state[kind] = torch.zeros_like(place.flat, requires_grad=False)
                 fill(name, kind, place.offset, place.view(state[kind]))
+            for key, dimension in _MEANS.items():
+                if kinds(f"{name}:{key}"):
+                    shape = list(place.parameter.shape)
+                    shape[dimension] = 1
+                    mean = states[place.flat].setdefault(key, place.flat.new_empty(shape))
+                    fill(f"{name}:{key}", key, 0, mean.view(-1))
+    if eight_bit.is_eight_bit(inner):
+        inner.state.update({flat: eight_bit.per_block(inner, s) for flat, s in states.items()})
     for name, buffer in _persistent_buffers(module):
         flat = torch.empty_like(buffer).view(-1)
         fill(name, BUFFER, 0, flat)
@@ -98,7 +118,7 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
 
 def scalars(engine: Any) -> dict[str, dict[str, Any]]:
     """Counters, loss scaling and the optimizer's steps: plain numbers, the same on all ranks."""
-    inner, scaler = _inner(engine), _scaler(engine)
+    inner, scaler = inner_optimizer(engine), _scaler(engine)
     counts = [held[_STEP] for held in (*inner.state.values(), *inner.param_groups) if _STEP in held]
     return {
         "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
@@ -109,7 +129,7 @@ def scalars(engine: Any) -> dict[str, dict[str, Any]]:
 
 def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
     """Set what `scalars` gave; after `restore`."""
-    inner, scaler = _inner(engine), _scaler(engine)
+    inner, scaler = inner_optimizer(engine), _scaler(engine)
     for name in _COUNTERS:
         if name in saved["counters"]:
             setattr(engine, name, saved["counters"][name])
@@ -117,7 +137,7 @@ def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
         if hasattr(scaler, name) and name in saved["loss_scaling"]:
             setattr(scaler, name, saved["loss_scaling"][name])
     # torch's optimizers count in tensors, DeepSpeed's in integers; FusedAdam once per group.
-    as_tensor = type(inner).__module__.startswith("torch.")
+    as_tensor = isinstance(inner, torch.optim.Adam | torch.optim.Adafactor)
     count = saved["optimizer"].get(_STEP)
     for held in (*inner.state.values(), *(() if as_tensor else inner.param_groups)):
         if count is not None or _STEP in held:  # which may be beyond what was saved before any step
@@ -125,18 +145,34 @@ def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
     quirks.replay_adam_steps(engine.optimizer)
 
 
-def _places(engine: Any, module: nn.Module) -> Iterator[_Place]:
-    """Every parameter's fragment on this rank, in the module's order; tied ones once."""
+def pieces(engine: Any, module: nn.Module) -> Iterator[Place]:
+    """Where this rank has what of every parameter, in the module's order; tied ones once."""
     for name, p in module.named_parameters():
         if hasattr(p, "ds_id"):
             yield from _place_zero3(name, p)
         elif not hasattr(p, "_hp_mapping"):  # ZeRO-0 in fp32, or frozen
-            yield _Place(name, p, 0, p, 0, p.numel(), True)
+            yield Place(name, p, 0, p, 0, p.numel(), True)
         elif p._hp_mapping is not None:
             held, address = p._hp_mapping, p._hp_mapping.hp_fragment_address
             flat = _flats(engine.optimizer)[held.param_group_index]
             offset = held.lp_fragment_address.start
-            yield _Place(name, p, offset, flat, address.start, address.numel, False)
+            yield Place(name, p, offset, flat, address.start, address.numel, False)
+
+
+def flat_of(engine: Any, parameter: Any) -> torch.Tensor:
+    """The flat tensor that the optimizer is given for a parameter's group, whoever has the
+    parameter's elements: all ranks have one of each group.
+    """
+    if hasattr(parameter, "ds_id"):
+        optimizer = parameter._z3_optimizer
+        group, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        return optimizer.fp32_partitioned_groups_flat[group]
+    if not hasattr(parameter, "_hp_mapping"):
+        return parameter
+    optimizer = engine.optimizer
+    groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+    index = next(n for n, group in enumerate(groups) if any(p is parameter for p in group))
+    return _flats(optimizer)[index]
 
 
 def _flats(optimizer: Any) -> list[torch.Tensor]:
@@ -146,7 +182,7 @@ def _flats(optimizer: Any) -> list[torch.Tensor]:
     return list(optimizer.fp32_groups_flat_partition)  # BF16_Optimizer
 
 
-def _place_zero3(name: str, p: Any) -> Iterator[_Place]:
+def _place_zero3(name: str, p: Any) -> Iterator[Place]:
     size = p.ds_tensor.ds_numel
     if not p.requires_grad:  # nobody has a flat copy of it
         rank = torch.distributed.get_rank(p.ds_process_group)
@@ -159,7 +195,7 @@ def _place_zero3(name: str, p: Any) -> Iterator[_Place]:
     offset = rank * size
     numel = min(size, p.ds_numel - offset)  # the last ranks' shares end in padding
     if numel > 0:
-        yield _Place(name, p, offset, flat, start, numel, False)
+        yield Place(name, p, offset, flat, start, numel, False)
 
 
 @torch.no_grad()
@@ -199,13 +235,19 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _inner(engine: Any) -> Any:
+def inner_optimizer(engine: Any) -> Any:
     """The optimizer inside DeepSpeed's wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _state(engine: Any) -> Any:
-    return _inner(engine).state
+def _per_element(engine: Any) -> Any:
+    """The optimizer's states by flat tensor, a value for every element; where it keeps them so,
+    its own.
+    """
+    inner = inner_optimizer(engine)
+    if not eight_bit.is_eight_bit(inner):
+        return inner.state
+    return {flat: eight_bit.per_element(state) for flat, state in inner.state.items()}
 
 
 def _scaler(engine: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from harness.checkpoint.fragment import Fragment
 from harness.data.batches import Batch
 from harness.engine import fragments, quirks, state
+from harness.engine.profiles import communication_log, flops_profile
 from harness.errors import ExitCode, RunStopped
 from harness.models.loss import forward
 from harness.plan import Plan
@@ -91,7 +94,7 @@ class ZeroEngine:
         change neither weights nor moments: `step_applied` is False, `skipped_steps` one more.
         """
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_multiplier"]
         norm, limit = None, self.plan.run.optim.clip_value
         checks_nothing = quirks.keeps_no_grad_norm(self.engine)
         if limit is not None or checks_nothing:
@@ -183,6 +186,16 @@ class ZeroEngine:
     def step_applied(self) -> bool:
         """Whether the last step changed the weights; False after one that was skipped."""
         return bool(self.engine.was_step_applied())
+
+    def communication_log(self, path: Path | None) -> AbstractContextManager[None]:
+        """Within it, this rank's collectives are logged; a table then lies at `path`, if there is
+        one.
+        """
+        return communication_log(path)
+
+    def flops_profile(self, batch: Batch, path: Path | None) -> int:
+        """Forward a micro-batch; with a `path` count its FLOPs there and return them. Collective."""
+        return flops_profile(self, self._held, batch, path)
 
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
         """Pass (name, value, samples) to the monitors that the JSON enables; rank 0 only."""

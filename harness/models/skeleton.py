@@ -18,6 +18,8 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from harness.planning.optimizers import Parameter
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -93,17 +95,22 @@ def separates_documents(model: PreTrainedModel) -> bool:
     return False
 
 
-def decayed_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay applies to.
+def described_parameters(model: PreTrainedModel) -> list[Parameter]:
+    """What the optimizer's groups depend on, of every parameter. Needs the shapes of a skeleton.
 
-    Matrices, and the stacked matrices of experts; not biases, norms and embeddings (nor a head
-    that is tied to an embedding). Needs full shapes, so it is asked of a skeleton.
+    Matrices decay, and the stacked matrices of experts; not biases, norms and embeddings (nor a
+    head that is tied to an embedding).
     """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2 and id(parameter) not in embeddings
-    }
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return [
+        Parameter(name, matrix=p.ndim >= 2 and id(p) not in embeddings, head=p is head)
+        for name, p in model.named_parameters()
+    ]
+
+
+def decayed_parameters(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters that weight decay applies to."""
+    return {parameter.name for parameter in described_parameters(model) if parameter.matrix}

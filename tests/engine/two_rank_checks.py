@@ -19,7 +19,7 @@ import torch
 from harness.ds_config import read_ds_json
 from harness.engine.processes import leave
 from harness.errors import ConfigError, RunStopped
-from tests.engine import bad_step_checks, pipeline_checks
+from tests.engine import bad_step_checks, optimizer_checks, pipeline_checks
 from tests.engine.rank import (
     OUT,
     STAGES,
@@ -238,6 +238,7 @@ CHECKS = (
     shipped_configs,
     *pipeline_checks.CHECKS,
     *bad_step_checks.CHECKS,
+    *optimizer_checks.CHECKS,
     minimum_loss_scale,  # leaves an engine in the middle of a step
 )
 

@@ -58,4 +58,4 @@ def saving(inputs: Inputs) -> list[Held]:
 
 def checkpoint_bytes(inputs: Inputs) -> int:
     """What a checkpoint holds of the parameters: master weights, moments (checkpoint/files.py)."""
-    return (master_bytes(inputs) + moment_bytes(inputs)) * inputs.parameters
+    return int((master_bytes(inputs) + moment_bytes(inputs)) * inputs.parameters)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from harness.planning.grid import Grid
+from harness.planning.optimizers import GroupRule, Parameter, optimizer_groups
 from harness.planning.shape import Shape
 from harness.planning.stages import Bounds, in_flight, stage_shape
 from harness.planning.tensors import Tensor
@@ -161,6 +162,8 @@ class Inputs:
     """Whether what is saved is copied to the host (save.async)."""
     gpus_per_node: int = 1
     accelerator: Literal["cuda", "cpu"] = "cuda"
+    rules: tuple[GroupRule, ...] = ()
+    """optim.groups."""
     bounds: Bounds | None = None
     """How the model's units are split over pipeline stages; None without any."""
     traced_layer_bytes: float | None = None
@@ -212,16 +215,21 @@ class Inputs:
         return self.micro_batch * self.seq_len // self.grid.sequence
 
     def groups(self) -> list[list[Tensor]]:
-        """The two parameter groups of the optimizer, in the model's order.
+        """The parameter groups of the optimizer, each in the model's order.
 
         Matrices decay; biases, norms and embeddings, tied to the head or not, do not.
         """
-        decayed: list[Tensor] = []
-        rest: list[Tensor] = []
-        for tensor in self.shape.tensors():
-            matrix = len(tensor.shape) >= 2 and tensor.kind != "embedding"
-            (decayed if matrix else rest).append(tensor)
-        return [group for group in (decayed, rest) if group]
+        tensors = {tensor.name: tensor for tensor in self.shape.tensors()}
+        parameters = (
+            Parameter(
+                name,
+                matrix=len(tensor.shape) >= 2 and tensor.kind != "embedding",
+                head=tensor.kind == "head",
+            )
+            for name, tensor in tensors.items()
+        )
+        groups = optimizer_groups(parameters, 1.0, self.rules, self.zero.optimizer == "muon")
+        return [[tensors[name] for name in names] for _, names in groups]
 
     @property
     def parameters(self) -> int:

@@ -14,6 +14,8 @@ from harness.planning.memory.inputs import (
     Place,
 )
 from harness.planning.memory.partition import Flat, flat_groups, piece, sub_groups
+from harness.planning.optimizers import OPTIMIZERS
+from harness.planning.tensors import Tensor
 
 _READY = frozenset({"gradients_ready", "norm"})
 _REDUCED = _READY | {"reduce"}
@@ -49,11 +51,29 @@ def model_states(inputs: Inputs, rank: int) -> list[Held]:
     return [held for held in kinds[optimizer_class(inputs)](inputs, rank) if held.bytes]
 
 
-def moment_bytes(inputs: Inputs) -> int:
-    """Bytes of optimizer state per element, besides the master weight."""
-    if inputs.zero.optimizer == "sgd":
+def moment_bytes(inputs: Inputs) -> float:
+    """Bytes of optimizer state per element, besides the master weight; a mean over the model."""
+    name = inputs.zero.optimizer
+    if name == "sgd":
         return FP32 if inputs.zero.momentum else 0
-    return 2 * (2 if inputs.zero.half_moments else FP32)
+    if inputs.zero.half_moments:
+        return 4
+    tensors = inputs.shape.tensors()
+    if name == "muon":  # one moment of what it steps, Adam's two of the rest
+        return 8 - 4 * sum(t.numel for t in tensors if _by_muon(t)) / inputs.parameters
+    if name == "adafactor":  # a mean per row and per column of a matrix
+        kept = sum(sum(t.shape) if len(t.shape) == 2 else t.numel for t in tensors)
+        return FP32 * kept / inputs.parameters
+    kinds = {kind.json_type.lower(): kind for kind in OPTIMIZERS.values()}
+    return kinds[name].state_bytes
+
+
+def _by_muon(tensor: Tensor) -> bool:
+    return len(tensor.shape) >= 2 and tensor.kind not in ("embedding", "head")
+
+
+def _moments(inputs: Inputs, elements: int) -> int:
+    return int(moment_bytes(inputs) * elements)
 
 
 def master_bytes(inputs: Inputs) -> int:
@@ -65,14 +85,23 @@ def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
     size = inputs.element_bytes * inputs.parameters
     yield Held("parameters", size, ALWAYS, "measured")
     yield from _full_gradients(inputs, size)
-    yield Held("moments", moment_bytes(inputs) * inputs.parameters, STEPPED, "measured")
-    yield from _torch_adam(inputs, max(tensor.numel for tensor in inputs.shape.tensors()))
+    yield Held("moments", _moments(inputs, inputs.parameters), STEPPED, "measured")
+    yield from _temporaries(inputs, max(tensor.numel for tensor in inputs.shape.tensors()))
 
 
-def _torch_adam(inputs: Inputs, largest: int) -> Iterator[Held]:
-    """torch's Adam holds a root and a quotient as large as the tensor that it steps."""
+def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
+    """What an optimizer's arithmetic holds beside the `largest` tensor that it steps.
+
+    torch's Adam holds a root and a quotient, ours (engine/optimizers.py) one update; DeepSpeed's
+    nothing. Muon has an update, and two whole matrices in bf16.
+    """
+    in_step = frozenset({"step"})
     if inputs.zero.torch_adam:
-        yield Held("step temporaries", 2 * FP32 * largest, frozenset({"step"}), "measured")
+        yield Held("step temporaries", 2 * FP32 * largest, in_step, "measured")
+    elif inputs.zero.optimizer not in ("adamw", "adam"):
+        matrices = [t.numel for t in inputs.shape.tensors() if _by_muon(t)]
+        whole = 4 * max(matrices, default=0) if inputs.zero.optimizer == "muon" else 0
+        yield Held("step temporaries", FP32 * largest + whole, in_step, "read")
 
 
 def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
@@ -89,7 +118,7 @@ def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     size = inputs.element_bytes * count
     yield Held("parameters", size, ALWAYS, "read")
     yield Held("master", FP32 * count, ALWAYS, "read")
-    yield Held("moments", moment_bytes(inputs) * count, ALWAYS, "read")
+    yield Held("moments", _moments(inputs, count), ALWAYS, "read")
     yield from _full_gradients(inputs, size)
     yield Held("fp32 gradients", FP32 * count, frozenset({"cast", "step"}), "read")
     yield Held("fp32 gradients copy", FP32 * count, frozenset({"cast"}), "read")
@@ -102,12 +131,12 @@ def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
     yield Held("parameters", 2 * whole, ALWAYS, "measured")
     yield Held("master", FP32 * shard, ALWAYS, "measured")
-    yield Held("moments", moment_bytes(inputs) * shard, STEPPED, "measured")
+    yield Held("moments", _moments(inputs, shard), STEPPED, "measured")
     yield Held("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
     if inputs.sum_bytes != FP32:
         yield Held("fp32 gradients", FP32 * shard, frozenset({"step"}), "read")
     yield from _full_gradients(inputs, 2 * inputs.parameters)
-    yield from _torch_adam(inputs, max(flat.shard for flat in flats))
+    yield from _temporaries(inputs, max(flat.shard for flat in flats))
 
 
 def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
@@ -117,12 +146,12 @@ def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
     where = "host" if where == "nvme" else where
     yield Held("parameters", inputs.element_bytes * _sum_padded(flats), ALWAYS, "measured")
     yield Held("master", master_bytes(inputs) * shard, ALWAYS, "measured", where)
-    yield Held("moments", moment_bytes(inputs) * shard, STEPPED, "measured", where)
+    yield Held("moments", _moments(inputs, shard), STEPPED, "measured", where)
     if where == "host":
         yield from _offloaded_gradients12(inputs, flats, rank, shard)
     else:
         yield from _gradients12(inputs, flats, rank, shard)
-        yield from _torch_adam(inputs, max(flat.shard for flat in flats))
+        yield from _temporaries(inputs, max(flat.shard for flat in flats))
 
 
 def _widened(inputs: Inputs) -> bool:
@@ -210,7 +239,7 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
     optimizer: tuple[tuple[Place, int], ...] = (("device", pieces - away), (offload, away))
     for where, count in optimizer:
         yield Held("master", master_bytes(inputs) * count, ALWAYS, "measured", where)
-        yield Held("moments", moment_bytes(inputs) * count, STEPPED, "measured", where)
+        yield Held("moments", _moments(inputs, count), STEPPED, "measured", where)
     yield Held(
         "gradients",
         inputs.sum_bytes * pieces,
@@ -223,7 +252,7 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
         largest = max(subs)
         yield Held("flat gradients", inputs.sum_bytes * largest, frozenset({"cast"}), "read")
         yield Held("fp32 gradients", FP32 * largest, frozenset({"cast", "step"}), "read")
-        yield from _torch_adam(inputs, largest)
+        yield from _temporaries(inputs, largest)
     if zero.secondary_ranks > 1:
         second = element * inputs.parameters // zero.secondary_ranks
         yield Held("secondary parameters", second, STEPPED, "read")

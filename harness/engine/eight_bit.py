@@ -1,0 +1,56 @@
+"""Adam's moments in 8 bits (bitsandbytes), as elements that a checkpoint can cut anywhere.
+
+bitsandbytes keeps a code of 8 bits per element and a scale per 256 elements of the flat tensor.
+Saved is the scale of every element: where the blocks lie the same when it is read, codes and
+scales come back bit for bit; where a block now spans several old ones, it is quantised anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+BLOCK = 256
+_CODES, _SCALES, _TABLES = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
+_RANGES = ("dynamic", "udynamic")  # signed, and not
+State = dict[str, Any]
+
+
+def is_eight_bit(optimizer: Any) -> bool:
+    """Whether an optimizer keeps its moments so."""
+    return type(optimizer).__module__.startswith("bitsandbytes.")
+
+
+def per_element(state: State) -> State:
+    """The state with a scale for every element."""
+    numel = state[_CODES[0]].numel()
+    spread = {key: state[key].repeat_interleave(BLOCK)[:numel] for key in _SCALES}
+    return {**{key: state[key] for key in _CODES}, **spread}
+
+
+def blank(flat: torch.Tensor) -> State:
+    """What `per_element` gives of a tensor, to be filled."""
+    codes = {key: torch.zeros_like(flat, dtype=torch.uint8) for key in _CODES}
+    return {**codes, **{key: torch.zeros_like(flat, requires_grad=False) for key in _SCALES}}
+
+
+def per_block(optimizer: Any, filled: State) -> State:
+    """The state of bitsandbytes again, from what `blank` was filled with."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    optimizer.fill_qmap()
+    numel, device = filled[_CODES[0]].numel(), filled[_CODES[0]].device
+    state: State = {"step": 0}
+    for codes, scales, table, values_in in zip(_CODES, _SCALES, _TABLES, _RANGES, strict=True):
+        code, scale = filled[codes], filled[scales]
+        qmap = optimizer.name2qmap[values_in].to(device)
+        anew, about = quantize_blockwise(qmap[code.long()] * scale, code=qmap, blocksize=BLOCK)
+        first = scale[::BLOCK]
+        moved = scale != first.repeat_interleave(BLOCK)[:numel]
+        blocks = torch.arange(numel, device=device) // BLOCK
+        mixed = torch.zeros_like(first).index_add_(0, blocks, moved.float()) > 0
+        state[codes] = torch.where(mixed[blocks], anew.view(-1), code)
+        state[scales] = torch.where(mixed, about.absmax, first)
+        state[table] = qmap
+    return state

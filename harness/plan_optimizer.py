@@ -1,0 +1,65 @@
+"""Whether an optimizer works in the layout that the JSON asks for, and which comes nearest."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness.config import RunConfig
+from harness.ds_config import offloaded_to, value_of
+from harness.planning.optimizers import OPTIMIZERS, GroupRule
+from harness.planning.shape import Shape
+
+_SETTINGS = ("betas", "eps", "momentum")
+_HALF_STATES = (
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "fp16.fp16_master_weights_and_grads",
+)
+
+
+def optimizer_problems(run: RunConfig, ds: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps `optim.name` from stepping as it should, spread as `ds` says."""
+    name = run.optim.name
+    kind = OPTIMIZERS[name]
+    asked = f"optim.name is {name!r} ({run.origin('optim.name')})"
+    for setting in _SETTINGS:
+        if setting not in kind.takes and run.is_set(f"optim.{setting}"):
+            key = f"optim.{setting}"
+            given = f"{key} is {run.get(key)} ({run.origin(key)})"
+            yield f"{given}, which {name} does not take: remove it"
+    if kind.package and not importlib.util.find_spec(kind.package):
+        yield f"{asked}: it needs the package {kind.package} (pip install {kind.package})"
+    stage = value_of(ds, "zero_optimization.stage")
+    offload = offloaded_to(ds, "optimizer")
+    if kind.layouts == "whole" and stage != 0:
+        yield (
+            f"{asked}: it keeps means of rows and columns, but ZeRO {stage} gives it flat pieces: "
+            "use zero_optimization.stage=0 in fp32, adam8bit for small states, or adamw"
+        )
+    if kind.layouts == "unoffloaded" and offload != "none":
+        yield f"{asked}: its states stay on the GPU: remove offload_optimizer, or use adamw"
+    if not kind.by_deepspeed:
+        if offload == "nvme":
+            yield f"{asked}: only adamw and adam step from NVMe: use one, or offload to the cpu"
+        for key in _HALF_STATES:
+            if value_of(ds, key):
+                yield f"{asked}: only adamw and adam take {key}: remove it, or use adamw"
+
+
+def rule_problems(run: RunConfig, shape: Shape) -> Iterator[str]:
+    """Rules of optim.groups that fit no parameter: misspelt, in all likelihood."""
+    names = [tensor.name for tensor in shape.tensors()]
+    for rule in run.optim.groups:
+        if not any(re.search(rule.pattern, name) for name in names):
+            yield (
+                f"optim.groups has the pattern {rule.pattern!r} ({run.origin('optim.groups')}), "
+                f"which no parameter's name fits: they are {names[0]}, {names[-1]} and the like"
+            )
+
+
+def group_rules(run: RunConfig) -> tuple[GroupRule, ...]:
+    """optim.groups as the planner and the engine take them."""
+    return tuple(GroupRule(**rule.model_dump()) for rule in run.optim.groups)

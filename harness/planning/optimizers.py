@@ -1,0 +1,102 @@
+"""The optimizers: what each takes, keeps and can be spread over; and the groups it steps.
+
+A ZeRO stage hands an optimizer flat pieces of weights. Most treat every element alike, and do not
+notice; those that look at a whole matrix have to be given one, or would learn something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One value of optim.name."""
+
+    json_type: str
+    """Its name in a DeepSpeed JSON."""
+    takes: tuple[str, ...]
+    """Keys of optim.*, beside lr and weight_decay."""
+    state_bytes: int
+    """Of an element, beside the master weight, where states are fp32."""
+    momentum: float = 0.0
+    """optim.momentum, where it is not given."""
+    by_deepspeed: bool = False
+    """Built and compiled by DeepSpeed; else by engine/optimizers.py, on top of torch."""
+    layouts: str = "any"
+    """any; unoffloaded: not with its states on the host; whole: ZeRO 0 alone, in fp32."""
+    package: str | None = None
+    """What has to be installed for it."""
+
+
+_ADAM = ("betas", "eps")
+OPTIMIZERS = {
+    "adamw": Optimizer("AdamW", _ADAM, 8, by_deepspeed=True),
+    "adam": Optimizer("Adam", _ADAM, 8, by_deepspeed=True),
+    "sgd": Optimizer("SGD", ("momentum",), 0),
+    "momentum": Optimizer("SGD", ("momentum",), 4, momentum=0.9),
+    "adagrad": Optimizer("Adagrad", ("eps",), 4),
+    "lion": Optimizer("Lion", ("betas",), 4),
+    "muon": Optimizer("Muon", (*_ADAM, "momentum"), 4, momentum=0.95),
+    "adafactor": Optimizer("Adafactor", (), 0, layouts="whole"),
+    "adam8bit": Optimizer("AdamW8bit", _ADAM, 2, layouts="unoffloaded", package="bitsandbytes"),
+}
+"""Each has its reference in tests/engine/test_optimizers.py."""
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """What parameters whose name `pattern` is found in are stepped with instead."""
+
+    pattern: str
+    lr_multiplier: float = 1.0
+    weight_decay: float | None = None
+    """None keeps what the parameter would have."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the parameters of one optimizer group have in common."""
+
+    weight_decay: float
+    lr_multiplier: float = 1.0
+    muon: bool = False
+    """Stepped by Muon's rule: matrices of the layers; the rest of a Muon run is AdamW's."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What its group depends on."""
+
+    name: str
+    matrix: bool
+    """Whether it decays: a matrix, and no embedding."""
+    head: bool = False
+
+
+def optimizer_groups(
+    parameters: Iterable[Parameter],
+    weight_decay: float,
+    rules: Iterable[GroupRule] = (),
+    muon: bool = False,
+) -> list[tuple[Group, list[str]]]:
+    """Groups and the names in them: first what decays, then biases, norms and embeddings, then
+    those of the rules. Of the rules that fit a name, the first counts.
+    """
+    rules = tuple(rules)
+    found: dict[tuple[int, bool, bool], tuple[Group, list[str]]] = {}
+    for parameter in parameters:
+        place, rule = next(
+            ((n, r) for n, r in enumerate(rules, 1) if re.search(r.pattern, parameter.name)),
+            (0, GroupRule("")),
+        )
+        decay = weight_decay if parameter.matrix else 0.0
+        if rule.weight_decay is not None:
+            decay = rule.weight_decay
+        by_muon = muon and parameter.matrix and not parameter.head
+        group = Group(decay, rule.lr_multiplier, by_muon)
+        key = (place, not parameter.matrix, not by_muon)
+        found.setdefault(key, (group, []))[1].append(parameter.name)
+    return [found[key] for key in sorted(found)]

@@ -1,0 +1,224 @@
+"""Every optimizer on two ranks, beside the same optimizer on whole tensors of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harness.checkpoint.files import Reader, from_index, merged, to_index, write_fragments
+from tests.engine.rank import OUT, WORLD, batches, engine_of, stage
+
+EIGHT_BIT = importlib.util.find_spec("bitsandbytes") is not None
+
+LR, STEPS, DECAY, BETAS, EPS, MOMENTUM = 1e-2, 3, 0.1, (0.9, 0.95), 1e-8, 0.9
+Tensors = dict[str, torch.Tensor]
+Reference = Callable[[Tensors, Tensors], None]  # steps weights, in place, with gradients
+
+
+def decays(name: str) -> bool:
+    return "norm" not in name and "embed" not in name
+
+
+def groups(weights: Tensors) -> list[dict[str, Any]]:
+    """The head has half the rate, and what has `up_proj` in its name does not decay."""
+    return [
+        {
+            "params": [weight],
+            "weight_decay": DECAY if decays(name) and "up_proj" not in name else 0.0,
+            "lr": LR / 2 if "lm_head" in name else LR,
+        }
+        for name, weight in weights.items()
+    ]
+
+
+def torchs(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[..., Reference]:
+    """A reference by torch's own class, made anew for the weights of a run."""
+
+    def of(weights: Tensors) -> Reference:
+        optimizer = make(groups(weights), **settings)
+
+        def step(weights: Tensors, gradients: Tensors) -> None:
+            for name, weight in weights.items():
+                weight.grad = gradients[name]
+            optimizer.step()
+
+        return step
+
+    return of
+
+
+def lion(weights: Tensors) -> Reference:
+    """Program 1 of arXiv 2302.06675, line by line."""
+    momenta = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    settings = dict(zip(weights, groups(weights), strict=True))
+
+    def step(weights: Tensors, gradients: Tensors) -> None:
+        for name, weight in weights.items():
+            update = BETAS[0] * momenta[name] + (1 - BETAS[0]) * gradients[name]
+            momenta[name] = BETAS[1] * momenta[name] + (1 - BETAS[1]) * gradients[name]
+            decay, lr = settings[name]["weight_decay"], settings[name]["lr"]
+            weight -= lr * (update.sign() + decay * weight)
+
+    return step
+
+
+def muon(weights: Tensors) -> Reference:
+    """torch.optim.Muon for the layers' matrices, AdamW for the rest."""
+    settings = dict(zip(weights, groups(weights), strict=True))
+    by_muon = {n for n in weights if "layers" in n and weights[n].ndim == 2}
+    optimizers = [
+        torch.optim.Muon(
+            [settings[n] for n in weights if n in by_muon],
+            momentum=MOMENTUM,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW([settings[n] for n in weights if n not in by_muon], betas=BETAS, eps=EPS),
+    ]
+
+    def step(weights: Tensors, gradients: Tensors) -> None:
+        for name, weight in weights.items():
+            weight.grad = gradients[name]
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
+
+
+_ADAM = {"betas": BETAS, "eps": EPS}
+REFERENCES: dict[str, Callable[[Tensors], Reference]] = {
+    "adamw": torchs(torch.optim.AdamW, **_ADAM),
+    "adam": torchs(torch.optim.Adam, **_ADAM),
+    "sgd": torchs(torch.optim.SGD),
+    "momentum": torchs(torch.optim.SGD, momentum=MOMENTUM),
+    "adagrad": torchs(torch.optim.Adagrad, eps=EPS),
+    "lion": lion,
+    "muon": muon,
+    "adafactor": torchs(torch.optim.Adafactor),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": list(BETAS), "eps": EPS},
+    "adam": {"betas": list(BETAS), "eps": EPS},
+    "adagrad": {"eps": EPS},
+    "lion": {"betas": list(BETAS)},
+    "muon": {"betas": list(BETAS), "eps": EPS, "momentum": MOMENTUM},
+}
+_HOST = {"offload_optimizer": {"device": "cpu"}}
+_BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero0": stage(0),
+    "zero1": stage(1),
+    "zero2": stage(2),
+    "zero2-offload": {"zero_optimization": {"stage": 2, **_HOST}},
+    "zero3": stage(3),
+    "zero3-offload": {"zero_optimization": {**stage(3)["zero_optimization"], **_HOST}},
+    "zero1-bf16": {**stage(1), **_BF16},
+    "zero2-bf16": {**stage(2), **_BF16},
+    "zero3-bf16": {**stage(3), **_BF16},
+}
+
+
+def layouts_of(name: str) -> list[str]:
+    if name == "adafactor":
+        return ["zero0"]
+    return list(LAYOUTS if name in ("muon", "lion") else ("zero0", "zero2-offload", "zero3"))
+
+
+def error_of(name: str, layout: str) -> dict[str, float]:
+    """The largest difference of a weight after three steps, and how far weights went."""
+    rules = [
+        {"pattern": "lm_head", "lr_multiplier": 0.5},
+        {"pattern": "up_proj", "weight_decay": 0.0},
+    ]
+    engine = engine_with(name, layout, groups=rules)
+    start = dict(engine.masters())
+    weights = {n: w.clone() for n, w in start.items()}
+    step = REFERENCES[name](weights)
+    for number in range(STEPS):
+        engine.accumulate(*batches(number))
+        gradients = dict(engine.gradients())
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+        engine.apply(LR)
+        factor = min(1.0, 1.0 / (float(norm) + 1e-6))
+        with torch.no_grad():
+            step(weights, {n: g * factor for n, g in gradients.items()})
+    found = dict(engine.masters())
+    engine.close()
+    return {
+        "error": max(float((found[n] - w).abs().max()) for n, w in weights.items()),
+        "moved": max(float((start[n] - w).abs().max()) for n, w in found.items()),
+    }
+
+
+def engine_with(name: str, layout: str, **more: Any) -> Any:
+    optim = {"name": name, "lr": LR, "weight_decay": DECAY, **SETTINGS.get(name, {}), **more}
+    return engine_of(LAYOUTS[layout], optim=optim)
+
+
+def steps(engine: Any, numbers: range) -> Tensors:
+    for number in numbers:
+        engine.accumulate(*batches(number))
+        engine.apply(LR)
+    return dict(engine.masters())
+
+
+def resumed(name: str, layout: str, other: str) -> float:
+    """The largest difference of a weight after a save, a load in another layout, and two steps."""
+    engine = engine_with(name, layout)
+    steps(engine, range(2))
+    folder = OUT / f"saved-{name}-{layout}-{other}"
+    folder.mkdir(exist_ok=True)
+    _, entries = write_fragments(folder, WORLD.rank, engine.fragments())
+    scalars = engine.scalars()
+    indices: list[Any] = [None] * WORLD.world_size
+    torch.distributed.all_gather_object(indices, to_index(entries))
+    undisturbed = steps(engine, range(2, 4))
+    engine.close()
+    engine = engine_with(name, other)
+    reader = Reader(folder, from_index(merged(indices)))
+    engine.restore(reader.fill, reader.optimizer_kinds)
+    engine.refresh_weights()
+    engine.restore_scalars(scalars)
+    found = steps(engine, range(2, 4))
+    engine.close()
+    return max(float((found[n] - w).abs().max()) for n, w in undisturbed.items())
+
+
+TRIPS = [("zero1", "zero1"), ("zero3", "zero3"), ("zero1", "zero3"), ("zero3", "zero2-offload")]
+RESUMED = {
+    "adafactor": [("zero0", "zero0")],
+    "adagrad": TRIPS[:3],
+    "lion": TRIPS,
+    "momentum": TRIPS[:3],
+    "muon": TRIPS,
+    **({"adam8bit": TRIPS[:3]} if EIGHT_BIT else {}),
+}
+
+
+def resumed_optimizers() -> dict[str, list[float]]:
+    """By optimizer, an error for each of its trips."""
+    return {name: [resumed(name, *trip) for trip in trips] for name, trips in RESUMED.items()}
+
+
+def every_optimizer() -> dict[str, dict[str, dict[str, float]]]:
+    return {name: {key: error_of(name, key) for key in layouts_of(name)} for name in REFERENCES}
+
+
+def eight_bit_beside_adamw() -> float | None:
+    """How far 8-bit Adam's weights are from AdamW's after ten steps, of how far those went."""
+    if not EIGHT_BIT:
+        return None
+    found = {}
+    for name in ("adamw", "adam8bit"):
+        engine = engine_with(name, "zero2")
+        start = dict(engine.masters())
+        found[name] = {n: w - start[n] for n, w in steps(engine, range(10)).items()}
+        engine.close()
+    theirs = torch.cat([w.view(-1) for w in found["adamw"].values()])
+    ours = torch.cat([w.view(-1) for w in found["adam8bit"].values()])
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+CHECKS = (every_optimizer, resumed_optimizers, eight_bit_beside_adamw)
