@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -109,8 +110,12 @@ def _files_under(folder: Path) -> list[Path]:
 
 def _library() -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
-    inside = (file.relative_to(root) for file in root.rglob("*.py"))
-    kept = [file for file in inside if not _SKIPPED_FOLDERS.intersection(file.parts)]
+    kept = []
+    for folder, folders, names in os.walk(root):
+        # Not entered: site-packages alone may hold a hundred times as many files.
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        inside = Path(folder).relative_to(root)
+        kept += [inside / name for name in names if name.endswith(".py")]
     if not kept:
         raise ConfigError(
             f"data.path: this Python keeps no sources under {root}; give a file or folder of text"

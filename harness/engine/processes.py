@@ -75,6 +75,7 @@ def join(world: World) -> torch.device:
     quirks.silence()
     quirks.outlive_killed_builds()
     quirks.without_shared_memory()
+    quirks.leave_muon_uncompiled()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     atexit.register(leave)  # otherwise Python would end gloo's threads in the middle of their work
     if world.accelerator == "cpu":

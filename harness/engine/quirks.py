@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import io
 import os
 import shutil
@@ -20,6 +21,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 from torch.utils import cpp_extension
@@ -149,6 +151,16 @@ def replay_adam_steps(optimizer: Any) -> None:
             inner.step()
     finally:
         inner.state, inner.param_groups = kept
+
+
+def leave_muon_uncompiled() -> None:
+    """Keep torch's compiler out of every start.
+
+    Every optimizer of DeepSpeed asks whether it is its Muon, and imports that; functions in there
+    go through torch.compile at once, which loads for a second or two. We call none of them.
+    """
+    with _replaced(compiler, "compile", lambda: compiler.dummy_decorator):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def is_minimum_loss_scale(error: Exception) -> bool:

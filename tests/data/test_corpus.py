@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,17 @@ def test_the_library_is_this_interpreters() -> None:
     number = corpus.files.index(root / "argparse.py")
     assert corpus.name_of(number) == str(root / "argparse.py")
     assert found[number] == (root / "argparse.py").read_text()
+
+
+def test_what_is_installed_beside_the_library_is_not_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: entered.append(str(path)) or scandir(path))
+    find_corpus(None)
+    assert any(path.endswith("/json") for path in entered)
+    assert not [path for path in entered if "site-packages" in path]
 
 
 def test_a_text_file_is_one_document_as_it_is(tmp_path: Path) -> None:

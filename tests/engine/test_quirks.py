@@ -28,6 +28,16 @@ else:
     from harness.planning.world import World
     join(World.from_environ())
 """
+LOADS_THE_COMPILER = """
+import sys
+import deepspeed
+if sys.argv[1] == "harness":
+    from harness.engine.quirks import leave_muon_uncompiled
+    leave_muon_uncompiled()
+before = deepspeed.runtime.compiler.compile.__name__
+import deepspeed.runtime.zero.muon.muon_optimizer
+print(before, "torch._inductor.compile_fx" in sys.modules)
+"""
 RESUMES_ADAM = """
 import copy
 import deepspeed.ops.adam, torch
@@ -79,6 +89,19 @@ def test_deepspeed_builds_its_shared_memory_operator_to_join_and_we_do_not(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("who", "loads"), [("deepspeed", True), ("harness", False)])
+def test_deepspeeds_muon_loads_the_compiler_and_ours_does_not(who: str, loads: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS_THE_COMPILER, who],
+        cwd=REPOSITORY,
+        env=environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1] == f"compile {loads}"
+
+
 def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32(result: Callable[[str], list[Any]]) -> None:
     assert [rank["deepspeeds"] for rank in result("grad_norm_of_stage_0")] == [None, None]
 
