@@ -24,6 +24,7 @@ from harness.config_sections import (
     OptimConfig,
     PipelineConfig,
     PlanConfig,
+    ProfileConfig,
     ResumeConfig,
     RunFolderConfig,
     SampleConfig,
@@ -44,6 +45,7 @@ class RunConfig(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     save: SaveConfig = Field(default_factory=SaveConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)

@@ -217,8 +217,8 @@ class ProfileConfig(Section):
     """A closer look at a few steps."""
 
     steps: Text | None = None
-    """A:B, e.g. "10:13": a torch trace of rank 0 in steps A to B-1, in step B DeepSpeed's log of its
-    communication and its count of FLOPs, into the run folder's profile/; None: nothing."""
+    """A:B, e.g. "10:13": a torch trace of rank 0 in steps A to B-1; in step B DeepSpeed's log of
+    its communication, after it its count of FLOPs; in the run folder's profile/. None: nothing."""
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -240,9 +240,7 @@ class ProfileConfig(Section):
     def _is_window(cls, value: str | None) -> str | None:
         found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", value or "1:2")
         if not found or not 1 <= int(found[1]) < int(found[2]):
-            raise ValueError(
-                f"profile.steps is {value!r}: it must be A:B with 1 <= A < B, as in 10:13"
-            )
+            raise ValueError(f"profile.steps is {value!r}: it must be A:B, 1 <= A < B, as in 10:13")
         return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -100,7 +100,8 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
         prefetch=every.data.prefetch,
         pin_memory=plan.world.accelerator == "cuda",
     )
-    with closing(stream):
+    profiler = _profiler(run)
+    with closing(stream), profiler or nullcontext():
         # At step 0, and where the last stop broke an evaluation off.
         due = run.state.step == 0 or _due(run.state.step, every.eval.every)
         if due and run.held_out_nats is None and (line := _evaluated(run)):
@@ -115,7 +116,8 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
             targets = run.data.train.targets_in(run.state.samples, plan.global_batch)
             _seed_dropout(plan, step)
             lr = run.schedule.lr(step)
-            result = watch.train_batch(batches, targets, lr)
+            with profiler.step(step) if profiler else nullcontext():
+                result = watch.train_batch(batches, targets, lr)
             run.state = run.state.after(plan.global_batch, every.data.seq_len)
             run.meter.step_done()
             watch.step_done(result.loss_share, result.grad_norm)
@@ -133,6 +135,8 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
                 watch.logged(line)
             watch.stop_if_diverged()
             _note_memory(run, compared)
+            if profiler and profiler.after(step, batches[0]):
+                run.meter.restart()
             stop, written = run.stop_asked()
             if written:
                 finish_save(run)
@@ -230,6 +234,16 @@ def _last_checkpoint(run: Run) -> Checkpoint:
         save(run, run.known)
         found = verified(Store(run.folder.checkpoints_dir).at(run.state.step))
     return found
+
+
+def _profiler(run: Run) -> Any:
+    """What looks closer at profile.steps; None where no step of this process is among them."""
+    window = run.plan.run.profile.window
+    if window is None or window[1] <= run.state.step:
+        return None
+    from harness.profiling import Profiler
+
+    return Profiler(run.plan, run.engine, run.folder.profile_dir, run.progress.say)
 
 
 def _log(run: Run, line: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@
       status.json        outcome, code, step, attempt, time
       checkpoints/step-00001000/
       export/            the Hugging Face model
+      profile/           a closer look at a few steps
       heartbeats/        where each rank is; after a hang, where each was
       lock               who writes here now; empty when nobody does
 
@@ -46,6 +47,7 @@ class RunFolder:
         self.checkpoints_dir = self.path / "checkpoints"
         self.export_dir = self.path / "export"
         self.tokenizer_dir = self.path / "tokenizer"
+        self.profile_dir = self.path / "profile"
         self.heartbeats_dir = self.path / "heartbeats"
         self.attempt = 0
         """Which attempt at the run this process is, from 1; 0 until `open`."""

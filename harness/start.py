@@ -167,7 +167,10 @@ def _total_steps(plan: Plan, data: Data) -> int:
     if plan.steps is not None:
         return plan.steps
     assert plan.run.train.epochs is not None
-    return steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
+    steps = steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
+    if problems := plan.run.profile.problems(steps):
+        raise ConfigError(problems)
+    return steps
 
 
 def _watched(plan: Plan) -> tuple[Pulse, Watchdog]:

@@ -7,7 +7,9 @@ from typing import Any
 
 # What a resumed run may change freely: it says how long, how often and how spread, not what is
 # learned. Everything else needs the user's word (resume.allow).
-FREE_SECTIONS = ("eval", "save", "log", "sample", "pipeline", "guard", "plan", "run", "resume")
+FREE_SECTIONS = (
+    *("eval", "save", "log", "profile", "sample", "pipeline", "guard", "plan", "run", "resume"),
+)
 FREE_KEYS = (
     *("train.steps", "train.tokens", "train.epochs", "train.micro_batch"),
     *("model.checkpointing", "model.attention", "data.cache_dir", "data.prefetch"),

@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
+from torch.nn import functional
 from torch.utils import cpp_extension
 
 
@@ -105,6 +106,42 @@ def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
     """
     for parameter in parameters:
         parameter.model_parallel = not parameter.ds_pipe_replicated
+
+
+LOGGED_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce", "gather", "scatter"),
+    *("broadcast", "send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier"),
+)
+"""What DeepSpeed's log of its communication can take: at any other it calls `exit(0)`."""
+
+
+@contextlib.contextmanager
+def latencies_by_call() -> Iterator[None]:
+    """Let DeepSpeed's log of its communication note how long each collective took.
+
+    Its timers are never set back: it notes how long all of a kind took until then.
+    """
+    module = sys.modules["deepspeed.comm.comm"]
+    append = module.comms_logger.append
+
+    def of_one_call(kind: str, name: str, latency_ms: float, size_bytes: int) -> None:
+        module.timers(name).reset()
+        append(kind, name, latency_ms, size_bytes)
+
+    with _replaced(module.comms_logger, "append", of_one_call):
+        yield
+
+
+@contextlib.contextmanager
+def linear_counted_once() -> Iterator[None]:
+    """Let DeepSpeed's FLOPs profiler count linear layers once under ZeRO-3.
+
+    ZeRO-3 puts its own in the place of torch's, for this and all later engines of the process; the
+    profiler counts that, and the matmul in it again. Only the backward pass needs it.
+    """
+    with _replaced(functional, "linear", torch._C._nn.linear):
+        yield
 
 
 def process_groups() -> set[Any]:

@@ -194,7 +194,7 @@ class ZeroEngine:
         return communication_log(path)
 
     def flops_profile(self, batch: Batch, path: Path | None) -> int:
-        """Forward a micro-batch; with a `path` count its FLOPs there and return them. Collective."""
+        """Forward a micro-batch; with a `path`, count its FLOPs there, returned too. Collective."""
         return flops_profile(self, self._held, batch, path)
 
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:

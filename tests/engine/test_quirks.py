@@ -62,6 +62,54 @@ for name, replay in (("plain", False), ("replayed", True)):
     again, _ = run(range(9, 200), half, saved, replay)
     print(f"{name}={torch.equal(whole, again)}")
 """
+LOGS_COMMUNICATION = """
+import sys
+import torch
+from harness.engine.processes import join, leave
+from harness.planning.world import World
+join(World.from_environ())
+from deepspeed import comm
+from harness.engine.quirks import LOGGED_COLLECTIVES, latencies_by_call
+
+def times(ops):
+    comm.comm.comms_logger.reset_data()
+    comm.configure(enabled=True, prof_all=False, prof_ops=ops, verbose=False)
+    for _ in range(50):
+        comm.all_reduce(torch.ones(10))
+    held = [None]
+    comm.all_gather_object(held, "x")
+    comm.configure(enabled=False, prof_ops=[])
+    return comm.comm.comms_logger.comms_dict["all_reduce"][40][1]
+
+found = times(LOGGED_COLLECTIVES)
+print("summed", found == sorted(found), flush=True)
+with latencies_by_call():
+    found = times(LOGGED_COLLECTIVES)
+print("single", found != sorted(found), flush=True)
+times([*LOGGED_COLLECTIVES, "all_gather_object"])
+print("went on")
+"""
+COUNTS_LINEAR = """
+import torch
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from harness.engine.quirks import linear_counted_once
+
+def flops():
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(2, 3))
+    found = profiler.get_total_flops()
+    profiler.end_profile()
+    return found
+
+model = torch.nn.Sequential(torch.nn.Linear(3, 5, bias=False))
+torch.nn.functional.linear = zero3_linear_wrap  # as zero.Init does
+print(flops())
+with linear_counted_once():
+    print(flops())
+print(torch.nn.functional.linear is zero3_linear_wrap)
+"""
 
 
 def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
@@ -181,3 +229,27 @@ def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step(
 ) -> None:
     found = result("offloading_keeps_the_gradients_of_a_skipped_step")
     assert found == [{"deepspeeds": False, "ours": True}] * 2
+
+
+def test_deepspeeds_log_of_communication_sums_up_and_exits_where_it_cannot_count(
+    tmp_path: Path,
+) -> None:
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    ended = run_ranks([sys.executable, "-c", LOGS_COMMUNICATION], tmp_path, ranks=1, env=env)
+    assert "summed True" in ended.output, ended.output
+    assert "single True" in ended.output
+    assert "went on" not in ended.output  # with code 0, as if all were well
+    assert ended.codes == [0]
+
+
+def test_deepspeeds_flops_profiler_counts_zero_3s_linear_layers_twice() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTS_LINEAR],
+        cwd=REPOSITORY,
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    once = 2 * 2 * 3 * 5
+    assert done.stdout.split() == [str(2 * once), str(once), "True"]
