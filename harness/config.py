@@ -25,6 +25,7 @@ from harness.config_sections import (
     PipelineConfig,
     PlanConfig,
     ProfileConfig,
+    RampConfig,
     ResumeConfig,
     RunFolderConfig,
     SampleConfig,
@@ -41,6 +42,7 @@ class RunConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    ramp: RampConfig = Field(default_factory=RampConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     save: SaveConfig = Field(default_factory=SaveConfig)

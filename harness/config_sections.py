@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from harness.curriculum import Curriculum
+from harness.lr_and_batch import DECAYS
 from harness.planning.optimizers import OPTIMIZERS
 
 # Keys of which at most one may be given.
@@ -96,12 +98,12 @@ class TrainConfig(Section):
     seed: CountOrZero = 0
     """Seed of the initial weights, the data order and dropout."""
 
-    def num_steps(self, tokens_per_step: int) -> int | None:
+    def num_steps(self, curriculum: Curriculum, seq_len: int) -> int | None:
         """Optimizer steps of the run; None under epochs, until the data is counted."""
         if self.epochs is not None:
             return None
         if self.tokens is not None:
-            return math.ceil(self.tokens / tokens_per_step)
+            return curriculum.steps_for(math.ceil(self.tokens / seq_len))
         return DEFAULT_STEPS if self.steps is None else self.steps
 
     @model_validator(mode="after")
@@ -110,6 +112,22 @@ class TrainConfig(Section):
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: keep one")
         return self
+
+
+class RampConfig(Section):
+    """Smaller batches and shorter sequences at the start. Nothing is read twice or left out."""
+
+    batch_from: Count | None = None
+    """Samples of the first step, which rise to train.global_batch over ramp.batch_tokens."""
+    batch_step: Count | None = None
+    """Samples by which they rise at a time; None: batch_from."""
+    batch_tokens: Count | None = None
+    """Tokens over which they rise, in equal parts."""
+    length_from: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of the first sequences, which double to data.seq_len over ramp.length_tokens: a sample
+    is read as several of them, and a step keeps its tokens."""
+    length_tokens: Count | None = None
+    """Tokens over which they double, in equal parts."""
 
 
 class GroupConfig(Section):
@@ -156,8 +174,9 @@ class OptimConfig(Section):
     """Largest global norm of the gradient; 0 does not clip."""
     clip_value: Positive | None = None
     """Largest absolute value of a gradient element; excludes clip_norm."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape of the learning rate after warm-up."""
+    schedule: Literal[tuple(DECAYS)] = "cosine"  # type: ignore[valid-type]
+    """Shape of the learning rate after warm-up; wsd stays, and decays at the end; inverse_sqrt falls
+    as 1 / sqrt(step), however long the run."""
     warmup_steps: CountOrZero = 20
     """Steps over which the learning rate rises to lr."""
     warmup_type: Literal["linear", "log"] = "linear"
@@ -166,6 +185,12 @@ class OptimConfig(Section):
     """Learning rate at the end, as a fraction of lr."""
     decay_fraction: Fraction = 0.2
     """Part of all steps that wsd spends decaying."""
+    power: Positive = 2.0
+    """Of polynomial: how much faster it falls at first than at the end; 1 is linear."""
+    cycles: Count = 4
+    """Times that cosine_restarts falls, from the maximum each time."""
+    cycle_growth: Annotated[float, Field(ge=1)] = 1.0
+    """How many times as long as the last each of these is."""
 
     @property
     def momentum_used(self) -> float:

@@ -13,13 +13,35 @@ from typing import Literal
 
 MAX_DEFAULT_MICRO_BATCH = 8
 
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _restarts(progress: float, schedule: Schedule) -> float:
+    """Cosine, again and again (arXiv 1608.03983); a cycle is `cycle_growth` times the last."""
+    lengths = [schedule.cycle_growth**cycle for cycle in range(schedule.cycles)]
+    begin, shares = 0.0, [length / sum(lengths) for length in lengths]
+    for share in shares[:-1]:
+        if progress < begin + share - 1e-12:  # where it ends the next begins
+            break
+        begin += share
+    else:
+        share = shares[-1]
+    return _cosine(min(1.0, (progress - begin) / share))
+
+
 # Progress through the decay in [0, 1] -> share of the way from min_lr (0) to max_lr (1).
-DECAYS: dict[str, Callable[[float], float]] = {
-    "constant": lambda _progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+DECAYS: dict[str, Callable[[float, Schedule], float]] = {
+    "constant": lambda _progress, _: 1.0,
+    "linear": lambda progress, _: 1.0 - progress,
+    "cosine": lambda progress, _: _cosine(progress),
     # Warm-up, stable, decay (arXiv 2404.06395); linear decay as in arXiv 2405.18392.
-    "wsd": lambda progress: 1.0 - progress,
+    "wsd": lambda progress, _: 1.0 - progress,
+    "polynomial": lambda progress, schedule: (1.0 - progress) ** schedule.power,
+    "cosine_restarts": _restarts,
+    # As in arXiv 1706.03762, section 5.3: of the step alone, see Schedule.lr.
+    "inverse_sqrt": lambda _progress, _: 1.0,
 }
 
 
@@ -28,7 +50,8 @@ class Schedule:
     """The learning rate over a run.
 
     Steps count from 1: `lr(1)` is used by the first optimizer step, `lr(warmup_steps)` is the
-    maximum and `lr(total_steps)` is `max_lr * min_lr_ratio`, where it stays.  No step is wasted at
+    maximum and `lr(total_steps)` is `max_lr * min_lr_ratio`, where it stays ("inverse_sqrt" never
+    falls below that, and need not get there).  No step is wasted at
     a learning rate of zero, as DeepSpeed's own schedulers waste their first two.
     """
 
@@ -42,6 +65,12 @@ class Schedule:
     decay_fraction: float = 0.2
     """Share of total_steps that "wsd" spends decaying at the end."""
     warmup_type: Literal["linear", "log"] = "linear"
+    power: float = 2.0
+    """Of "polynomial"."""
+    cycles: int = 4
+    """Of "cosine_restarts"."""
+    cycle_growth: float = 1.0
+    """How many times as long as the last one each cycle is."""
 
     def __post_init__(self) -> None:
         if self.name not in DECAYS:
@@ -55,7 +84,10 @@ class Schedule:
             return self.max_lr * self._ramp(step)
         if self.name == "constant":
             return self.max_lr
-        share = DECAYS[self.name](self._decay_progress(step))
+        if self.name == "inverse_sqrt":
+            share = math.sqrt(max(1, self.warmup_steps) / step)
+            return self.max_lr * max(self.min_lr_ratio, share)
+        share = DECAYS[self.name](self._decay_progress(step), self)
         return self.max_lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * share)
 
     def _ramp(self, step: int) -> float:
@@ -82,10 +114,16 @@ class Batch:
 
     @classmethod
     def divided(
-        cls, global_batch: int, data_ranks: int, micro_batch: int | None, grad_accum: int | None
+        cls,
+        global_batch: int,
+        data_ranks: int,
+        micro_batch: int | None,
+        grad_accum: int | None,
+        quantum: int | None = None,
     ) -> Batch:
         """Split a global batch; what is None is chosen, micro-batches being at most 8 samples.
 
+        `quantum`: samples of which the batches of a ramp are multiples, and have to be split alike.
         Raises ValueError, with the nearest legal values, where the numbers do not multiply.
         """
         if global_batch % data_ranks:
@@ -95,16 +133,24 @@ class Batch:
                 f"train.global_batch = {global_batch} does not divide over {data_ranks} data "
                 f"ranks: the nearest that do are {legal}"
             )
+        if quantum is not None and quantum % data_ranks and not global_batch % data_ranks:
+            raise ValueError(
+                f"ramp.batch_from and ramp.batch_step make batches of multiples of {quantum} samples, "
+                f"which do not divide over {data_ranks} data ranks: make both multiples of that"
+            )
         per_rank = global_batch // data_ranks
-        legal_sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-        for key, size in (
-            ("train.micro_batch", micro_batch),
-            ("gradient_accumulation_steps", grad_accum),
+        smallest = per_rank if quantum is None else quantum // data_ranks
+        legal_sizes = [size for size in range(1, smallest + 1) if smallest % size == 0]
+        accums = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        for key, size, legal_ones in (
+            ("train.micro_batch", micro_batch, legal_sizes),
+            ("gradient_accumulation_steps", grad_accum, accums),
         ):
-            if size is not None and size not in legal_sizes:
-                nearest = sorted(legal_sizes, key=lambda legal: abs(legal - size))[:2]
+            if size is not None and size not in legal_ones:
+                nearest = sorted(legal_ones, key=lambda legal: abs(legal - size))[:2]
+                least = "" if smallest == per_rank else f", {smallest} at least under ramp.*"
                 raise ValueError(
-                    f"{key} = {size} does not divide the {per_rank} samples of a data rank "
+                    f"{key} = {size} does not divide the {per_rank} samples of a data rank{least} "
                     f"(train.global_batch {global_batch} / {data_ranks} data ranks): "
                     f"the nearest that do are {' and '.join(map(str, sorted(nearest)))}"
                 )
@@ -119,8 +165,3 @@ class Batch:
                 f'{steps}: set it to {steps} or "auto"'
             )
         return cls(global_batch, micro_batch, steps)
-
-
-def steps_in_epochs(epochs: float, samples: int, global_batch: int) -> int:
-    """Optimizer steps that see each of `samples` samples `epochs` times, rounded up."""
-    return math.ceil(epochs * samples / global_batch)

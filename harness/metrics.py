@@ -9,6 +9,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from harness.curriculum import Step
 from harness.plan import Plan
 from harness.planning.hardware import known_gpu
 from harness.planning.memory.inputs import GIB
@@ -22,16 +23,24 @@ class Meter:
         self.plan = plan
         self._peak_flops = _peak_flops(plan)
         self._since = time.perf_counter()
-        self._steps = 0
+        self._steps = self._tokens = 0
+        self._flops = 0.0
 
     def restart(self) -> None:
         """Leave out what just happened (evaluation, saving) from the next step time."""
         self._since = time.perf_counter()
-        self._steps = 0
+        self._steps = self._tokens = 0
+        self._flops = 0.0
 
-    def step_done(self) -> None:
+    def step_done(self, step: Step) -> None:
         """Count one optimizer step."""
+        seq_len = self.plan.run.data.seq_len
+        tokens = step.global_batch * seq_len
         self._steps += 1
+        self._tokens += tokens
+        if self._peak_flops is not None and self.plan.shape is not None:
+            self._flops += tokens * flops_per_token(self.plan.shape, seq_len // step.pieces)
+        self._last = step
 
     def line(
         self, loss_share: torch.Tensor, grad_norm: float | torch.Tensor, **known: Any
@@ -40,28 +49,24 @@ class Meter:
         loss = loss_share.detach().clone()
         dist.all_reduce(loss)
         peak_gib = _peak_allocated_gib(loss.device)
-        step_time_s = (time.perf_counter() - self._since) / max(self._steps, 1)
-        tokens_per_s = self.plan.global_batch * self.plan.run.data.seq_len / step_time_s
+        elapsed_s = time.perf_counter() - self._since
+        found = {
+            "step_time_s": elapsed_s / max(self._steps, 1),
+            "tokens_per_s": self._tokens / elapsed_s,
+            # Model FLOPs utilisation: the model's own FLOPs over what the devices could do.
+            "mfu": self._peak_flops and self._flops / elapsed_s / self._peak_flops,
+        }
+        if self.plan.curriculum.rises:
+            known["global_batch"] = self._last.global_batch
+            known["sequence_length"] = self.plan.run.data.seq_len // self._last.pieces
         self.restart()
         return {
             **known,
             "loss": float(loss),
             "grad_norm": float(grad_norm),
-            "step_time_s": step_time_s,
-            "tokens_per_s": tokens_per_s,
-            "mfu": self._mfu(tokens_per_s),
+            **found,
             "peak_allocated_gib": peak_gib,
         }
-
-    def _mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOPs utilisation: the model's own FLOPs over what the devices could do."""
-        if self._peak_flops is None or self.plan.shape is None:
-            return None
-        return (
-            flops_per_token(self.plan.shape, self.plan.run.data.seq_len)
-            * tokens_per_s
-            / self._peak_flops
-        )
 
 
 def _peak_flops(plan: Plan) -> float | None:

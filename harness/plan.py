@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from harness.config import RunConfig
+from harness.curriculum import Curriculum
 from harness.ds_adopt import adopt
 from harness.ds_config import (
     Source,
@@ -23,11 +24,18 @@ from harness.ds_config import (
     take_wrong_keys,
     value_of,
 )
-from harness.ds_resolve import Precision, fill_in, overrides, resolve_precision
+from harness.ds_resolve import (
+    Precision,
+    fill_in,
+    overrides,
+    resolve_precision,
+    secondary_problems,
+)
 from harness.errors import ConfigError
 from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
 from harness.model_config import find_model_config, load_model_config, max_positions
+from harness.plan_curriculum import curriculum_of, curriculum_problems
 from harness.plan_optimizer import optimizer_problems, rule_problems
 from harness.plan_pipeline import by_memory, notes, num_stages, stage_bounds
 from harness.plan_text import describe
@@ -78,7 +86,12 @@ class Plan:
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the run; None under train.epochs, until the data is counted."""
-        return self.run.train.num_steps(self.global_batch * self.run.data.seq_len)
+        return self.run.train.num_steps(self.curriculum, self.run.data.seq_len)
+
+    @cached_property
+    def curriculum(self) -> Curriculum:
+        """How large the steps' batches are, and how long their sequences."""
+        return curriculum_of(self.run)
 
     @cached_property
     def estimate(self) -> Estimate | None:
@@ -96,6 +109,9 @@ class Plan:
             warmup_type=optim.warmup_type,
             min_lr_ratio=optim.min_lr_ratio,
             decay_fraction=optim.decay_fraction,
+            power=optim.power,
+            cycles=optim.cycles,
+            cycle_growth=optim.cycle_growth,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -133,17 +149,20 @@ def make_plan(
     run, adopted, wrong = adopt(ds, run, grid.data, ds_source)
     events += adopted
     problems += wrong
+    wrong = [*curriculum_problems(run)]
+    curriculum = Curriculum(run.train.global_batch) if wrong else curriculum_of(run)
+    problems += wrong
     batch = None
     try:
         # A value of the wrong type is reported already: the default in its place is nobody's wish.
         if all((key in ds) == (key in ds_json) for key in _BATCH_KEYS):
             accum = literal(ds, "gradient_accumulation_steps")
-            batch = Batch.divided(run.train.global_batch, grid.data, run.train.micro_batch, accum)
+            whole, micro = run.train.global_batch, run.train.micro_batch
+            batch = Batch.divided(whole, grid.data, micro, accum, curriculum.quantum)
     except ValueError as error:
         problems.append(str(error))
     problems += _attention_problems(run, world)
-    tokens = run.train.global_batch * run.data.seq_len
-    problems += run.profile.problems(run.train.num_steps(tokens))
+    problems += run.profile.problems(run.train.num_steps(curriculum, run.data.seq_len))
     problems += optimizer_problems(run, ds)
     if precision == "fp16" and run.optim.clip_value is not None:
         problems.append(
@@ -205,7 +224,9 @@ def check_json(
     ds: dict[str, Any] = normalized(ds_json)
     problems = take_wrong_keys(ds, source)
     precision, events, wrong = resolve_precision(ds, world, source)
-    return ds, precision, events, [*problems, *wrong, *refusals(ds, source)]
+    wrong += secondary_problems(ds, world, source)
+    wrong += refusals(ds, source, world.accelerator)
+    return ds, precision, events, [*problems, *wrong]
 
 
 def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[str]) -> Grid:

@@ -35,6 +35,7 @@ def summary(plan: Plan) -> str:
         ("spread", spread(plan)),
         *_stages(plan),
         ("batch", _batch(plan)),
+        *_ramp(plan),
         ("length", _length(plan)),
         ("optimizer", _optimizer(plan)),
         ("learning rate", _learning_rate(plan)),
@@ -98,10 +99,25 @@ def _batch(plan: Plan) -> str:
     )
 
 
+def _ramp(plan: Plan) -> list[tuple[str, str]]:
+    ramp, seq_len, found = plan.run.ramp, plan.run.data.seq_len, []
+    if ramp.batch_from is not None:
+        found.append(
+            f"from {ramp.batch_from} samples a step by {ramp.batch_step or ramp.batch_from} to "
+            f"{plan.global_batch} over {ramp.batch_tokens:,} tokens"
+        )
+    if ramp.length_from is not None:
+        found.append(
+            f"from sequences of {ramp.length_from} tokens, doubling, to {seq_len} over "
+            f"{ramp.length_tokens:,} tokens"
+        )
+    return [("ramp", "; ".join(found))] if found else []
+
+
 def _length(plan: Plan) -> str:
     if plan.steps is None:
         return f"{plan.run.train.epochs:g} epochs: the data will say how many steps"
-    tokens = plan.steps * plan.global_batch * plan.run.data.seq_len
+    tokens = plan.curriculum.samples_after(plan.steps) * plan.run.data.seq_len
     return f"{plan.steps:,} steps = {tokens:,} tokens"
 
 

@@ -93,7 +93,7 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
     plan, every = run.plan, run.plan.run
     stream = run.data.train.steps(
         run.state.samples,
-        global_batch=plan.global_batch,
+        curriculum=plan.curriculum,
         micro_batch=plan.micro_batch,
         data_rank=plan.grid.coords(plan.world.rank).data,
         data_ranks=plan.grid.data,
@@ -113,13 +113,14 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
             run.pulse("data", step)
             batches = next(stream)
             run.pulse("step", step)
-            targets = run.data.train.targets_in(run.state.samples, plan.global_batch)
+            reads = run.next_step
+            targets = run.data.train.targets_in(run.state.samples, reads.global_batch)
             _seed_dropout(plan, step)
             lr = run.schedule.lr(step)
             with profiler.step(step) if profiler else nullcontext():
                 result = watch.train_batch(batches, targets, lr)
-            run.state = run.state.after(plan.global_batch, every.data.seq_len)
-            run.meter.step_done()
+            run.state = run.state.after(reads.global_batch, every.data.seq_len)
+            run.meter.step_done(reads)
             watch.step_done(result.loss_share, result.grad_norm)
             if step == first_step:
                 _note_what_runs(run)

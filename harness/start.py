@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
+from harness.curriculum import Step
 from harness.data.build import Data, DataSpec, build_data
 from harness.ds_config import offloaded_to
 from harness.engine.processes import join
@@ -25,7 +27,7 @@ from harness.guard.signals import StopGuard
 from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Watchdog
 from harness.live_memory import MemoryCheck
-from harness.lr_and_batch import Schedule, steps_in_epochs
+from harness.lr_and_batch import Schedule
 from harness.metrics import Meter, Progress, clock
 from harness.plan import Plan
 from harness.plan_text import summary
@@ -58,6 +60,11 @@ class Run:
     """What the watch over the run knew when the state was saved."""
     held_out_nats: float | None = None
     """The last evaluation's loss; None before the first of this process."""
+
+    @property
+    def next_step(self) -> Step:
+        """What the next optimizer step reads."""
+        return self.plan.curriculum.at(self.state.samples)
 
     @property
     def is_writer(self) -> bool:
@@ -167,7 +174,8 @@ def _total_steps(plan: Plan, data: Data) -> int:
     if plan.steps is not None:
         return plan.steps
     assert plan.run.train.epochs is not None
-    steps = steps_in_epochs(plan.run.train.epochs, data.train.samples, plan.global_batch)
+    samples = math.ceil(plan.run.train.epochs * data.train.samples)
+    steps = plan.curriculum.steps_for(samples)
     if problems := plan.run.profile.problems(steps):
         raise ConfigError(problems)
     return steps

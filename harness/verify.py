@@ -43,7 +43,7 @@ def unsplit_start(run: Run) -> Unsplit | None:
     plan = run.plan
     if plan.stages is None or run.state.step > 0:
         return None
-    targets = run.data.train.targets_in(0, plan.global_batch)
+    targets = run.data.train.targets_in(0, plan.curriculum.at(0).global_batch)
     found: list[Any] = [None, None]
     if run.is_writer:  # it decides for all: free memory differs
         found = _asked(run, targets)
@@ -123,7 +123,7 @@ def _why_not(run: Run) -> str | None:
         free = torch.cuda.mem_get_info(device)[0]
     if free is not None and needed > free // 2:
         return f"the unsplit model needs {needed / 2**30:.1f} GiB on one rank"
-    tokens = run.plan.global_batch * run.plan.run.data.seq_len
+    tokens = run.plan.curriculum.at(0).global_batch * run.plan.run.data.seq_len
     flops = 6.0 * tokens * sum(parameter.numel() for parameter in trained(model))
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     if flops > _AUTO_FLOPS[device.type] * threads:
@@ -133,6 +133,6 @@ def _why_not(run: Run) -> str | None:
 
 def _micro_batches(run: Run, data_rank: int = 0, data_ranks: int = 1) -> list[Batch]:
     """The first global batch's, of one data rank or of all in the order in which they take them."""
-    plan = run.plan
-    starts = range(0, plan.global_batch, plan.micro_batch)[data_rank::data_ranks]
-    return [run.data.train.batch(start, plan.micro_batch) for start in starts]
+    micro, first = run.plan.micro_batch, run.plan.curriculum.at(0)
+    starts = range(0, first.global_batch, micro)[data_rank::data_ranks]
+    return [run.data.train.batch(start, micro).cut(first.pieces) for start in starts]

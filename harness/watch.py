@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.load import Checkpoint, newest_usable
-from harness.checkpoint.manifest import TrainState
 from harness.data.batches import Batch
 from harness.errors import ExitCode, RunStopped
 from harness.guard.replicas import ReplicasDiffer, outliers
@@ -42,6 +41,7 @@ class Watch:
         self._spike: Spike | None = None  # in the step under way
         self._diagnosis = ""  # of the last skipped step
         self._found = math.nan, math.nan  # loss and norm in that step, where they were read
+        self._reads = run.next_step
         self._recall(run.known)
 
     def train_batch(self, batches: list[Batch], targets: int, lr: float) -> Any:
@@ -50,6 +50,7 @@ class Watch:
         Raises RollBack where the run is to go back instead.
         """
         policy, self._spike = self.guard.spikes, None
+        self._reads = self.run.next_step
         judge = None if policy == "log" else self._is_spike
         try:
             result = self.run.engine.train_batch(batches, targets, lr, judge)
@@ -91,7 +92,7 @@ class Watch:
         Raises RunStopped (diverged) where the held-out loss says that the weights are lost.
         """
         if self.guard.spikes == "log" and self.run.engine.step_applied:
-            self._look(self.run.state, line["loss"], line["grad_norm"])
+            self._look(self.run.state.step, line["loss"], line["grad_norm"])
         if not math.isfinite(line.get("eval_loss", 0.0)):
             raise RunStopped(ExitCode.DIVERGED, f"the held-out loss is not finite: {_LOWER}")
 
@@ -117,7 +118,7 @@ class Watch:
         Raises RunStopped (diverged) where there is none, or after guard.max_rollbacks.
         """
         run, rollbacks = self.run, self.rollbacks
-        step, end = run.state.step + 1, run.state.samples + run.plan.global_batch
+        step, end = run.state.step + 1, self._reads.first_sample + self._reads.global_batch
         loss, norm = self._found
         found = f"step {step}: {why} (loss {loss:.4g}, norm {norm:.4g})"
         checkpoint, why_not = None, f"{rollbacks} rollbacks did not help (guard.max_rollbacks)"
@@ -175,15 +176,16 @@ class Watch:
         run = self.run
         both = torch.stack([loss_share.double(), norm.double() / run.plan.world.world_size])
         self._found = loss, norm = run.engine.sum_over_ranks(both).tolist()
-        self._look(run.state.after(run.plan.global_batch, run.plan.run.data.seq_len), loss, norm)
+        self._look(run.state.step + 1, loss, norm)
         return self._spike is not None
 
-    def _look(self, after: TrainState, loss: float, norm: float) -> None:
+    def _look(self, step: int, loss: float, norm: float) -> None:
         self._spike = self.detector.see(loss, norm)
         if self._spike is not None:
-            samples = [after.samples - self.run.plan.global_batch, after.samples]
+            first, count = self._reads.first_sample, self._reads.global_batch
+            samples = [first, first + count]
             found = {"loss": loss, "grad_norm": norm, "samples": samples, **asdict(self._spike)}
-            self.run.event("spike", step=after.step, policy=self.guard.spikes, **found)
+            self.run.event("spike", step=step, policy=self.guard.spikes, **found)
 
     def _recall(self, known: dict[str, Any]) -> None:
         """Know what was known when the run's state was saved."""

@@ -14,7 +14,7 @@ from tools.batch_text import show_step
 
 
 def test_it_shows_what_is_trained_on(library: Data) -> None:
-    shown = show_step(library, step=3, global_batch=4)
+    shown = show_step(library, step=3, global_batch=4, first=8)
     batch = library.train.batch(8, 4)
     assert shown.startswith("step 3: samples 8 to 11, 512 target tokens, data ")
     for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
@@ -33,7 +33,7 @@ def test_masks_and_positions(
 ) -> None:
     path = write_jsonl(*({"prompt": "ab " * 9, "completion": "c"} for _ in range(8)))
     spec = DataSpec(str(path), tokenizer_dir, seq_len=8, cache_dir=str(tmp_path), held_out=0.3)
-    shown = show_step(build_data(spec), step=1, global_batch=2)
+    shown = show_step(build_data(spec), step=1, global_batch=2, first=0)
     assert "targets   - -" in shown
     assert "positions 0 1" in shown
 
@@ -45,7 +45,9 @@ def test_the_command_needs_the_run_folder_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = RunConfig.model_validate({"data": {"cache_dir": str(cache_dir)}})
+    run = RunConfig.model_validate(
+        {"data": {"cache_dir": str(cache_dir)}, "train": {"global_batch": 4}}
+    )
     plan = {
         "run": run.model_dump(mode="json"),
         "model_config": {"vocab_size": 8192},
@@ -56,7 +58,7 @@ def test_the_command_needs_the_run_folder_alone(
     monkeypatch.setattr(sys, "path", [*sys.path])  # as a script it replaces the first entry
     main = importlib.import_module("tools.show_batch").main
     assert main([str(tmp_path), "--step", "3"]) == 0
-    assert capsys.readouterr().out == show_step(library, 3, 4) + "\n"
+    assert capsys.readouterr().out == show_step(library, 3, 4, 8) + "\n"
     plan["data_fingerprint"] = "0" * 64
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert main([str(tmp_path), "--step", "3"]) == 2

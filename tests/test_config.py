@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from harness.config import RunConfig, described_keys, known_keys
 from harness.config_file import load_run_config
+from harness.curriculum import Curriculum
 from harness.errors import ConfigError
 
 
@@ -154,7 +155,7 @@ def test_clipping_by_value_excludes_only_a_norm_that_the_user_set(toml):
     ],
 )
 def test_length_of_the_run_in_steps(assignments, steps):
-    assert load_run_config(None, assignments).train.num_steps(tokens_per_step=100) == steps
+    assert load_run_config(None, assignments).train.num_steps(Curriculum(2), 50) == steps
 
 
 def test_a_config_cannot_be_changed():

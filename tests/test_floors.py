@@ -32,13 +32,13 @@ FLOORS: list[dict[str, str]] = [
     {
         "errors": "errors",
         "assignments": "assignments",
-        "lr_and_batch": "lr_and_batch",
+        "lr_and_batch": "lr_and_batch curriculum",
         "planning": "planning",
     },
     {"config": "config config_file config_sections", "ds_config": "ds_config"},
     {
-        "plan": "plan plan_text plan_optimizer plan_pipeline command model_config ds_adopt "
-        "ds_resolve estimate fit",
+        "plan": "plan plan_text plan_curriculum plan_optimizer plan_pipeline command model_config "
+        "ds_adopt ds_resolve estimate fit",
         "runfolder": "runfolder",
     },
     {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 from harness.lr_and_batch import DECAYS, Batch, Schedule
 
@@ -19,7 +22,7 @@ def test_warmup_is_linear_from_the_first_step_and_ends_at_the_maximum(name: str)
     assert max(schedule.lr(step) for step in range(1, 200)) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "polynomial"])
 def test_decays_fall_to_the_floor_at_the_last_step_and_stay(name: str) -> None:
     schedule = Schedule(name, 1e-3, total_steps=100, warmup_steps=10, min_lr_ratio=0.1)
     rates = [schedule.lr(step) for step in range(10, 101)]
@@ -38,6 +41,40 @@ def test_middles() -> None:
     wsd = Schedule("wsd", 1e-3, 100, 10, min_lr_ratio=0.0, decay_fraction=0.2)
     assert wsd.lr(80) == 1e-3
     assert wsd.lr(90) == pytest.approx(5e-4)
+
+
+def test_polynomials_fall_by_their_power() -> None:
+    schedule = Schedule("polynomial", 1e-3, 110, 10, min_lr_ratio=0.1, power=3.0)
+    for step in (10, 35, 60, 110, 200):
+        share = (1 - min(1.0, (step - 10) / 100)) ** 3
+        assert schedule.lr(step) == pytest.approx(1e-3 * (0.1 + 0.9 * share))
+    linear = Schedule("linear", 1e-3, 110, 10)
+    assert [replace(schedule, power=1.0).lr(s) for s in (10, 50)] == [
+        linear.lr(s) for s in (10, 50)
+    ]
+
+
+def test_inverse_square_roots_fall_with_the_step_however_long_the_run() -> None:
+    for total in (100, 10**6):
+        schedule = Schedule("inverse_sqrt", 1e-3, total, warmup_steps=16, min_lr_ratio=0.01)
+        assert [schedule.lr(step) for step in (8, 16, 64, 1600)] == pytest.approx(
+            [5e-4, 1e-3, 5e-4, 1e-4]
+        )
+        assert schedule.lr(10**9) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("cycles", "growth", "first"), [(1, 1, 100), (4, 1, 25), (2, 3, 25)])
+def test_warm_restarts_are_torchs(cycles: int, growth: int, first: int) -> None:
+    schedule = Schedule(
+        "cosine_restarts", 1e-3, 110, 10, min_lr_ratio=0.1, cycles=cycles, cycle_growth=growth
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    theirs = CosineAnnealingWarmRestarts(optimizer, first, growth, eta_min=1e-4)
+    for step in range(10, 110):
+        assert schedule.lr(step) == pytest.approx(theirs.get_last_lr()[0]), step
+        optimizer.step()
+        theirs.step()
+    assert schedule.lr(110) == schedule.lr(500) == pytest.approx(1e-4)  # the end, not a beginning
 
 
 def test_a_run_shorter_than_its_warmup_never_reaches_the_maximum() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.curriculum import Curriculum
 from harness.data.batches import Sample
 from harness.data.build import Data
 from harness.data.packing import IGNORED
 
 
-def first_sample_of(events: list[dict[str, Any]], step: int, global_batch: int) -> int:
+def first_sample_of(events: list[dict[str, Any]], step: int, curriculum: Curriculum) -> int:
     """Where `step` (from 1) began to read; a run that rolled back has left samples out."""
     jumps: dict[int, int] = {}  # step -> samples that lie behind it
     for event in events:
@@ -20,15 +21,13 @@ def first_sample_of(events: list[dict[str, Any]], step: int, global_batch: int) 
         if event["kind"] == "rollback":
             jumps[event["to_step"]] = event["samples_skipped"][1]
     before, samples = max((jump for jump in jumps.items() if jump[0] < step), default=(0, 0))
-    return samples + (step - before - 1) * global_batch
+    return curriculum.samples_after(step - before - 1, samples)
 
 
-def show_step(data: Data, step: int, global_batch: int, first: int | None = None) -> str:
-    """The samples of `step` (from 1): ids, targets ("-" where none), documents and text.
-
-    `first`: the first of them; None where the run never rolled back.
+def show_step(data: Data, step: int, global_batch: int, first: int) -> str:
+    """The samples of `step` (from 1), `first` and those after it: ids, targets ("-" where none),
+    documents and text.
     """
-    first = (step - 1) * global_batch if first is None else first
     targets = data.train.targets_in(first, global_batch)
     lines = [
         f"step {step}: samples {first} to {first + global_batch - 1}, {targets} target tokens, "

@@ -21,6 +21,7 @@ from harness.config import RunConfig
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.packing import IGNORED
 from harness.errors import ConfigError
+from harness.plan_curriculum import curriculum_of
 from harness.runfolder import RunFolder
 from tools.batch_text import first_sample_of, show_step
 
@@ -41,8 +42,9 @@ def main(argv: list[str]) -> int:
     plan = folder.read_plan()
     if plan is None:
         parser.error(f"{arguments.run} holds no plan.json: no run was started there")
+    run = RunConfig.model_validate(plan["run"])
     spec = DataSpec.of_run(
-        RunConfig.model_validate(plan["run"]),
+        run,
         plan["model_config"],
         trust_remote_code=arguments.trust_remote_code,
     )
@@ -59,8 +61,9 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return int(ConfigError.code)
-    step, samples = arguments.step, plan["global_batch"]
-    first = first_sample_of(folder.read_events(), step, samples)
+    step, curriculum = arguments.step, curriculum_of(run)
+    first = first_sample_of(folder.read_events(), step, curriculum)
+    samples = curriculum.at(first).global_batch
     if arguments.json:
         print(json.dumps(step_as_json(data, step, samples, first)))
     else:

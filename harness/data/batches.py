@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from harness.curriculum import Curriculum
 from harness.data.order import window_of
 from harness.data.packing import Packed, Span
 
@@ -28,6 +29,17 @@ class Batch:
     """Already shifted: the target of position i stands at i; -100 where there is none."""
     position_ids: torch.Tensor | None
     """From 0 in each document, when tokens attend only within their own; else None."""
+
+    def cut(self, pieces: int) -> Batch:
+        """The same tokens as sequences that are shorter by a factor, and as many more."""
+        if pieces == 1:
+            return self
+        ids, labels, positions = (
+            None if tensor is None else tensor.view(len(tensor) * pieces, -1)
+            for tensor in (self.input_ids, self.labels, self.position_ids)
+        )
+        assert ids is not None and labels is not None
+        return Batch(ids, labels, positions)
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The three of them on a device, copied there while it computes something else."""
@@ -114,7 +126,7 @@ class Stream:
         self,
         samples_consumed: int,
         *,
-        global_batch: int,
+        curriculum: Curriculum,
         micro_batch: int,
         data_rank: int = 0,
         data_ranks: int = 1,
@@ -124,10 +136,14 @@ class Stream:
         """One rank's micro-batches (share_of_rank) of every step from samples_consumed on, without
         end; close() it."""
 
-        def load(step: int) -> list[Batch]:
-            first = samples_consumed + step * global_batch
-            share = share_of_rank(first, global_batch, micro_batch, data_rank, data_ranks)
-            return [self._read(samples, pin_memory) for samples in share]
+        ahead = curriculum.walk(samples_consumed)
+
+        def load(_number: int) -> list[Batch]:  # by one thread, in order
+            step = next(ahead)
+            share = share_of_rank(
+                step.first_sample, step.global_batch, micro_batch, data_rank, data_ranks
+            )
+            return [self._read(samples, pin_memory).cut(step.pieces) for samples in share]
 
         return load_ahead(load, prefetch)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +63,7 @@ class PipelineEngine(ZeroEngine):
         self.stage = stage
         self._whole = whole
         self._groups_before = groups_before
+        self._shape: tuple[int, ...] = ()  # of the micro-batches that ran last
         self._column = plan.grid.group("pipeline", plan.world.rank)
         self._column_group = engine.mpu.get_pipe_parallel_group()
         if quirks.keeps_no_grad_norm(engine):
@@ -92,6 +92,7 @@ class PipelineEngine(ZeroEngine):
             # DeepSpeed averages over data ranks and micro-batches; the shares are to be summed.
             return poisoned(share) * (data_ranks * len(batches))
 
+        self._expect(len(batches))
         self._run(_WithoutStep(self.engine._train_schedule()), batches, finish)
         return total
 
@@ -123,9 +124,8 @@ class PipelineEngine(ZeroEngine):
             return logits
 
         self.engine.module.eval()
-        with self._another_shape():
-            schedule = self.engine._inference_schedule(1)
-            self._run(schedule, [Batch(input_ids, input_ids, None)], finish)
+        schedule = self.engine._inference_schedule(1)
+        self._run(schedule, [Batch(input_ids, input_ids, None)], finish)
         dist.broadcast(logits, self.plan.grid.group("pipeline", 0)[-1])
         return logits
 
@@ -153,6 +153,11 @@ class PipelineEngine(ZeroEngine):
         return int(self._whole.get_output_embeddings().weight.shape[0])
 
     def _run(self, schedule: Any, batches: list[Batch], finish: Any) -> None:
+        # DeepSpeed agrees once on the shape that travels between stages.
+        shape = batches[0].input_ids.shape if batches else self._shape
+        if shape != self._shape:
+            self.engine.reset_activation_shape()
+            self._shape = shape
         self.stage.finish = finish
         self.engine.total_loss = None
         self.engine._compute_loss = True
@@ -180,15 +185,6 @@ class PipelineEngine(ZeroEngine):
     def _labels(self, batches: list[Batch]) -> Iterator[torch.Tensor]:
         """The last stage takes the micro-batches in order."""
         return (batch.labels.to(self.device, non_blocking=True) for batch in batches)
-
-    @contextlib.contextmanager
-    def _another_shape(self) -> Iterator[None]:
-        """DeepSpeed agrees once on the shape that travels between stages."""
-        self.engine.reset_activation_shape()
-        try:
-            yield
-        finally:
-            self.engine.reset_activation_shape()
 
     def _of_all_stages(
         self, own: Iterator[tuple[str, torch.Tensor]]

@@ -74,7 +74,10 @@ class ZeroEngine:
         self.engine.train()
         data_ranks = self.plan.grid.data
         total = torch.zeros((), device=self.device)
+        self._expect(len(batches))
         for batch in batches:
+            # DeepSpeed would count micro-batches over all steps, which need not have equally many.
+            self.engine.set_gradient_accumulation_boundary(batch is batches[-1])
             token_loss, auxiliary = self._forward(batch)
             share = token_loss / max(targets, 1)
             total += share.detach()
@@ -217,6 +220,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
         self.engine.destroy()
+        quirks.forget_nodes()
 
     def fragments(self) -> list[Fragment]:
         """What this rank is to save of weights and optimizer states, as views of live memory."""
@@ -257,6 +261,12 @@ class ZeroEngine:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What the ranks that hold the rest of the model have, too."""
         return own
+
+    def _expect(self, micro_batches: int) -> None:
+        """Tell DeepSpeed how many micro-batches the next step has; its own number is its largest."""
+        if micro_batches != self.engine.gradient_accumulation_steps():
+            samples = micro_batches * self.plan.micro_batch * self.plan.grid.data
+            self.engine.set_train_batch_size(samples)
 
     def _step(self) -> None:
         self.engine.step()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.curriculum import Curriculum
 from harness.data.batches import Batch, Stream, load_ahead, share_of_rank
 from harness.data.build import Data, DataSpec, build_data
 
@@ -45,7 +46,7 @@ def test_the_samples_do_not_depend_on_the_split(
         share = share_of_rank(48, GLOBAL_BATCH, micro_batch, rank, ranks)
         steps = library.train.steps(
             48,
-            global_batch=GLOBAL_BATCH,
+            curriculum=Curriculum(GLOBAL_BATCH),
             micro_batch=micro_batch,
             data_rank=rank,
             data_ranks=ranks,
@@ -109,7 +110,9 @@ def test_the_seed_reorders_training_but_not_the_held_out(library: Data, cache_di
 
 def test_steps_go_on_from_what_was_consumed(library: Data) -> None:
     def take(stream: Stream, consumed: int, count: int) -> list[list[Batch]]:
-        steps = stream.steps(consumed, global_batch=4, micro_batch=1, data_rank=1, data_ranks=2)
+        steps = stream.steps(
+            consumed, curriculum=Curriculum(4), micro_batch=1, data_rank=1, data_ranks=2
+        )
         taken = [next(steps) for _ in range(count)]
         steps.close()
         return taken

@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from harness.config import RunConfig
+from harness.curriculum import Curriculum
 from harness.data.build import Data, DataSpec, build_data, cached_fingerprint
 from harness.data.tokenizer import encode
 from harness.errors import ConfigError
@@ -242,7 +243,7 @@ def test_ids_outside_the_vocabulary_stop_the_step_that_reads_them(
         builder.end_document()
     builder.finalize(str(tmp_path / "pair.idx"))
     data = opened(tmp_path / "pair", tmp_path, tokenizer=tokenizer_dir)
-    steps = data.train.steps(0, global_batch=data.train.samples, micro_batch=1)
+    steps = data.train.steps(0, curriculum=Curriculum(data.train.samples), micro_batch=1)
     with pytest.raises(ConfigError, match=r"document \d has token id 9000 at offset 33, .* 8192 "):
         next(steps)
     steps.close()

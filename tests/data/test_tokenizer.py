@@ -164,8 +164,9 @@ def test_other_tokenizers_are_called_as_they_are(model: bytes, tmp_path: Path) -
     other.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     texts = ["one two three four five six", "a</s>b"]
+    found = encode(loaded, texts)  # before any call of its own sets something
     expected = [loaded(t, add_special_tokens=False, truncation=False)["input_ids"] for t in texts]
-    assert encode(loaded, texts) == expected
+    assert found == expected
     assert len(expected[0]) > 4
     assert loaded.eos_token_id in expected[1]  # this one reads its special tokens in text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from harness.curriculum import Curriculum
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
 from tests.zygote import Outcome, Zygote
@@ -202,10 +203,10 @@ def test_what_a_step_read_is_shown_past_the_samples_left_out(
 ) -> None:
     run = rolled_back[0]
     for step, first in ((5, 32), (6, 72), (10, 104), (11, 144), (16, 184)):
-        assert first_sample_of(run.read_events(), step, BATCH) == first, step
+        assert first_sample_of(run.read_events(), step, Curriculum(BATCH)) == first, step
     # A run that was killed before the next checkpoint, and now only logs spikes.
     killed = [*run.read_events()[:-1], {"kind": "resumed", "step": 10}]
-    assert first_sample_of(killed, 11, BATCH) == 112
+    assert first_sample_of(killed, 11, Curriculum(BATCH)) == 112
     command = [sys.executable, REPOSITORY / "tools" / "show_batch.py", run.path, "--step", "11"]
     ended = run_ranks(command, tmp_path, ranks=1).succeeded()
     assert "step 11: samples 144 to 151" in ended.output
