@@ -138,10 +138,9 @@ def load_tokenizer(
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """The ids of each text, without special tokens, as users of the export will get them."""
     if getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
-        backend = tokenizer.backend_tokenizer  # set as its own call sets it
-        backend.no_truncation()
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()  # as its own call does
         backend.no_padding()
-        backend.encode_special_tokens = tokenizer.split_special_tokens
         # Without each token's place in the text, which takes a third longer.
         found = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in found]
