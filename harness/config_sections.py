@@ -58,6 +58,15 @@ class ModelConfig(Section):
     """Attention implementation, by its Hugging Face name."""
     dropout: Probability | None = None
     """Sets every dropout probability of the model; None keeps the model config's own."""
+    attention_dropout: Probability | None = None
+    """That of attention weights alone; None: as `dropout` says."""
+    embedding_dropout: Probability | None = None
+    """That of embeddings alone, in families that have one."""
+    residual_dropout: Probability | None = None
+    """That of what layers add to the residual, in families that have one."""
+    stochastic_depth: Probability = 0.0
+    """Probability that the last decoder layer is left out of a training sample, rising to it evenly
+    over the layers."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Hugging Face config keys to change, e.g. model.overrides.num_hidden_layers=2."""
 
@@ -97,6 +106,9 @@ class TrainConfig(Section):
     """Samples a rank takes at once; None: the largest divisor of global_batch / data ranks <= 8."""
     seed: CountOrZero = 0
     """Seed of the initial weights, the data order and dropout."""
+    label_smoothing: Probability = 0.0
+    """Share of a target's probability that is spread over the vocabulary (arXiv 1512.00567); the
+    held-out loss is without."""
 
     def num_steps(self, curriculum: Curriculum, seq_len: int) -> int | None:
         """Optimizer steps of the run; None under epochs, until the data is counted."""
@@ -175,8 +187,8 @@ class OptimConfig(Section):
     clip_value: Positive | None = None
     """Largest absolute value of a gradient element; excludes clip_norm."""
     schedule: Literal[tuple(DECAYS)] = "cosine"  # type: ignore[valid-type]
-    """Shape of the learning rate after warm-up; wsd stays, and decays at the end; inverse_sqrt falls
-    as 1 / sqrt(step), however long the run."""
+    """Shape of the learning rate after warm-up; wsd stays, and decays at the end; inverse_sqrt
+    falls as 1 / sqrt(step), however long the run."""
     warmup_steps: CountOrZero = 20
     """Steps over which the learning rate rises to lr."""
     warmup_type: Literal["linear", "log"] = "linear"
@@ -212,6 +224,10 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 evaluates only at the start and the end."""
     samples: Count = 96
     """Held-out samples in one evaluation, over all ranks."""
+    patience: CountOrZero = 0
+    """Evaluations without a better held-out loss that end the run as done; 0 trains to the end."""
+    better_by: PositiveOrZero = 0.0
+    """Nats by which a loss has to be lower than the best to be better."""
 
 
 class SaveConfig(Section):

@@ -51,9 +51,7 @@ def load_model_config(run: RunConfig) -> tuple[dict[str, Any], str]:
     if problems:
         raise ConfigError(problems)
     config = _merged(config, run.model.overrides)
-    if run.model.dropout is not None:
-        config |= dict.fromkeys(_dropout_keys(config), run.model.dropout)
-    return config, source
+    return {**config, **_dropouts(config, run)}, source
 
 
 def find_model_config(
@@ -121,6 +119,28 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
         both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = _merged(old, value) if both_tables else value  # type: ignore[arg-type]
     return merged
+
+
+def _dropouts(config: Mapping[str, Any], run: RunConfig) -> dict[str, float]:
+    """The config's dropout probabilities that the run config sets. Raises ConfigError."""
+    keys, found, problems = _dropout_keys(config), {}, []
+    kinds: dict[str, tuple[str, ...]] = {"attention": ("att",), "embedding": ("emb",)}
+    kinds["residual"] = tuple(key for key in keys if not key.startswith(("att", "emb")))
+    if run.model.dropout is not None:
+        found = dict.fromkeys(keys, run.model.dropout)
+    for kind, beginnings in kinds.items():
+        value = getattr(run.model, f"{kind}_dropout")
+        theirs = [key for key in keys if beginnings and key.startswith(beginnings)]
+        if value is not None and not theirs:
+            problems.append(
+                f"model.{kind}_dropout is {value} ({run.origin(f'model.{kind}_dropout')}), but "
+                f"{config['model_type']} models have only {', '.join(sorted(keys))}: remove it"
+            )
+        elif value is not None:
+            found |= dict.fromkeys(theirs, value)
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def _dropout_keys(config: Mapping[str, Any]) -> set[str]:

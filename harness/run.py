@@ -106,6 +106,7 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
         due = run.state.step == 0 or _due(run.state.step, every.eval.every)
         if due and run.held_out_nats is None and (line := _evaluated(run)):
             _log(run, line)
+        watch.ends_early()  # a run that ended so goes on with more patience alone
         unsplit = unsplit_start(run)
         run.meter.restart()
         while run.state.step < run.total_steps:
@@ -134,6 +135,7 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
                 line |= _evaluated(run) if evaluates else {}
                 _log(run, line)
                 watch.logged(line)
+                last = watch.ends_early() or last
             watch.stop_if_diverged()
             _note_memory(run, compared)
             if profiler and profiler.after(step, batches[0]):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness.checkpoint.load import Checkpoint, newest_usable
 from harness.data.batches import Batch
 from harness.errors import ExitCode, RunStopped
+from harness.guard.patience import Patience
 from harness.guard.replicas import ReplicasDiffer, outliers
 from harness.guard.spikes import Spike, SpikeDetector
 from harness.resumption import load_into
@@ -42,6 +43,7 @@ class Watch:
         self._diagnosis = ""  # of the last skipped step
         self._found = math.nan, math.nan  # loss and norm in that step, where they were read
         self._reads = run.next_step
+        self.patience = Patience(run.plan.run.eval.patience, run.plan.run.eval.better_by)
         self._recall(run.known)
 
     def train_batch(self, batches: list[Batch], targets: int, lr: float) -> Any:
@@ -93,6 +95,8 @@ class Watch:
         """
         if self.guard.spikes == "log" and self.run.engine.step_applied:
             self._look(self.run.state.step, line["loss"], line["grad_norm"])
+        if "eval_loss" in line:
+            self.patience.see(line["eval_loss"], self.run.state.step)
         if not math.isfinite(line.get("eval_loss", 0.0)):
             raise RunStopped(ExitCode.DIVERGED, f"the held-out loss is not finite: {_LOWER}")
 
@@ -107,10 +111,21 @@ class Watch:
                 f"read: tools/show_batch.py {run.folder.path} --step {run.state.step}; {_LOWER}",
             )
 
+    def ends_early(self) -> bool:
+        """Whether the held-out loss has stopped falling (eval.patience); an event, if so."""
+        run, seen = self.run, self.patience
+        if not seen.is_over or run.state.step == run.total_steps:
+            return False
+        best = f"the held-out loss was best at step {seen.best_step}, {seen.best:.4f}"
+        run.event("ended_early", step=run.state.step, best_step=seen.best_step, best=seen.best)
+        run.progress.say(f"ends at step {run.state.step}, early (eval.patience): {best}")
+        run.total_steps = run.state.step
+        return True
+
     def known(self) -> dict[str, Any]:
         """What a run needs that goes on from a checkpoint made now."""
         counts = {"bad_steps": self.bad_steps, "rollbacks": self.rollbacks}
-        return {**counts, "seen": self.detector.state()}
+        return {**counts, "seen": self.detector.state(), "patience": self.patience.state()}
 
     def roll_back(self, why: RollBack) -> None:
         """Go back to the newest checkpoint, and on with the samples after the step that failed.
@@ -190,6 +205,7 @@ class Watch:
     def _recall(self, known: dict[str, Any]) -> None:
         """Know what was known when the run's state was saved."""
         self.detector.restore(known.get("seen", {}))
+        self.patience.restore(known.get("patience", {}))
         self.bad_steps = known.get("bad_steps", 0)
         self.rollbacks = known.get("rollbacks", 0)
 

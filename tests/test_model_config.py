@@ -64,7 +64,7 @@ def test_a_hub_id_is_asked_last(name, folder, monkeypatch):
 
 def test_an_unknown_name_offline_lists_the_presets_and_the_nearest(offline):
     (problem,) = problems_of("model.name=gpt2")
-    assert problem.startswith("model.name is 'gpt2' (command line): it is no preset (gpt2-124m, ")
+    assert problem.startswith("model.name is 'gpt2' (command line): it is no preset (gemma-2-9b, ")
     assert problem.endswith("did you mean gpt2-124m?")
     assert all(name in problem for name in preset_names())
 
@@ -156,3 +156,15 @@ def test_without_dropout_the_config_stays_as_it_is(folder):
 )
 def test_positions(config, positions):
     assert max_positions(config) == positions
+
+
+def test_each_kind_of_dropout_is_set_by_itself():
+    config, _ = load("model.name=gpt2-124m", "model.dropout=0.1", "model.residual_dropout=0.3")
+    assert (config["attn_pdrop"], config["embd_pdrop"], config["resid_pdrop"]) == (0.1, 0.1, 0.3)
+    config, _ = load("model.name=llama-1b", "model.attention_dropout=0.2")
+    assert config["attention_dropout"] == 0.2
+
+
+def test_a_kind_of_dropout_that_a_family_lacks_is_refused():
+    (problem,) = problems_of("model.name=llama-1b", "model.embedding_dropout=0.1")
+    assert "llama models have only attention_dropout" in problem

@@ -34,12 +34,12 @@ class Batch:
         """The same tokens as sequences that are shorter by a factor, and as many more."""
         if pieces == 1:
             return self
-        ids, labels, positions = (
-            None if tensor is None else tensor.view(len(tensor) * pieces, -1)
-            for tensor in (self.input_ids, self.labels, self.position_ids)
+        rows, positions = len(self.labels) * pieces, self.position_ids
+        return Batch(
+            self.input_ids.view(rows, -1),
+            self.labels.view(rows, -1),
+            None if positions is None else positions.view(rows, -1),
         )
-        assert ids is not None and labels is not None
-        return Batch(ids, labels, positions)
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The three of them on a device, copied there while it computes something else."""

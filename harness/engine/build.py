@@ -20,6 +20,7 @@ from harness.engine.state import inner_optimizer
 from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
 from harness.errors import ConfigError
+from harness.models.depth import drop_layers
 from harness.models.skeleton import described_parameters
 from harness.plan import Plan
 from harness.plan_optimizer import group_rules
@@ -49,6 +50,9 @@ def build_engine(
     else:
         stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank)
         model, handed = stage.model, StageModule(stage, plan.grid.pipeline, tied)
+    if rate := plan.run.model.stochastic_depth:
+        for drawn in (model, *([empty] if stage else [])):
+            drop_layers(drawn, rate)
     if plan.run.model.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     config, fallbacks = _with_buildable_optimizer(plan)

@@ -82,9 +82,10 @@ class PipelineEngine(ZeroEngine):
         self.engine.module.train()
         total = torch.zeros((), device=self.device)
         data_ranks, labels = self.plan.grid.data, self._labels(batches)
+        smoothing = self.plan.run.train.label_smoothing
 
         def finish(outputs: Any) -> torch.Tensor:
-            token_loss, auxiliary = losses(self.stage.model, outputs, next(labels))
+            token_loss, auxiliary = losses(self.stage.model, outputs, next(labels), smoothing)
             share = token_loss / max(targets, 1)
             total.add_(share.detach())
             if auxiliary is not None:

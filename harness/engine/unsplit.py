@@ -42,12 +42,16 @@ def unsplit_loss_and_norm(
     sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
     loss, micro_batches = torch.zeros((), device=device), plan.grad_accum * plan.grid.data
     for batch in batches:
-        with torch.set_grad_enabled(compares_norm):
-            token_loss, auxiliary = forward(model, *batch.on(device))
-        share = token_loss / max(targets, 1)
-        loss += share.detach()
+        smoothing = plan.run.train.label_smoothing
+        if smoothing or not compares_norm:  # the loss that is compared is an evaluation's
+            with torch.no_grad():
+                loss += forward(model, *batch.on(device))[0] / max(targets, 1)
         if not compares_norm:
             continue
+        token_loss, auxiliary = forward(model, *batch.on(device), smoothing)
+        share = token_loss / max(targets, 1)
+        if not smoothing:
+            loss += share.detach()
         if auxiliary is not None:
             share = share + auxiliary / micro_batches
         (share * loss_scale).backward()

@@ -78,7 +78,7 @@ class ZeroEngine:
         for batch in batches:
             # DeepSpeed would count micro-batches over all steps, which need not have equally many.
             self.engine.set_gradient_accumulation_boundary(batch is batches[-1])
-            token_loss, auxiliary = self._forward(batch)
+            token_loss, auxiliary = self._forward(batch, self.plan.run.train.label_smoothing)
             share = token_loss / max(targets, 1)
             total += share.detach()
             if auxiliary is not None:
@@ -247,9 +247,11 @@ class ZeroEngine:
         """Set what `scalars` gave; after `restore`."""
         state.restore_scalars(self.engine, saved)
 
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(
+        self, batch: Batch, smoothing: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of one micro-batch, copied to the device while the last one still computes."""
-        return forward(self.engine, *batch.on(self.device))
+        return forward(self.engine, *batch.on(self.device), smoothing)
 
     @property
     def _held(self) -> torch.nn.Module:

@@ -57,3 +57,12 @@ def test_documents_do_not_see_each_other_where_positions_restart() -> None:
         forward(model, ids[:, half], labels[:, half])[0] for half in (slice(0, 4), slice(4, 8))
     )
     assert float(together) == pytest.approx(float(apart), rel=1e-5)
+
+
+def test_smoothed_targets_are_a_mixture_with_all_tokens() -> None:
+    logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    labels[0, :2] = -100
+    chances = logits.log_softmax(-1)
+    mixed = 0.9 * torch.nn.functional.one_hot(labels.clamp(min=0), 7) + 0.1 / 7
+    expected = -(mixed * chances).sum(-1)[labels != -100].sum()
+    assert float(token_losses(logits, labels, 0.1)) == pytest.approx(float(expected), rel=1e-6)

@@ -1,0 +1,60 @@
+"""Stochastic depth on a real decoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harness.models.depth import drop_layers
+from harness.models.initialize import materialize
+from harness.models.pieces import decoder_layers
+from harness.models.skeleton import hf_config, skeleton
+from tests.engine.small import FAMILIES, MODEL
+
+RATE = 0.6
+
+
+def decoder(family: str) -> nn.Module:
+    config = MODEL if family == "llama" else FAMILIES[family]
+    attention = "eager" if family == "bloom" else "sdpa"
+    model = skeleton(hf_config(config), torch.float32, attention)
+    materialize(model, 0, torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt_neox"])
+def test_layers_are_left_out_of_training_alone(family: str) -> None:
+    ids = torch.arange(16).view(2, 8)
+    model = decoder(family)
+    whole = model.eval()(input_ids=ids).logits
+    drop_layers(model, RATE)
+    assert torch.equal(model.eval()(input_ids=ids).logits, whole)
+    model.train()
+    assert not torch.equal(model(input_ids=ids).logits, whole)
+
+
+def test_a_layer_is_there_as_often_as_it_says_and_as_strong_on_average() -> None:
+    model = decoder("llama")
+    _, layers = decoder_layers(model)
+    drop_layers(model, RATE)
+    assert [layer.depth_dropout for layer in layers] == pytest.approx([0.2, 0.4, 0.6])
+    torch.manual_seed(0)
+    hidden = torch.randn(4000, 1, MODEL["hidden_size"])
+    model.train()
+    for layer in layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+        layer.mlp.forward = torch.ones_like  # every layer adds one
+        added = (layer(hidden) - hidden)[:, 0, 0]
+        left_out = (added.abs() < 1e-6).float().mean()
+        assert float(left_out) == pytest.approx(layer.depth_dropout, abs=0.03)
+        assert float(added.mean()) == pytest.approx(1.0, abs=0.06)
+
+
+def test_a_layer_that_changes_the_shape_is_refused() -> None:
+    model = decoder("llama")
+    drop_layers(model, RATE)
+    layer = model.train().model.layers[0]
+    layer._forward_hooks, hook = {}, next(iter(layer._forward_hooks.values()))
+    with pytest.raises(ValueError, match="cannot be left out"):
+        hook(layer, (torch.zeros(2, 8, 32),), {}, torch.zeros(2, 8, 16))

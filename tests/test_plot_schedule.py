@@ -1,0 +1,62 @@
+"""tools/plot_schedule.py: what it prints and draws, from any config."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RAMP = ("ramp.batch_from=12", "ramp.batch_tokens=30720", "ramp.length_from=32")
+
+
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "plot_schedule.py"), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ}, check=False, cwd=ROOT
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_the_run_in_a_few_lines() -> None:
+    text = run("optim.schedule=wsd", "train.steps=40", *RAMP, "ramp.length_tokens=20000").stdout
+    lines = [line.split() for line in text.splitlines()[2:]]
+    assert lines[0] == ["1", "0", "0.00015", "1,536", "32"]
+    assert lines[-1][0] == "40"
+    assert [line[3] for line in lines if line[3] != "1,536"][0] == "3,072"
+    assert {line[4] for line in lines} == {"32", "64", "128"}
+
+
+@pytest.mark.parametrize(("name", "begins"), [("s.svg", b"<?xml"), ("s.png", b"\x89PNG")])
+def test_it_is_drawn(name: str, begins: bytes, tmp_path: Path) -> None:
+    picture = tmp_path / name
+    run("--plot", str(picture), "train.steps=5000", *RAMP, "ramp.length_tokens=20000")
+    data = picture.read_bytes()
+    assert data.startswith(begins)
+    if name.endswith("svg"):
+        assert b"tokens in a sequence" in data
+        run(
+            "--plot",
+            str(tmp_path / "again.svg"),
+            "train.steps=5000",
+            *RAMP,
+            "ramp.length_tokens=20000",
+        )
+        assert (tmp_path / "again.svg").read_bytes() == data
+
+
+def test_a_run_in_epochs_needs_its_steps() -> None:
+    assert "--steps" in run("train.epochs=2", code=2).stderr
+    assert "10" in run("train.epochs=2", "--steps", "10").stdout
+
+
+def test_bad_arguments_are_one_report(tmp_path: Path) -> None:
+    stderr = run("--plot", str(tmp_path / "none" / "x.gif"), "--steps", "0", code=2).stderr
+    assert "must end in .svg or .png" in stderr
+    assert "there is no folder" in stderr
+    assert "--steps is 0" in stderr
+    assert "optim.schedule is 'cosin'" in run("optim.schedule=cosin", code=2).stderr

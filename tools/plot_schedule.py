@@ -1,0 +1,126 @@
+"""Learning rate, batch size and sequence length over a run, drawn from its config.
+
+    python tools/plot_schedule.py --config run.toml --plot schedule.svg
+    python tools/plot_schedule.py --plot schedule.png optim.schedule=wsd train.steps=2000 \\
+        train.global_batch=512 ramp.batch_from=32 ramp.batch_tokens=20000000
+
+Prints the run in a few lines, and draws it where --plot asks. The numbers are those that train.py
+uses: with train.epochs, whose steps the data decides, name their number by --steps. Exit code 0, or
+2 for a config that cannot be planned. Needs neither GPU nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.errors import ConfigError, ExitCode
+from harness.plan import Plan
+from harness.planning.world import World
+from tools.figure import new_figure, plot_problems, write_plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_POINTS = 2000  # more could not be told apart
+
+
+def main(argv: list[str]) -> int:
+    """argv -> text on standard output, perhaps a picture -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, metavar="TOML", help="a run config")
+    parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
+    parser.add_argument("--steps", type=int, help="of a run that is given in epochs")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg|.png")
+    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    args = parser.parse_intermixed_args(argv)
+    try:
+        problems = [*plot_problems(args.plot)]
+        if args.steps is not None and args.steps < 1:
+            problems.append(f"--steps is {args.steps}: it must be at least 1")
+        if problems:
+            raise ConfigError(problems)
+        command = Command(args.deepspeed, args.config, tuple(args.assignments))
+        plan = plan_from(command, world=World())
+        steps = args.steps or plan.steps
+        if steps is None:
+            raise ConfigError("train.epochs: the data decides how many steps; name them by --steps")
+        if steps == 0:
+            raise ConfigError("train.steps is 0: there is nothing to draw")
+    except ValueError as error:
+        print(f"cannot draw: {error}", file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    points = schedule_of(plan, steps)
+    print(as_text(plan, points))
+    if args.plot:
+        write_plot(args.plot, drawn(plan, points))
+    return int(ExitCode.DONE)
+
+
+Point = tuple[int, int, float, int, int]
+"""A step, tokens before it, its learning rate, its tokens, and those of its sequences."""
+
+
+def schedule_of(plan: Plan, steps: int) -> list[Point]:
+    """Every step of a short run; of a long one the last, and those evenly apart before it."""
+    seq_len, schedule = plan.run.data.seq_len, plan.schedule(steps)
+    apart = max(1, steps // _POINTS)
+    walk = enumerate(islice(plan.curriculum.walk(0), steps), 1)
+    return [
+        (
+            *(number, step.first_sample * seq_len, schedule.lr(number)),
+            *(step.global_batch * seq_len, seq_len // step.pieces),
+        )
+        for number, step in walk
+        if (number - 1) % apart == 0 or number == steps
+    ]
+
+
+def as_text(plan: Plan, points: list[Point]) -> str:
+    """The steps at which something begins or ends, one a line."""
+    last = len(points) - 1
+    peak = max(range(last + 1), key=lambda index: points[index][2])
+    chosen = {0, peak, last // 2, last}
+    chosen |= {n for n in range(1, last + 1) if points[n][3:] != points[n - 1][3:]}
+    header = (
+        f"{'step':>10} {'tokens before':>16} {'learning rate':>14} {'batch, tokens':>14} length"
+    )
+    lines = [
+        f"{step:>10,} {tokens:>16,} {lr:>14.4g} {batch:>14,} {length:>6,}"
+        for step, tokens, lr, batch, length in (points[index] for index in sorted(chosen))
+    ]
+    if len(lines) > 24:
+        lines = [*lines[:12], f"{'...':>10}", *lines[-12:]]
+    return "\n".join([f"{plan.run.optim.schedule} with {plan.run.optim.name}", header, *lines])
+
+
+def drawn(plan: Plan, points: list[Point]) -> Figure:
+    """Learning rate against steps; batch, and length where it grows, against tokens."""
+    steps, tokens, rates, batches, lengths = zip(*points, strict=True)
+    grows = len(set(lengths)) > 1
+    figure = new_figure(10, 6.5 if grows else 4.5)
+    axes = figure.subplots(3 if grows else 2, 1)
+    axes[0].plot(steps, rates, color="#4e79a7")
+    axes[0].set(xlabel="step", ylabel="learning rate", title=f"{plan.run.optim.schedule}")
+    axes[1].step(tokens, batches, where="post", color="#f28e2b")
+    axes[1].set(xlabel="tokens", ylabel="tokens in a step")
+    if grows:
+        axes[2].step(tokens, lengths, where="post", color="#59a14f")
+        axes[2].set(xlabel="tokens", ylabel="tokens in a sequence")
+        axes[2].set_yscale("log", base=2)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.set_ylim(bottom=0 if axis.get_yscale() == "linear" else None)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
