@@ -193,10 +193,12 @@ def _is_a(kind: str, value: Any) -> bool:
     return isinstance(value, _PYTHON_TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
 
 
-def refusals(ds: Mapping[str, Any], source: Source) -> list[str]:
+def refusals(ds: Mapping[str, Any], source: Source, accelerator: str = "cuda") -> list[str]:
     """What is understood but refused, of a JSON whose keys are known and precision is decided."""
     problems = []
     for rule in refused():
+        if rule.get("on", accelerator) != accelerator:
+            continue
         wanted, unless = rule.get("when", {}), rule.get("unless", {})
         if all(_is_among(ds, key, values) for key, values in wanted.items()) and not any(
             _is_among(ds, key, values) for key, values in unless.items()

@@ -54,6 +54,18 @@ def resolve_precision(
     return "fp16" if fp16 else "bf16" if bf16 else "fp32", events, problems
 
 
+def secondary_problems(ds: Mapping[str, Any], world: World, source: Source) -> list[str]:
+    """Whether the ranks can share a second copy of the weights as zero_hpz_partition_size says."""
+    key = "zero_optimization.zero_hpz_partition_size"
+    size = min(value_of(ds, key), world.world_size)
+    if size >= 1 and world.world_size % size == 0:
+        return []
+    return [
+        f"{key} is {value_of(ds, key)} ({source.of(key)}), over which {world.world_size} ranks do "
+        f'not divide: use "auto" for the {world.local_world_size} ranks of a node'
+    ]
+
+
 def device_has_bf16(world: World) -> bool:
     """Whether bf16 runs on this rank's device at all; a GPU we do not know is taken to."""
     gpu = known_gpu(world.gpu)
@@ -71,8 +83,8 @@ def fill_in(
     """Write what the run config owns into the JSON and replace what is still "auto", in place.
 
     Three sizes follow the model as in the Hugging Face Trainer (transformers/integrations/
-    deepspeed.py): hidden^2, 0.9 hidden^2 and 10 hidden elements. Any other "auto" is DeepSpeed's
-    default, unless "auto" is that default itself.
+    deepspeed.py): hidden^2, 0.9 hidden^2 and 10 hidden elements. zero_hpz_partition_size is the
+    ranks of a node. Any other "auto" is DeepSpeed's default, unless "auto" is that default itself.
     """
     ds["train_micro_batch_size_per_gpu"] = batch.micro_batch
     ds["gradient_accumulation_steps"] = batch.grad_accum
@@ -99,6 +111,8 @@ def fill_in(
             "stage3_param_persistence_threshold": 10 * hidden_size,
         }
         zero |= {key: size for key, size in sizes.items() if zero.get(key) == AUTO}
+    if zero.get("zero_hpz_partition_size") == AUTO and zero["stage"] == 3:
+        zero["zero_hpz_partition_size"] = world.local_world_size
     _drop_auto(ds, ds_keys())
 
 

@@ -298,6 +298,22 @@ PIPELINE = {"pipeline": {"stages": 2}}
             {"activation_checkpointing": {"cpu_checkpointing": True}},
             "activation_checkpointing.cpu_checkpointing is True (ds.json): not built",
         ),
+        (
+            zero(2, zero_hpz_partition_size=2),
+            "zero_optimization.zero_hpz_partition_size is 2 (ds.json): below stage 3",
+        ),
+        (
+            zero(3, zero_hpz_partition_size=2, offload_param={"device": "cpu"}),
+            "zero_optimization.zero_hpz_partition_size is 2 (ds.json): it keeps a second copy",
+        ),
+        (
+            zero(1, zero_quantized_weights=True),
+            "zero_optimization.zero_quantized_weights is True (ds.json): below stage 3",
+        ),
+        (
+            zero(2, zero_quantized_gradients=True),
+            "zero_optimization.zero_quantized_gradients is True (ds.json): below stage 3",
+        ),
         (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow is {'topk_ratio': 0.1}"),
     ],
 )
@@ -325,9 +341,19 @@ def test_what_works_is_not_refused(ds):
     assert refusals(ds, Source("ds.json")) == []
 
 
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_what_only_gpus_quantise_is_refused_on_the_cpu(key):
+    ds = zero(3, **{key: True})
+    (refusal,) = refusals(ds, Source("ds.json"), "cpu")
+    assert refusal.startswith(
+        f"zero_optimization.{key} is True (ds.json): DeepSpeed quantises on G"
+    )
+    assert refusals(ds, Source("ds.json"), "cuda") == []
+
+
 def test_every_rule_of_refusal_is_about_keys_that_deepspeed_knows():
     for rule in refused():
-        assert rule.keys() <= {"key", "why", "when", "unless"}
+        assert rule.keys() <= {"key", "why", "when", "unless", "on"}
         conditions = {**rule.get("when", {}), **rule.get("unless", {})}
         assert conditions, rule
         for key in (rule["key"], *conditions):

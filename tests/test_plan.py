@@ -372,6 +372,15 @@ def test_flash_attention_on_a_cpu():
     assert "it needs a GPU and the package flash_attn" in problem
 
 
+def test_a_second_copy_is_shared_by_ranks_that_divide():
+    def zero(size):
+        return {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
+
+    (problem,) = problems_of(zero(4), ranks=6)
+    assert "zero_hpz_partition_size is 4 (ds.json), over which 6 ranks do not divide" in problem
+    assert plan(zero(8), ranks=6).deepspeed["zero_optimization"]["zero_hpz_partition_size"] == 8
+
+
 def test_soft_capped_scores_take_the_attention_that_has_them():
     made = plan({}, "model.name=gemma-2-9b")
     assert made.run.model.attention == "eager"

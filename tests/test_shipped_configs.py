@@ -30,6 +30,7 @@ EXPECTED = {
     "zero2_offload": ("bf16", 2, "optimizer"),
     "zero3": ("bf16", 3, ""),
     "zero3_offload": ("bf16", 3, "optimizer param"),
+    "zeropp": ("bf16", 3, ""),
 }
 
 
@@ -68,6 +69,15 @@ def test_means_what_its_name_says(name):
 def test_a_pipelined_json_splits_the_default_model(name, stages):
     plan = shipped(name)
     assert plan.grid.pipeline == stages == len(plan.stages) - 1
+
+
+def test_zeropp_copies_the_weights_into_every_node():
+    def copies(world_size, per_node):
+        ds = read_ds_json(DS_CONFIGS / "zeropp.json")
+        plan = make_plan(RunConfig(), ds, World(world_size=world_size, local_world_size=per_node))
+        return plan.deepspeed["zero_optimization"]["zero_hpz_partition_size"]
+
+    assert [copies(4, 2), copies(16, 8), copies(1, 1)] == [2, 8, 1]
 
 
 def test_fp16_shows_every_knob_of_dynamic_loss_scaling():
@@ -132,11 +142,13 @@ print(json.dumps(read))
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_value_is_given_for_a_reason(name):
-    """A shipped JSON repeats a default of DeepSpeed only to show a knob of loss scaling."""
+    """A shipped JSON repeats a default of DeepSpeed only to show a knob."""
     ds = read_ds_json(DS_CONFIGS / f"{name}.json")
     repeated = {key for key, value in flat(ds) if value_of({}, key) == value}
     assert {key for key in repeated if not key.startswith("fp16.")} <= {
         "zero_optimization.stage",
         "zero_optimization.offload_optimizer.pin_memory",
         "zero_optimization.offload_param.pin_memory",
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_gradients",
     }

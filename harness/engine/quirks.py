@@ -160,6 +160,17 @@ def forget_stages(groups_before: set[Any]) -> None:
         dist.destroy_process_group(group)
 
 
+def forget_nodes() -> None:
+    """Let a process build more engines after one with hpZ was destroyed.
+
+    DeepSpeed keeps the group that shares the second copy of the weights in a global: the next
+    engine with hpZ fails on it, and one without takes it for its own.
+    """
+    group, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, None
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
 @contextlib.contextmanager
 def printing_nothing() -> Iterator[None]:
     """Stop what PipelineModule prints whatever the log level."""

@@ -203,6 +203,9 @@ def refresh_weights(engine: Any) -> None:
     """The weights that the model computes with, from the master weights just read; collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for parameter in engine.module.parameters():
+            # hpZ's second copy, of the weights before; DeepSpeed forgets those that nobody trains.
+            parameter.ds_secondary_tensor = None
         _refresh_zero3(optimizer)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()

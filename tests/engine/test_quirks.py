@@ -210,6 +210,14 @@ def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine(
 
 
 @pytest.mark.slow
+def test_deepspeed_keeps_the_group_of_the_second_copy_of_a_destroyed_engine(
+    result: Callable[[str], list[Any]],
+) -> None:
+    for rank in result("second_copy_leaves_its_group"):
+        assert rank == {"deepspeeds": True, "ours": False}
+
+
+@pytest.mark.slow
 def test_deepspeeds_pipeline_prints_whatever_the_log_level(
     result: Callable[[str], list[Any]],
 ) -> None:

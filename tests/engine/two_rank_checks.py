@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from harness.ds_config import read_ds_json
+from harness.engine import quirks
 from harness.engine.processes import leave
 from harness.errors import ConfigError, RunStopped
 from tests.engine import bad_step_checks, optimizer_checks, pipeline_checks
@@ -222,6 +223,17 @@ def shipped_configs() -> dict[str, Any]:
     return found
 
 
+def second_copy_leaves_its_group() -> dict[str, bool]:
+    """Whether DeepSpeed's group of hpZ is left of a destroyed engine, and of a closed one."""
+    from deepspeed.utils import groups
+
+    engine = engine_of({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
+    engine.engine.destroy()
+    left = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None
+    quirks.forget_nodes()
+    return {"deepspeeds": left, "ours": groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None}
+
+
 CHECKS = (
     initial_weights_0,
     initial_weights_1,
@@ -236,6 +248,7 @@ CHECKS = (
     bf16_optimizer_prints,
     offload_without_compiler,
     shipped_configs,
+    second_copy_leaves_its_group,
     *pipeline_checks.CHECKS,
     *bad_step_checks.CHECKS,
     *optimizer_checks.CHECKS,

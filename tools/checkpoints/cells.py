@@ -66,6 +66,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **ZERO,
     "zero3": _SPLIT,
     "zero3_offload": {**ZERO["zero3_offload"], "stage3_param_persistence_threshold": 0},
+    # A second copy of the weights, which what is loaded must not leave behind.
+    "zeropp": {**_SPLIT, "zero_hpz_partition_size": 2},
     "zero3_default": {"stage": 3},  # everything so small stays whole on every rank
     **{name: ZERO[zero] for name, zero in _STAGED.items()},
     **_BF16_SUMS,
@@ -128,8 +130,8 @@ class Side:
         """Whether it trains right: see the same in tools/parity/cells.py."""
         if self.layout in _BF16_SUMS:
             return precision == "bf16"
-        if self.layout == "zero0":
-            return precision == "fp32"
+        if self.layout in ("zero0", "zeropp"):
+            return precision == "fp32"  # of zeropp enough: it cuts and keeps what zero3 does
         return self.layout != "pipe2_zero0" or precision != "fp16"
 
 
@@ -160,7 +162,7 @@ def sides(precision: str) -> list[Side]:
     found = [
         Side(layout, ranks)
         for layout, ranks in itertools.product(LAYOUTS, (1, 2))
-        if ranks == 2 or (layout in alone and layout not in _STAGED)
+        if ranks == 2 or (layout in alone and layout not in (*_STAGED, "zeropp"))
     ]
     return [side for side in found if side.sound(precision)]
 
@@ -176,6 +178,8 @@ def all_cells() -> list[Cell]:
         around = [*zip(few, few, strict=True), *zip(few, few[1:] + few[:1], strict=True)]
         for architecture in ("llama", "mixtral", FROZEN):
             cells += [Cell(precision, architecture, *pair) for pair in around]
+        if precision == "fp32":  # the second copy of what nobody trains
+            cells.append(Cell(precision, FROZEN, few[0], Side("zeropp", 2)))
         # Another layout draws other masks.
         cells += [Cell(precision, DROPOUT, side, side) for side in every]
     return cells
@@ -207,6 +211,8 @@ def covers(cell: Cell) -> set[tuple[Any, ...]]:
     if cell.same:
         return shown | {("same", source.layout)}
     shown |= {("ranks", source.ranks, target.ranks)}
+    if target.layout == "zeropp":
+        shown |= {("second copy", cell.architecture == FROZEN)} - {("second copy", False)}
     if source.layout == target.layout:
         return shown
     return shown | {("from", precision, source.layout), ("to", precision, target.layout)}

@@ -46,6 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload_optimizer": _CPU,
         "offload_param": _CPU,
     },
+    "zeropp": {"stage": 3, **_SIZES, **_LIVE, "zero_hpz_partition_size": RANKS},
     "pipeline_zero0": {"stage": 0},
     "pipeline_zero1": {"stage": 1, **_SIZES},
 }
@@ -117,6 +118,7 @@ def covering_cases() -> list[Case]:
         Case("zero2_offload", "bf16", 4),
         Case("zero3_offload", "fp16", 1),
         Case("zero3_offload_all", "bf16", 4),
+        Case("zeropp", "fp16", 4),
         Case("pipeline_zero0", "bf16", 4),
         Case("pipeline_zero1", "fp32", 1),
         Case("pipeline_zero1", "bf16_fp32_sums", 4),

@@ -113,6 +113,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload_param": _CPU,
     },
 }
+# Layouts that are compared in few combinations, a layout by itself in the covering set.
+FEW: dict[str, dict[str, Any]] = {
+    # The second copy of the weights within each of two nodes of two ranks.
+    "zeropp": {**LAYOUTS["zero3"], "zero_hpz_partition_size": 2},
+}
 STAGES = {f"pipe{n}_zero{z}": (n, f"zero{z}") for n in (2, 4) for z in (0, 1)}
 """Pipeline layouts: how many stages, and what is under them."""
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -167,7 +172,8 @@ class Cell:
         precision = dict(PRECISIONS[self.precision])
         if self.zero == "zero0":
             precision.pop("data_types", None)  # it has no other sums than those of the weights
-        return {"zero_optimization": LAYOUTS[self.zero], **stages, **precision}
+        zero = {**LAYOUTS, **FEW}[self.zero]
+        return {"zero_optimization": zero, **stages, **precision}
 
     @property
     def refused(self) -> str | None:
@@ -192,7 +198,13 @@ def all_cells() -> list[Cell]:
     flat = [name for name in ARCHITECTURES if name not in (*PIPELINED, *PRESETS)]
     values = (flat, LAYOUTS, PRECISIONS, ACCUMULATIONS, RANKS)
     cells = [Cell(*combination) for combination in itertools.product(*values)]
-    return cells + preset_cells() + pipeline_cells()
+    return cells + preset_cells() + few_cells(flat) + pipeline_cells()
+
+
+def few_cells(architectures: list[str]) -> list[Cell]:
+    """FEW layouts: every architecture and precision, two micro-batches on each of four ranks."""
+    combinations = itertools.product(FEW, architectures, PRECISIONS)
+    return [Cell(name, layout, precision, 2, 4) for layout, name, precision in combinations]
 
 
 def preset_cells() -> list[Cell]:
@@ -222,7 +234,8 @@ def pipeline_cells() -> list[Cell]:
 
 def covering_cells() -> list[Cell]:
     """A small set in which every pair of values that can occur together does occur; of pipelined
-    cells and of PRESETS an architecture counts by itself, in pairs it would take dozens more.
+    cells and of PRESETS an architecture counts by itself, as does a layout of FEW: in pairs it
+    would take dozens more.
 
     Greedy: take the cell that covers most of what is still uncovered, until nothing is left.
     """
@@ -238,7 +251,9 @@ def covering_cells() -> list[Cell]:
 
 def _covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
     values: dict[str, Any] = asdict(cell)
+    if cell.layout in FEW:
+        return {(("layout", cell.layout),)}
     alone = set()
     if cell.layout in STAGES or cell.architecture in PRESETS:
-        alone = {(("architecture", values.pop("architecture")), ("flat", cell.stages == 1))}
+        alone = {(("architecture", values.pop("architecture")),)}
     return alone | set(itertools.combinations(values.items(), 2))

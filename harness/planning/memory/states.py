@@ -254,8 +254,9 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
         yield Held("fp32 gradients", FP32 * largest, frozenset({"cast", "step"}), "read")
         yield from _temporaries(inputs, largest)
     if zero.secondary_ranks > 1:
-        second = element * inputs.parameters // zero.secondary_ranks
-        yield Held("secondary parameters", second, STEPPED, "read")
+        # hpZ: cut anew in every forward pass, forgotten in every step.
+        second = element * inputs.parameters // min(zero.secondary_ranks, shards)
+        yield Held("secondary parameters", second, ALWAYS - {"between_steps"}, "measured")
 
 
 def _sum_padded(flats: list[Flat]) -> int:
