@@ -76,6 +76,7 @@ def join(world: World) -> torch.device:
     quirks.outlive_killed_builds()
     quirks.without_shared_memory()
     quirks.leave_muon_uncompiled()
+    quirks.forget_releases_with_the_trace()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     atexit.register(leave)  # otherwise Python would end gloo's threads in the middle of their work
     if world.accelerator == "cpu":

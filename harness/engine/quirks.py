@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import inspect
 import io
 import os
 import shutil
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 from torch.nn import functional
@@ -209,6 +211,25 @@ def leave_muon_uncompiled() -> None:
     """
     with _replaced(compiler, "compile", lambda: compiler.dummy_decorator):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+def forget_releases_with_the_trace() -> None:
+    """Let ZeRO-3 keep weights from the forward to the backward pass after an early evaluation.
+
+    Which weights it lets go of after a module, it works out once and for ever, from the order of
+    modules that it saw first. Nothing comes after a forward pass alone: after one, before the first
+    step, all weights would be gathered twice in every step, where max_reuse_distance spares that.
+    """
+    coordinator = PartitionedParameterCoordinator
+    wrapped = coordinator._PartitionedParameterCoordinator__params_to_release
+    cached = inspect.getclosurevars(wrapped).nonlocals["func"]  # an lru_cache
+    invalidate = coordinator._invalidate_trace
+
+    def forget(self: Any) -> None:
+        cached.cache_clear()
+        invalidate(self)
+
+    coordinator._invalidate_trace = forget
 
 
 def is_minimum_loss_scale(error: Exception) -> bool:

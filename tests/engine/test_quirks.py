@@ -38,6 +38,43 @@ before = deepspeed.runtime.compiler.compile.__name__
 import deepspeed.runtime.zero.muon.muon_optimizer
 print(before, "torch._inductor.compile_fx" in sys.modules)
 """
+COUNTS_RELEASES = """
+import sys
+import deepspeed, torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+if "ours" in sys.argv:
+    from harness.engine import quirks
+    quirks.forget_releases_with_the_trace()
+released = []
+partition = "_PartitionedParameterCoordinator__release_param"
+release = getattr(PartitionedParameterCoordinator, partition)
+
+def counted(self, param, free_data=True):
+    released.append(param.ds_id)
+    release(self, param, free_data)
+
+setattr(PartitionedParameterCoordinator, partition, counted)
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+x = torch.ones(1, 8)
+if "evaluates" in sys.argv:
+    with torch.no_grad():
+        engine.eval()
+        engine(x)
+engine.train()
+for _ in range(5):
+    released.clear()
+    engine.backward(engine(x).sum())
+    engine.step()
+print(len(released))
+"""
 RESUMES_ADAM = """
 import copy
 import deepspeed.ops.adam, torch
@@ -148,6 +185,18 @@ def test_deepspeeds_muon_loads_the_compiler_and_ours_does_not(who: str, loads: b
         text=True,
     )
     assert done.stdout.splitlines()[-1] == f"compile {loads}"
+
+
+@pytest.mark.parametrize(
+    ("words", "releases"), [((), 16), (("evaluates",), 24), (("evaluates", "ours"), 16)]
+)
+def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(
+    tmp_path: Path, words: tuple[str, ...], releases: int
+) -> None:
+    command = [sys.executable, "-c", COUNTS_RELEASES, *words]
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
+    assert ended.output.splitlines()[-1] == str(releases)
 
 
 def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32(result: Callable[[str], list[Any]]) -> None:
