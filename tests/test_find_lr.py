@@ -1,0 +1,65 @@
+"""tools/find_lr.py on the real engine, against a grid of whole runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.two_ranks import REPOSITORY, SMALL_MODEL, environment, run_ranks
+
+pytestmark = pytest.mark.slow
+
+TOOL = REPOSITORY / "tools" / "find_lr.py"
+RUN = (
+    *("data.seq_len=32", "train.global_batch=8", "train.micro_batch=2", "ds.bf16.enabled=false"),
+    *("optim.weight_decay=0", "--to", "10", "--steps", "120"),
+)
+# Held-out losses after 100 steps of this run at a constant rate (10 of warm-up): adamw 2.480 at
+# 2**-10, 2.462, 2.405 at 2**-8, 2.418, 2.434 at 2**-6; lion 2.457 at 2**-10, 2.418, 2.412 at 2**-8,
+# 2.426, 2.471 at 2**-6.
+BEST = 2**-8
+
+
+def look(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOL), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_it_finds_the_best_rate_within_a_factor_of_two(name: str, data: list[str]) -> None:
+    found = json.loads(look(*SMALL_MODEL, *data, *RUN, f"optim.name={name}", "--json").stdout)
+    assert BEST / 2 < found["suggested"] < 2 * BEST
+    assert found["suggested"] < found["lowest"] < found["rates"][-1]
+    assert len(found["rates"]) == len(found["losses"]) < 120  # it stopped where all was lost
+
+
+def test_ranks_under_zero_3_find_the_same_and_leave_nothing(
+    data: list[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "lr.svg"
+    before = set(Path(tempfile.gettempdir()).iterdir()), {*REPOSITORY.glob("runs/*")}
+    json_file = REPOSITORY / "ds_configs" / "zero3.json"
+    words = [*SMALL_MODEL, *data, *RUN, "--deepspeed", json_file, "--plot", picture, "--json"]
+    ended = run_ranks([sys.executable, TOOL, *words], tmp_path)
+    assert ended.codes == [0, 0], ended.output
+    found = json.loads(ended.outputs[0].splitlines()[-2])
+    assert BEST / 2 < found["suggested"] < 2 * BEST
+    assert "learning rate" in picture.read_text()
+    left = set(Path(tempfile.gettempdir()).iterdir()) - before[0]
+    assert not [path for path in left if path.name.startswith("find-lr")]
+    assert {*REPOSITORY.glob("runs/*")} == before[1]
+
+
+def test_bad_arguments_are_one_report(tmp_path: Path) -> None:
+    stderr = look("--from", "1", "--to", "0.1", "--steps", "3", "--plot", "x.gif", code=2).stderr
+    for said in ("must rise", "fewer than 10", ".svg or .png"):
+        assert said in stderr
+    assert "optim.nmae" in look("optim.nmae=sgd", code=2).stderr
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,197 @@
+"""Which learning rate? A range test through the real engine, with the run's own files.
+
+    python tools/find_lr.py --deepspeed ds_configs/zero1.json model.name=tiny
+    deepspeed --num_accelerators 2 tools/find_lr.py --deepspeed ds_configs/zero3.json \\
+        --plot lr.svg --config run.toml
+
+Takes optimizer steps while the learning rate grows evenly in its logarithm from --from to --to, as
+Smith does (arXiv 1506.01186), until the loss has gone up for good; then says which rate to try.
+Batches, layout, optimizer and clipping are the run's; weights are fresh, or those of
+model.init_from or resume.from. Nothing of it stays: the run folder is a temporary one. Exit code 0,
+or 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import closing, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.errors import ConfigError, ExitCode
+from tools.figure import new_figure, plot_problems, write_plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from harness.plan import Plan
+
+_SMOOTHING = 0.9  # what a smoothed loss keeps of the one before
+_GIVE_UP = 1.5  # nats above the best: it will not come back
+
+
+@dataclass(frozen=True)
+class Found:
+    """A range test's rates with the losses before their steps, nats; what to try."""
+
+    rates: list[float]
+    losses: list[float]
+    smooth: list[float]
+    suggested: float
+    """Where the smoothed loss falls fastest."""
+    lowest: float
+    """Where it is lowest: beyond, steps do harm."""
+
+
+def main(argv: list[str]) -> int:
+    """argv -> text, perhaps a picture and JSON -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
+    parser.add_argument("--config", type=Path, metavar="TOML", help="a run config")
+    parser.add_argument("--from", dest="lowest", type=float, default=1e-6, metavar="LR")
+    parser.add_argument("--to", dest="highest", type=float, default=1.0, metavar="LR")
+    parser.add_argument("--steps", type=int, default=100, help="from one to the other")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg|.png")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    args = parser.parse_intermixed_args(argv)
+    folder = _temporary()
+    try:
+        problems = [*plot_problems(args.plot)]
+        if not 0 < args.lowest < args.highest:
+            given = f"--from {args.lowest:g} --to {args.highest:g}"
+            problems.append(f"{given}: the rate must rise from above 0")
+        if args.steps < 10:
+            problems.append(f"--steps is {args.steps}: with fewer than 10 there is nothing to see")
+        if problems:
+            raise ConfigError(problems)
+        own = (f"run.dir={folder}", "save.export=false", "eval.every=0", "guard.spikes=log")
+        plan = plan_from(Command(args.deepspeed, args.config, (*args.assignments, *own)))
+        with redirect_stdout(sys.stderr):  # progress
+            found = range_test(plan, args.lowest, args.highest, args.steps)
+    except ConfigError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"cannot look: {error}", file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    finally:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if plan.world.rank == 0:
+        print(json.dumps(vars(found)) if args.json else as_text(found))
+        if args.plot:
+            write_plot(args.plot, drawn(found))
+    return int(ExitCode.DONE)
+
+
+def _temporary() -> Path:
+    """A folder that all ranks of this launch name alike, and no other launch does."""
+    launch = os.environ.get("MASTER_PORT") or os.getpid()
+    return Path(tempfile.gettempdir()) / f"find-lr-{os.getuid()}-{launch}"
+
+
+def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
+    """Take the steps on all ranks; raises ConfigError where the run cannot be built."""
+    from harness.engine.processes import leave
+    from harness.start import build
+
+    run = build(plan)
+    rates: list[float] = []
+    losses: list[float] = []
+    stream = run.data.train.steps(
+        run.state.samples,
+        curriculum=plan.curriculum,
+        micro_batch=plan.micro_batch,
+        data_rank=plan.grid.coords(plan.world.rank).data,
+        data_ranks=plan.grid.data,
+    )
+    try:
+        with closing(stream):
+            for number, batches in zip(range(steps), stream, strict=False):
+                rate = lowest * (highest / lowest) ** (number / (steps - 1))
+                run.pulse("step", number)
+                reads = run.next_step
+                targets = run.data.train.targets_in(run.state.samples, reads.global_batch)
+                result = run.engine.train_batch(batches, targets, rate)
+                run.state = run.state.after(reads.global_batch, plan.run.data.seq_len)
+                loss = float(run.engine.sum_over_ranks(result.loss_share.clone()))
+                if not math.isfinite(loss):
+                    break
+                rates.append(rate)
+                losses.append(loss)
+                run.progress.say(f"step {number + 1:>4}/{steps} | lr {rate:.3e} | loss {loss:.4f}")
+                if smoothed(losses)[-1] > min(smoothed(losses)) + _GIVE_UP:
+                    break
+        return judged(rates, losses)
+    finally:
+        run.ended("stopped", ExitCode.DONE)
+        run.guard.close(wait=False)
+        leave()
+        run.watchdog.close()
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Moving averages that forget, without a bias towards zero at the start."""
+    found, average = [], 0.0
+    for number, loss in enumerate(losses, 1):
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+        found.append(average / (1 - _SMOOTHING**number))
+    return found
+
+
+def judged(rates: list[float], losses: list[float]) -> Found:
+    """What the curve says. Raises ConfigError where it says nothing."""
+    smooth = smoothed(losses)
+    low = min(range(len(smooth)), key=smooth.__getitem__, default=0)
+    if low < 3:
+        raise ConfigError(
+            f"the loss never fell, from the lowest rate on ({rates[0] if rates else 0:.2e}): begin "
+            "lower (--from), or see whether the run learns at all"
+        )
+    steep = min(range(1, low), key=lambda n: smooth[n + 1] - smooth[n - 1])
+    return Found(rates, losses, smooth, suggested=rates[steep], lowest=rates[low])
+
+
+def as_text(found: Found) -> str:
+    """What to try, and why."""
+    return "\n".join(
+        [
+            f"try optim.lr={found.suggested:.2g}",
+            f"there the loss fell fastest; it was lowest at {found.lowest:.2g}"
+            + (
+                ", and went up from there"
+                if found.rates[-1] > found.lowest
+                else ", the highest rate tried: look further with --to"
+            ),
+        ]
+    )
+
+
+def drawn(found: Found) -> Figure:
+    """The loss against the learning rate, and the rate to try."""
+    figure = new_figure(8, 4.5)
+    axis = figure.subplots()
+    axis.plot(found.rates, found.losses, color="#bab0ac", label="loss")
+    axis.plot(found.rates, found.smooth, color="#4e79a7", label="smoothed")
+    axis.axvline(found.suggested, color="#59a14f", label=f"try {found.suggested:.2g}")
+    axis.axvline(found.lowest, color="#e15759", ls="--", label=f"lowest at {found.lowest:.2g}")
+    axis.set(xscale="log", xlabel="learning rate", ylabel="loss, nats per token")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
