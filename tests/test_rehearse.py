@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,30 @@ def test_the_job_is_kept_but_for_its_size(tmp_path: Path) -> None:
     assert made.random_steps
     assert not plan.deepspeed["wandb"]["enabled"]
     assert "the JSON's wandb" in made.not_rehearsed()
+
+
+def test_what_grows_and_what_is_stepped_otherwise_is_rehearsed(tmp_path: Path) -> None:
+    made = job(
+        "model.name=llama-1b",
+        *("train.global_batch=64", "data.seq_len=2048", "train.micro_batch=2", "optim.name=muon"),
+        *("ramp.batch_from=16", "ramp.batch_tokens=1000000000", "ramp.length_from=256"),
+        *(
+            "ramp.length_tokens=500000000",
+            "train.steps=1000",
+            "profile.steps=100:103",
+            "eval.patience=3",
+        ),
+        'optim.groups=[{pattern="lm_head|embed", lr_multiplier=0.1}, {pattern="layers.15."}]',
+        gpus=8,
+    )
+    command = parse_command(made.write(tmp_path / "small"))
+    plan = plan_from(command, world=cpu(made.layout.ranks))
+    steps = list(islice(plan.curriculum.walk(0), STEPS))
+    assert steps[0].global_batch < steps[-1].global_batch == made.global_batch
+    assert steps[0].pieces == 2
+    assert steps[-1].pieces == 1
+    assert [rule.pattern for rule in plan.run.optim.groups] == ["lm_head|embed"]
+    assert plan.run.optim.name == "muon"
 
 
 def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) -> None:

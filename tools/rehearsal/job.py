@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from harness.data.corpus import find_corpus
 from harness.ds_adopt import SAME
 from harness.ds_config import AUTO, literal, value_of
 from harness.plan import Plan
+from harness.planning.shape import Shape
+from harness.planning.sizes import UnknownArchitecture
 from harness.runfolder import RunFolder
 from tools.rehearsal.excerpt import excerpt
 from tools.rehearsal.layout import Layout, elsewhere, rehearsed
@@ -46,6 +49,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 _REPLACED = (
     *("model.name", "model.init_from", "model.overrides", "data.path", "data.tokenizer"),
     *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
+    *("ramp", "profile", "optim.groups", "eval.patience"),
 )
 
 
@@ -104,7 +108,7 @@ class Job:
     @property
     def random_steps(self) -> bool:
         """Whether dropout is drawn, which is another one on other ranks."""
-        return any(
+        return self.real.run.model.stochastic_depth > 0 or any(
             isinstance(value, int | float) and value > 0
             for key, value in self.model.items()
             if key.endswith(("dropout", "pdrop", "dropout_prob"))
@@ -173,7 +177,34 @@ class Job:
         }
         if "flash" in run.model.attention:
             keys["model.attention"] = "sdpa"
-        return keys
+        return {**keys, **self._ramp(), **self._groups()}
+
+    def _ramp(self) -> dict[str, int]:
+        """As steep a rise of batch and length as a few steps allow, within the first half."""
+        ramp, tokens = self.real.run.ramp, STEPS * self.global_batch * SEQ_LEN // 2
+        found = {}
+        if ramp.batch_from is not None and self.grad_accum > 1:
+            found["ramp.batch_from"] = found["ramp.batch_step"] = (
+                self.global_batch // self.grad_accum
+            )
+            found["ramp.batch_tokens"] = tokens // 2
+        seq_len = min(self.real.run.data.seq_len, SEQ_LEN)
+        if ramp.length_from is not None and seq_len % 2 == 0:
+            found |= {"ramp.length_from": seq_len // 2, "ramp.length_tokens": tokens // 2}
+        return found
+
+    def _groups(self) -> dict[str, Any]:
+        """The rules of optim.groups that fit a parameter of the small model, too."""
+        try:
+            names = [tensor.name for tensor in Shape.from_hf(self.model).tensors()]
+        except UnknownArchitecture:
+            names = []
+        rules = [
+            {key: value for key, value in rule.model_dump().items() if value is not None}
+            for rule in self.real.run.optim.groups
+            if not names or any(re.search(rule.pattern, name) for name in names)
+        ]
+        return {"optim.groups": rules} if rules else {}
 
 
 def _deepspeed(real: Plan, model: dict[str, Any], split: list[int] | None) -> dict[str, Any]:
@@ -243,5 +274,9 @@ def _data(real: Plan, folder: Path) -> dict[str, str]:
 
 
 def _toml(value: Any) -> str:
-    """A value as key=value takes it: what JSON and TOML write alike."""
+    """A value as key=value takes it: what JSON and TOML write alike, but for tables."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
     return json.dumps(value, ensure_ascii=False)
