@@ -25,9 +25,10 @@ from harness.plan import Plan
 from harness.planning.memory.activations import saved_for_backward
 from harness.planning.memory.inputs import GIB
 from harness.planning.memory.timeline import Estimate
+from tools.figure import write_plot
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe, paper_text
-from tools.plan_args import add_plan_arguments, plan_of, write_plot
+from tools.plan_args import add_plan_arguments, plan_of
 
 
 def main(argv: list[str]) -> int:
@@ -53,9 +54,9 @@ def main(argv: list[str]) -> int:
         if args.sweep:
             print(f"\n{sweep_text(points)}")
     if args.plot:
-        from tools.memory.plot import svg
+        from tools.memory.plot import drawn
 
-        write_plot(args.plot, svg(found))
+        write_plot(args.plot, drawn(found))
     return int(ExitCode.DONE)
 
 

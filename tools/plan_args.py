@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from harness.plan import Plan
 from harness.plan_pipeline import num_stages
 from harness.planning.hardware import find_gpu
 from harness.planning.world import World
+from tools.figure import plot_problems
 
 # Flag -> the key that it is another name for.
 ALIASES = {
@@ -40,7 +40,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="micro-batches per step (default: 1; 4 for each pipeline stage, which fills it)",
     )
     parser.add_argument("--checkpointing", choices=("none", "full"))
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it, too")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg|.png", help="draw it, too")
     parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
 
 
@@ -51,21 +51,14 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="a name such as h100-80; without it there is no verdict")
 
 
-def write_plot(path: Path, picture: str) -> None:
-    """Write what --plot asked for, and say so."""
-    path.write_text(picture, encoding="utf-8")
-    print(f"wrote {path}", file=sys.stderr)
-
-
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that train.py would make there. Raises one ConfigError with every problem."""
-    problems = []
+    problems: list[str] = []
     try:
         world = world_of(args)
     except ConfigError as error:
         problems += error.problems
-    if args.plot and args.plot.suffix != ".svg":
-        problems.append(f"--plot {args.plot}: only .svg is written; convert it for other formats")
+    problems += plot_problems(args.plot)
     if problems:
         raise ConfigError(problems)
     command = Command(

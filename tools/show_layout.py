@@ -17,10 +17,11 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
+from tools.figure import write_plot
 from tools.layout.measure import measured
-from tools.layout.plot import svg
+from tools.layout.plot import drawn
 from tools.layout.text import describe
-from tools.plan_args import add_plan_arguments, plan_of, write_plot
+from tools.plan_args import add_plan_arguments, plan_of
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     if args.measure:
         print(f"\n{measured(plan.grid.pipeline)}")
     if args.plot:
-        write_plot(args.plot, svg(plan))
+        write_plot(args.plot, drawn(plan))
     return int(ExitCode.DONE)
 
 

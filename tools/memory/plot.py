@@ -1,83 +1,70 @@
-"""An estimate as a picture, as SVG: bars per phase and per ZeRO stage, peaks of other batches."""
+"""An estimate as a picture: bars per phase and ZeRO stage, peaks of other batches and lengths."""
 
 from __future__ import annotations
 
-from html import escape
+from typing import TYPE_CHECKING
 
 from harness.planning.memory.changes import with_stage
 from harness.planning.memory.inputs import GIB, PHASES
 from harness.planning.memory.timeline import Estimate, estimate_memory
-from tools.memory.frontier import HEIGHT, frontier
+from tools.figure import new_figure
+from tools.memory.frontier import Curve, by_micro_batch, by_seq_len
 
-_COLOURS = [
-    *("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#ff9da7"),
-    *("#9c755f", "#bab0ac", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e377c2"),
-    *("#17becf", "#bcbd22", "#7f7f7f", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5", "#c49c94"),
-]
-_WIDTH, _HEIGHT, _TOP, _LEFT, _BAR, _GAP = 1160, 420, 40, 60, 34, 12
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = ("tab20", "tab20b")  # matplotlib's, one after the other
 
 
-def svg(found: Estimate) -> str:
+def drawn(found: Estimate) -> Figure:
     """One picture with a legend; sizes in GiB."""
+    figure = new_figure(11.5, 9)
+    upper, lower = figure.subfigures(2, 1, height_ratios=(3, 2))
+    _bars(upper.subplots(), found)
+    left, right = lower.subplots(1, 2)
+    run, device = found.inputs, found.device_bytes
+    _curve(left, "samples in a micro-batch", by_micro_batch(found), run.micro_batch, device)
+    _curve(right, "tokens in a sample", by_seq_len(found), run.seq_len, device)
+    return figure
+
+
+def _bars(axis: Axes, found: Estimate) -> None:
+    from matplotlib import colormaps
+
     bars = [(name, found.worst.phase(name)) for name in PHASES]
     for stage in range(4 if found.inputs.bounds is None else 2):
         other = estimate_memory(with_stage(found.inputs, stage)).worst
         bars.append((f"ZeRO {stage} peak", other.phase(other.peak_phase)))
+    places = [index + (index >= len(PHASES)) * 0.7 for index in range(len(bars))]
     names = list(dict.fromkeys(name for _, parts in bars for name in parts))
-    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
-    most = max(sum(parts.values()) for _, parts in bars)
-    if found.device_bytes:
-        most = max(most, found.device_bytes)
-    scale = _HEIGHT / most
-    drawn = [_axis(most, scale)]
-    for index, (label, parts) in enumerate(bars):
-        left = _LEFT + index * (_BAR + _GAP) + (2 * _GAP if index >= len(PHASES) else 0)
-        drawn.append(_stack(left, label, parts, colours, scale))
-    if found.device_bytes:
-        height = _TOP + _HEIGHT - found.device_bytes * scale
-        drawn.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - 220}" y1="{height:.1f}" y2="{height:.1f}" '
-            f'stroke="#c00" stroke-dasharray="6 4"/>'
-        )
+    colours = [colour for cycle in _COLOURS for colour in colormaps[cycle].colors]
+    bottoms = [0.0] * len(bars)
     for index, name in enumerate(names):
-        y = _TOP + 18 * index
-        drawn.append(
-            f'<rect x="{_WIDTH - 205}" y="{y}" width="12" height="12" fill="{colours[name]}"/>'
-            f'<text x="{_WIDTH - 188}" y="{y + 10}">{escape(name)}</text>'
-        )
-    bottom = _TOP + max(_HEIGHT + 120, 18 * len(names))
-    drawn.append(frontier(found, bottom))
-    total = bottom + HEIGHT
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{total}" '
-        f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="#fff"/>'
-        f"{''.join(drawn)}</svg>\n"
-    )
+        sizes = [parts.get(name, 0) / GIB for _, parts in bars]
+        axis.bar(places, sizes, 0.75, bottoms, color=colours[index % len(colours)], label=name)
+        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
+    _device_line(axis, found.device_bytes)
+    axis.set_ylabel("GiB")
+    axis.set_xticks(places, [label for label, _ in bars], rotation=45, ha="right")
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
 
 
-def _axis(most: float, scale: float) -> str:
-    marks = []
-    for part in range(5):
-        size = most * part / 4
-        y = _TOP + _HEIGHT - size * scale
-        marks.append(
-            f'<text x="4" y="{y + 4:.1f}">{size / GIB:.1f} GiB</text>'
-            f'<line x1="{_LEFT - 4}" x2="{_WIDTH - 220}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-        )
-    return "".join(marks)
+def _curve(axis: Axes, title: str, curve: Curve, chosen: int, device_bytes: int | None) -> None:
+    if device_bytes:  # beyond twice the device nothing is worth a look, but for the run's own
+        curve = [(n, size) for n, size in curve if size <= 2 * device_bytes or n == chosen]
+    labels, sizes = [f"{n:,}" for n, _ in curve], [size / GIB for _, size in curve]
+    axis.plot(labels, sizes, marker="o", color="#4e79a7")
+    own = [n for n, _ in curve].index(chosen)
+    axis.plot(labels[own], sizes[own], marker="o", ms=9, color="#f28e2b")
+    for label, size in zip(labels, sizes, strict=True):
+        axis.annotate(f"{size:.1f}", (label, size), (0, 6), textcoords="offset points", ha="center")
+    _device_line(axis, device_bytes)
+    axis.set(title=f"peak against {title}", ylabel="GiB")
+    axis.set_ylim(0, max(sizes) * 1.15)
+    axis.grid(alpha=0.3)
 
 
-def _stack(
-    left: int, label: str, parts: dict[str, int], colours: dict[str, str], scale: float
-) -> str:
-    drawn, bottom = [], float(_TOP + _HEIGHT)
-    for name, size in parts.items():
-        height = size * scale
-        bottom -= height
-        drawn.append(
-            f'<rect x="{left}" y="{bottom:.2f}" width="{_BAR}" height="{height:.2f}" '
-            f'fill="{colours[name]}"><title>{escape(name)}: {size / GIB:.2f} GiB</title></rect>'
-        )
-    x, y = left + _BAR / 2, _TOP + _HEIGHT + 12
-    drawn.append(f'<text x="{x}" y="{y}" transform="rotate(45 {x} {y})">{escape(label)}</text>')
-    return "".join(drawn)
+def _device_line(axis: Axes, device_bytes: int | None) -> None:
+    if device_bytes:
+        axis.axhline(device_bytes / GIB, color="#c00", ls="--")
