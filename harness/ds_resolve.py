@@ -19,6 +19,9 @@ from harness.planning.world import World, cpu_has_bf16
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
+# Master weights, and Adam's moments, in bf16.
+HALF_STATES = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+
 # DeepSpeed prints a line of its own every so many steps, and divides by it: 0 crashes at step 1.
 NEVER_PRINT_STEPS = 2**31 - 1
 
@@ -38,6 +41,8 @@ def resolve_precision(
         fast = has_bf16 if world.accelerator == "cuda" else cpu_has_bf16()
         ds["bf16"]["enabled"] = fast and not value_of(ds, "fp16.enabled")
         if not fast:
+            for key in HALF_STATES:  # DeepSpeed would keep bf16 masters of fp32 weights
+                ds["bf16"].pop(key, None)
             message = f"fp32, since {device} has no bfloat16 arithmetic"
             events.append({"kind": "fallback", "message": message})
     fp16, bf16 = value_of(ds, "fp16.enabled"), value_of(ds, "bf16.enabled")

@@ -41,7 +41,8 @@ def optimizer_problems(run: RunConfig, ds: Mapping[str, Any]) -> Iterator[str]:
         )
     if kind.layouts == "unoffloaded" and offload != "none":
         yield f"{asked}: its states stay on the GPU: remove offload_optimizer, or use adamw"
-    if not kind.by_deepspeed:
+    # Without momentum sgd has no states that could be in the wrong place or type.
+    if not kind.by_deepspeed and (name != "sgd" or run.optim.momentum):
         if offload == "nvme":
             yield f"{asked}: only adamw and adam step from NVMe: use one, or offload to the cpu"
         for key in _HALF_STATES:

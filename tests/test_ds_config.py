@@ -218,6 +218,13 @@ def zero(stage, **section):
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True}}
 PIPELINE = {"pipeline": {"stages": 2}}
+BF16_STATES = {
+    "bf16": {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -299,6 +306,34 @@ PIPELINE = {"pipeline": {"stages": 2}}
             "activation_checkpointing.cpu_checkpointing is True (ds.json): not built",
         ),
         (
+            {**zero(2), "bf16": {"enabled": True, "bf16_optimizer_states": True}},
+            "bf16.bf16_optimizer_states is True (ds.json): it needs bf16.bf16_master_weights",
+        ),
+        (
+            {**zero(2), "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads is True (ds.json): moments would stay in fp32",
+        ),
+        (
+            {**zero(1), **BF16_STATES, "data_types": {"grad_accum_dtype": "fp32"}},
+            "bf16.bf16_master_weights_and_grads is True (ds.json): at stage 1 with sums in fp32",
+        ),
+        (
+            {**zero(2, offload_optimizer={"device": "cpu"}), **BF16_STATES},
+            "bf16.bf16_master_weights_and_grads is True (ds.json): nobody has tried it with off",
+        ),
+        (
+            {**zero(1), **BF16_STATES, **PIPELINE},
+            "bf16.bf16_master_weights_and_grads is True (ds.json): nobody has tried it under pi",
+        ),
+        (
+            {**zero(2), "bf16": {**BF16_STATES["bf16"], "enabled": False}},
+            "bf16.bf16_master_weights_and_grads is True (ds.json): it is for bf16",
+        ),
+        (
+            {**zero(2), "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+            "fp16.fp16_master_weights_and_grads is True (ds.json): not built",
+        ),
+        (
             zero(2, zero_hpz_partition_size=2),
             "zero_optimization.zero_hpz_partition_size is 2 (ds.json): below stage 3",
         ),
@@ -335,6 +370,9 @@ def test_what_deepspeed_gets_wrong_or_is_not_built_is_refused(ds, expected):
         zero(2, offload_optimizer={"device": "none"}, zenflow=None),
         {**zero(0), **BF16, **PIPELINE},
         {**zero(1), **FP16, **PIPELINE},
+        {**zero(1), **BF16_STATES},
+        {**zero(2), **BF16_STATES, "data_types": {"grad_accum_dtype": "fp32"}},
+        {**zero(3), **BF16_STATES},
     ],
 )
 def test_what_works_is_not_refused(ds):

@@ -27,6 +27,7 @@ EXPECTED = {
     "zero0": ("fp32", 0, ""),
     "zero1": ("bf16", 1, ""),
     "zero2": ("bf16", 2, ""),
+    "zero2_bf16_states": ("bf16", 2, ""),
     "zero2_offload": ("bf16", 2, "optimizer"),
     "zero3": ("bf16", 3, ""),
     "zero3_offload": ("bf16", 3, "optimizer param"),
@@ -69,6 +70,13 @@ def test_means_what_its_name_says(name):
 def test_a_pipelined_json_splits_the_default_model(name, stages):
     plan = shipped(name)
     assert plan.grid.pipeline == stages == len(plan.stages) - 1
+
+
+def test_bf16_states_are_fp32_where_the_device_has_no_bf16(monkeypatch):
+    assert shipped("zero2_bf16_states").deepspeed["bf16"]["bf16_optimizer_states"] is True
+    monkeypatch.setattr(ds_resolve, "cpu_has_bf16", lambda: False)
+    plan = shipped("zero2_bf16_states")
+    assert (plan.precision, plan.deepspeed["bf16"]) == ("fp32", {"enabled": False})
 
 
 def test_zeropp_copies_the_weights_into_every_node():

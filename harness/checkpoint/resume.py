@@ -64,8 +64,15 @@ def _differences(
             if name in known and known[name] != new:
                 yield key, known[name], new
     for key in ("precision", "model_config", "data_fingerprint"):
-        if saved.get(key) != planned.get(key):
-            yield key, saved.get(key), planned.get(key)
+        old, new = _value(saved, key), _value(planned, key)
+        if old != new:
+            yield key, old, new
+
+
+def _value(plan: Mapping[str, Any], key: str) -> Any:
+    """With what the optimizer keeps, where that is not fp32: it would be rounded."""
+    halves = plan.get("deepspeed", {}).get("bf16", {}).get("bf16_optimizer_states")
+    return f"{plan.get(key)} states" if key == "precision" and halves else plan.get(key)
 
 
 def _short(value: Any) -> str:

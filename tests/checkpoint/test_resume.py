@@ -56,6 +56,14 @@ def test_precision_model_and_data_may_not_change(key: str) -> None:
     assert problem.startswith(f"{key} is 'other'")
 
 
+def test_states_in_bf16_are_another_precision() -> None:
+    halves = {"deepspeed": {"bf16": {"bf16_optimizer_states": True}}}
+    for saved, planned in ((record(), {**record(), **halves}), ({**record(), **halves}, record())):
+        (problem,) = resume_problems(saved, planned, [])
+        assert "bf16 states" in problem
+        assert resume_problems(saved, planned, ["precision"]) == []
+
+
 def test_every_difference_is_in_the_report() -> None:
     problems = resume_problems(record(), record(optim={"lr": 0.5, "momentum": 0.5}), [])
     assert len(problems) == 2

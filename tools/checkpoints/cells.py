@@ -72,6 +72,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{name: ZERO[zero] for name, zero in _STAGED.items()},
     **_BF16_SUMS,
 }
+# Go on where they stopped; between them and the others a checkpoint is rounded.
+BF16_STATES = {"zero2_bf16_states": ZERO["zero2"], "zero3_bf16_states": _SPLIT}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -118,7 +120,11 @@ class Side:
 
     def deepspeed(self, precision: str) -> dict[str, Any]:
         """The DeepSpeed JSON, before it is resolved."""
-        ds = {"zero_optimization": LAYOUTS[self.layout], **PRECISIONS[precision]}
+        zero_optimization = {**LAYOUTS, **BF16_STATES}[self.layout]
+        ds = {"zero_optimization": zero_optimization, **PRECISIONS[precision]}
+        if self.layout in BF16_STATES:
+            keys = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+            ds["bf16"] = dict.fromkeys(keys, True)
         if self.stages > 1:
             ds |= {"pipeline": {"stages": self.stages}}
         zero = _STAGED.get(self.layout, self.layout)
@@ -180,6 +186,9 @@ def all_cells() -> list[Cell]:
             cells += [Cell(precision, architecture, *pair) for pair in around]
         if precision == "fp32":  # the second copy of what nobody trains
             cells.append(Cell(precision, FROZEN, few[0], Side("zeropp", 2)))
+        if precision == "bf16":
+            halves = [Side(layout, 2) for layout in BF16_STATES]
+            cells += [Cell(precision, EVERYWHERE, side, side) for side in halves]
         # Another layout draws other masks.
         cells += [Cell(precision, DROPOUT, side, side) for side in every]
     return cells
@@ -208,8 +217,11 @@ def covers(cell: Cell) -> set[tuple[Any, ...]]:
     shown: set[tuple[Any, ...]] = {("architecture", cell.architecture)}
     if precision != "fp16":
         shown |= {("architecture", precision, cell.architecture)}
+    if cell.same and source.layout in BF16_STATES:
+        return shown | {("same", "bf16_states")}
     if cell.same:
-        return shown | {("same", source.layout)}
+        # zeropp goes on as zero3 does.
+        return shown | {("same", source.layout)} - {("same", "zeropp")}
     shown |= {("ranks", source.ranks, target.ranks)}
     if target.layout == "zeropp":
         shown |= {("second copy", cell.architecture == FROZEN)} - {("second copy", False)}

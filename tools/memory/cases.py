@@ -58,6 +58,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
     "fp16_fp32_sums": {"fp16": {"enabled": True, "initial_scale_power": 4}, **_FP32_SUMS},
 }
+_BF16_STATES = {
+    "bf16": {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    }
+}
+PRECISIONS |= {
+    "bf16_states": _BF16_STATES,
+    "bf16_states_fp32_sums": {**_BF16_STATES, **_FP32_SUMS},
+}
+_HALVES = {"bf16_states", "bf16_states_fp32_sums"}
 ACCUMULATIONS = (1, 4)
 
 
@@ -94,7 +106,9 @@ def all_cases() -> list[Case]:
     runs = {
         "zero0": {"fp32"},
         "pipeline_zero0": {"fp32", "bf16"},
-        "pipeline_zero1": PRECISIONS.keys() - {"fp16_fp32_sums"},
+        "pipeline_zero1": PRECISIONS.keys() - {"fp16_fp32_sums", *_HALVES},
+        **{name: PRECISIONS.keys() - _HALVES for name in LAYOUTS if "offload" in name},
+        "zero1": PRECISIONS.keys() - {"bf16_states_fp32_sums"},
     }
     return [
         Case(layout, precision, accumulation)
@@ -119,6 +133,8 @@ def covering_cases() -> list[Case]:
         Case("zero3_offload", "fp16", 1),
         Case("zero3_offload_all", "bf16", 4),
         Case("zeropp", "fp16", 4),
+        Case("zero2", "bf16_states_fp32_sums", 4),
+        Case("zero3", "bf16_states", 1),
         Case("pipeline_zero0", "bf16", 4),
         Case("pipeline_zero1", "fp32", 1),
         Case("pipeline_zero1", "bf16_fp32_sums", 4),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 VOCAB_SIZE = 128
@@ -117,6 +117,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 FEW: dict[str, dict[str, Any]] = {
     # The second copy of the weights within each of two nodes of two ranks.
     "zeropp": {**LAYOUTS["zero3"], "zero_hpz_partition_size": 2},
+    # Master weights and moments in bf16: held to a plain loop that keeps them so, too.
+    "zero2_bf16_states": LAYOUTS["zero2"],
+    "zero3_bf16_states": LAYOUTS["zero3"],
+}
+_BF16_STATES = {
+    "enabled": True,
+    "bf16_master_weights_and_grads": True,
+    "bf16_optimizer_states": True,
 }
 STAGES = {f"pipe{n}_zero{z}": (n, f"zero{z}") for n in (2, 4) for z in (0, 1)}
 """Pipeline layouts: how many stages, and what is under them."""
@@ -166,10 +174,17 @@ class Cell:
         return STAGES[self.layout][1] if self.layout in STAGES else self.layout
 
     @property
+    def has_bf16_states(self) -> bool:
+        """Whether master weights and moments are in bf16, in the plain loop as well."""
+        return self.layout.endswith("bf16_states")
+
+    @property
     def deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed JSON of this cell, before it is resolved."""
         stages = {"pipeline": {"stages": self.stages}} if self.layout in STAGES else {}
         precision = dict(PRECISIONS[self.precision])
+        if self.has_bf16_states:
+            precision["bf16"] = _BF16_STATES
         if self.zero == "zero0":
             precision.pop("data_types", None)  # it has no other sums than those of the weights
         zero = {**LAYOUTS, **FEW}[self.zero]
@@ -202,9 +217,14 @@ def all_cells() -> list[Cell]:
 
 
 def few_cells(architectures: list[str]) -> list[Cell]:
-    """FEW layouts: every architecture and precision, two micro-batches on each of four ranks."""
+    """FEW layouts with every architecture and precision, two micro-batches on each of four ranks;
+    on two where only the states are other than in LAYOUTS.
+    """
     combinations = itertools.product(FEW, architectures, PRECISIONS)
-    return [Cell(name, layout, precision, 2, 4) for layout, name, precision in combinations]
+    cells = [Cell(name, layout, precision, 2, 4) for layout, name, precision in combinations]
+    halves = [replace(cell, ranks=2) for cell in cells if cell.has_bf16_states]
+    whole = [cell for cell in cells if not cell.has_bf16_states]
+    return whole + [cell for cell in halves if cell.precision == "bf16"]
 
 
 def preset_cells() -> list[Cell]:
@@ -252,7 +272,7 @@ def covering_cells() -> list[Cell]:
 def _covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
     values: dict[str, Any] = asdict(cell)
     if cell.layout in FEW:
-        return {(("layout", cell.layout),)}
+        return {(("layout", "bf16_states" if cell.has_bf16_states else cell.layout),)}
     alone = set()
     if cell.layout in STAGES or cell.architecture in PRESETS:
         alone = {(("architecture", values.pop("architecture")),)}

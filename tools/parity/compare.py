@@ -20,11 +20,12 @@ def compare(cell: Cell, out: Path, factor: float) -> Row:
     mixture = "num_experts_per_tok" in ARCHITECTURES[cell.architecture]
     # A balancing loss is not linear in the micro-batch, which is therefore the cell's own.
     split = Split.even(cell.micro_batch if mixture else GLOBAL_BATCH)
-    reference = _reference(cell.architecture, cell.precision, split)
+    way = (cell.architecture, cell.precision, cell.has_bf16_states)
+    reference = _reference(*way, split)
     fall = 1 - min(reference.losses) / reference.losses[0]
     assert fall >= LEAST_FALL, f"the reference's loss falls by {fall:.0%} only"
     found = difference(Trajectory.load(out / cell.name), reference)
-    tolerance = _spread(cell.architecture, cell.precision).scaled(factor)
+    tolerance = _spread(*way).scaled(factor)
     return Row(cell, found=found, tolerance=tolerance, failures=found.exceeds(tolerance))
 
 

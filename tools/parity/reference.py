@@ -33,9 +33,13 @@ class Split:
 
 
 class _Model:
-    """A model in its own precision with fp32 masters and fp32 accumulated gradients."""
+    """A model in its own precision with fp32 masters and fp32 accumulated gradients.
 
-    def __init__(self, architecture: str, precision: str, balance: bool) -> None:
+    With `bf16_states` masters are in bf16, moments as the masters, and so is the summed gradient
+    that the optimizer is given.
+    """
+
+    def __init__(self, architecture: str, precision: str, bf16_states: bool, balance: bool) -> None:
         self.balance = balance
         self.dtype = DTYPES[precision]
         self.scale = FP16_SCALE if precision == "fp16" else 1.0
@@ -44,13 +48,14 @@ class _Model:
         self.decayed = decayed_parameters(self.model)
         materialize(self.model, SEED, torch.device("cpu"))
         self.model.train()
-        self.masters = {n: p.detach().float().clone() for n, p in self.model.named_parameters()}
+        kept = torch.bfloat16 if bf16_states else torch.float32
+        named = self.model.named_parameters()
+        self.masters = {n: p.detach().to(kept, copy=True) for n, p in named}
 
     def accumulate(self, batch: Batch, split: Split) -> float:
         """Fill the masters' gradients; returns the mean loss over the batch's target tokens."""
         total, count = 0.0, targets(batch)
-        for master in self.masters.values():
-            master.grad = torch.zeros_like(master)
+        sums = {n: torch.zeros_like(m, dtype=torch.float32) for n, m in self.masters.items()}
         for chosen in split.micro_batches:
             part = rows(batch, list(chosen))
             token_loss, auxiliary = forward(
@@ -62,8 +67,10 @@ class _Model:
                 share = share + auxiliary / len(split.micro_batches)
             (share * self.scale).backward()
             for name, parameter in self.model.named_parameters():
-                self.masters[name].grad += parameter.grad.float() / self.scale
+                sums[name] += parameter.grad.float() / self.scale
                 parameter.grad = None
+        for name, master in self.masters.items():
+            master.grad = sums[name].to(master.dtype)
         return total
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -73,20 +80,22 @@ class _Model:
                 parameter.copy_(self.masters[name])
 
 
-def train(architecture: str, precision: str, split: Split, balance: bool = True) -> Trajectory:
+def train(
+    architecture: str, precision: str, bf16_states: bool, split: Split, balance: bool = True
+) -> Trajectory:
     """Gradients and one SGD step, then 20 AdamW steps from the same start.
 
     `balance` switches the balancing loss of a mixture of experts.
     """
     result = Trajectory()
-    fresh = _Model(architecture, precision, balance)
+    fresh = _Model(architecture, precision, bf16_states, balance)
     fresh.accumulate(global_batch(0), split)
-    result.gradients = {n: m.grad.clone() for n, m in fresh.masters.items()}
-    before = {n: m.clone() for n, m in fresh.masters.items()}
+    result.gradients = {n: m.grad.float() for n, m in fresh.masters.items()}
+    before = {n: m.to(torch.float32, copy=True) for n, m in fresh.masters.items()}
     fresh.step(torch.optim.SGD(fresh.masters.values(), lr=SGD_LR))
-    result.sgd_changes = {n: m - before[n] for n, m in fresh.masters.items()}
+    result.sgd_changes = {n: m.float() - before[n] for n, m in fresh.masters.items()}
 
-    model = _Model(architecture, precision, balance)
+    model = _Model(architecture, precision, bf16_states, balance)
     optimizer = torch.optim.AdamW(_groups(model), lr=LR, betas=BETAS, eps=EPS)
     for step in range(STEPS):
         result.losses.append(model.accumulate(global_batch(step), split))
@@ -96,14 +105,15 @@ def train(architecture: str, precision: str, split: Split, balance: bool = True)
     return result
 
 
-def spread(architecture: str, precision: str) -> Difference:
+def spread(architecture: str, precision: str, bf16_states: bool) -> Difference:
     """How far the plain loop is from itself when only the order of its sums changes.
 
     Two trajectories over other splits of the same global batches. Without the balancing loss of a
     mixture: that one is not a sum over samples, and another split is another loss.
     """
-    base = train(architecture, precision, Split.even(GLOBAL_BATCH), balance=False)
-    others = [train(architecture, precision, Split.even(n), balance=False) for n in (4, 2)]
+    way = (architecture, precision, bf16_states)
+    base = train(*way, Split.even(GLOBAL_BATCH), balance=False)
+    others = [train(*way, Split.even(n), balance=False) for n in (4, 2)]
     return Difference.largest([rounding(base), *(difference(other, base) for other in others)])
 
 

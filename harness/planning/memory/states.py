@@ -97,7 +97,7 @@ def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
     """
     in_step = frozenset({"step"})
     if inputs.zero.torch_adam:
-        yield Held("step temporaries", 2 * FP32 * largest, in_step, "measured")
+        yield Held("step temporaries", 2 * master_bytes(inputs) * largest, in_step, "measured")
     elif inputs.zero.optimizer not in ("adamw", "adam"):
         matrices = [t.numel for t in inputs.shape.tensors() if _by_muon(t)]
         whole = 4 * max(matrices, default=0) if inputs.zero.optimizer == "muon" else 0
@@ -181,7 +181,8 @@ def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> It
         flat_lives = frozenset({"cast"} if element != FP32 else {"cast", "step"})
         yield Held("flat gradients", element * largest, flat_lives, "measured")
         if element != FP32:
-            yield Held("fp32 gradients", FP32 * largest, frozenset({"cast", "step"}), "measured")
+            cast = master_bytes(inputs) * largest
+            yield Held("fp32 gradients", cast, frozenset({"cast", "step"}), "measured")
     if inputs.zero.stage == 1:
         yield from _unreduced(inputs, flats, rank)
 
@@ -251,7 +252,8 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
     if offload == "device":
         largest = max(subs)
         yield Held("flat gradients", inputs.sum_bytes * largest, frozenset({"cast"}), "read")
-        yield Held("fp32 gradients", FP32 * largest, frozenset({"cast", "step"}), "read")
+        cast = master_bytes(inputs) * largest
+        yield Held("fp32 gradients", cast, frozenset({"cast", "step"}), "read")
         yield from _temporaries(inputs, largest)
     if zero.secondary_ranks > 1:
         # hpZ: cut anew in every forward pass, forgotten in every step.
