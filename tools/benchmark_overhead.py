@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -78,7 +79,9 @@ def _rounds(
 
 
 def _busy_elsewhere_s() -> float:
-    """Seconds that cores spent on others than this process and its children."""
+    """Seconds that cores spent on others than this process and its children; NaN off Linux."""
+    if not PROC_STAT.exists():
+        return math.nan
     ticks = [int(text) for text in PROC_STAT.read_text().split("\n", 1)[0].split()[1:]]
     idle = ticks[3] + ticks[4]  # and waiting for disks
     ours = sum(os.times()[:4])
@@ -96,8 +99,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="timed, in each process")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before that")
+    parser.add_argument("--steps", type=int, default=3, help="timed, in each process")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before, at least one")
     parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")

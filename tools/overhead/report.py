@@ -54,7 +54,7 @@ def _row(title: str, values: Any) -> str:
 
 
 def _compared(
-    cells: list[Found], goals: dict[tuple[str, str], str], wall: Any, work: Any
+    cells: list[Found], goals: dict[tuple[str, str], str], wall: Value, work: Value
 ) -> Iterator[str]:
     """Each side's median, then the ratios."""
     for side in SIDES:
