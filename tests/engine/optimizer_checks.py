@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from harness.checkpoint.files import Reader, from_index, merged, to_index, write_fragments
-from tests.engine.rank import OUT, WORLD, batches, engine_of, stage
+from tests.engine.rank import OUT, WORLD, engine_of, share_of, stage
 
 EIGHT_BIT = importlib.util.find_spec("bitsandbytes") is not None
 
@@ -117,17 +117,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1-bf16": {**stage(1), **_BF16},
     "zero2-bf16": {**stage(2), **_BF16},
     "zero3-bf16": {**stage(3), **_BF16},
+    "pipeline2": {**stage(0), "pipeline": {"stages": 2}},
+    "pipeline2-zero1-bf16": {**stage(1), **_BF16, "pipeline": {"stages": 2}},
 }
 
 
 def layouts_of(name: str) -> list[str]:
     if name == "adafactor":
-        return ["zero0"]
+        return ["zero0", "pipeline2"]
     return list(LAYOUTS if name in ("muon", "lion") else ("zero0", "zero2-offload", "zero3"))
 
 
 def error_of(name: str, layout: str) -> dict[str, float]:
-    """The largest difference of a weight after three steps, and how far weights went."""
+    """The largest difference of a weight after three steps, that of the reference from itself when
+    its gradients are rounded otherwise, and how far weights went.
+    """
     rules = [
         {"pattern": "lm_head", "lr_multiplier": 0.5},
         {"pattern": "up_proj", "weight_decay": 0.0},
@@ -135,19 +139,26 @@ def error_of(name: str, layout: str) -> dict[str, float]:
     engine = engine_with(name, layout, groups=rules)
     start = dict(engine.masters())
     weights = {n: w.clone() for n, w in start.items()}
-    step = REFERENCES[name](weights)
+    rounded = {n: w.clone() for n, w in start.items()}
+    step, rounded_step = REFERENCES[name](weights), REFERENCES[name](rounded)
+    noise = torch.Generator().manual_seed(0)
     for number in range(STEPS):
-        engine.accumulate(*batches(number))
+        engine.accumulate(*share_of(engine, number))
         gradients = dict(engine.gradients())
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
         engine.apply(LR)
         factor = min(1.0, 1.0 / (float(norm) + 1e-6))
         with torch.no_grad():
             step(weights, {n: g * factor for n, g in gradients.items()})
+            bits = {n: torch.randn(g.shape, generator=noise) for n, g in gradients.items()}
+            rounded_step(
+                rounded, {n: g * factor * (1 + 2**-23 * bits[n]) for n, g in gradients.items()}
+            )
     found = dict(engine.masters())
     engine.close()
     return {
         "error": max(float((found[n] - w).abs().max()) for n, w in weights.items()),
+        "spread": max(float((rounded[n] - w).abs().max()) for n, w in weights.items()),
         "moved": max(float((start[n] - w).abs().max()) for n, w in found.items()),
     }
 
@@ -159,7 +170,7 @@ def engine_with(name: str, layout: str, **more: Any) -> Any:
 
 def steps(engine: Any, numbers: range) -> Tensors:
     for number in numbers:
-        engine.accumulate(*batches(number))
+        engine.accumulate(*share_of(engine, number))
         engine.apply(LR)
     return dict(engine.masters())
 
