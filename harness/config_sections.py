@@ -56,6 +56,10 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: of no layer, or of every decoder layer."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     """Attention implementation, by its Hugging Face name."""
+    kernels: Literal["none", "liger"] = "none"
+    """liger: fused RMSNorm, SwiGLU, and head with cross-entropy, of the package liger-kernel."""
+    compile: bool = False
+    """Compile every decoder layer (torch.compile); the first steps take minutes."""
     dropout: Probability | None = None
     """Sets every dropout probability of the model; None keeps the model config's own."""
     attention_dropout: Probability | None = None

@@ -41,6 +41,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         grad_accum=plan.grad_accum,
         checkpointing=run.model.checkpointing,
         attention=run.model.attention,
+        fused=run.model.compile or run.model.kernels != "none",
         document_mask=bool(run.data.document_mask),
         activation=str(config.get("activation_function") or ""),
         dropout=max(

@@ -80,9 +80,9 @@ def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
     gc.collect()
     found: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
     for tensor in _tensors():
-        if tensor.device.type == "meta":
-            continue
         storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # that of the compiler's fake tensors says so itself
+            continue
         found[storage._cdata] = (storage, tensor.dtype)
     return found
 

@@ -36,6 +36,7 @@ from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
 from harness.model_config import find_model_config, load_model_config, max_positions
 from harness.plan_curriculum import curriculum_of, curriculum_problems
+from harness.plan_kernels import kernel_notes, kernel_problems
 from harness.plan_optimizer import optimizer_problems, rule_problems
 from harness.plan_pipeline import by_memory, notes, num_stages, stage_bounds
 from harness.plan_text import describe
@@ -186,11 +187,12 @@ def make_plan(
         problems += error.problems
     except ValueError as error:
         problems.append(f"model.name is {run.model.name!r} ({model_source}): {error}")
+    problems += kernel_problems(run, config.get("model_type"), num_stages(ds), world)
     stages, wrong = stage_bounds(ds, run, config, shape, ds_source)
     problems += wrong
     if problems or batch is None:
         raise ConfigError(problems)
-    events += notes(ds, shape, batch.grad_accum)
+    events += [*notes(ds, shape, batch.grad_accum), *kernel_notes(run)]
     hidden_sizes = (config[key] for key in ("hidden_size", "n_embd", "d_model") if key in config)
     fill_in(ds, run, batch, world, grid, next(hidden_sizes, None))
     plan = Plan(

@@ -79,8 +79,14 @@ def spread(plan: Plan) -> str:
     return (
         f"ZeRO {plan.zero_stage}, {plan.precision}, {ranks} ({' x '.join(axes)}) on {device}, "
         f"offload: {', '.join(offloaded) or 'none'}, "
-        f"activation checkpointing: {plan.run.model.checkpointing}"
+        f"activation checkpointing: {plan.run.model.checkpointing}{_faster(plan)}"
     )
+
+
+def _faster(plan: Plan) -> str:
+    model = plan.run.model
+    kernels = f", kernels: {model.kernels}" if model.kernels != "none" else ""
+    return kernels + (", decoder layers compiled" if model.compile else "")
 
 
 def _stages(plan: Plan) -> list[tuple[str, str]]:

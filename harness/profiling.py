@@ -67,7 +67,7 @@ class Profiler:
             path = self._path(f"flops-{step}.txt")
             flops = self.engine.flops_profile(batch, path)
             if path:
-                self.say(f"profile        {path}: {self._compared(flops)}")
+                self.say(f"profile        {path}: {self._compared(flops, *batch.input_ids.shape)}")
         return step in (self.last - 1, self.last)
 
     def __enter__(self) -> Profiler:
@@ -94,14 +94,14 @@ class Profiler:
         trace.export_chrome_trace(str(path))
         self.say("\n".join([f"profile        {path}", *largest(trace, len(steps))]))
 
-    def _compared(self, flops: int) -> str:
+    def _compared(self, flops: int, samples: int, tokens: int) -> str:
         """DeepSpeed's count beside the formula's, a third of which is the forward pass."""
         plan, text = self.plan, f"a forward pass: {flops:,} FLOPs as DeepSpeed counts"
         if plan.shape is None:
             return text
         bounds = plan.stages or (0, None)
-        units = flops_per_unit(plan.shape, plan.run.data.seq_len)[bounds[0] : bounds[1]]
-        ours = sum(units) * plan.micro_batch * plan.run.data.seq_len // 3
+        units = flops_per_unit(plan.shape, tokens)[bounds[0] : bounds[1]]
+        ours = sum(units) * samples * tokens // 3
         return f"{text}, {flops / ours:.3f} of what mfu is reckoned with"
 
 

@@ -37,8 +37,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {"config": "config config_file config_sections", "ds_config": "ds_config"},
     {
-        "plan": "plan plan_text plan_curriculum plan_optimizer plan_pipeline command model_config "
-        "ds_adopt ds_resolve estimate fit",
+        "plan": "plan plan_text plan_curriculum plan_kernels plan_optimizer plan_pipeline command "
+        "model_config ds_adopt ds_resolve estimate fit",
         "runfolder": "runfolder",
     },
     {
@@ -68,6 +68,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "transformers": {"models", "data", "checkpoint", "engine"},
     "accelerate": {"models", "checkpoint", "engine"},
     "safetensors": {"models", "checkpoint"},
+    "liger_kernel": {"models"},
     "ninja": {"engine"},
     "sentencepiece": {"data"},
     "tokenizers": {"data"},

@@ -19,7 +19,8 @@ ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0)
 def pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
     values = asdict(cell)
     if cell.layout in FEW:
-        return {(("layout", "bf16_states" if cell.has_bf16_states else cell.layout),)}
+        kind = "bf16_states" if cell.has_bf16_states else cell.layout.partition("_zero")[0]
+        return {(("layout", kind),)}
     alone = set()
     if "pipe" in cell.layout or cell.architecture in PRESETS:  # each by each would be 54 cells
         alone = {(("architecture", values.pop("architecture")),)}
@@ -55,7 +56,7 @@ def test_the_covering_set_holds_every_pair_that_can_occur() -> None:
 
 
 def test_the_covering_set_is_small_and_trains_whole() -> None:
-    assert len(covering_cells()) <= 40
+    assert len(covering_cells()) <= 41
     assert not [cell.name for cell in covering_cells() if cell.refused]
 
 
@@ -65,6 +66,7 @@ def test_all_cells_are_the_full_table() -> None:
     # three more in one way, two of them not in fp16
     flat += 6 * (3 * 3 - 2)
     flat += 1 * 4 * 3 + 2 * 4  # the second copy; bf16 states at two stages, in bf16 alone
+    flat += 2 * 4  # compiled, at two stages in fp32 alone
     # architectures and precisions but for two in fp16; (2 and 4 stages) x ZeRO 0 and 1 x
     # accumulation, and two data ranks with two stages
     pipelined = (9 * 3 - 2) * (2 * 2 * 2 + 2)

@@ -12,7 +12,8 @@ FREE_SECTIONS = (
 )
 FREE_KEYS = (
     *("train.steps", "train.tokens", "train.epochs", "train.micro_batch"),
-    *("model.checkpointing", "model.attention", "data.cache_dir", "data.prefetch"),
+    *("model.checkpointing", "model.attention", "model.kernels", "model.compile"),
+    *("data.cache_dir", "data.prefetch"),
 )
 
 # What a branch keeps of the run that it comes from.

@@ -7,7 +7,9 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
+from transformers import PreTrainedModel
 
 from harness.ds_config import offloaded_to
 from harness.engine import quirks
@@ -21,6 +23,8 @@ from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
 from harness.errors import ConfigError
 from harness.models.depth import drop_layers
+from harness.models.kernels import use_liger
+from harness.models.pieces import decoder_layers
 from harness.models.skeleton import described_parameters
 from harness.plan import Plan
 from harness.plan_optimizer import group_rules
@@ -55,6 +59,10 @@ def build_engine(
             drop_layers(drawn, rate)
     if plan.run.model.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if plan.run.model.kernels == "liger":
+        use_liger(model)
+    if plan.run.model.compile:
+        _compile_layers(model, plan.zero_stage)
     config, fallbacks = _with_buildable_optimizer(plan)
     groups = _parameter_groups(plan, parameters, model)
     engine, *_ = deepspeed.initialize(
@@ -72,6 +80,19 @@ def build_engine(
         names = {name for group in groups if group["muon"] for name in group["names"]}
         inner.matrices = Matrices(engine, model, names, built.data_group)
     return built
+
+
+def _compile_layers(model: PreTrainedModel, zero_stage: int) -> None:
+    """Compile every decoder layer for itself: alike, they are compiled once, and fast.
+
+    Under ZeRO-3 a layer is gathered as a whole then: hooks on the modules in it would break it into
+    two dozen graphs.
+    """
+    _, layers = decoder_layers(model)
+    if zero_stage == 3:
+        set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)
 
 
 def _parameter_groups(

@@ -41,6 +41,11 @@ def communication_log(path: Path | None) -> Iterator[None]:
         vars(log).update(given)
 
 
+def uncompiled(compiled: bool) -> contextlib.AbstractContextManager[Any]:
+    """Within this, compiled layers run as they are written."""
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+
+
 def flops_profile(engine: Any, held: nn.Module, batch: Batch, path: Path | None) -> int:
     """Forward one micro-batch, which changes nothing; write DeepSpeed's profile of it to `path`.
 
@@ -53,7 +58,7 @@ def flops_profile(engine: Any, held: nn.Module, batch: Batch, path: Path | None)
         return 0
     profiler = FlopsProfiler(held, engine.engine)
     # Compiled layers do not call what the profiler counts.
-    with torch.compiler.set_stance("force_eager"), quirks.linear_counted_once():
+    with uncompiled(engine.plan.run.model.compile), quirks.linear_counted_once():
         profiler.start_profile()
         try:
             engine.eval_batch([batch])

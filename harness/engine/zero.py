@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness.checkpoint.fragment import Fragment
 from harness.data.batches import Batch
 from harness.engine import fragments, quirks, state
-from harness.engine.profiles import communication_log, flops_profile
+from harness.engine.profiles import communication_log, flops_profile, uncompiled
 from harness.errors import ExitCode, RunStopped
 from harness.models.loss import forward
 from harness.plan import Plan
@@ -152,7 +152,8 @@ class ZeroEngine:
         Those of rank 0 on all: ranks that choose another token next would part ways.
         """
         self.engine.eval()
-        output = self.engine(input_ids=input_ids.to(self.device), use_cache=False)
+        with uncompiled(self.plan.run.model.compile):  # it would compile for many lengths
+            output = self.engine(input_ids=input_ids.to(self.device), use_cache=False)
         logits = output.logits[0, -1].float()
         dist.broadcast(logits, 0)
         return logits

@@ -40,9 +40,12 @@ def forward(
     Returns what `losses` does. No attention mask is passed: every position is a token, and
     transformers reads document boundaries from `position_ids`.
     """
-    positions = {} if position_ids is None else {"position_ids": position_ids}
-    outputs = model(input_ids=input_ids, use_cache=False, **positions)
-    return losses(getattr(model, "module", model), outputs, labels, smoothing)
+    given: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+    own = getattr(model, "module", model)
+    if getattr(own, "fuses_loss", False) and own.training and not smoothing:
+        given |= {"shift_labels": labels, "num_items_in_batch": 1}  # the sum, divided by 1
+    outputs = model(input_ids=input_ids, use_cache=False, **given)
+    return losses(own, outputs, labels, smoothing)
 
 
 def losses(
@@ -54,4 +57,6 @@ def losses(
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * float(model.config.router_aux_loss_coef)
+    if outputs.logits is None:  # models/kernels.py
+        return outputs.loss.float(), auxiliary
     return token_losses(outputs.logits, labels, smoothing), auxiliary

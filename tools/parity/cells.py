@@ -120,6 +120,9 @@ FEW: dict[str, dict[str, Any]] = {
     # Master weights and moments in bf16: held to a plain loop that keeps them so, too.
     "zero2_bf16_states": LAYOUTS["zero2"],
     "zero3_bf16_states": LAYOUTS["zero3"],
+    # Every decoder layer compiled.
+    "compiled_zero3": LAYOUTS["zero3"],
+    "compiled_zero1": LAYOUTS["zero1"],
 }
 _BF16_STATES = {
     "enabled": True,
@@ -167,6 +170,11 @@ class Cell:
     def micro_batch(self) -> int:
         """Samples in one micro-batch."""
         return GLOBAL_BATCH // (self.accumulation * self.data_ranks)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether every decoder layer is compiled."""
+        return self.layout.startswith("compiled")
 
     @property
     def zero(self) -> str:
@@ -218,12 +226,14 @@ def all_cells() -> list[Cell]:
 
 def few_cells(architectures: list[str]) -> list[Cell]:
     """FEW layouts with every architecture and precision, two micro-batches on each of four ranks;
-    on two where only the states are other than in LAYOUTS.
+    on two where only the states are other than in LAYOUTS. What is compiled rounds 16 bits less
+    often, and is compared in fp32.
     """
     combinations = itertools.product(FEW, architectures, PRECISIONS)
     cells = [Cell(name, layout, precision, 2, 4) for layout, name, precision in combinations]
     halves = [replace(cell, ranks=2) for cell in cells if cell.has_bf16_states]
     whole = [cell for cell in cells if not cell.has_bf16_states]
+    whole = [cell for cell in whole if cell.precision == "fp32" or not cell.compiled]
     return whole + [cell for cell in halves if cell.precision == "bf16"]
 
 
@@ -272,7 +282,8 @@ def covering_cells() -> list[Cell]:
 def _covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
     values: dict[str, Any] = asdict(cell)
     if cell.layout in FEW:
-        return {(("layout", "bf16_states" if cell.has_bf16_states else cell.layout),)}
+        kind = "bf16_states" if cell.has_bf16_states else cell.layout.partition("_zero")[0]
+        return {(("layout", kind),)}
     alone = set()
     if cell.layout in STAGES or cell.architecture in PRESETS:
         alone = {(("architecture", values.pop("architecture")),)}

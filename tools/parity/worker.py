@@ -26,6 +26,7 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
             "model": {
                 "name": str(folder / f"{cell.architecture}.config.json"),
                 "attention": ATTENTION.get(cell.architecture, "sdpa"),
+                "compile": cell.compiled,
             },
             "data": {"seq_len": SEQ_LEN},
             "train": {

@@ -45,7 +45,8 @@ def activation_evidence(inputs: Inputs) -> Evidence:
     """How well the family's activations are known."""
     known = inputs.shape.model_type in _TRACED and not inputs.dropout
     known |= inputs.traced_layer_bytes is not None
-    return "traced" if known and inputs.attention in ("sdpa", "eager") else "guessed"
+    known &= inputs.attention in ("sdpa", "eager") and not inputs.fused
+    return "traced" if known else "guessed"
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,8 @@ class Inputs:
     """Micro-batches per optimizer step."""
     checkpointing: Literal["none", "full"] = "none"
     attention: str = "sdpa"
+    fused: bool = False
+    """Whether operations are fused (model.kernels, model.compile), which is not counted."""
     document_mask: bool = False
     """Whether tokens attend only within their own document: the mask is then a tensor."""
     activation: str = ""

@@ -1,0 +1,48 @@
+"""Liger's kernels against the model's own code; Triton runs on a GPU alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from harness.models.initialize import materialize
+from harness.models.loss import forward
+from harness.models.skeleton import hf_config, skeleton
+from harness.plan_kernels import LIGER_FAMILIES
+from tools.parity.cells import ARCHITECTURES
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None,
+    reason="needs a GPU and liger-kernel",
+)
+
+
+def loss_and_gradients(config: dict[str, Any], liger: bool) -> tuple[float, list[torch.Tensor]]:
+    device = torch.device("cuda")
+    model = skeleton(hf_config(config), torch.float32)
+    materialize(model, 0, device)
+    if liger:
+        from harness.models.kernels import use_liger
+
+        use_liger(model)
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(0, 128, (2, 32), generator=generator) for _ in range(2))
+    labels[0, :5] = -100
+    loss, _ = forward(model.train(), ids.to(device), labels.to(device))
+    (loss / 59 * 4096).backward()  # as the engine scales it
+    return float(loss), [weight.grad for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("family", LIGER_FAMILIES)
+def test_loss_and_gradients_are_those_of_the_model(family: str) -> None:
+    config = {**ARCHITECTURES["llama"], "model_type": family}
+    expected, gradients = loss_and_gradients(config, liger=False)
+    found, fused = loss_and_gradients(config, liger=True)
+    assert found == pytest.approx(expected, rel=1e-6)
+    for own, theirs in zip(gradients, fused, strict=True):
+        assert float((own - theirs).norm()) <= 1e-5 * float(own.norm())
+    again, _ = loss_and_gradients(config, liger=False)  # the next model is as it was
+    assert again == expected
