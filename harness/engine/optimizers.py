@@ -2,8 +2,8 @@
 
 They see fp32 master weights and gradients that DeepSpeed has summed, unscaled and clipped, in
 whatever pieces: what they do to an element is the same in every layout. DeepSpeed 0.19.8 has a
-Lion for GPUs alone and one for offload alone; puts all of an Adagrad's weights into one group, and
-decays norms with it; and clips Muon's update at some stages, its gradient at others.
+Lion for GPUs alone and one for offload alone; an Adagrad that fails with two groups; and a Muon
+whose update is clipped at some stages, its gradient at others (docs/deepspeed_findings.md, 29, 30).
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Lion(Optimizer):
 class Adagrad(Optimizer):
     """Gradients over the root of the sum of all their squares (JMLR 12, 2011); L2 decay.
 
-    torch's own makes its states before DeepSpeed cuts the weights up; for that DeepSpeed makes it
-    again, with all weights in one group.
+    torch's own makes its states when it is built, before DeepSpeed cuts the weights up.
     """
 
     def __init__(self, params: Any, lr: float, eps: float, weight_decay: float):
