@@ -1,0 +1,138 @@
+"""How fast is a training step, and what makes it so? The real engine on random tokens.
+
+    python tools/benchmark_gpu.py model.name=llama-1b data.seq_len=4096
+    python tools/benchmark_gpu.py --deepspeed ds_configs/zero3.json --sweep micro_batch=1,2,4 \\
+        --sweep model.checkpointing=none,full model.name=llama-1b data.seq_len=4096
+    python tools/benchmark_gpu.py --ladder model.name=llama-1b data.seq_len=4096 train.micro_batch=2
+
+A line of JSON for each case, which has processes of its own: one that runs out of memory ends
+alone, and is shown beside its estimate. Medians over --steps optimizer steps after --warmup, the
+host waiting for each. One micro-batch a step unless train.global_batch says otherwise.
+--ladder takes eager attention and torch's optimizer, and puts on top of it sdpa, flash attention,
+DeepSpeed's fused optimizer, Liger's kernels, compiled layers, activation checkpointing, one after
+the other; what this machine lacks is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0] = str(REPOSITORY)
+
+from harness.command import DEFAULT_DS_JSON
+from tools.matrix import machine, versions
+from tools.speed.cases import LADDER, Case, swept
+
+FORMULA = (
+    "TFLOP/s per GPU = tokens/s per GPU x (6 x active parameters + 12 x sum over layers of q_size "
+    "x context); MFU = that / the GPU's dense peak in this precision (arXiv 2204.02311, appendix "
+    "B: no halving for the causal mask, nothing recomputed is counted)"
+)
+
+
+def main() -> int:
+    """Command line -> exit code."""
+    args = _arguments()
+    base = {"train.micro_batch": "1"}
+    base |= dict(text.split("=", 1) for text in args.assignments if "=" in text)
+    print(f"{FORMULA}\n{versions()}; {machine()}", file=sys.stderr)
+    try:
+        cases = [*swept(base, args.sweep)]
+        found = [*(_climbed(cases, args) if args.ladder else _each(cases, args))]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the lines above are whole", file=sys.stderr)
+        return 130
+    return 0 if any("step_time_s" in line for line in found) else 1
+
+
+def _each(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for number, case in enumerate(cases, 1):
+        print(f"{number}/{len(cases)} {case.name}", file=sys.stderr, flush=True)
+        yield _shown(case.name, measured(case, args))
+
+
+def _climbed(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every case up the ladder; a rung that does not hold is left out of those above it."""
+    for case in cases:
+        for rung in LADDER:
+            tried = case.on_top(rung)
+            print(f"{case.name}: {rung}", file=sys.stderr, flush=True)
+            line = measured(tried, args)
+            why = line.pop("refused", None)
+            if rung == "fused optimizer" and line.get("fallbacks"):
+                why = ", ".join(line["fallbacks"])
+            if why:
+                line = {"skipped": why}
+            yield _shown(f"{case.name}: {rung}", line)
+            if "step_time_s" in line or "out of memory" in line.get("error", ""):
+                case = Case(case.name, tried.settings)
+
+
+def _shown(name: str, line: dict[str, Any]) -> dict[str, Any]:
+    print(json.dumps({"case": name, **line}), flush=True)
+    return line
+
+
+def measured(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """What tools/speed/worker.py found, in processes of its own; or how they ended."""
+    settings = {"train.global_batch": _one_step(case, args.ranks), **case.settings}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "found.json")
+        command = [sys.executable]
+        if args.ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={args.ranks}"]
+        command += ["-m", "tools.speed.worker", f"--deepspeed={args.deepspeed.resolve()}"]
+        command += [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--out={out}"]
+        command += [f"{key}={value}" for key, value in settings.items()]
+        done = subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    if done.returncode and "error" not in found:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        found["error"] = f"ended with code {done.returncode}: {last}"
+    found.pop("rank", None)
+    return found
+
+
+def _one_step(case: Case, ranks: int) -> str:
+    """One micro-batch on each rank."""
+    micro_batch = case.settings["train.micro_batch"]
+    return str(int(micro_batch) * ranks) if micro_batch.isdecimal() else micro_batch
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=V,V", help="each by each, if several"
+    )
+    parser.add_argument("--ladder", action="store_true", help="what each step brings")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs (default: 1)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=20, help="steps that are")
+    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    return parser.parse_intermixed_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
