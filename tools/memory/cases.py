@@ -80,11 +80,15 @@ class Case:
     layout: str
     precision: str
     accumulation: int
+    optimizer: str = "adamw"
 
     @property
     def name(self) -> str:
         """How tables and files call it."""
-        return "-".join(str(value) for value in asdict(self).values())
+        parts = asdict(self)
+        if self.optimizer == "adamw":
+            del parts["optimizer"]
+        return "-".join(str(value) for value in parts.values())
 
     @property
     def stages(self) -> int:
@@ -101,6 +105,19 @@ class Case:
         }
 
 
+_OPTIMIZERS = [
+    Case("zero0", "fp32", 1, "adafactor"),
+    Case("zero1", "bf16_fp32_sums", 1, "muon"),
+    Case("zero2", "fp32", 4, "adagrad"),
+    Case("zero2_offload", "bf16", 1, "lion"),
+    Case("zero3", "fp32", 1, "muon"),
+    Case("zero3", "bf16_fp32_sums", 1, "lion"),
+    Case("zero1", "fp32", 1, "momentum"),
+    Case("zero2", "bf16", 1, "sgd"),
+    Case("zero2", "bf16", 1, "adam8bit"),
+]
+
+
 def all_cases() -> list[Case]:
     """Every combination that the harness runs: most of stage 0 in half precision it refuses."""
     runs = {
@@ -114,7 +131,7 @@ def all_cases() -> list[Case]:
         Case(layout, precision, accumulation)
         for layout, precision, accumulation in itertools.product(LAYOUTS, PRECISIONS, ACCUMULATIONS)
         if precision in runs.get(layout, PRECISIONS)
-    ]
+    ] + _OPTIMIZERS
 
 
 def covering_cases() -> list[Case]:
@@ -138,4 +155,5 @@ def covering_cases() -> list[Case]:
         Case("pipeline_zero0", "bf16", 4),
         Case("pipeline_zero1", "fp32", 1),
         Case("pipeline_zero1", "bf16_fp32_sums", 4),
+        *_OPTIMIZERS,
     ]

@@ -31,7 +31,7 @@ def plan_of(case: Case, world: World, model: Path) -> Plan:
                 "micro_batch": 1,
                 "steps": 2,
             },
-            "optim": {"warmup_steps": 0},
+            "optim": {"name": case.optimizer, "warmup_steps": 0},
         }
     )
     return make_plan(run, case.deepspeed, world)
