@@ -5,6 +5,7 @@ What comes out is handed unchanged to zero.Init and to deepspeed.initialize.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -57,6 +58,13 @@ def resolve_precision(
             f'bfloat16: use ds_configs/fp16.json, or "auto" for fp32 there'
         )
     return "fp16" if fp16 else "bf16" if bf16 else "fp32", events, problems
+
+
+def fill_in_swap_folder(ds: dict[str, Any]) -> None:
+    """Where "auto" puts what is offloaded to NVMe, in place: with the temporary files (TMPDIR)."""
+    section = literal(ds, "zero_optimization.offload_optimizer")
+    if isinstance(section, dict) and section.get("nvme_path") == AUTO:
+        section["nvme_path"] = tempfile.gettempdir()
 
 
 def secondary_problems(ds: Mapping[str, Any], world: World, source: Source) -> list[str]:

@@ -27,6 +27,7 @@ from harness.ds_config import (
 from harness.ds_resolve import (
     Precision,
     fill_in,
+    fill_in_swap_folder,
     overrides,
     resolve_precision,
     secondary_problems,
@@ -226,6 +227,7 @@ def check_json(
     ds: dict[str, Any] = normalized(ds_json)
     problems = take_wrong_keys(ds, source)
     precision, events, wrong = resolve_precision(ds, world, source)
+    fill_in_swap_folder(ds)
     wrong += secondary_problems(ds, world, source)
     wrong += refusals(ds, source, world.accelerator)
     return ds, precision, events, [*problems, *wrong]

@@ -41,6 +41,9 @@ def optimizer_problems(run: RunConfig, ds: Mapping[str, Any]) -> Iterator[str]:
         )
     if kind.layouts == "unoffloaded" and offload != "none":
         yield f"{asked}: its states stay on the GPU: remove offload_optimizer, or use adamw"
+    if offload == "nvme" and run.optim.clip_value is not None:
+        given = f"optim.clip_value is {run.optim.clip_value} ({run.origin('optim.clip_value')})"
+        yield f"{given}: gradients on NVMe are not clamped: set optim.clip_norm, or use the cpu"
     # Without momentum sgd has no states that could be in the wrong place or type.
     if not kind.by_deepspeed and (name != "sgd" or run.optim.momentum):
         if offload == "nvme":

@@ -10,6 +10,7 @@ from harness.ds_config import offloaded_to
 from harness.fit import memory_line, shortages_here
 from harness.planning.shape import num_parameters, parameters_by_kind
 from harness.planning.stages import bubble, layers_per_stage
+from harness.swap_space import swap_problems
 
 if TYPE_CHECKING:
     from harness.plan import Plan
@@ -22,6 +23,7 @@ def describe(plan: Plan) -> str:
     short = []
     if plan.estimate:
         short = shortages_here(plan.estimate, plan.world.local_rank, plan.run.run.dir)
+    short += swap_problems(plan)
     verdict = f"{'this machine':<{_LABEL_WIDTH}}{'; '.join(short) or 'can hold it'}"
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
     return "\n".join([summary(plan), verdict, "", title, json.dumps(plan.deepspeed, indent=2)])

@@ -18,7 +18,6 @@ from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.curriculum import Step
 from harness.data.build import Data, DataSpec, build_data
-from harness.ds_config import offloaded_to
 from harness.engine.processes import join
 from harness.errors import ConfigError, ExitCode
 from harness.fit import shortages_here
@@ -35,6 +34,7 @@ from harness.planning.memory.host import checkpoint_bytes
 from harness.probe import check_probe
 from harness.resumption import Beginning, find_beginning, load_into
 from harness.runfolder import Outcome, RunFolder, create_run_dir
+from harness.swap_space import swap_problems
 
 
 @dataclass
@@ -121,10 +121,8 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     progress = Progress(enabled=plan.world.rank == 0)
     progress.say(summary(plan))
     time_left = _time_left(plan)
-    if "nvme" in (offloaded_to(plan.deepspeed, "optimizer"), offloaded_to(plan.deepspeed, "param")):
-        raise ConfigError(
-            "what is offloaded to NVMe cannot be saved yet: offload to the cpu instead"
-        )
+    if lacking := swap_problems(plan):
+        raise ConfigError(lacking)
     forced = _check_fit(plan)
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
     data = data or build_data(spec, progress.say)

@@ -15,6 +15,7 @@ from tests.run_tools import run_tool
 from tools.checkpoints.cells import (
     LAYOUTS,
     PRECISIONS,
+    WIDE,
     Cell,
     Side,
     all_cells,
@@ -48,7 +49,8 @@ def test_every_planted_defect_is_caught() -> None:
 def test_the_covering_set_is_small_and_covers_all() -> None:
     chosen = covering_cells()
     assert len(chosen) <= 40
-    assert set().union(*map(covers, chosen)) == set().union(*map(covers, all_cells()))
+    every = [cell for cell in all_cells() if cell.architecture != WIDE]
+    assert set().union(*map(covers, chosen)) == set().union(*map(covers, every))
 
 
 def test_every_sound_layout_is_left_and_reached_in_every_precision() -> None:
@@ -66,7 +68,7 @@ def test_all_cells_are_the_full_table() -> None:
     # On one and on two ranks; in 16 bits all on two, and ZeRO-1 and ZeRO-3 on one.
     every = {"fp32": 7 * 2 + 3, "bf16": 10 + 2, "fp16": 7 + 2}
     assert {name: len(sides(name)) for name in PRECISIONS} == every
-    expected = sum(n * n + 3 * 8 + n for n in every.values()) + 1 + 2
+    expected = sum(n * n + 3 * 8 + n for n in every.values()) + 1 + 2 + 3 * 4
     assert len({cell.name for cell in all_cells()}) == expected
 
 

@@ -257,7 +257,7 @@ BF16_STATES = {
             "zero_optimization.offload_param.device is 'cpu' (ds.json): it needs stage 3",
         ),
         (
-            zero(2, offload_optimizer={"device": "nvme"}),
+            zero(3, offload_optimizer={"device": "nvme"}),
             "zero_optimization.offload_optimizer.device is 'nvme' (ds.json): it needs zero_optim",
         ),
         (
@@ -304,6 +304,21 @@ BF16_STATES = {
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}},
             "activation_checkpointing.cpu_checkpointing is True (ds.json): not built",
+        ),
+        (
+            zero(3, offload_param={"device": "nvme", "nvme_path": "/tmp"}),
+            "zero_optimization.offload_param.device is 'nvme' (ds.json): weights on NVMe cannot",
+        ),
+        (
+            zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+            "zero_optimization.offload_optimizer.device is 'nvme' (ds.json): it needs stage 3",
+        ),
+        (
+            zero(
+                3,
+                offload_optimizer={"device": "nvme", "nvme_path": "/tmp", "pipeline_read": True},
+            ),
+            "zero_optimization.offload_optimizer.pipeline_read is True (ds.json): nobody",
         ),
         (
             {**zero(2), "bf16": {"enabled": True, "bf16_optimizer_states": True}},

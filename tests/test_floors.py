@@ -38,7 +38,7 @@ FLOORS: list[dict[str, str]] = [
     {"config": "config config_file config_sections", "ds_config": "ds_config"},
     {
         "plan": "plan plan_text plan_curriculum plan_kernels plan_optimizer plan_pipeline command "
-        "model_config ds_adopt ds_resolve estimate fit",
+        "model_config ds_adopt ds_resolve estimate fit swap_space",
         "runfolder": "runfolder",
     },
     {

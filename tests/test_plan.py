@@ -381,6 +381,13 @@ def test_a_second_copy_is_shared_by_ranks_that_divide():
     assert plan(zero(8), ranks=6).deepspeed["zero_optimization"]["zero_hpz_partition_size"] == 8
 
 
+def test_what_lies_on_nvme_is_not_clamped():
+    section = {"device": "nvme", "nvme_path": "/tmp"}
+    ds = {"zero_optimization": {"stage": 3, "offload_optimizer": section}}
+    (problem,) = problems_of(ds, "optim.clip_value=0.5")
+    assert "optim.clip_value is 0.5 (command line): gradients on NVMe are not clamped" in problem
+
+
 def test_soft_capped_scores_take_the_attention_that_has_them():
     made = plan({}, "model.name=gemma-2-9b")
     assert made.run.model.attention == "eager"

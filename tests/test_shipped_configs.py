@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ EXPECTED = {
     "zero2_bf16_states": ("bf16", 2, ""),
     "zero2_offload": ("bf16", 2, "optimizer"),
     "zero3": ("bf16", 3, ""),
+    "zero3_nvme": ("bf16", 3, "param"),
     "zero3_offload": ("bf16", 3, "optimizer param"),
     "zeropp": ("bf16", 3, ""),
 }
@@ -77,6 +79,12 @@ def test_bf16_states_are_fp32_where_the_device_has_no_bf16(monkeypatch):
     monkeypatch.setattr(ds_resolve, "cpu_has_bf16", lambda: False)
     plan = shipped("zero2_bf16_states")
     assert (plan.precision, plan.deepspeed["bf16"]) == ("fp32", {"enabled": False})
+
+
+def test_nvme_begins_where_temporary_files_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    section = shipped("zero3_nvme").deepspeed["zero_optimization"]["offload_optimizer"]
+    assert (section["device"], section["nvme_path"]) == ("nvme", str(tmp_path))
 
 
 def test_zeropp_copies_the_weights_into_every_node():

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.ds_config import offloaded_to
-from harness.engine import quirks
+from harness.engine import quirks, swap
 from harness.engine.empty import empty_model
 from harness.engine.matrices import Matrices
 from harness.engine.optimizers import Orthogonalizing, our_optimizer
@@ -69,7 +69,7 @@ def build_engine(
         model=handed,
         model_parameters=groups,
         optimizer=our_optimizer(plan),
-        config=config,
+        config=swap.own_folder(config),
     )
     events = [*events, *fallbacks]
     if stage is None:

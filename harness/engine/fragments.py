@@ -10,6 +10,8 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
+from harness.engine import swap
+
 
 def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Parameters, and views of the gradient elements of them that this rank's optimizer will use.
@@ -20,10 +22,9 @@ def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Ten
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id"):  # ZeRO-3
             optimizer = parameter._z3_optimizer
-            yield (
-                parameter,
-                optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)[0],
-            )
+            held = optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)[0]
+            # On NVMe the next one takes its buffer.
+            yield parameter, held.clone() if swap.is_swapped(optimizer) else held
         elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1, ZeRO-2
             fragment = _owned_gradient(parameter)
             if fragment is not None:

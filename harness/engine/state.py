@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
-from harness.engine import eight_bit, quirks
+from harness.engine import eight_bit, quirks, swap
 
 # Fills a flat tensor with elements [offset, offset + numel) of (name, kind), where it is stored.
 Fill = Callable[[str, str, int, torch.Tensor], None]
@@ -50,8 +50,9 @@ def fragments(engine: Any, module: nn.Module, data_rank: int, data_ranks: int) -
 
     What all data ranks hold alike is dealt out among them.
     """
-    found, states = [], _per_element(engine)
-    for place in pieces(engine, module):
+    found = []
+    flats, states = _held(engine)
+    for place in pieces(engine, module, flats):
         if getattr(place.parameter, "ds_pipe_replicated", False):
             continue  # the other end of the pipeline saves it
         state = states.get(place.flat, {})
@@ -86,8 +87,12 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
     What the optimizer has not made yet is made, and what was not made yet when that was saved is
     zeros. Talks to no other rank: where `fill` raises on one of them, none is left waiting.
     """
-    inner, states = inner_optimizer(engine), _per_element(engine)
-    for place in pieces(engine, module):
+    inner = inner_optimizer(engine)
+    if swap.is_swapped(engine.optimizer):
+        trained = (name for name, p in module.named_parameters() if p.requires_grad)
+        swap.make_states(engine.optimizer, kinds(next(trained)))
+    flats, states = _held(engine)
+    for place in pieces(engine, module, flats):
         name = getattr(place.parameter, "tied_to", place.name)
         fill(name, WEIGHT, place.offset, place.view(place.flat))
         if place.parameter.requires_grad:
@@ -145,11 +150,16 @@ def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
     quirks.replay_adam_steps(engine.optimizer)
 
 
-def pieces(engine: Any, module: nn.Module) -> Iterator[Place]:
-    """Where this rank has what of every parameter, in the module's order; tied ones once."""
+def pieces(
+    engine: Any, module: nn.Module, flats: list[torch.Tensor] | None = None
+) -> Iterator[Place]:
+    """Where this rank has what of every parameter, in the module's order; tied ones once.
+
+    `flats`: under ZeRO-3, in the place of the optimizer's own.
+    """
     for name, p in module.named_parameters():
         if hasattr(p, "ds_id"):
-            yield from _place_zero3(name, p)
+            yield from _place_zero3(name, p, flats)
         elif not hasattr(p, "_hp_mapping"):  # ZeRO-0 in fp32, or frozen
             yield Place(name, p, 0, p, 0, p.numel(), True)
         elif p._hp_mapping is not None:
@@ -182,7 +192,7 @@ def _flats(optimizer: Any) -> list[torch.Tensor]:
     return list(optimizer.fp32_groups_flat_partition)  # BF16_Optimizer
 
 
-def _place_zero3(name: str, p: Any) -> Iterator[Place]:
+def _place_zero3(name: str, p: Any, flats: list[torch.Tensor] | None) -> Iterator[Place]:
     size = p.ds_tensor.ds_numel
     if not p.requires_grad:  # nobody has a flat copy of it
         rank = torch.distributed.get_rank(p.ds_process_group)
@@ -191,7 +201,7 @@ def _place_zero3(name: str, p: Any) -> Iterator[Place]:
         optimizer = p._z3_optimizer
         rank = optimizer._get_param_partition_rank(p)
         group, start, _ = optimizer.grad_position[optimizer.get_param_id(p)]
-        flat = optimizer.fp32_partitioned_groups_flat[group]
+        flat = (flats or optimizer.fp32_partitioned_groups_flat)[group]
     offset = rank * size
     numel = min(size, p.ds_numel - offset)  # the last ranks' shares end in padding
     if numel > 0:
@@ -215,8 +225,12 @@ def refresh_weights(engine: Any) -> None:
 
 def _refresh_zero3(optimizer: Any) -> None:
     # As DeepSpeed's own _rigid_load_state_dict does after reading.
+    masters = optimizer.fp32_partitioned_groups_flat
+    if swap.is_swapped(optimizer):
+        masters = swap.flats(optimizer)
+        swap.flush(masters, optimizer)
     groups = zip(
-        optimizer.fp32_partitioned_groups_flat,
+        masters,
         optimizer.fp16_partitioned_groups_flat,
         optimizer.fp16_partitioned_groups,
         strict=True,
@@ -241,6 +255,14 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def inner_optimizer(engine: Any) -> Any:
     """The optimizer inside DeepSpeed's wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def _held(engine: Any) -> tuple[list[torch.Tensor] | None, Any]:
+    """What `pieces` and `_per_element` are to give: of files, where states are on NVMe."""
+    if not swap.is_swapped(engine.optimizer):
+        return None, _per_element(engine)
+    flats = swap.flats(engine.optimizer)
+    return flats, swap.states(engine.optimizer, flats)
 
 
 def _per_element(engine: Any) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.checkpoint.fragment import Fragment
 from harness.data.batches import Batch
-from harness.engine import fragments, quirks, state
+from harness.engine import fragments, quirks, state, swap
 from harness.engine.profiles import communication_log, flops_profile, uncompiled
 from harness.errors import ExitCode, RunStopped
 from harness.models.loss import forward
@@ -220,6 +220,7 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
+        swap.remove_files(self.engine)
         self.engine.destroy()
         quirks.forget_nodes()
 

@@ -11,7 +11,8 @@ from tests.engine.small import DS_CONFIGS
 
 pytestmark = pytest.mark.slow
 
-SHIPPED = sorted(path.stem for path in DS_CONFIGS.glob("*.json") if path.stem != "pipeline4")
+# zero3_nvme needs a library that may not be here: tests/test_swap_space.py.
+SHIPPED = sorted({path.stem for path in DS_CONFIGS.glob("*.json")} - {"pipeline4", "zero3_nvme"})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

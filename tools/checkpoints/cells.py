@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from tools.parity.cells import GLOBAL_BATCH, SEQ_LEN
+from tools.parity.cells import GLOBAL_BATCH, NVME, SEQ_LEN
 from tools.parity.cells import LAYOUTS as ZERO
 
 # Odd sizes: nothing divides by two ranks, so every share ends in padding or in the middle of a row.
@@ -54,6 +54,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.1,
         "attn_pdrop": 0.1,
     },
+}
+# States of less than a megabyte stay in memory: wide enough for some to be in files.
+WIDE = "llama_wide"
+ARCHITECTURES[WIDE] = {
+    **ARCHITECTURES["llama_tied"],
+    "hidden_size": 270,
+    "intermediate_size": 555,
+    "head_dim": 90,
 }
 EVERYWHERE = "llama_tied"
 """Between all layouts: what is tied is held twice under pipeline stages."""
@@ -120,7 +128,7 @@ class Side:
 
     def deepspeed(self, precision: str) -> dict[str, Any]:
         """The DeepSpeed JSON, before it is resolved."""
-        zero_optimization = {**LAYOUTS, **BF16_STATES}[self.layout]
+        zero_optimization = {**LAYOUTS, **BF16_STATES, **NVME}[self.layout]
         ds = {"zero_optimization": zero_optimization, **PRECISIONS[precision]}
         if self.layout in BF16_STATES:
             keys = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
@@ -191,15 +199,23 @@ def all_cells() -> list[Cell]:
             cells += [Cell(precision, EVERYWHERE, side, side) for side in halves]
         # Another layout draws other masks.
         cells += [Cell(precision, DROPOUT, side, side) for side in every]
-    return cells
+    return cells + [cell for precision in PRECISIONS for cell in nvme_cells(precision)]
+
+
+def nvme_cells(precision: str) -> list[Cell]:
+    """Optimizer states in files: gone on with, left, reached, on other ranks."""
+    one, two = Side("zero3_nvme", 1), Side("zero3_nvme", 2)
+    plain = Side("zero1", 2)
+    pairs = ((two, two), (two, plain), (plain, two), (two, one))
+    return [Cell(precision, WIDE, *pair) for pair in pairs]
 
 
 def covering_cells() -> list[Cell]:
-    """A small set that holds everything that `covers` names.
+    """A small set that holds everything that `covers` names, without NVMe: see parity/cells.py.
 
     Greedy: take the cell that covers most of what is still uncovered, until nothing is left.
     """
-    candidates = all_cells()
+    candidates = [cell for cell in all_cells() if cell.architecture != WIDE]
     uncovered = set().union(*map(covers, candidates))
     chosen: list[Cell] = []
     while uncovered:

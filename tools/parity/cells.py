@@ -51,6 +51,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.0,
     },
 }
+# States of less than a megabyte stay in memory: wide enough for some to be in files.
+ARCHITECTURES["llama_wide"] = {
+    **ARCHITECTURES["llama"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+}
 # Models that are cut into stages: five layers, which neither two nor four stages share evenly.
 _DEEP = {**_DECODER, "num_hidden_layers": 5}
 PIPELINED: dict[str, dict[str, Any]] = {
@@ -129,6 +136,15 @@ _BF16_STATES = {
     "bf16_master_weights_and_grads": True,
     "bf16_optimizer_states": True,
 }
+# Only where DeepSpeed's reads and writes can be compiled (libaio), so not in the covering set.
+NVME: dict[str, dict[str, Any]] = {
+    "zero3_nvme": {
+        **LAYOUTS["zero3"],
+        "sub_group_size": 300_000,  # on two ranks all sub-groups but the last fill a file
+        "offload_optimizer": {"device": "nvme", "nvme_path": "auto", "pin_memory": False},
+        "offload_param": _CPU,
+    },
+}
 STAGES = {f"pipe{n}_zero{z}": (n, f"zero{z}") for n in (2, 4) for z in (0, 1)}
 """Pipeline layouts: how many stages, and what is under them."""
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -195,7 +211,7 @@ class Cell:
             precision["bf16"] = _BF16_STATES
         if self.zero == "zero0":
             precision.pop("data_types", None)  # it has no other sums than those of the weights
-        zero = {**LAYOUTS, **FEW}[self.zero]
+        zero = {**LAYOUTS, **FEW, **NVME}[self.zero]
         return {"zero_optimization": zero, **stages, **precision}
 
     @property
@@ -218,10 +234,18 @@ class Job:
 
 def all_cells() -> list[Cell]:
     """Every combination, refused ones included."""
-    flat = [name for name in ARCHITECTURES if name not in (*PIPELINED, *PRESETS)]
+    flat = [name for name in ARCHITECTURES if name not in (*PIPELINED, *PRESETS, "llama_wide")]
     values = (flat, LAYOUTS, PRECISIONS, ACCUMULATIONS, RANKS)
     cells = [Cell(*combination) for combination in itertools.product(*values)]
-    return cells + preset_cells() + few_cells(flat) + pipeline_cells()
+    return cells + preset_cells() + few_cells(flat) + nvme_cells() + pipeline_cells()
+
+
+def nvme_cells() -> list[Cell]:
+    """Optimizer states in files, in every precision, on one and on two ranks."""
+    return [
+        Cell("llama_wide", layout, precision, 2, ranks)
+        for layout, precision, ranks in itertools.product(NVME, PRECISIONS, RANKS)
+    ]
 
 
 def few_cells(architectures: list[str]) -> list[Cell]:
@@ -269,7 +293,7 @@ def covering_cells() -> list[Cell]:
 
     Greedy: take the cell that covers most of what is still uncovered, until nothing is left.
     """
-    candidates = [cell for cell in all_cells() if cell.refused is None]
+    candidates = [cell for cell in all_cells() if not (cell.refused or cell.layout in NVME)]
     uncovered = set().union(*(_covers(cell) for cell in candidates))
     chosen = []
     while uncovered:

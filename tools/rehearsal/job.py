@@ -14,10 +14,10 @@ from harness.assignments import assign, flat
 from harness.config import run_and_step
 from harness.data.corpus import find_corpus
 from harness.ds_adopt import SAME
-from harness.ds_config import AUTO, literal, value_of
+from harness.ds_config import AUTO, literal, offloaded_to, value_of
 from harness.plan import Plan
 from harness.planning.shape import Shape
-from harness.planning.sizes import UnknownArchitecture
+from harness.planning.sizes import FAMILIES, UnknownArchitecture
 from harness.runfolder import RunFolder
 from tools.rehearsal.excerpt import excerpt
 from tools.rehearsal.layout import Layout, elsewhere, rehearsed
@@ -143,6 +143,8 @@ class Job:
         found += ["the weights of model.init_from"] if run.model.init_from else []
         found += ["the checkpoint of resume.from"] if run.resume.from_ else []
         found += [run.model.attention] if "flash" in run.model.attention else []
+        given = self.real.deepspeed_given
+        found += ["ZeRO++'s quantisation"] if any(value_of(given, k) for k in _QUANTISED) else []
         found += [
             f"the JSON's {name}"
             for name in _MONITORS
@@ -176,7 +178,8 @@ class Job:
             "sample.tokens": min(run.sample.tokens, _SAMPLE_TOKENS),
         }
         if "flash" in run.model.attention:
-            keys["model.attention"] = "sdpa"
+            family = FAMILIES.get(self.model["model_type"], {})
+            keys["model.attention"] = "sdpa" if family.get("sdpa", True) else "eager"
         return {**keys, **self._ramp(), **self._groups()}
 
     def _ramp(self) -> dict[str, int]:
@@ -224,9 +227,18 @@ def _deepspeed(real: Plan, model: dict[str, Any], split: list[int] | None) -> di
     for name in _MONITORS:
         if name in ds:
             ds[name]["enabled"] = False
+    for key in _QUANTISED:
+        if value_of(ds, key):
+            assign(ds, key, False)
+    if offloaded_to(ds, "optimizer") == "nvme":  # the job's drive is not here
+        assign(ds, "zero_optimization.offload_optimizer.nvme_path", AUTO)
     for key, value in _scaled_sizes(real, model):
         assign(ds, key, value)
     return ds
+
+
+# DeepSpeed does it on GPUs alone.
+_QUANTISED = tuple(f"zero_optimization.zero_quantized_{what}" for what in ("weights", "gradients"))
 
 
 _SHORTENED = ("train.steps", "optim.warmup_steps", "train.global_batch", "train.micro_batch")
