@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.run_tools import run_tool
+from tests.two_ranks import SHARED_MEMORY
 from tools.overhead.recorder import counters
 
 ONCE = ("--stages", 1, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--steps", 2)
@@ -18,6 +19,7 @@ ONCE = ("--stages", 1, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--steps", 2
 @pytest.mark.slow
 def test_the_harness_and_a_bare_loop_train_alike(tmp_path: Path) -> None:
     out, text = tmp_path / "found.json", tmp_path / "found.md"
+    shared = {path.name for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*")}
     done = run_tool(
         "benchmark_overhead", *ONCE, "--data-rounds", 0, "--json", out, "--markdown", text
     )
@@ -39,6 +41,8 @@ def test_the_harness_and_a_bare_loop_train_alike(tmp_path: Path) -> None:
     assert any("harness/metrics.py" in site for site in harness["syncs"])
     assert "| the harness / bare DeepSpeed (1.01 at most) | **" in done.stdout
     assert done.stdout.strip() in text.read_text()
+    left = {path.name for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*")} - shared
+    assert not left  # DeepSpeed's, 69 MB for each rank of the others
 
 
 @pytest.mark.parametrize(
