@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tools.overhead.job import Job
+from tools.overhead.job import REPOSITORY, Job
 
 _INSIDE = ("/torch/", "/recorder.py")  # frames that are no call sites
 
@@ -107,5 +107,5 @@ def _call_site() -> str:
     frame: Any = sys._getframe(2)
     while frame.f_back and any(part in frame.f_code.co_filename for part in _INSIDE):
         frame = frame.f_back
-    path = Path(frame.f_code.co_filename).parts[-3:]
-    return f"{'/'.join(path)}:{frame.f_lineno}"
+    path = frame.f_code.co_filename.rpartition("/site-packages/")[2]
+    return f"{path.removeprefix(f'{REPOSITORY}/')}:{frame.f_lineno}"
