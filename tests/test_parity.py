@@ -68,7 +68,7 @@ def test_all_cells_are_the_full_table() -> None:
     flat += 6 * (3 * 3 - 2)
     flat += 3 * 2  # optimizer states on NVMe
     flat += 1 * 4 * 3 + 2 * 4  # the second copy; bf16 states at two stages, in bf16 alone
-    flat += 2 * 4  # compiled, at two stages in fp32 alone
+    flat += 2 * 4 * 3  # compiled, at two stages
     # architectures and precisions but for two in fp16; (2 and 4 stages) x ZeRO 0 and 1 x
     # accumulation, and two data ranks with two stages
     pipelined = (9 * 3 - 2) * (2 * 2 * 2 + 2)

@@ -250,14 +250,12 @@ def nvme_cells() -> list[Cell]:
 
 def few_cells(architectures: list[str]) -> list[Cell]:
     """FEW layouts with every architecture and precision, two micro-batches on each of four ranks;
-    on two where only the states are other than in LAYOUTS. What is compiled rounds 16 bits less
-    often, and is compared in fp32.
+    on two where only the states are other than in LAYOUTS.
     """
     combinations = itertools.product(FEW, architectures, PRECISIONS)
     cells = [Cell(name, layout, precision, 2, 4) for layout, name, precision in combinations]
     halves = [replace(cell, ranks=2) for cell in cells if cell.has_bf16_states]
     whole = [cell for cell in cells if not cell.has_bf16_states]
-    whole = [cell for cell in whole if cell.precision == "fp32" or not cell.compiled]
     return whole + [cell for cell in halves if cell.precision == "bf16"]
 
 

@@ -10,6 +10,7 @@ import torch
 from harness.data.batches import Batch
 from harness.models.initialize import materialize
 from harness.models.loss import forward
+from harness.models.pieces import decoder_layers
 from harness.models.skeleton import DTYPES, decayed_parameters, hf_config, skeleton
 from tools.parity.cells import ARCHITECTURES, ATTENTION, GLOBAL_BATCH, STEPS
 from tools.parity.measure import Difference, Trajectory, difference, rounding
@@ -32,23 +33,37 @@ class Split:
         return cls(tuple(tuple(range(s, s + micro_batch)) for s in starts))
 
 
+@dataclass(frozen=True)
+class Way:
+    """How the plain loop computes."""
+
+    architecture: str
+    precision: str
+    bf16_states: bool = False
+    compiled: bool = False
+    """Every decoder layer: what a compiler fuses into one operation rounds once, not each time, so
+    what is compiled is held to what is."""
+
+
 class _Model:
     """A model in its own precision with fp32 masters and fp32 accumulated gradients.
 
-    With `bf16_states` masters are in bf16, moments as the masters, and so is the summed gradient
+    With `way.bf16_states` masters are in bf16, moments as the masters, and so is the summed gradient
     that the optimizer is given.
     """
 
-    def __init__(self, architecture: str, precision: str, bf16_states: bool, balance: bool) -> None:
+    def __init__(self, way: Way, balance: bool) -> None:
         self.balance = balance
-        self.dtype = DTYPES[precision]
-        self.scale = FP16_SCALE if precision == "fp16" else 1.0
-        attention = ATTENTION.get(architecture, "sdpa")
-        self.model = skeleton(hf_config(ARCHITECTURES[architecture]), self.dtype, attention)
+        self.dtype = DTYPES[way.precision]
+        self.scale = FP16_SCALE if way.precision == "fp16" else 1.0
+        attention = ATTENTION.get(way.architecture, "sdpa")
+        self.model = skeleton(hf_config(ARCHITECTURES[way.architecture]), self.dtype, attention)
         self.decayed = decayed_parameters(self.model)
         materialize(self.model, SEED, torch.device("cpu"))
         self.model.train()
-        kept = torch.bfloat16 if bf16_states else torch.float32
+        for layer in decoder_layers(self.model)[1] if way.compiled else ():
+            layer.forward = torch.compile(layer.forward)
+        kept = torch.bfloat16 if way.bf16_states else torch.float32
         named = self.model.named_parameters()
         self.masters = {n: p.detach().to(kept, copy=True) for n, p in named}
 
@@ -80,22 +95,20 @@ class _Model:
                 parameter.copy_(self.masters[name])
 
 
-def train(
-    architecture: str, precision: str, bf16_states: bool, split: Split, balance: bool = True
-) -> Trajectory:
+def train(way: Way, split: Split, balance: bool = True) -> Trajectory:
     """Gradients and one SGD step, then 20 AdamW steps from the same start.
 
     `balance` switches the balancing loss of a mixture of experts.
     """
     result = Trajectory()
-    fresh = _Model(architecture, precision, bf16_states, balance)
+    fresh = _Model(way, balance)
     fresh.accumulate(global_batch(0), split)
     result.gradients = {n: m.grad.float() for n, m in fresh.masters.items()}
     before = {n: m.to(torch.float32, copy=True) for n, m in fresh.masters.items()}
     fresh.step(torch.optim.SGD(fresh.masters.values(), lr=SGD_LR))
     result.sgd_changes = {n: m.float() - before[n] for n, m in fresh.masters.items()}
 
-    model = _Model(architecture, precision, bf16_states, balance)
+    model = _Model(way, balance)
     optimizer = torch.optim.AdamW(_groups(model), lr=LR, betas=BETAS, eps=EPS)
     for step in range(STEPS):
         result.losses.append(model.accumulate(global_batch(step), split))
@@ -105,15 +118,14 @@ def train(
     return result
 
 
-def spread(architecture: str, precision: str, bf16_states: bool) -> Difference:
+def spread(way: Way) -> Difference:
     """How far the plain loop is from itself when only the order of its sums changes.
 
     Two trajectories over other splits of the same global batches. Without the balancing loss of a
     mixture: that one is not a sum over samples, and another split is another loss.
     """
-    way = (architecture, precision, bf16_states)
-    base = train(*way, Split.even(GLOBAL_BATCH), balance=False)
-    others = [train(*way, Split.even(n), balance=False) for n in (4, 2)]
+    base = train(way, Split.even(GLOBAL_BATCH), balance=False)
+    others = [train(way, Split.even(n), balance=False) for n in (4, 2)]
     return Difference.largest([rounding(base), *(difference(other, base) for other in others)])
 
 
