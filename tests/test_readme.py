@@ -38,6 +38,7 @@ INSTEAD = {
     "source slurm/site.env": "bash slurm/site.env",
     "sbatch": "bash -n slurm/train.sbatch",  # the job itself: test_slurm.py
     "python tools/rehearse.py": "python tools/rehearse.py --help",  # test_rehearse.py
+    "python tools/benchmark_gpu.py": "python tools/benchmark_gpu.py --help",  # test_benchmark_gpu.py
     "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
     "python tools/check_parity.py --cells": "python tools/check_parity.py --help",  # test_parity.py
 }
@@ -91,6 +92,8 @@ def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
         if words[0] == "deepspeed":
             given = words.index("harness/train.py")
             words[1:given] = ["--num_accelerators", str(stages), "--master_port", str(free_port())]
+    if "tools/find_lr.py" in words:
+        words += [*SHRUNK, "--steps", "20", f"data.cache_dir={clone / 'cache'}"]
     environment = {
         **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
