@@ -15,21 +15,23 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from harness.config_sections import (
-    DataConfig,
+from harness.config_conduct import (
     EvalConfig,
     GuardConfig,
     LogConfig,
-    ModelConfig,
-    OptimConfig,
     PipelineConfig,
     PlanConfig,
     ProfileConfig,
-    RampConfig,
     ResumeConfig,
     RunFolderConfig,
     SampleConfig,
     SaveConfig,
+)
+from harness.config_sections import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RampConfig,
     Section,
     TrainConfig,
     key_of,

@@ -135,8 +135,9 @@ class Batch:
             )
         if quantum is not None and quantum % data_ranks and not global_batch % data_ranks:
             raise ValueError(
-                f"ramp.batch_from and ramp.batch_step make batches of multiples of {quantum} samples, "
-                f"which do not divide over {data_ranks} data ranks: make both multiples of that"
+                f"ramp.batch_from and ramp.batch_step make batches of multiples of {quantum} "
+                f"samples, which do not divide over {data_ranks} data ranks: make both multiples "
+                "of that"
             )
         per_rank = global_batch // data_ranks
         smallest = per_rank if quantum is None else quantum // data_ranks

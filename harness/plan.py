@@ -7,8 +7,7 @@ every mistake of both files is in one report.
 from __future__ import annotations
 
 import copy
-import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -35,23 +34,28 @@ from harness.ds_resolve import (
 from harness.errors import ConfigError
 from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
-from harness.model_config import find_model_config, load_model_config, max_positions
+from harness.model_config import load_model_config
 from harness.plan_curriculum import curriculum_of, curriculum_problems
 from harness.plan_kernels import kernel_notes, kernel_problems
+from harness.plan_model import (
+    attention_problems,
+    position_problems,
+    weights_problems,
+    with_attention,
+)
 from harness.plan_optimizer import optimizer_problems, rule_problems
 from harness.plan_pipeline import by_memory, notes, num_stages, stage_bounds
 from harness.plan_text import describe
 from harness.planning.grid import Grid
 from harness.planning.memory.timeline import Estimate
 from harness.planning.shape import Shape
-from harness.planning.sizes import FAMILIES, UnknownArchitecture
+from harness.planning.sizes import UnknownArchitecture
 from harness.planning.world import World
 
 Event = dict[str, Any]
 
 UNNAMED = Source("DeepSpeed JSON")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def make_plan(
             batch = Batch.divided(whole, grid.data, micro, accum, curriculum.quantum)
     except ValueError as error:
         problems.append(str(error))
-    problems += _attention_problems(run, world)
+    problems += attention_problems(run, world)
     problems += run.profile.problems(run.train.num_steps(curriculum, run.data.seq_len))
     problems += optimizer_problems(run, ds)
     if precision == "fp16" and run.optim.clip_value is not None:
@@ -175,13 +179,13 @@ def make_plan(
     model_source, shape = "", None
     try:
         config, model_source = load_model_config(run)
-        problems += _position_problems(run, config)
-        run, fallbacks, wrong = _with_attention(run, config["model_type"])
+        problems += position_problems(run, config)
+        run, fallbacks, wrong = with_attention(run, config["model_type"])
         events += fallbacks
         problems += wrong
         shape = Shape.from_hf(config)
         problems += rule_problems(run, shape)
-        problems += _weights_problems(run, shape)
+        problems += weights_problems(run, shape)
     except UnknownArchitecture as error:
         events.append({"kind": "unknown_architecture", "message": str(error)})
     except ConfigError as error:
@@ -245,57 +249,3 @@ def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[st
     except ValueError as error:
         problems.append(f"{error} ({source.name})")
         return Grid(world.world_size)
-
-
-def _attention_problems(run: RunConfig, world: World) -> Iterator[str]:
-    package = _FLASH_PACKAGES.get(run.model.attention)
-    if package and (world.accelerator == "cpu" or not importlib.util.find_spec(package)):
-        yield (
-            f"model.attention is {run.model.attention!r} ({run.origin('model.attention')}): it "
-            f'needs a GPU and the package {package}: use "sdpa"'
-        )
-
-
-def _with_attention(run: RunConfig, model_type: str) -> tuple[RunConfig, list[Event], list[str]]:
-    """The run with eager attention where the default cannot cap scores; the event, what is wrong.
-
-    torch's scaled_dot_product_attention has no soft-capping, and transformers refuses it.
-    """
-    if run.model.attention != "sdpa" or FAMILIES.get(model_type, {}).get("sdpa", True):
-        return run, [], []
-    why = f"sdpa has no soft-capped attention scores, which {model_type} models have"
-    if run.is_set("model.attention"):
-        given = f"model.attention is 'sdpa' ({run.origin('model.attention')})"
-        return run, [], [f"{given}: {why}: use eager, or flash_attention_2"]
-    model = run.model.model_copy(update={"attention": "eager"})
-    origins = {**run.origins(), "model.attention": f"what {model_type} needs"}
-    run = run.model_copy(update={"model": model}).with_origins(origins)
-    return run, [{"kind": "fallback", "message": f"model.attention=eager: {why}"}], []
-
-
-def _weights_problems(run: RunConfig, shape: Shape) -> Iterator[str]:
-    """Whether the weights that are to be loaded are those of this model."""
-    source = run.model.init_from
-    if source is None:
-        return
-    given_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
-    theirs = Shape.from_hf(given_config)
-    ours, given = ({t.name: t.shape for t in s.tensors()} for s in (shape, theirs))
-    wrong = [name for name in ours if ours[name] != given.get(name)]
-    wrong += [name for name in given if name not in ours]
-    if wrong:
-        yield (
-            f"model.init_from is {source!r} ({run.origin('model.init_from')}), whose {wrong[0]} is "
-            f"{given.get(wrong[0], 'not there')}, but {run.model.name}'s is "
-            f"{ours.get(wrong[0], 'not there')}: set model.name={source}, without model.overrides "
-            "of sizes"
-        )
-
-
-def _position_problems(run: RunConfig, config: Mapping[str, Any]) -> Iterator[str]:
-    limit = max_positions(config)
-    if limit is not None and run.data.seq_len > limit:
-        yield (
-            f"data.seq_len is {run.data.seq_len} ({run.origin('data.seq_len')}), but "
-            f"{run.model.name} has {limit} positions: set data.seq_len to {limit} or less"
-        )

@@ -28,8 +28,9 @@ def curriculum_problems(run: RunConfig) -> Iterator[str]:
         given = [name for name in (first, over) if getattr(ramp, name) is not None]
         if len(given) == 1:
             missing = over if given == [first] else first
-            where = run.origin(f"ramp.{given[0]}")
-            yield f"ramp.{given[0]} is given ({where}), but not ramp.{missing}: set both, or neither"
+            given_key = f"ramp.{given[0]}"
+            asked = f"{given_key} is given ({run.origin(given_key)})"
+            yield f"{asked}, but not ramp.{missing}: set both, or neither"
     if ramp.batch_step is not None and ramp.batch_from is None:
         yield f"ramp.batch_step is {ramp.batch_step}, but ramp.batch_from is not given: set it"
     if ramp.batch_from is not None:
@@ -48,6 +49,7 @@ def curriculum_problems(run: RunConfig) -> Iterator[str]:
         legal = [length for length in halved if length >= 2]
         if ramp.length_from not in legal:
             yield (
-                f"ramp.length_from is {ramp.length_from} ({run.origin('ramp.length_from')}): it must "
-                f"double to data.seq_len {seq_len}: one of {', '.join(map(str, legal)) or 'none'}"
+                f"ramp.length_from is {ramp.length_from} ({run.origin('ramp.length_from')}): it "
+                f"must double to data.seq_len {seq_len}: one of "
+                f"{', '.join(map(str, legal)) or 'none'}"
             )

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from contextlib import closing, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from harness.checkpoint.load import Checkpoint, newest_usable, verified
 from harness.checkpoint.store import Store
 from harness.engine.processes import leave
 from harness.errors import ConfigError, ExitCode, RunStopped
 from harness.exporting import Wish, export
-from harness.fit import changes_that_help, memory_line
-from harness.live_memory import Compared, is_out_of_memory
+from harness.live_memory import is_out_of_memory
 from harness.metrics import monitor_events
+from harness.noting import explain_out_of_memory, note_memory, note_what_runs
 from harness.plan import Plan
 from harness.planning.shape import num_parameters
 from harness.runfolder import Outcome
@@ -59,7 +56,7 @@ def train(run: Run) -> ExitCode:
     except BaseException as error:
         code = getattr(error, "code", 1)
         if is_out_of_memory(error):
-            _explain_out_of_memory(run)
+            explain_out_of_memory(run)
         run.failed(error)
         raise
     finally:
@@ -124,7 +121,7 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
             run.meter.step_done(reads)
             watch.step_done(result.loss_share, result.grad_norm)
             if step == first_step:
-                _note_what_runs(run)
+                note_what_runs(run)
                 if unsplit is not None:
                     check_norm(run, unsplit, result.grad_norm)
             compared = run.memory.step_done(step - first_step + 1)
@@ -137,7 +134,7 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
                 watch.logged(line)
                 last = watch.ends_early() or last
             watch.stop_if_diverged()
-            _note_memory(run, compared)
+            note_memory(run, compared)
             if profiler and profiler.after(step, batches[0]):
                 run.meter.restart()
             stop, written = run.stop_asked()
@@ -263,41 +260,6 @@ def _log(run: Run, line: dict[str, Any]) -> None:
         run.folder.append_metrics(line)
         run.engine.write_monitors(monitor_events(line))
         run.progress.step(line)
-
-
-def _note_what_runs(run: Run) -> None:
-    """Record each rank's classes and share of the parameters: what really runs."""
-    ranks: list[Any] = [None] * run.plan.world.world_size
-    dist.all_gather_object(ranks, run.engine.describe())
-    run.event("engine", step=1, ranks=ranks)
-
-
-def _note_memory(run: Run, compared: list[Compared]) -> None:
-    """Record what was predicted beside what was measured, each rank's own; show the worst."""
-    if not compared:
-        return
-    ranks: list[Any] = [None] * run.plan.world.world_size
-    dist.all_gather_object(ranks, compared)
-    rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
-    run.event("memory", step=run.state.step, unit="bytes", rows=rows)
-    worst = max(ranks, key=lambda rows: max(abs(row.predicted - row.measured) for row in rows))
-    run.progress.say(f"memory         {'; '.join(map(str, worst))}")
-    run.meter.restart()
-
-
-def _explain_out_of_memory(run: Run) -> None:
-    """Say what was expected, what there is and what would help; on the rank that ran out."""
-    found, device = run.plan.estimate, run.engine.device
-    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-    lines = [f"rank {run.plan.world.rank} ran out of memory after step {run.state.step}"]
-    if total is not None:
-        lines.append(torch.cuda.memory_summary(device, abbreviated=True))
-    if found is not None:
-        lines += [f"expected: {memory_line(found)}", changes_that_help(found, total)]
-    run.folder.append_failure(
-        run.plan.world.rank, "out_of_memory", step=run.state.step, message="; ".join(lines)
-    )
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _seed_dropout(plan: Plan, step: int) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
 from dataclasses import dataclass, field
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from harness.plan import Plan
 from harness.plan_text import summary
 from harness.planning.memory.host import checkpoint_bytes
 from harness.probe import check_probe
+from harness.record import plan_record
 from harness.resumption import Beginning, find_beginning, load_into
 from harness.runfolder import Outcome, RunFolder, create_run_dir
 from harness.swap_space import swap_problems
@@ -128,7 +127,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     data = data or build_data(spec, progress.say)
     total_steps = _total_steps(plan, data)
     device = join(plan.world)
-    record = _plan_record(plan, data, total_steps)
+    record = plan_record(plan, data, total_steps)
     pulse, watchdog = _watched(plan)
     with contextlib.ExitStack() as unless_built:
         unless_built.callback(watchdog.close)
@@ -278,31 +277,3 @@ def _open_folder(plan: Plan) -> RunFolder:
     if path[1] is not None:
         raise ConfigError(path[1])
     return folder or RunFolder(path[0])
-
-
-def _plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
-    """plan.json: everything needed to explain or repeat the run."""
-    packages = ("torch", "deepspeed", "transformers", "accelerate", "sentencepiece")
-    return {
-        **plan.to_json(),
-        "total_steps": total_steps,
-        "data_fingerprint": data.fingerprint,
-        "versions": {name: version(name) for name in packages},
-        "git_commit": git_commit(),
-    }
-
-
-def git_commit() -> str | None:
-    """The commit of the code that runs, "+" appended when files differ from it."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

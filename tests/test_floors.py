@@ -35,10 +35,10 @@ FLOORS: list[dict[str, str]] = [
         "lr_and_batch": "lr_and_batch curriculum",
         "planning": "planning",
     },
-    {"config": "config config_file config_sections", "ds_config": "ds_config"},
+    {"config": "config config_file config_sections config_conduct", "ds_config": "ds_config"},
     {
-        "plan": "plan plan_text plan_curriculum plan_kernels plan_optimizer plan_pipeline command "
-        "model_config ds_adopt ds_resolve estimate fit swap_space",
+        "plan": "plan plan_text plan_curriculum plan_kernels plan_model plan_optimizer "
+        "plan_pipeline command model_config ds_adopt ds_resolve estimate fit swap_space",
         "runfolder": "runfolder",
     },
     {
@@ -51,7 +51,7 @@ FLOORS: list[dict[str, str]] = [
         "sampling": "sampling",
     },
     {"engine": "engine"},
-    {"run": "run start verify saving resumption probe watch exporting"},
+    {"run": "run start record noting verify saving resumption probe watch exporting"},
     {"train": "train"},
 ]
 ROOMS = {

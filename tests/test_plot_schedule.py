@@ -27,7 +27,7 @@ def test_the_run_in_a_few_lines() -> None:
     lines = [line.split() for line in text.splitlines()[2:]]
     assert lines[0] == ["1", "0", "0.00015", "1,536", "32"]
     assert lines[-1][0] == "40"
-    assert [line[3] for line in lines if line[3] != "1,536"][0] == "3,072"
+    assert next(line[3] for line in lines if line[3] != "1,536") == "3,072"
     assert {line[4] for line in lines} == {"32", "64", "128"}
 
 

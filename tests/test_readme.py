@@ -38,7 +38,8 @@ INSTEAD = {
     "source slurm/site.env": "bash slurm/site.env",
     "sbatch": "bash -n slurm/train.sbatch",  # the job itself: test_slurm.py
     "python tools/rehearse.py": "python tools/rehearse.py --help",  # test_rehearse.py
-    "python tools/benchmark_gpu.py": "python tools/benchmark_gpu.py --help",  # test_benchmark_gpu.py
+    # test_benchmark_gpu.py
+    "python tools/benchmark_gpu.py": "python tools/benchmark_gpu.py --help",
     "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
     "python tools/check_parity.py --cells": "python tools/check_parity.py --help",  # test_parity.py
 }

@@ -267,7 +267,7 @@ class ZeroEngine:
         return own
 
     def _expect(self, micro_batches: int) -> None:
-        """Tell DeepSpeed how many micro-batches the next step has; its own number is its largest."""
+        """Tell DeepSpeed how many micro-batches the next step has, at most those of its JSON."""
         if micro_batches != self.engine.gradient_accumulation_steps():
             samples = micro_batches * self.plan.micro_batch * self.plan.grid.data
             self.engine.set_train_batch_size(samples)

@@ -48,8 +48,8 @@ class Way:
 class _Model:
     """A model in its own precision with fp32 masters and fp32 accumulated gradients.
 
-    With `way.bf16_states` masters are in bf16, moments as the masters, and so is the summed gradient
-    that the optimizer is given.
+    With `way.bf16_states` masters are in bf16, moments as the masters, and so is the summed
+    gradient that the optimizer is given.
     """
 
     def __init__(self, way: Way, balance: bool) -> None:

@@ -18,7 +18,7 @@ from harness.data.build import DataSpec, cached_fingerprint
 from harness.data.corpus import Corpus, find_corpus
 from harness.errors import ConfigError
 from harness.plan import Plan
-from harness.start import git_commit
+from harness.record import git_commit
 from tools.matrix import PACKAGES
 from tools.preflight_checks.report import Row, Verdict, by_text, grouped, same_row, who
 

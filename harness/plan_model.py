@@ -1,0 +1,73 @@
+"""Whether a model, its attention and its weights fit what a run asks of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness.config import RunConfig
+from harness.model_config import find_model_config, max_positions
+from harness.planning.shape import Shape
+from harness.planning.sizes import FAMILIES
+from harness.planning.world import World
+
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+
+
+def attention_problems(run: RunConfig, world: World) -> Iterator[str]:
+    """Whether this machine has the attention implementation."""
+    package = _FLASH_PACKAGES.get(run.model.attention)
+    if package and (world.accelerator == "cpu" or not importlib.util.find_spec(package)):
+        yield (
+            f"model.attention is {run.model.attention!r} ({run.origin('model.attention')}): it "
+            f'needs a GPU and the package {package}: use "sdpa"'
+        )
+
+
+def with_attention(
+    run: RunConfig, model_type: str
+) -> tuple[RunConfig, list[dict[str, Any]], list[str]]:
+    """The run with eager attention where the default cannot cap scores; the event, what is wrong.
+
+    torch's scaled_dot_product_attention has no soft-capping, and transformers refuses it.
+    """
+    if run.model.attention != "sdpa" or FAMILIES.get(model_type, {}).get("sdpa", True):
+        return run, [], []
+    why = f"sdpa has no soft-capped attention scores, which {model_type} models have"
+    if run.is_set("model.attention"):
+        given = f"model.attention is 'sdpa' ({run.origin('model.attention')})"
+        return run, [], [f"{given}: {why}: use eager, or flash_attention_2"]
+    model = run.model.model_copy(update={"attention": "eager"})
+    origins = {**run.origins(), "model.attention": f"what {model_type} needs"}
+    run = run.model_copy(update={"model": model}).with_origins(origins)
+    return run, [{"kind": "fallback", "message": f"model.attention=eager: {why}"}], []
+
+
+def weights_problems(run: RunConfig, shape: Shape) -> Iterator[str]:
+    """Whether the weights that are to be loaded are those of this model."""
+    source = run.model.init_from
+    if source is None:
+        return
+    given_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
+    theirs = Shape.from_hf(given_config)
+    ours, given = ({t.name: t.shape for t in s.tensors()} for s in (shape, theirs))
+    wrong = [name for name in ours if ours[name] != given.get(name)]
+    wrong += [name for name in given if name not in ours]
+    if wrong:
+        yield (
+            f"model.init_from is {source!r} ({run.origin('model.init_from')}), whose {wrong[0]} is "
+            f"{given.get(wrong[0], 'not there')}, but {run.model.name}'s is "
+            f"{ours.get(wrong[0], 'not there')}: set model.name={source}, without model.overrides "
+            "of sizes"
+        )
+
+
+def position_problems(run: RunConfig, config: Mapping[str, Any]) -> Iterator[str]:
+    """Whether samples fit the model's positions."""
+    limit = max_positions(config)
+    if limit is not None and run.data.seq_len > limit:
+        yield (
+            f"data.seq_len is {run.data.seq_len} ({run.origin('data.seq_len')}), but "
+            f"{run.model.name} has {limit} positions: set data.seq_len to {limit} or less"
+        )
