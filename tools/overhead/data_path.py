@@ -14,7 +14,8 @@ from tools.overhead.job import ACCUMULATED, SEQ_LEN
 
 BATCHES = ((ACCUMULATED, SEQ_LEN), (8, 4096))  # (samples, tokens of each): as timed here, and large
 TOKENS = 2_000_000  # read in a round, of each
-TEXT_BYTES = 10_000_000  # tokenised in a round
+TEXT_BYTES = 10_000_000  # of the corpus
+COPIES = 4  # of it, tokenised in a round: what a start takes, however much text, is small beside it
 _AT_ONCE = 256  # texts that the tokenizer's threads share, as in harness/data/build.py
 
 
@@ -46,14 +47,14 @@ def data_rates(data: Data, rounds: int) -> Iterator[dict[str, float]]:
 
 
 def _texts(data: Data) -> list[str]:
-    """Documents of the corpus, TEXT_BYTES of them together."""
+    """Documents of the corpus, TEXT_BYTES of them together, COPIES times."""
     texts, length = [], 0
     for piece in data.corpus.pieces():
         if length > TEXT_BYTES:
             break
         texts.append(piece.text)
         length += len(piece.text.encode())
-    return texts
+    return texts * COPIES
 
 
 def _seconds_to_tokenise(spec: DataSpec) -> float:
