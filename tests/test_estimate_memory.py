@@ -162,3 +162,15 @@ def test_pipeline_stages_are_listed_with_their_fullest_rank():
 
 def test_a_sweep_over_ranks_that_stages_do_not_divide():
     assert "2 ranks cannot be split" in run(*PIPELINED, "--sweep", "gpus=2..8", code=2).stderr
+
+
+def test_what_stages_would_save_is_what_they_save():
+    eight = ("--model", "llama-3-8b", "--deepspeed", "ds_configs/zero1.json", "--gpus", "8")
+    run_of_eight = (*eight, "train.global_batch=16", "--micro-batch", "1", "--seq-len", "4096")
+    text = run(*run_of_eight, "--gpu", "h100-80").stdout
+    for stages in (4, 8):
+        promised = re.search(rf"ds.pipeline.stages={stages} .*-> +([0-9.]+) GiB", text)
+        staged = json.loads(run(*run_of_eight, f"ds.pipeline.stages={stages}", "--json").stdout)
+        assert float(promised[1]) == pytest.approx(staged["peak_allocated_gib"], abs=0.006)
+    offloaded = run(*run_of_eight, "ds.zero_optimization.offload_optimizer.device=cpu").stdout
+    assert "pipeline.stages" not in offloaded

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from harness.planning.memory.inputs import Inputs
 from harness.planning.memory.timeline import Estimate, estimate_memory
+from harness.planning.stages import split
 
 _FEWEST_TOKENS = 256  # no shorter sample is proposed
 _MOST_GPUS = 64  # times as many as now
+_MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,31 @@ def with_micro_batch(inputs: Inputs, micro_batch: int) -> Inputs:
     return replace(inputs, micro_batch=micro_batch, grad_accum=accum)
 
 
+def with_stages(inputs: Inputs, stages: int) -> Inputs:
+    """The same GPUs and global batch with the model cut into pipeline stages.
+
+    Raises ValueError for GPUs or layers that are not that many stages.
+    """
+    grid = replace(inputs.grid, pipeline=stages)
+    recompute = inputs.checkpointing == "full"
+    return replace(
+        inputs,
+        grid=grid,
+        grad_accum=inputs.grad_accum * inputs.grid.data // grid.data,
+        bounds=split(inputs.shape, stages, inputs.seq_len, recompute),
+    )
+
+
+def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Twice as many stages, and so on, where ZeRO and what is offloaded go with stages."""
+    zero, stages = inputs.zero, 2 * inputs.grid.pipeline
+    offloads = zero.offload_optimizer != "device"
+    while zero.stage <= 1 and not offloads and stages <= _MOST_STAGES:
+        with contextlib.suppress(ValueError):
+            yield f"ds.pipeline.stages={stages}", with_stages(inputs, stages)
+        stages *= 2
+
+
 def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
     inputs, zero = before.inputs, before.inputs.zero
     if inputs.checkpointing == "none":
@@ -68,6 +96,7 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
     if zero.reduce_bucket > 50_000_000:
         small = replace(zero, reduce_bucket=50_000_000)
         yield "ds.zero_optimization.reduce_bucket_size=50000000", replace(inputs, zero=small)
+    yield from _in_stages(inputs)
     pipelined = inputs.bounds is not None  # with which neither sharded gradients nor offload go
     for stage in range(zero.stage + 1, 2 if pipelined else 4):
         yield f"ds.zero_optimization.stage={stage}", with_stage(inputs, stage)
