@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from harness.config_sections import (
     Count,
@@ -25,9 +25,18 @@ class EvalConfig(Section):
     samples: Count = 96
     """Held-out samples in one evaluation, over all ranks."""
     patience: CountOrZero = 0
-    """Evaluations without a better held-out loss that end the run as done; 0 trains to the end."""
+    """Evaluations without a better held-out loss that end the run as done; 0 trains to the end.
+    What is exported is the last step: save.keep_best keeps the best of what save.every saves."""
     better_by: PositiveOrZero = 0.0
     """Nats by which a loss has to be lower than the best to be better."""
+
+    @model_validator(mode="after")
+    def _can_end_early(self) -> EvalConfig:
+        if self.patience and not self.every:
+            raise ValueError("eval.patience needs evaluations: set eval.every above 0")
+        if self.better_by and not self.patience:
+            raise ValueError("eval.better_by is for eval.patience: set that, too")
+        return self
 
 
 class SaveConfig(Section):

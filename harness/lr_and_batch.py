@@ -20,7 +20,8 @@ def _cosine(progress: float) -> float:
 
 def _restarts(progress: float, schedule: Schedule) -> float:
     """Cosine, again and again (arXiv 1608.03983); a cycle is `cycle_growth` times the last."""
-    lengths = [schedule.cycle_growth**cycle for cycle in range(schedule.cycles)]
+    last = schedule.cycles - 1  # in units of which the others are: no power is too large
+    lengths = [schedule.cycle_growth ** (cycle - last) for cycle in range(schedule.cycles)]
     begin, shares = 0.0, [length / sum(lengths) for length in lengths]
     for share in shares[:-1]:
         if progress < begin + share - 1e-12:  # where it ends the next begins
@@ -158,6 +159,13 @@ class Batch:
         if micro_batch is None:
             largest = max(size for size in legal_sizes if size <= MAX_DEFAULT_MICRO_BATCH)
             micro_batch = largest if grad_accum is None else per_rank // grad_accum
+            if micro_batch not in legal_sizes:
+                raise ValueError(
+                    f"gradient_accumulation_steps = {grad_accum} makes micro-batches of "
+                    f"{micro_batch} samples, but the ramp's first steps have {smallest} for a data "
+                    f"rank (ramp.batch_from, ramp.batch_step): set it to {per_rank // smallest} or "
+                    'more, or "auto"'
+                )
         steps = per_rank // micro_batch
         if grad_accum not in (None, steps):
             raise ValueError(

@@ -35,7 +35,7 @@ from harness.errors import ConfigError
 from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
 from harness.model_config import load_model_config
-from harness.plan_curriculum import curriculum_of, curriculum_problems
+from harness.plan_curriculum import curriculum_notes, curriculum_of, curriculum_problems
 from harness.plan_kernels import kernel_notes, kernel_problems
 from harness.plan_model import (
     attention_problems,
@@ -169,7 +169,7 @@ def make_plan(
         problems.append(str(error))
     problems += attention_problems(run, world)
     problems += run.profile.problems(run.train.num_steps(curriculum, run.data.seq_len))
-    problems += optimizer_problems(run, ds)
+    problems += optimizer_problems(run, ds, ds_source)
     if precision == "fp16" and run.optim.clip_value is not None:
         problems.append(
             f"optim.clip_value is {run.optim.clip_value} ({run.origin('optim.clip_value')}), which "
@@ -198,6 +198,7 @@ def make_plan(
     if problems or batch is None:
         raise ConfigError(problems)
     events += [*notes(ds, shape, batch.grad_accum), *kernel_notes(run)]
+    events += curriculum_notes(run, curriculum)
     hidden_sizes = (config[key] for key in ("hidden_size", "n_embd", "d_model") if key in config)
     fill_in(ds, run, batch, world, grid, next(hidden_sizes, None))
     plan = Plan(

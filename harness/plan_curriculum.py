@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from harness.config import RunConfig
 from harness.curriculum import Curriculum
@@ -21,6 +22,22 @@ def curriculum_of(run: RunConfig) -> Curriculum:
     )
 
 
+def curriculum_notes(run: RunConfig, curriculum: Curriculum) -> list[dict[str, Any]]:
+    """An event where the run ends before batch and length have risen."""
+    seq_len = run.data.seq_len
+    steps = run.train.num_steps(curriculum, seq_len)
+    if not steps or not curriculum.rises:
+        return []
+    last = curriculum.at(curriculum.samples_after(steps - 1))
+    if last.global_batch == curriculum.global_batch and last.pieces == 1:
+        return []
+    message = (
+        f"the run ends within its ramp (ramp.*): its last step reads {last.global_batch} samples "
+        f"in sequences of {seq_len // last.pieces} tokens"
+    )
+    return [{"kind": "unfinished_ramp", "message": message}]
+
+
 def curriculum_problems(run: RunConfig) -> Iterator[str]:
     """What is wrong with ramp.*."""
     ramp, batch, seq_len = run.ramp, run.train.global_batch, run.data.seq_len
@@ -29,10 +46,11 @@ def curriculum_problems(run: RunConfig) -> Iterator[str]:
         if len(given) == 1:
             missing = over if given == [first] else first
             given_key = f"ramp.{given[0]}"
-            asked = f"{given_key} is given ({run.origin(given_key)})"
+            asked = f"{given_key} is {run.get(given_key)} ({run.origin(given_key)})"
             yield f"{asked}, but not ramp.{missing}: set both, or neither"
     if ramp.batch_step is not None and ramp.batch_from is None:
-        yield f"ramp.batch_step is {ramp.batch_step}, but ramp.batch_from is not given: set it"
+        asked = f"ramp.batch_step is {ramp.batch_step} ({run.origin('ramp.batch_step')})"
+        yield f"{asked}, but ramp.batch_from is not given: set it"
     if ramp.batch_from is not None:
         asked = f"ramp.batch_from is {ramp.batch_from} ({run.origin('ramp.batch_from')})"
         step = ramp.batch_step or ramp.batch_from

@@ -55,4 +55,8 @@ def kernel_notes(run: RunConfig) -> list[dict[str, Any]]:
     if run.model.kernels == "none" and not run.model.compile:
         return []
     message = "memory is estimated as if no kernels were fused and nothing compiled"
-    return [{"kind": "estimated_unfused", "message": message}]
+    found = [{"kind": "estimated_unfused", "message": message}]
+    if run.model.kernels == "liger" and run.train.label_smoothing:
+        message = "with train.label_smoothing the head is not fused with the loss (model.kernels)"
+        found.append({"kind": "loss_not_fused", "message": message})
+    return found

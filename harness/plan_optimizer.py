@@ -8,11 +8,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.config import RunConfig
-from harness.ds_config import offloaded_to, value_of
+from harness.ds_config import Source, offloaded_to, value_of
 from harness.planning.optimizers import OPTIMIZERS, GroupRule
 from harness.planning.shape import Shape
 
 _SETTINGS = ("betas", "eps", "momentum")
+_OF_SCHEDULES = {
+    "decay_fraction": "wsd",
+    "power": "polynomial",
+    "cycles": "cosine_restarts",
+    "cycle_growth": "cosine_restarts",
+}
 _HALF_STATES = (
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
@@ -20,7 +26,7 @@ _HALF_STATES = (
 )
 
 
-def optimizer_problems(run: RunConfig, ds: Mapping[str, Any]) -> Iterator[str]:
+def optimizer_problems(run: RunConfig, ds: Mapping[str, Any], source: Source) -> Iterator[str]:
     """What keeps `optim.name` from stepping as it should, spread as `ds` says."""
     name = run.optim.name
     kind = OPTIMIZERS[name]
@@ -30,13 +36,19 @@ def optimizer_problems(run: RunConfig, ds: Mapping[str, Any]) -> Iterator[str]:
             key = f"optim.{setting}"
             given = f"{key} is {run.get(key)} ({run.origin(key)})"
             yield f"{given}, which {name} does not take: remove it"
+    for setting, schedule in _OF_SCHEDULES.items():
+        key = f"optim.{setting}"
+        if run.optim.schedule != schedule and run.is_set(key):
+            given = f"{key} is {run.get(key)} ({run.origin(key)})"
+            yield f"{given}, which is for optim.schedule={schedule}: remove it"
     if kind.package and not importlib.util.find_spec(kind.package):
         yield f"{asked}: it needs the package {kind.package} (pip install {kind.package})"
     stage = value_of(ds, "zero_optimization.stage")
     offload = offloaded_to(ds, "optimizer")
     if kind.layouts == "whole" and stage != 0:
         yield (
-            f"{asked}: it keeps means of rows and columns, but ZeRO {stage} gives it flat pieces: "
+            f"{asked}: it keeps means of rows and columns, but ZeRO {stage} "
+            f"({source.of('zero_optimization.stage')}) gives it flat pieces: "
             "use zero_optimization.stage=0 in fp32, adam8bit for small states, or adamw"
         )
     if kind.layouts == "unoffloaded" and offload != "none":

@@ -103,6 +103,7 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
         due = run.state.step == 0 or _due(run.state.step, every.eval.every)
         if due and run.held_out_nats is None and (line := _evaluated(run)):
             _log(run, line)
+            watch.evaluated(line)
         watch.ends_early()  # a run that ended so goes on with more patience alone
         unsplit = unsplit_start(run)
         run.meter.restart()
@@ -113,7 +114,7 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
             run.pulse("step", step)
             reads = run.next_step
             targets = run.data.train.targets_in(run.state.samples, reads.global_batch)
-            _seed_dropout(plan, step)
+            seed_dropout(plan, step)
             lr = run.schedule.lr(step)
             with profiler.step(step) if profiler else nullcontext():
                 result = watch.train_batch(batches, targets, lr)
@@ -135,8 +136,10 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
                 last = watch.ends_early() or last
             watch.stop_if_diverged()
             note_memory(run, compared)
-            if profiler and profiler.after(step, batches[0]):
-                run.meter.restart()
+            if profiler:
+                run.pulse("profile", step)  # which is no part of a step
+                if profiler.after(step, batches[0]):
+                    run.meter.restart()
             stop, written = run.stop_asked()
             if written:
                 finish_save(run)
@@ -262,7 +265,7 @@ def _log(run: Run, line: dict[str, Any]) -> None:
         run.progress.step(line)
 
 
-def _seed_dropout(plan: Plan, step: int) -> None:
+def seed_dropout(plan: Plan, step: int) -> None:
     """Dropout as a function of (seed, step, rank): a resumed run has no generator to restore."""
     text = f"dropout:{plan.run.train.seed}:{step}:{plan.world.rank}"
     digest = hashlib.sha256(text.encode()).digest()

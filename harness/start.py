@@ -226,7 +226,9 @@ def _begin(
     load_into(run.engine, checkpoint, weights_only=kind == "weights")
     check_probe(run.engine, checkpoint, run.plan)
     if kind != "weights":
-        run.state, run.known = checkpoint.state, checkpoint.manifest.watch
+        run.state, run.known = checkpoint.state, dict(checkpoint.manifest.watch)
+        if kind == "branched":  # to try something else, with as much patience
+            run.known.pop("patience", None)
         run.held_out_nats = checkpoint.manifest.held_out_loss
     run.event(
         kind,

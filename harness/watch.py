@@ -95,8 +95,7 @@ class Watch:
         """
         if self.guard.spikes == "log" and self.run.engine.step_applied:
             self._look(self.run.state.step, line["loss"], line["grad_norm"])
-        if "eval_loss" in line:
-            self.patience.see(line["eval_loss"], self.run.state.step)
+        self.evaluated(line)
         if not math.isfinite(line.get("eval_loss", 0.0)):
             raise RunStopped(ExitCode.DIVERGED, f"the held-out loss is not finite: {_LOWER}")
 
@@ -110,6 +109,11 @@ class Watch:
                 f"{self._diagnosis}. Weights are those of step {run.state.step - count}. What it "
                 f"read: tools/show_batch.py {run.folder.path} --step {run.state.step}; {_LOWER}",
             )
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """With every evaluation: whether the held-out loss still falls."""
+        if "eval_loss" in line:
+            self.patience.see(line["eval_loss"], self.run.state.step)
 
     def ends_early(self) -> bool:
         """Whether the held-out loss has stopped falling (eval.patience); an event, if so."""

@@ -23,7 +23,7 @@ MAX_LINES = {
     "train": 5_000,
     "plan its memory": 1_850,
     "cut it into pipeline stages": 1_100,
-    "survive": 1_950,
+    "survive": 2_050,
 }
 
 # Floor -> room -> its files.  A room is a package, or the files that one noun was split into; a

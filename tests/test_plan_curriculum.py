@@ -40,7 +40,7 @@ def test_sequences_grow_by_doubling() -> None:
 @pytest.mark.parametrize(
     ("ramp", "ranks", "said"),
     [
-        ({"batch_from": 8}, 1, "ramp.batch_from is given (default), but not ramp.batch_tokens"),
+        ({"batch_from": 8}, 1, "ramp.batch_from is 8 (default), but not ramp.batch_tokens"),
         ({"length_tokens": 8}, 1, "but not ramp.length_from"),
         ({"batch_step": 8}, 1, "ramp.batch_from is not given"),
         ({**RAMP, "batch_from": 48}, 1, "it must be less than train.global_batch, which is 48"),
@@ -53,6 +53,20 @@ def test_what_does_not_go_up_is_refused(ramp: dict[str, Any], ranks: int, said: 
     with pytest.raises(ConfigError) as error:
         plan_of(ramp, ranks)
     assert said in "\n".join(error.value.problems)
+
+
+def test_accumulation_that_the_first_steps_cannot_have_is_refused() -> None:
+    run = RunConfig.model_validate({"ramp": RAMP, "train": {"global_batch": 64}})
+    with pytest.raises(ConfigError) as error:
+        make_plan(run, {"gradient_accumulation_steps": 2}, World())
+    assert "micro-batches of 32 samples" in error.value.problems[0]
+    assert "set it to 8 or more" in error.value.problems[0]
+
+
+def test_a_run_that_ends_within_its_ramp_is_told_so() -> None:
+    described = plan_of({**RAMP, "length_from": 32, "length_tokens": 10**9}).describe()
+    assert "its last step reads 48 samples in sequences of 32 tokens" in described
+    assert "ends within" not in plan_of({**RAMP, "batch_tokens": 1000}).describe()
 
 
 def test_a_micro_batch_larger_than_the_smallest_step_is_refused() -> None:

@@ -85,5 +85,8 @@ def test_a_run_that_learns_nothing_more_ends(
     # It stays ended, until it is given more patience.
     trained(zygote, data, tmp_path / "run", *patient, "eval.better_by=0.01", ranks=2)
     assert run.read_metrics()[-1]["step"] == 3
+    # A branch has as much patience as the run began with.
+    branch = (f"resume.from={tmp_path / 'run'}", *patient, "eval.better_by=0.01", "train.steps=6")
+    assert trained(zygote, data, tmp_path / "branch", *branch, ranks=2)[-1]["step"] > 4
     more = trained(zygote, data, tmp_path / "run", *still, "eval.patience=0", ranks=2)
     assert more[-1]["step"] == 9

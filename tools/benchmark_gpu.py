@@ -42,7 +42,10 @@ def main() -> int:
     """Command line -> exit code."""
     args = _arguments()
     base = {"train.micro_batch": "1"}
-    base |= dict(text.split("=", 1) for text in args.assignments if "=" in text)
+    if words := [text for text in args.assignments if "=" not in text]:
+        print(f"{', '.join(words)}: not of the form key=value, as model.name=tiny", file=sys.stderr)
+        return 2
+    base |= dict(text.split("=", 1) for text in args.assignments)
     print(f"{FORMULA}\n{versions()}; {machine()}", file=sys.stderr)
     try:
         cases = [*swept(base, args.sweep)]

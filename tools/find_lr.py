@@ -8,7 +8,7 @@ Takes optimizer steps while the learning rate grows evenly in its logarithm from
 Smith does (arXiv 1506.01186), until the loss has gone up for good; then says which rate to try.
 Batches, layout, optimizer and clipping are the run's; weights are fresh, or those of
 model.init_from or resume.from. Nothing of it stays: the run folder is a temporary one. Exit code 0,
-or 2.
+2, or 75 after a signal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.command import DEFAULT_DS_JSON, Command, plan_from
-from harness.errors import ConfigError, ExitCode
+from harness.errors import ConfigError, ExitCode, RunStopped
 from tools.figure import new_figure, plot_problems, write_plot
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
     args = parser.parse_intermixed_args(argv)
     folder = _temporary()
+    if int(os.environ.get("RANK", 0)) == 0:  # of a launch that was killed
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         problems = [*plot_problems(args.plot)]
         if not 0 < args.lowest < args.highest:
@@ -78,10 +80,13 @@ def main(argv: list[str]) -> int:
             problems.append(f"--steps is {args.steps}: with fewer than 10 there is nothing to see")
         if problems:
             raise ConfigError(problems)
-        own = (f"run.dir={folder}", "save.export=false", "eval.every=0", "guard.spikes=log")
+        own = (f"run.dir={folder}", "save.export=false")
         plan = plan_from(Command(args.deepspeed, args.config, (*args.assignments, *own)))
         with redirect_stdout(sys.stderr):  # progress
             found = range_test(plan, args.lowest, args.highest, args.steps)
+    except RunStopped as stop:
+        print(stop.message, file=sys.stderr)
+        return int(stop.code)
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"cannot look: {error}", file=sys.stderr)
@@ -105,7 +110,7 @@ def _temporary() -> Path:
 def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
     """Take the steps on all ranks; raises ConfigError where the run cannot be built."""
     from harness.engine.processes import leave
-    from harness.start import build
+    from harness.run import build, seed_dropout
 
     run = build(plan)
     rates: list[float] = []
@@ -124,7 +129,11 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
                 run.pulse("step", number)
                 reads = run.next_step
                 targets = run.data.train.targets_in(run.state.samples, reads.global_batch)
-                result = run.engine.train_batch(batches, targets, rate)
+                seed_dropout(plan, run.state.step + 1)
+                try:
+                    result = run.engine.train_batch(batches, targets, rate)
+                except RunStopped:  # fp16's loss scale is at its minimum
+                    break
                 run.state = run.state.after(reads.global_batch, plan.run.data.seq_len)
                 loss = float(run.engine.sum_over_ranks(result.loss_share.clone()))
                 if not math.isfinite(loss):
@@ -132,6 +141,8 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
                 rates.append(rate)
                 losses.append(loss)
                 run.progress.say(f"step {number + 1:>4}/{steps} | lr {rate:.3e} | loss {loss:.4f}")
+                if run.stop_asked()[0]:
+                    raise RunStopped(ExitCode.STOPPED, f"stopped at a rate of {rate:.2e}")
                 if smoothed(losses)[-1] > min(smoothed(losses)) + _GIVE_UP:
                     break
         return judged(rates, losses)

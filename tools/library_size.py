@@ -63,7 +63,7 @@ PARTS = {
         *("engine/pipeline.py", "engine/stages.py", "engine/unsplit.py"),
     ),
     "survive": (
-        *("checkpoint", "guard", "engine/state.py"),
+        *("checkpoint", "guard", "engine/state.py", "engine/eight_bit.py", "engine/swap.py"),
         *("saving.py", "resumption.py", "probe.py", "watch.py", "exporting.py"),
     ),
 }

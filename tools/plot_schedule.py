@@ -61,7 +61,9 @@ def main(argv: list[str]) -> int:
     points = schedule_of(plan, steps)
     print(as_text(plan, points))
     if args.plot:
-        write_plot(args.plot, drawn(plan, points))
+        apart = max(1, steps // _POINTS)
+        kept = [n for n in range(steps) if n % apart == 0 or n == steps - 1]
+        write_plot(args.plot, drawn(plan, [points[n] for n in kept]))
     return int(ExitCode.DONE)
 
 
@@ -70,9 +72,8 @@ Point = tuple[int, int, float, int, int]
 
 
 def schedule_of(plan: Plan, steps: int) -> list[Point]:
-    """Every step of a short run; of a long one the last, and those evenly apart before it."""
+    """Every step of the run."""
     seq_len, schedule = plan.run.data.seq_len, plan.schedule(steps)
-    apart = max(1, steps // _POINTS)
     walk = enumerate(islice(plan.curriculum.walk(0), steps), 1)
     return [
         (
@@ -80,7 +81,6 @@ def schedule_of(plan: Plan, steps: int) -> list[Point]:
             *(step.global_batch * seq_len, seq_len // step.pieces),
         )
         for number, step in walk
-        if (number - 1) % apart == 0 or number == steps
     ]
 
 

@@ -63,11 +63,15 @@ def main(argv: list[str]) -> int:
         return int(ConfigError.code)
     step, curriculum = arguments.step, curriculum_of(run)
     first = first_sample_of(folder.read_events(), step, curriculum)
-    samples = curriculum.at(first).global_batch
+    reads = curriculum.at(first)
     if arguments.json:
-        print(json.dumps(step_as_json(data, step, samples, first)))
+        found = step_as_json(data, step, reads.global_batch, first)
+        print(json.dumps({**found, "sequences_per_sample": reads.pieces}))
     else:
-        print(show_step(data, step, samples, first))
+        print(show_step(data, step, reads.global_batch, first))
+        if reads.pieces > 1:
+            length = run.data.seq_len // reads.pieces
+            print(f"each sample is read as {reads.pieces} sequences of {length} tokens (ramp.*)")
     return 0
 
 

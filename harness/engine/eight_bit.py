@@ -25,7 +25,8 @@ def is_eight_bit(optimizer: Any) -> bool:
 def per_element(state: State) -> State:
     """The state with a scale for every element."""
     numel = state[_CODES[0]].numel()
-    spread = {key: state[key].repeat_interleave(BLOCK)[:numel] for key in _SCALES}
+    # On the host: on the device this is eight bytes per element that nobody has planned for.
+    spread = {key: state[key].cpu().repeat_interleave(BLOCK)[:numel] for key in _SCALES}
     return {**{key: state[key] for key in _CODES}, **spread}
 
 
@@ -41,16 +42,18 @@ def per_block(optimizer: Any, filled: State) -> State:
 
     optimizer.fill_qmap()
     numel, device = filled[_CODES[0]].numel(), filled[_CODES[0]].device
+    blocks = torch.arange(numel, device=device) // BLOCK
     state: State = {"step": 0}
     for codes, scales, table, values_in in zip(_CODES, _SCALES, _TABLES, _RANGES, strict=True):
-        code, scale = filled[codes], filled[scales]
         qmap = optimizer.name2qmap[values_in].to(device)
+        scale = filled[scales]
+        # Padding was not saved: it is zero, and says nothing of its block.
+        code = torch.where(scale == 0, qmap.abs().argmin().to(torch.uint8), filled[codes])
         anew, about = quantize_blockwise(qmap[code.long()] * scale, code=qmap, blocksize=BLOCK)
-        first = scale[::BLOCK]
-        moved = scale != first.repeat_interleave(BLOCK)[:numel]
-        blocks = torch.arange(numel, device=device) // BLOCK
-        mixed = torch.zeros_like(first).index_add_(0, blocks, moved.float()) > 0
+        by_block = torch.nn.functional.pad(scale, (0, -numel % BLOCK)).view(-1, BLOCK)
+        largest = by_block.amax(1)
+        mixed = ((by_block != largest[:, None]) & (by_block != 0)).any(1)
         state[codes] = torch.where(mixed[blocks], anew.view(-1), code)
-        state[scales] = torch.where(mixed, about.absmax, first)
+        state[scales] = torch.where(mixed, about.absmax, largest)
         state[table] = qmap
     return state

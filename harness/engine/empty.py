@@ -44,8 +44,9 @@ def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
             f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
             f"boundaries, but {wish}: set data.document_mask=false, or take another model"
         )
-    if attention.startswith("flash") and plan.micro_batch > 1:
+    if attention.startswith("flash") and plan.micro_batch * plan.curriculum.most_pieces > 1:
         raise ConfigError(
             f"model.attention={attention} heeds document boundaries in micro-batches of one "
-            f"sample only, and {wish}: set train.micro_batch=1, or model.attention=sdpa"
+            f"sequence only, and {wish}: set train.micro_batch=1 without ramp.length_from, or "
+            "model.attention=sdpa"
         )

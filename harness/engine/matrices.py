@@ -60,27 +60,34 @@ class Matrices:
         turn by turn. What is exchanged is in bf16, in which the arithmetic is: nothing is lost.
         Collective where a matrix is split.
         """
-        matrices = self._of[id(flat)]
         source, target = update.view(-1), flat.detach().view(-1)
-        done: dict[int, torch.Tensor] = {}
-        for number, matrix in enumerate(matrices):
+        split = []
+        for matrix in self._of[id(flat)]:
             if len(matrix.holders) > 1:
-                whole, owner = self._filled(matrix, source), _owner(number, matrix)
-                dist.reduce(whole, group_dst=owner, group=self._group)
-                if owner == self._rank:
-                    done[number] = _orthogonal(whole)
+                split.append(matrix)
             elif matrix.numel:
-                done[number] = _orthogonal(self._filled(matrix, source))
+                yield _part(matrix, _orthogonal(self._filled(matrix, source)), target)
+        ranks = dist.get_world_size(self._group)
+        for start in range(0, len(split), ranks):  # in which a rank has one to work on, or two
+            yield from self._of_several(split[start : start + ranks], source, target)
+
+    def _of_several(
+        self, matrices: list[_Matrix], source: torch.Tensor, target: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Of matrices with pieces on several ranks, each of which works on its own."""
+        mine: dict[int, torch.Tensor] = {}
         for number, matrix in enumerate(matrices):
-            whole = done.pop(number, None)
-            if len(matrix.holders) > 1:
-                if whole is None:
-                    whole = torch.empty(matrix.shape, dtype=torch.bfloat16, device=self._device)
-                dist.broadcast(whole, group_src=_owner(number, matrix), group=self._group)
-            if whole is not None and matrix.numel:
-                piece = whole.view(-1).narrow(0, matrix.offset, matrix.numel)
-                place = target.narrow(0, matrix.start, matrix.numel)
-                yield piece.to(place.device), place, max(matrix.shape[-2:])
+            whole, owner = self._filled(matrix, source), _owner(number, matrix)
+            dist.reduce(whole, group_dst=owner, group=self._group)
+            if owner == self._rank:
+                mine[number] = _orthogonal(whole)
+        for number, matrix in enumerate(matrices):
+            whole = mine.pop(number, None)
+            if whole is None:
+                whole = torch.empty(matrix.shape, dtype=torch.bfloat16, device=self._device)
+            dist.broadcast(whole, group_src=_owner(number, matrix), group=self._group)
+            if matrix.numel:
+                yield _part(matrix, whole, target)
 
     def _filled(self, matrix: _Matrix, source: torch.Tensor) -> torch.Tensor:
         """A matrix with this rank's piece in it, zeros elsewhere."""
@@ -88,6 +95,15 @@ class Matrices:
         piece = source.narrow(0, matrix.start, matrix.numel)
         whole.view(-1).narrow(0, matrix.offset, matrix.numel).copy_(piece)
         return whole
+
+
+def _part(
+    matrix: _Matrix, whole: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What this rank has of `whole`, where that is in `target`, and the longer side."""
+    piece = whole.view(-1).narrow(0, matrix.offset, matrix.numel)
+    place = target.narrow(0, matrix.start, matrix.numel)
+    return piece.to(place.device), place, max(matrix.shape[-2:])
 
 
 def _owner(number: int, matrix: _Matrix) -> int:

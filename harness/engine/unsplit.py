@@ -35,12 +35,12 @@ def unsplit_loss_and_norm(
         materialize(model, plan.run.train.seed, device)
     else:
         model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0].to(device)
-    compares_norm = not is_random(model)
+    compares_norm = not (is_random(model) or plan.run.model.stochastic_depth)
     model.train(compares_norm)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = trained(model) if compares_norm else []
     sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
-    loss, micro_batches = torch.zeros((), device=device), plan.grad_accum * plan.grid.data
+    loss = torch.zeros((), device=device)
     for batch in batches:
         smoothing = plan.run.train.label_smoothing
         if smoothing or not compares_norm:  # the loss that is compared is an evaluation's
@@ -53,7 +53,7 @@ def unsplit_loss_and_norm(
         if not smoothing:
             loss += share.detach()
         if auxiliary is not None:
-            share = share + auxiliary / micro_batches
+            share = share + auxiliary / len(batches)
         (share * loss_scale).backward()
         for parameter, total in sums.items():
             if parameter.grad is not None:

@@ -49,7 +49,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 _REPLACED = (
     *("model.name", "model.init_from", "model.overrides", "data.path", "data.tokenizer"),
     *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
-    *("ramp", "profile", "optim.groups", "eval.patience"),
+    *("ramp", "profile", "optim.groups", "eval.patience", "eval.better_by"),
 )
 
 

@@ -58,4 +58,7 @@ def saving(inputs: Inputs) -> list[Held]:
 
 def checkpoint_bytes(inputs: Inputs) -> int:
     """What a checkpoint holds of the parameters: master weights, moments (checkpoint/files.py)."""
-    return int((master_bytes(inputs) + moment_bytes(inputs)) * inputs.parameters)
+    moments = moment_bytes(inputs)
+    if inputs.zero.optimizer == "adamw8bit":  # two codes, two scales for every element
+        moments = 2 * (1 + 4)
+    return int((master_bytes(inputs) + moments) * inputs.parameters)
