@@ -100,7 +100,10 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Optimizer groups of what this rank has of the whole model's `parameters`."""
     optim = plan.run.optim
-    held = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # A pipeline's last stage has a copy of a tied embedding as its head: stepped as the first is.
+    held = {
+        getattr(p, "tied_to", name): p for name, p in model.named_parameters() if p.requires_grad
+    }
     found = optimizer_groups(
         (parameter for parameter in parameters if parameter.name in held),
         optim.weight_decay,

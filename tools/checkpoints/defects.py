@@ -153,13 +153,13 @@ def _places_without(left_out: Callable[[Any], bool]) -> Iterator[None]:
     """While loading; a save still sees all."""
     from harness.engine import state
 
-    original, restore = state._places, state.restore
+    original, restore = state.pieces, state.restore
 
     def places(*args: Any) -> Iterator[Any]:
         return (place for place in original(*args) if not left_out(place.parameter))
 
     def restoring(*args: Any) -> None:
-        with mock.patch.object(state, "_places", places):
+        with mock.patch.object(state, "pieces", places):
             restore(*args)
 
     with mock.patch.object(state, "restore", restoring):
