@@ -76,15 +76,15 @@ def test_a_run_that_learns_nothing_more_ends(
     still = ("optim.lr=1e-12", "eval.every=1", "train.steps=9")
     patient = (*still, "eval.patience=2")
     lines = trained(zygote, data, tmp_path / "run", *patient, "eval.better_by=0.01", ranks=2)
-    # The first is the best so far, two more are enough.
-    assert lines[-1]["step"] == 3
+    # The first, before any step, is the best; two more are enough.
+    assert lines[-1]["step"] == 2
     run = RunFolder(tmp_path / "run")
     (ended,) = events(run, "ended_early")
-    assert (ended["step"], ended["best_step"]) == (3, 1)
+    assert (ended["step"], ended["best_step"]) == (2, 0)
     assert run.read_status()["outcome"] == "done"
     # It stays ended, until it is given more patience.
     trained(zygote, data, tmp_path / "run", *patient, "eval.better_by=0.01", ranks=2)
-    assert run.read_metrics()[-1]["step"] == 3
+    assert run.read_metrics()[-1]["step"] == 2
     # A branch has as much patience as the run began with.
     branch = (f"resume.from={tmp_path / 'run'}", *patient, "eval.better_by=0.01", "train.steps=6")
     assert trained(zygote, data, tmp_path / "branch", *branch, ranks=2)[-1]["step"] > 4
