@@ -50,5 +50,6 @@ tables: setup
 	$(VENV)/bin/python tools/rehearse.py --all --gpus 8 --ranks 2 model.name=llama-3-8b \
 		--markdown docs/rehearsal.md
 	SOAK=40 $(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
+	NVME=1 $(VENV)/bin/python -m pytest -q tests/test_swap_space.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_checkpoints.py --full \
 		--out build/checkpoints --markdown docs/checkpoints.md

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def test_the_covering_set_covers():
     chosen, every = covering_cases(), all_cases()
     assert set(chosen) <= set(every)
-    for field in ("layout", "precision", "accumulation", "optimizer"):
+    for field in ("layout", "precision", "accumulation"):
         assert {getattr(case, field) for case in chosen} == {getattr(c, field) for c in every}
 
 
