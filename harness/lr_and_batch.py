@@ -134,7 +134,7 @@ class Batch:
                 f"train.global_batch = {global_batch} does not divide over {data_ranks} data "
                 f"ranks: the nearest that do are {legal}"
             )
-        if quantum is not None and quantum % data_ranks and not global_batch % data_ranks:
+        if quantum is not None and quantum % data_ranks:
             raise ValueError(
                 f"ramp.batch_from and ramp.batch_step make batches of multiples of {quantum} "
                 f"samples, which do not divide over {data_ranks} data ranks: make both multiples "

@@ -34,22 +34,15 @@ from harness.ds_resolve import (
 from harness.errors import ConfigError
 from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
-from harness.model_config import load_model_config
 from harness.plan_curriculum import curriculum_notes, curriculum_of, curriculum_problems
 from harness.plan_kernels import kernel_notes, kernel_problems
-from harness.plan_model import (
-    attention_problems,
-    position_problems,
-    weights_problems,
-    with_attention,
-)
-from harness.plan_optimizer import optimizer_problems, rule_problems
+from harness.plan_model import attention_problems, find_model
+from harness.plan_optimizer import optimizer_problems
 from harness.plan_pipeline import by_memory, notes, num_stages, stage_bounds
 from harness.plan_text import describe
 from harness.planning.grid import Grid
 from harness.planning.memory.timeline import Estimate
 from harness.planning.shape import Shape
-from harness.planning.sizes import UnknownArchitecture
 from harness.planning.world import World
 
 Event = dict[str, Any]
@@ -159,39 +152,16 @@ def make_plan(
     curriculum = Curriculum(run.train.global_batch) if wrong else curriculum_of(run)
     problems += wrong
     batch = None
-    try:
-        # A value of the wrong type is reported already: the default in its place is nobody's wish.
-        if all((key in ds) == (key in ds_json) for key in _BATCH_KEYS):
-            accum = literal(ds, "gradient_accumulation_steps")
-            whole, micro = run.train.global_batch, run.train.micro_batch
-            batch = Batch.divided(whole, grid.data, micro, accum, curriculum.quantum)
-    except ValueError as error:
-        problems.append(str(error))
+    # A value of the wrong type is reported already: the default in its place is nobody's wish.
+    if all((key in ds) == (key in ds_json) for key in _BATCH_KEYS):
+        batch = _batch(ds, run, grid.data, curriculum.quantum, problems)
     problems += attention_problems(run, world)
     problems += run.profile.problems(run.train.num_steps(curriculum, run.data.seq_len))
     problems += optimizer_problems(run, ds, ds_source)
-    if precision == "fp16" and run.optim.clip_value is not None:
-        problems.append(
-            f"optim.clip_value is {run.optim.clip_value} ({run.origin('optim.clip_value')}), which "
-            "hides overflows from fp16's loss scaling: set optim.clip_norm instead"
-        )
-    config: dict[str, Any] = {}
-    model_source, shape = "", None
-    try:
-        config, model_source = load_model_config(run)
-        problems += position_problems(run, config)
-        run, fallbacks, wrong = with_attention(run, config["model_type"])
-        events += fallbacks
-        problems += wrong
-        shape = Shape.from_hf(config)
-        problems += rule_problems(run, shape)
-        problems += weights_problems(run, shape)
-    except UnknownArchitecture as error:
-        events.append({"kind": "unknown_architecture", "message": str(error)})
-    except ConfigError as error:
-        problems += error.problems
-    except ValueError as error:
-        problems.append(f"model.name is {run.model.name!r} ({model_source}): {error}")
+    model = find_model(run)
+    run, config, shape = model.run, model.config, model.shape
+    events += model.events
+    problems += model.problems
     problems += kernel_problems(run, config.get("model_type"), num_stages(ds), world)
     stages, wrong = stage_bounds(ds, run, config, shape, ds_source)
     problems += wrong
@@ -209,7 +179,7 @@ def make_plan(
         world=world,
         grid=grid,
         model_config=config,
-        model_source=model_source,
+        model_source=model.source,
         shape=shape,
         precision=precision,
         zero_stage=value_of(ds, "zero_optimization.stage"),
@@ -220,6 +190,19 @@ def make_plan(
         events=(*events, *overrides(given, ds)),
     )
     return by_memory(plan)
+
+
+def _batch(
+    ds: Mapping[str, Any], run: RunConfig, data_ranks: int, quantum: int, problems: list[str]
+) -> Batch | None:
+    """How a step's samples are divided; None, and why, where they cannot be."""
+    accum = literal(ds, "gradient_accumulation_steps")
+    whole, micro = run.train.global_batch, run.train.micro_batch
+    try:
+        return Batch.divided(whole, data_ranks, micro, accum, quantum)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 def check_json(

@@ -4,15 +4,52 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.config import RunConfig
-from harness.model_config import find_model_config, max_positions
+from harness.errors import ConfigError
+from harness.model_config import find_model_config, load_model_config, max_positions
+from harness.plan_optimizer import rule_problems
 from harness.planning.shape import Shape
-from harness.planning.sizes import FAMILIES
+from harness.planning.sizes import FAMILIES, UnknownArchitecture
 from harness.planning.world import World
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+
+
+@dataclass
+class FoundModel:
+    """What `model.name` came to, as far as it got."""
+
+    run: RunConfig
+    """With the attention that the model needs."""
+    config: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    shape: Shape | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def find_model(run: RunConfig) -> FoundModel:
+    """The model's config and shape, and what of the run does not fit them."""
+    found = FoundModel(run)
+    try:
+        found.config, found.source = load_model_config(run)
+        found.problems += position_problems(run, found.config)
+        found.run, events, wrong = with_attention(run, found.config["model_type"])
+        found.events += events
+        found.problems += wrong
+        found.shape = Shape.from_hf(found.config)
+        found.problems += rule_problems(run, found.shape)
+        found.problems += weights_problems(run, found.shape)
+    except UnknownArchitecture as error:
+        found.events.append({"kind": "unknown_architecture", "message": str(error)})
+    except ConfigError as error:
+        found.problems += error.problems
+    except ValueError as error:
+        found.problems.append(f"model.name is {run.model.name!r} ({found.source}): {error}")
+    return found
 
 
 def attention_problems(run: RunConfig, world: World) -> Iterator[str]:

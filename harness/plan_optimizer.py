@@ -63,6 +63,15 @@ def optimizer_problems(run: RunConfig, ds: Mapping[str, Any], source: Source) ->
         for key in _HALF_STATES:
             if value_of(ds, key):
                 yield f"{asked}: only adamw and adam take {key}: remove it, or use adamw"
+    yield from _clipping_problems(run, ds)
+
+
+def _clipping_problems(run: RunConfig, ds: Mapping[str, Any]) -> Iterator[str]:
+    if value_of(ds, "fp16.enabled") and run.optim.clip_value is not None:
+        yield (
+            f"optim.clip_value is {run.optim.clip_value} ({run.origin('optim.clip_value')}), which "
+            "hides overflows from fp16's loss scaling: set optim.clip_norm instead"
+        )
 
 
 def rule_problems(run: RunConfig, shape: Shape) -> Iterator[str]:

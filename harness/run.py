@@ -88,17 +88,8 @@ def _train(run: Run) -> None:
 def _loop(run: Run, watch: Watch, first_step: int) -> None:
     """One optimizer step after the other. Syncs with the host only where it logs."""
     plan, every = run.plan, run.plan.run
-    stream = run.data.train.steps(
-        run.state.samples,
-        curriculum=plan.curriculum,
-        micro_batch=plan.micro_batch,
-        data_rank=plan.grid.coords(plan.world.rank).data,
-        data_ranks=plan.grid.data,
-        prefetch=every.data.prefetch,
-        pin_memory=plan.world.accelerator == "cuda",
-    )
     profiler = _profiler(run)
-    with closing(stream), profiler or nullcontext():
+    with closing(run.stream()) as stream, profiler or nullcontext():
         # At step 0, and where the last stop broke an evaluation off.
         due = run.state.step == 0 or _due(run.state.step, every.eval.every)
         if due and run.held_out_nats is None and (line := _evaluated(run)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.curriculum import Step
+from harness.data.batches import Batch
 from harness.data.build import Data, DataSpec, build_data
 from harness.engine.processes import join
 from harness.errors import ConfigError, ExitCode
@@ -59,6 +61,18 @@ class Run:
     """What the watch over the run knew when the state was saved."""
     held_out_nats: float | None = None
     """The last evaluation's loss; None before the first of this process."""
+
+    def stream(self) -> Generator[list[Batch]]:
+        """This rank's micro-batches of every step from here on; close() it."""
+        return self.data.train.steps(
+            self.state.samples,
+            curriculum=self.plan.curriculum,
+            micro_batch=self.plan.micro_batch,
+            data_rank=self.plan.grid.coords(self.plan.world.rank).data,
+            data_ranks=self.plan.grid.data,
+            prefetch=self.plan.run.data.prefetch,
+            pin_memory=self.plan.world.accelerator == "cuda",
+        )
 
     @property
     def next_step(self) -> Step:

@@ -115,15 +115,8 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
     run = build(plan)
     rates: list[float] = []
     losses: list[float] = []
-    stream = run.data.train.steps(
-        run.state.samples,
-        curriculum=plan.curriculum,
-        micro_batch=plan.micro_batch,
-        data_rank=plan.grid.coords(plan.world.rank).data,
-        data_ranks=plan.grid.data,
-    )
     try:
-        with closing(stream):
+        with closing(run.stream()) as stream:
             for number, batches in zip(range(steps), stream, strict=False):
                 rate = lowest * (highest / lowest) ** (number / (steps - 1))
                 run.pulse("step", number)
