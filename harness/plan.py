@@ -192,6 +192,9 @@ def make_plan(
     return by_memory(plan)
 
 
+_DIVIDED = ("train.global_batch", "train.micro_batch", "ramp.batch_from", "ramp.batch_step")
+
+
 def _batch(
     ds: Mapping[str, Any], run: RunConfig, data_ranks: int, quantum: int, problems: list[str]
 ) -> Batch | None:
@@ -201,7 +204,8 @@ def _batch(
     try:
         return Batch.divided(whole, data_ranks, micro, accum, quantum)
     except ValueError as error:
-        problems.append(str(error))
+        said = [f"{key}: {run.origin(key)}" for key in _DIVIDED if key in str(error)]
+        problems.append(f"{error} ({', '.join(said)})")
         return None
 
 

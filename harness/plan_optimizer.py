@@ -45,6 +45,8 @@ def optimizer_problems(run: RunConfig, ds: Mapping[str, Any], source: Source) ->
         yield f"{asked}: it needs the package {kind.package} (pip install {kind.package})"
     stage = value_of(ds, "zero_optimization.stage")
     offload = offloaded_to(ds, "optimizer")
+    moved = "zero_optimization.offload_optimizer"
+    moved += f" ({source.of(f'{moved}.device')})"
     if kind.layouts == "whole" and stage != 0:
         yield (
             f"{asked}: it keeps means of rows and columns, but ZeRO {stage} "
@@ -52,17 +54,21 @@ def optimizer_problems(run: RunConfig, ds: Mapping[str, Any], source: Source) ->
             "use zero_optimization.stage=0 in fp32, adam8bit for small states, or adamw"
         )
     if kind.layouts == "unoffloaded" and offload != "none":
-        yield f"{asked}: its states stay on the GPU: remove offload_optimizer, or use adamw"
+        yield f"{asked}: its states stay on the GPU: remove {moved}, or use adamw"
     if offload == "nvme" and run.optim.clip_value is not None:
         given = f"optim.clip_value is {run.optim.clip_value} ({run.origin('optim.clip_value')})"
         yield f"{given}: gradients on NVMe are not clamped: set optim.clip_norm, or use the cpu"
     # Without momentum sgd has no states that could be in the wrong place or type.
     if not kind.by_deepspeed and (name != "sgd" or run.optim.momentum):
         if offload == "nvme":
-            yield f"{asked}: only adamw and adam step from NVMe: use one, or offload to the cpu"
+            yield (
+                f"{asked}: only adamw and adam step from NVMe: use one, or set the device of "
+                f"{moved} to cpu"
+            )
         for key in _HALF_STATES:
             if value_of(ds, key):
-                yield f"{asked}: only adamw and adam take {key}: remove it, or use adamw"
+                given = f"{key} ({source.of(key)})"
+                yield f"{asked}: only adamw and adam take {given}: remove it, or use adamw"
     yield from _clipping_problems(run, ds)
 
 

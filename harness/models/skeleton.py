@@ -109,8 +109,3 @@ def described_parameters(model: PreTrainedModel) -> list[Parameter]:
         Parameter(name, matrix=p.ndim >= 2 and id(p) not in embeddings, head=p is head)
         for name, p in model.named_parameters()
     ]
-
-
-def decayed_parameters(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters that weight decay applies to."""
-    return {parameter.name for parameter in described_parameters(model) if parameter.matrix}

@@ -13,7 +13,7 @@ from transformers.modeling_flash_attention_utils import _process_flash_attention
 from harness.model_config import find_model_config, preset_names
 from harness.models.initialize import materialize
 from harness.models.pieces import pieces
-from harness.models.skeleton import decayed_parameters, hf_config, separates_documents, skeleton
+from harness.models.skeleton import described_parameters, hf_config, separates_documents, skeleton
 
 LLAMA = {
     "model_type": "llama",
@@ -31,6 +31,10 @@ def empty(config: dict[str, object]):
     return skeleton(hf_config(config), torch.float32)
 
 
+def decayed(config: dict[str, object]) -> set[str]:
+    return {p.name for p in described_parameters(empty(config)) if p.matrix}
+
+
 def test_a_skeleton_holds_no_weights_but_its_buffers() -> None:
     model = empty(LLAMA)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -38,8 +42,7 @@ def test_a_skeleton_holds_no_weights_but_its_buffers() -> None:
 
 
 def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
-    decayed = decayed_parameters(empty(LLAMA))
-    assert decayed == {
+    assert decayed(LLAMA) == {
         "lm_head.weight",
         *(
             f"model.layers.{layer}.{name}.weight"
@@ -53,8 +56,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
 
 
 def test_biases_positions_and_a_tied_head_do_not_decay() -> None:
-    decayed = decayed_parameters(empty(GPT2))
-    kinds = {name.partition(".h.")[2][2:] for name in decayed}
+    kinds = {name.partition(".h.")[2][2:] for name in decayed(GPT2)}
     assert kinds == {
         "attn.c_attn.weight",
         "attn.c_proj.weight",
@@ -64,8 +66,8 @@ def test_biases_positions_and_a_tied_head_do_not_decay() -> None:
 
 
 def test_stacked_experts_decay() -> None:
-    decayed = decayed_parameters(empty({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}))
-    assert {name for name in decayed if "layers.0" in name and "self_attn" not in name} == {
+    names = decayed({**LLAMA, "model_type": "mixtral", "num_local_experts": 4})
+    assert {name for name in names if "layers.0" in name and "self_attn" not in name} == {
         "model.layers.0.mlp.gate.weight",
         "model.layers.0.mlp.experts.gate_up_proj",
         "model.layers.0.mlp.experts.down_proj",

@@ -11,7 +11,7 @@ from harness.data.batches import Batch
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.pieces import decoder_layers
-from harness.models.skeleton import DTYPES, decayed_parameters, hf_config, skeleton
+from harness.models.skeleton import DTYPES, described_parameters, hf_config, skeleton
 from tools.parity.cells import ARCHITECTURES, ATTENTION, GLOBAL_BATCH, STEPS
 from tools.parity.measure import Difference, Trajectory, difference, rounding
 from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
@@ -58,7 +58,7 @@ class _Model:
         self.scale = FP16_SCALE if way.precision == "fp16" else 1.0
         attention = ATTENTION.get(way.architecture, "sdpa")
         self.model = skeleton(hf_config(ARCHITECTURES[way.architecture]), self.dtype, attention)
-        self.decayed = decayed_parameters(self.model)
+        self.decayed = {p.name for p in described_parameters(self.model) if p.matrix}
         materialize(self.model, SEED, torch.device("cpu"))
         self.model.train()
         for layer in decoder_layers(self.model)[1] if way.compiled else ():
