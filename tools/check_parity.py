@@ -8,8 +8,7 @@
 A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),
 every parameter's gradient at step 0, the weights' change after one plain SGD step, and loss and
 gradient norm of 20 AdamW steps. A cell's tolerance is 5 times the spread of the plain loop against
-itself when only the order of its sums changes, 10 times where layers are compiled. Exit code 1
-when a cell differs.
+itself when only the order of its sums changes. Exit code 1 when a cell differs.
 """
 
 from __future__ import annotations
