@@ -68,9 +68,6 @@ class PipelineEngine(ZeroEngine):
         self._column_group = engine.mpu.get_pipe_parallel_group()
         if quirks.keeps_no_grad_norm(engine):
             quirks.count_every_stage(stage.parameters())
-        if engine.using_bf16_optimizer and plan.grid.data == 1:
-            # There is nothing to reduce, but DeepSpeed would copy all gradients into one buffer.
-            engine.pipeline_enable_backward_allreduce = False
 
     @property
     def module(self) -> nn.Module:

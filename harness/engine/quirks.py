@@ -162,6 +162,22 @@ def forget_stages(groups_before: set[Any]) -> None:
         dist.destroy_process_group(group)
 
 
+def reduce_in_place(engine: Any) -> None:
+    """Let BF16_Optimizer reduce its flat gradients where they lie, and alone not at all.
+
+    DeepSpeed packs them into buffers of up to half a billion elements and copies those back; on one
+    rank, too, where fp32 sums are rounded to bf16 on the way.
+    """
+
+    def reduce(flats: list[torch.Tensor], group: Any, size: float | None = None) -> None:
+        if dist.get_world_size(group) > 1:
+            for flat in flats:
+                engine.allreduce_bucket([flat], group, size)
+
+    if hasattr(engine.optimizer, "get_grads_for_reduction"):
+        engine.allreduce_and_copy = reduce
+
+
 def forget_nodes() -> None:
     """Let a process build more engines after one with hpZ was destroyed.
 

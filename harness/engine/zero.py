@@ -51,6 +51,7 @@ class ZeroEngine:
         self.plan = plan
         self.events = events  # what building it did that the user should know
         self.device: torch.device = engine.device
+        quirks.reduce_in_place(engine)
 
     def train_batch(
         self, batches: list[Batch], targets: int, lr: float, is_spike: Judge | None = None

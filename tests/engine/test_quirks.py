@@ -267,6 +267,14 @@ def test_deepspeed_keeps_the_group_of_the_second_copy_of_a_destroyed_engine(
 
 
 @pytest.mark.slow
+def test_deepspeed_packs_flat_gradients_to_reduce_them_and_we_do_not(
+    result: Callable[[str], list[Any]],
+) -> None:
+    for rank in result("packed_to_be_reduced"):
+        assert rank == {"deepspeeds": [2], "ours": [1, 1]}
+
+
+@pytest.mark.slow
 def test_deepspeeds_pipeline_prints_whatever_the_log_level(
     result: Callable[[str], list[Any]],
 ) -> None:

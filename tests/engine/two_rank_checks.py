@@ -234,6 +234,21 @@ def second_copy_leaves_its_group() -> dict[str, bool]:
     return {"deepspeeds": left, "ours": groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None}
 
 
+def packed_to_be_reduced() -> dict[str, list[int]]:
+    """How many flat gradients of BF16_Optimizer's are reduced at a time."""
+    half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    engine, packed, found = engine_of({**stage(1), **half}), [], {}
+    flatten = engine.engine.flatten
+    engine.engine.flatten = lambda tensors: packed.append(len(tensors)) or flatten(tensors)
+    for who in ("ours", "deepspeeds"):
+        packed.clear()
+        engine.train_batch(*batches(), 1e-3)
+        found[who] = [*packed]
+        vars(engine.engine).pop("allreduce_and_copy", None)
+    engine.close()
+    return found
+
+
 CHECKS = (
     initial_weights_0,
     initial_weights_1,
@@ -249,6 +264,7 @@ CHECKS = (
     offload_without_compiler,
     shipped_configs,
     second_copy_leaves_its_group,
+    packed_to_be_reduced,
     *pipeline_checks.CHECKS,
     *bad_step_checks.CHECKS,
     *optimizer_checks.CHECKS,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.planning.memory.inputs import ALWAYS, BACKWARD, STEPPED, Held, Inputs
+from harness.planning.memory.inputs import ALWAYS, BACKWARD, FP32, STEPPED, Held, Inputs
 from harness.planning.memory.partition import flat_groups, piece
 from harness.planning.memory.states import optimizer_class
 
-# Elements that stage 0 and BF16_Optimizer reduce at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
+# Elements that stage 0 reduces at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
 _ALLREDUCE = 500_000_000
 # Norms are summed in fp64 wherever the device has it (zero/utils.py, get_norm_dtype): a copy of one
 # gradient at a time.
@@ -77,22 +77,13 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
 
 
 def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
-    """Tensors are packed until they exceed a bucket; one alone is not copied, only cast."""
+    """BF16_Optimizer's flat groups are cast one by one (engine/quirks.py); the rest is packed."""
     if kind != "BF16_Optimizer":
         size = inputs.element_bytes * min(inputs.parameters, _ALLREDUCE)
         yield Held("communication copy", size, frozenset({"reduce"}), "measured")
-        return
-    if inputs.stage is not None and inputs.shards == 1:
-        return  # the engine leaves the reduction out
-    peak, packed = 0, []
-    flats = flat_groups(inputs.groups(), inputs.shards)
-    for flat in flats:
-        packed.append(flat.padded)
-        if sum(packed) > _ALLREDUCE or flat is flats[-1]:
-            cast = 0 if inputs.sum_bytes == 2 else 2
-            per_element = cast + (inputs.sum_bytes if len(packed) > 1 else 0)
-            peak, packed = max(peak, per_element * sum(packed)), []
-    yield Held("communication copy", peak, frozenset({"reduce"}), "measured")
+    elif inputs.shards > 1 and inputs.sum_bytes == FP32:
+        largest = max(flat.padded for flat in flat_groups(inputs.groups(), inputs.shards))
+        yield Held("communication copy", FP32 // 2 * largest, frozenset({"reduce"}), "measured")
 
 
 def gathered_parameters(inputs: Inputs) -> list[Held]:
