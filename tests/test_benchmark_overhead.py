@@ -13,7 +13,7 @@ from tests.run_tools import run_tool
 from tests.two_ranks import SHARED_MEMORY
 from tools.overhead.recorder import counters
 
-ONCE = ("--stages", 1, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--steps", 2)
+ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--steps", 2)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from harness.data.indexed import IndexedTokens, write_indexed
 from harness.data.packing import Packed
 from harness.data.split import SIDES, load_split, stores_separator, write_splits
 from harness.data.tokenizer import (
-    encode,
+    encoded,
     load_tokenizer,
     tokenizer_hash,
     train_tokenizer,
@@ -37,7 +36,6 @@ from harness.runfolder import RunFolder
 # Raise it whenever the same input would give other files.
 FORMAT = 2
 TOKENS, PROMPTS, SPLIT_FACTS = "tokens", "prompts.npy", "split.json"
-_PIECES_AT_ONCE = 256  # what the tokenizer's threads share
 _REPORT_EVERY_CHARS = 1 << 26
 
 
@@ -243,17 +241,15 @@ def _tokenise(
     def sequences() -> Iterator[tuple[list[int], bool]]:
         """(ids of the next piece, whether its document ends there)."""
         nonlocal in_prompt, characters, reported
-        pieces = corpus.pieces()
-        while group := list(islice(pieces, _PIECES_AT_ONCE)):
-            texts = [piece.text for piece in group]
-            for piece, ids in zip(group, encode(tokenizer, texts), strict=True):
+        for group, encodings in encoded(tokenizer, corpus.pieces()):
+            for piece, ids in zip(group, encodings, strict=True):
                 in_prompt += len(ids) * piece.is_prompt
                 if piece.is_last:
                     prompts.append(in_prompt)
                     in_prompt = 0
                     ids.append(tokenizer.eos_token_id)
                 yield ids, piece.is_last
-            characters += sum(map(len, texts))
+            characters += sum(len(piece.text) for piece in group)
             if characters - reported > _REPORT_EVERY_CHARS:
                 reported = characters
                 report(f"tokenised {characters / corpus.num_bytes():.0%} of {corpus.path}")

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from harness.data.corpus import Corpus
+from harness.data.corpus import Corpus, Piece
 from harness.errors import ConfigError
 
 VOCAB_SIZE = 8192
+PIECES_AT_ONCE = 256  # what the tokenizer's threads share
 # Pieces converge long before: a larger corpus is thinned to about this much text.
 TRAINING_CHARS = 48_000_000
 # Long enough that runs of line breaks become pieces, short enough for SentencePiece's buffers.
@@ -146,6 +148,23 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
         return [encoding.ids for encoding in found]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     return ids
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, pieces: Iterator[Piece]
+) -> Iterator[tuple[list[Piece], list[list[int]]]]:
+    """Groups of pieces with the ids of each; the next is encoded while the caller has this one."""
+    with ThreadPoolExecutor(max_workers=1) as encoder:
+
+        def begun() -> tuple[list[Piece], Future[list[list[int]]]]:
+            group = list(islice(pieces, PIECES_AT_ONCE))
+            return group, encoder.submit(encode, tokenizer, [piece.text for piece in group])
+
+        group, ids = begun()
+        while group:
+            coming = begun()
+            yield group, ids.result()
+            group, ids = coming
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from harness.curriculum import Curriculum
 from harness.data.build import Data, DataSpec, build_data
+from harness.data.tokenizer import PIECES_AT_ONCE
 from tools.overhead.job import ACCUMULATED, SEQ_LEN
 
 BATCHES = ((ACCUMULATED, SEQ_LEN), (8, 4096))  # (samples, tokens of each): as timed here, and large
 TOKENS = 2_000_000  # read in a round, of each
 TEXT_BYTES = 10_000_000  # of the corpus
 COPIES = 4  # of it, tokenised in a round: what a start takes, however much text, is small beside it
-_AT_ONCE = 256  # texts that the tokenizer's threads share, as in harness/data/build.py
 
 
 def data_rates(data: Data, rounds: int) -> Iterator[dict[str, float]]:
@@ -68,8 +68,8 @@ def _raw_seconds(data: Data, texts: list[str]) -> float:
     """The same texts, in memory already, by the quickest call that the tokenizer offers."""
     backend = data.tokenizer.backend_tokenizer
     began = time.perf_counter()
-    for start in range(0, len(texts), _AT_ONCE):
-        some = texts[start : start + _AT_ONCE]
+    for start in range(0, len(texts), PIECES_AT_ONCE):
+        some = texts[start : start + PIECES_AT_ONCE]
         for encoding in backend.encode_batch_fast(some, add_special_tokens=False):
             _ = encoding.ids
     return time.perf_counter() - began
