@@ -30,7 +30,7 @@ demo: setup
 		harness/train.py --deepspeed ds_configs/zero3.json
 
 test: setup
-	$(VENV)/bin/python -m pytest -q -n 2 --durations 10
+	$(VENV)/bin/python -m pytest -q -n 3 --durations 25
 
 lint: setup
 	$(VENV)/bin/ruff check .
