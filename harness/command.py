@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.assignments import assign_all, did_you_mean
-from harness.config import RunConfig, described_keys
+from harness.config import RunConfig, described_keys, known_keys
 from harness.config_file import load_run_config
 from harness.ds_config import Source, read_ds_json
 from harness.errors import ConfigError
@@ -107,10 +107,22 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     found, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         options = re.findall(r"--[\w-]+", parser.format_usage())
-        hints = (f"{word}{did_you_mean(word.partition('=')[0], options)}" for word in unknown)
+        hints = (f"{word}{_hint(word.partition('=')[0], options)}" for word in unknown)
         parser.error(f"unrecognized arguments: {', '.join(hints)}")
     given = vars(found)
     return Command(**{**given, "assignments": tuple(given["assignments"])})
+
+
+_LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--bind_")
+
+
+def _hint(option: str, known: list[str]) -> str:
+    """Where an option belongs that train.py does not have."""
+    if option.startswith(_LAUNCHERS):
+        return " (the launcher's: write it before harness/train.py)"
+    name = option.lstrip("-").replace("-", "_")
+    keys = [key for key in known_keys() if name in (key, key.rpartition(".")[2])]
+    return f" (write {keys[0]}=VALUE)" if keys else did_you_mean(option, known)
 
 
 def plan_from(

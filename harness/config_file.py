@@ -71,6 +71,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"run config {path} cannot be read: {error}") from None
 
 
+_FORMS = {
+    "bool_type": ", true or false",
+    "bool_parsing": ", true or false",
+    "int_type": ", as in 1_000_000",
+    "int_parsing": ", as in 1_000_000",
+    "int_from_float": ", as in 1_000_000",
+    "string_type": ", in quotes",
+    "list_type": ", as in [1, 2]",
+    "tuple_type": ", as in [0.9, 0.95]",
+}
+"""How what pydantic expects is written."""
+
+
 def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
     """One pydantic error as: the key, its value, where it came from, what is wrong."""
     key = ".".join(map(str, item["loc"]))
@@ -81,4 +94,4 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
     if item["type"] == "value_error":  # raised by a validator of ours, over a whole section
         return f"{item['ctx']['error']} ({origin})"
     wrong = item["msg"].replace("Input should be", "it must be")
-    return f"{key} is {item['input']!r} ({origin}): {wrong}"
+    return f"{key} is {item['input']!r} ({origin}): {wrong}{_FORMS.get(item['type'], '')}"

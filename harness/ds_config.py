@@ -12,7 +12,7 @@ import math
 import operator
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -193,15 +193,25 @@ def _is_a(kind: str, value: Any) -> bool:
     return isinstance(value, _PYTHON_TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
 
 
-def refusals(ds: Mapping[str, Any], source: Source, accelerator: str = "cuda") -> list[str]:
-    """What is understood but refused, of a JSON whose keys are known and precision is decided."""
+def refusals(
+    ds: Mapping[str, Any],
+    source: Source,
+    accelerator: str = "cuda",
+    wrong_keys: Collection[str] = (),
+) -> list[str]:
+    """What is understood but refused, of a JSON whose keys are known and precision is decided.
+
+    `wrong_keys` were removed from it: their default says nothing of what was meant.
+    """
     problems = []
     for rule in refused():
         if rule.get("on", accelerator) != accelerator:
             continue
         wanted, unless = rule.get("when", {}), rule.get("unless", {})
-        if all(_is_among(ds, key, values) for key, values in wanted.items()) and not any(
-            _is_among(ds, key, values) for key, values in unless.items()
+        if (
+            not wanted.keys() & wrong_keys
+            and all(_is_among(ds, key, values) for key, values in wanted.items())
+            and not any(_is_among(ds, key, values) for key, values in unless.items())
         ):
             key = rule["key"]
             value = literal(ds, key)

@@ -37,7 +37,7 @@ from harness.lr_and_batch import Batch, Schedule
 from harness.plan_curriculum import curriculum_notes, curriculum_of, curriculum_problems
 from harness.plan_kernels import kernel_notes, kernel_problems
 from harness.plan_model import attention_problems, find_model
-from harness.plan_optimizer import optimizer_problems
+from harness.plan_optimizer import optimizer_problems, rate_notes
 from harness.plan_pipeline import by_memory, notes, num_stages, stage_bounds
 from harness.plan_text import describe
 from harness.planning.grid import Grid
@@ -169,6 +169,7 @@ def make_plan(
         raise ConfigError(problems)
     events += [*notes(ds, shape, batch.grad_accum), *kernel_notes(run)]
     events += curriculum_notes(run, curriculum)
+    events += rate_notes(run, run.train.num_steps(curriculum, run.data.seq_len))
     hidden_sizes = (config[key] for key in ("hidden_size", "n_embd", "d_model") if key in config)
     fill_in(ds, run, batch, world, grid, next(hidden_sizes, None))
     plan = Plan(
@@ -221,7 +222,8 @@ def check_json(
     precision, events, wrong = resolve_precision(ds, world, source)
     fill_in_swap_folder(ds)
     wrong += secondary_problems(ds, world, source)
-    wrong += refusals(ds, source, world.accelerator)
+    wrong_keys = {problem.partition(" ")[0] for problem in problems}  # each begins with its key
+    wrong += refusals(ds, source, world.accelerator, wrong_keys)
     return ds, precision, events, [*problems, *wrong]
 
 

@@ -80,6 +80,21 @@ def _clipping_problems(run: RunConfig, ds: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def rate_notes(run: RunConfig, steps: int | None) -> Iterator[dict[str, Any]]:
+    """Events where the learning rate will not be what its key says, or is another optimizer's."""
+    optim = run.optim
+    if steps and steps < optim.warmup_steps:
+        message = (
+            f"the run ends within its warm-up ({optim.warmup_steps} steps, optim.warmup_steps)"
+        )
+        yield {"kind": "unfinished_warmup", "message": f"{message}: optim.lr is never reached"}
+    if optim.name == "lion" and not run.is_set("optim.lr"):
+        message = (
+            f"optim.lr is {optim.lr:g}, adamw's default: lion takes a third to a tenth of that"
+        )
+        yield {"kind": "learning_rate", "message": message}
+
+
 def rule_problems(run: RunConfig, shape: Shape) -> Iterator[str]:
     """Rules of optim.groups that fit no parameter: misspelt, in all likelihood."""
     names = [tensor.name for tensor in shape.tensors()]

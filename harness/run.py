@@ -51,7 +51,9 @@ def train(run: Run) -> ExitCode:
         code = stop.code
         outcome = _OUTCOMES[code]
         run.event(outcome, step=run.state.step, message=stop.message)
-        again = f"; run.dir={run.folder.path} resumes it" if outcome == "stopped" else ""
+        again = ""
+        if outcome == "stopped":
+            again = f"; the same command with run.dir={run.folder.path} resumes it"
         run.progress.say(f"{outcome} at step {run.state.step}: {stop.message}{again}")
     except BaseException as error:
         code = getattr(error, "code", 1)

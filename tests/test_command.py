@@ -49,12 +49,20 @@ def test_an_unknown_option_ends_with_code_2(argv, capsys):
         ("--deepspeed_config x.json", "--deepspeed_config; did you mean --deepspeed?"),
         ("--deepspeed_config=x.json", "--deepspeed_config=x.json; did you mean --deepspeed?"),
         ("--dry_run --qqq", "--dry_run; did you mean --dry-run?, --qqq"),
+        ("--steps=10", "--steps=10 (write train.steps=VALUE)"),
+        ("--micro-batch=1", "--micro-batch=1 (write train.micro_batch=VALUE)"),
+        ("--num_gpus=2", "--num_gpus=2 (the launcher's: write it before harness/train.py)"),
     ],
 )
 def test_an_unknown_option_comes_with_the_nearest(word, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_command(word.split())
     assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {said}\n")
+
+
+def test_a_wrong_stage_is_one_problem():
+    (problem,) = problems_of("ds.zero_optimization.stage=4", "ds.bf16.enabled=true")
+    assert problem.startswith("zero_optimization.stage is 4 (command line): it must be one of")
 
 
 def test_help_shows_examples(capsys):

@@ -54,6 +54,8 @@ def test_a_run_that_does_not_fit_is_told_what_would():
     assert "model.checkpointing=full" in text
     assert "stage 1" in text
     assert "refused" in text
+    assert "was assumed" not in text
+    assert "One sample at a time was assumed (--micro-batch)" in run(*LARGE).stdout
 
 
 def test_flags_are_other_names_for_keys():

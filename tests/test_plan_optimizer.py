@@ -55,6 +55,18 @@ def test_eight_bit_adam_is_not_offloaded() -> None:
     )
 
 
+def test_a_rate_that_is_never_reached_or_is_anothers_default_is_noted() -> None:
+    def notes(**sections: Any) -> set[str]:
+        plan = make_plan(RunConfig.model_validate(sections), {}, World())
+        return {event["kind"] for event in plan.events}
+
+    assert not notes() & {"unfinished_warmup", "learning_rate"}
+    assert "unfinished_warmup" in notes(train={"steps": 19})
+    assert "unfinished_warmup" not in notes(train={"steps": 20})
+    assert "learning_rate" in notes(optim={"name": "lion"})
+    assert "learning_rate" not in notes(optim={"name": "lion", "lr": 1e-4})
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.plan_optimizer.importlib.util.find_spec", lambda name: None)
     assert "pip install bitsandbytes" in problem_of({"name": "adam8bit"})

@@ -16,6 +16,7 @@ import pytest
 
 from harness.command import parse_command, plan_from
 from harness.errors import ConfigError
+from harness.planning.world import World
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,7 +38,7 @@ INSTEAD = {
     "srun python harness/train.py": "python harness/train.py --dry-run",  # test_slurm.py
     "source slurm/site.env": "bash slurm/site.env",
     "sbatch": "bash -n slurm/train.sbatch",  # the job itself: test_slurm.py
-    "python tools/rehearse.py": "python tools/rehearse.py --help",  # test_rehearse.py
+    "python tools/rehearse.py": "python tools/rehearse.py --dry-run",  # test_rehearse.py
     # test_benchmark_gpu.py
     "python tools/benchmark_gpu.py": "python tools/benchmark_gpu.py --help",
     "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
@@ -78,7 +79,8 @@ def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
     """Run one README command in the clone, shrunk, on one CPU rank."""
     for start, other in INSTEAD.items():
         if command.startswith(start):
-            command = command.replace(start, other) if "train.py" in start else other
+            extends = "train.py" in start or other.startswith(start)
+            command = command.replace(start, other) if extends else other
     words = shlex.split(command)
     if "harness/train.py" in words and "--dry-run" not in words:
         steps = next((n for asked, n in STEPS.items() if asked in words), FIRST_STEPS)
@@ -161,6 +163,12 @@ def test_what_the_readme_shows_is_what_is_printed(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as caught:
         plan_from(parse_command(wrong), cpu)
     assert report == f"cannot train: {caught.value}\n"
+
+
+def test_the_job_that_is_submitted_can_be_planned() -> None:
+    words = next(shlex.split(command) for command in COMMANDS if command.startswith("sbatch"))
+    world = World(world_size=64, local_world_size=8, accelerator="cuda", gpu="h100-80")
+    assert plan_from(parse_command(words[4:]), {}, world).estimate is not None
 
 
 def test_every_file_is_in_the_tree() -> None:

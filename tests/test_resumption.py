@@ -140,7 +140,7 @@ def test_a_branch_goes_back_and_on_with_another_learning_rate(
 @pytest.mark.parametrize(
     ("source", "more", "code", "message"),
     [
-        ("{run}@5", (), 77, "step-00000005/manifest.json is not there"),
+        ("{run}@5", (), 77, "holds no step 5, but step-"),
         ("{run}@6", ("train.steps=5",), 2, "it has 6 steps behind it, train.steps=5"),
         ("{run}@4", ("model.overrides.hidden_size=32",), 2, "model_config is"),
         ("{run}@4", ("data.seq_len=16",), 2, "data.seq_len is 16, but that run has 32"),

@@ -28,7 +28,7 @@ from harness.planning.memory.timeline import Estimate
 from tools.figure import write_plot
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe, paper_text
-from tools.plan_args import add_plan_arguments, plan_of
+from tools.plan_args import add_plan_arguments, assumed_batch, plan_of
 
 
 def main(argv: list[str]) -> int:
@@ -49,6 +49,11 @@ def main(argv: list[str]) -> int:
         print(json.dumps({**found.to_json(), **swept, **traced}, indent=2))
     else:
         print(describe(found))
+        if "train.micro_batch" in assumed_batch(args):
+            print(
+                "One sample at a time was assumed (--micro-batch): train.py takes up to 8 at once,"
+            )
+            print("unless train.micro_batch says otherwise.")
         for name, size in traced.items():
             print(f"{name}: {size:.3f}")
         if args.sweep:

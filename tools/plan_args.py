@@ -61,8 +61,9 @@ def plan_of(args: argparse.Namespace) -> Plan:
     problems += plot_problems(args.plot)
     if problems:
         raise ConfigError(problems)
+    assignments = (*_given(args), *(f"{k}={v}" for k, v in assumed_batch(args).items()))
     command = Command(
-        deepspeed_path=args.deepspeed, config_path=args.config, assignments=_assignments(args)
+        deepspeed_path=args.deepspeed, config_path=args.config, assignments=assignments
     )
     return plan_from(command, world=world)
 
@@ -90,22 +91,27 @@ def world_of(args: argparse.Namespace) -> World:
     )
 
 
-def _assignments(args: argparse.Namespace) -> tuple[str, ...]:
-    """key=value of the flags, then those given; where nothing is said of the batch, one sample at
-    a time, and no more of them than it takes to keep pipeline stages busy.
+def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
+    """Where nothing is said of the batch: one sample at a time, and no more of them than it takes
+    to keep pipeline stages busy; by key of what is not given.
     """
-    given = [
-        f"{key}={value}"
-        for flag, key in ALIASES.items()
-        if (value := getattr(args, flag.replace("-", "_"))) is not None
-    ] + args.assignments
+    given = _given(args)
     keys = {text.partition("=")[0] for text in given}
     ds = read_ds_json(args.deepspeed)
-    says_batch = args.config or "train.global_batch" in keys
-    if not says_batch and not any(literal(ds, key) is not None for key in _BATCH_KEYS):
-        defaults = {"train.micro_batch": 1, "ds.gradient_accumulation_steps": _filling(ds, given)}
-        given += [f"{key}={value}" for key, value in defaults.items() if key not in keys]
-    return tuple(given)
+    if args.config or "train.global_batch" in keys:
+        return {}
+    if any(literal(ds, key) is not None for key in _BATCH_KEYS):
+        return {}
+    assumed = {"train.micro_batch": 1, "ds.gradient_accumulation_steps": _filling(ds, given)}
+    return {key: value for key, value in assumed.items() if key not in keys}
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """key=value of the flags, then those given."""
+    flags = {key: getattr(args, flag.replace("-", "_")) for flag, key in ALIASES.items()}
+    return [
+        f"{key}={value}" for key, value in flags.items() if value is not None
+    ] + args.assignments
 
 
 def _filling(ds: dict[str, Any], given: list[str]) -> int:

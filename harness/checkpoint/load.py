@@ -96,6 +96,8 @@ def checkpoint_of(text: str) -> Checkpoint:
     run, step = run_and_step(text)
     store = Store(run / "checkpoints")
     if step is not None:
+        if not store.at(step).is_dir() and (others := [path.name for path in store.all()]):
+            raise Unusable(f"{store.folder} holds no step {step}, but {', '.join(others[-9:])}")
         return verified(store.at(step))
     found, problems = newest_usable(store.folder)
     if found is None:
