@@ -45,6 +45,10 @@ def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> 
     """Gradients and one SGD step with one engine, then 20 AdamW steps with another."""
     from harness.engine.build import build_engine
 
+    if cell.compiled:
+        # Dynamo counts recompilations of a decoder layer over all engines of a process; past the
+        # eighth it leaves it as it is, and half precision then rounds otherwise.
+        torch.compiler.reset()
     result = Trajectory()
     sgd = {"name": "sgd", "lr": SGD_LR, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": 0.0}
     engine = build_engine(make_cell_plan(cell, world, folder, sgd), device)
