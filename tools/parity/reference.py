@@ -61,6 +61,8 @@ class _Model:
         self.decayed = {p.name for p in described_parameters(self.model) if p.matrix}
         materialize(self.model, SEED, torch.device("cpu"))
         self.model.train()
+        if way.compiled:
+            torch.compiler.reset()  # as in worker.py
         for layer in decoder_layers(self.model)[1] if way.compiled else ():
             layer.forward = torch.compile(layer.forward)
         kept = torch.bfloat16 if way.bf16_states else torch.float32
