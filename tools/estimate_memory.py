@@ -21,6 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
 from harness.estimate import estimate
+from harness.lr_and_batch import MAX_DEFAULT_MICRO_BATCH
 from harness.plan import Plan
 from harness.planning.memory.activations import saved_for_backward
 from harness.planning.memory.inputs import GIB
@@ -51,9 +52,9 @@ def main(argv: list[str]) -> int:
         print(describe(found))
         if "train.micro_batch" in assumed_batch(args):
             print(
-                "One sample at a time was assumed (--micro-batch): train.py takes up to 8 at once,"
+                "One sample at a time was assumed (--micro-batch): train.py takes up to "
+                f"{MAX_DEFAULT_MICRO_BATCH} at once,\nunless train.micro_batch says otherwise."
             )
-            print("unless train.micro_batch says otherwise.")
         for name, size in traced.items():
             print(f"{name}: {size:.3f}")
         if args.sweep:

@@ -61,10 +61,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
     parser.add_argument("--config", type=Path, metavar="TOML", help="a run config")
     parser.add_argument(
-        "--from", dest="lowest", type=float, default=1e-6, metavar="LR", help="1e-6 unless given"
+        "--from", dest="lowest", type=float, default=1e-6, metavar="LR", help="%(default)g"
     )
-    parser.add_argument("--to", dest="highest", type=float, default=1.0, metavar="LR", help="1.0")
-    parser.add_argument("--steps", type=int, default=100, help="from one to the other, 100")
+    parser.add_argument(
+        "--to", dest="highest", type=float, default=1.0, metavar="LR", help="%(default)g"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="from one to the other: %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg|.png")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

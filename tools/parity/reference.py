@@ -63,8 +63,8 @@ class _Model:
         self.model.train()
         if way.compiled:
             torch.compiler.reset()  # as in worker.py
-        for layer in decoder_layers(self.model)[1] if way.compiled else ():
-            layer.forward = torch.compile(layer.forward)
+            for layer in decoder_layers(self.model)[1]:
+                layer.forward = torch.compile(layer.forward)
         kept = torch.bfloat16 if way.bf16_states else torch.float32
         named = self.model.named_parameters()
         self.masters = {n: p.detach().to(kept, copy=True) for n, p in named}

@@ -83,7 +83,9 @@ def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
         yield Held("communication copy", size, frozenset({"reduce"}), "measured")
     elif inputs.shards > 1 and inputs.sum_bytes == FP32:
         largest = max(flat.padded for flat in flat_groups(inputs.groups(), inputs.shards))
-        yield Held("communication copy", FP32 // 2 * largest, frozenset({"reduce"}), "measured")
+        yield Held(
+            "communication copy", inputs.element_bytes * largest, frozenset({"reduce"}), "measured"
+        )
 
 
 def gathered_parameters(inputs: Inputs) -> list[Held]:
