@@ -126,11 +126,15 @@ def _hint(option: str, known: list[str]) -> str:
 
 
 def plan_from(
-    command: Command, environ: Mapping[str, str] = os.environ, world: World | None = None
+    command: Command,
+    environ: Mapping[str, str] = os.environ,
+    world: World | None = None,
+    estimating: bool = False,
 ) -> Plan:
     """Read both files and make the plan. Raises one ConfigError with every problem of both.
 
-    `world` takes the place of what the environment says, for plans of machines that are elsewhere.
+    `world` takes the place of what the environment says, for plans of machines that are elsewhere;
+    `estimating` as in `make_plan`.
     """
     problems: list[str] = []
     run: RunConfig | None = None
@@ -157,4 +161,4 @@ def plan_from(
     if problems or run is None or ds is None:
         *_, wrong = check_json(ds or {}, world, source)
         raise ConfigError([*problems, *wrong])
-    return make_plan(run, ds, world, ds_source=source)
+    return make_plan(run, ds, world, ds_source=source, estimating=estimating)

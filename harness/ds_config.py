@@ -198,12 +198,13 @@ def refusals(
     source: Source,
     accelerator: str = "cuda",
     wrong_keys: Collection[str] = (),
-) -> list[str]:
-    """What is understood but refused, of a JSON whose keys are known and precision is decided.
+) -> tuple[list[str], list[str]]:
+    """What is understood but refused, of a JSON whose keys are known and precision is decided: by
+    rules without and with the mark `estimated`.
 
     `wrong_keys` were removed from it: their default says nothing of what was meant.
     """
-    problems = []
+    problems: tuple[list[str], list[str]] = [], []
     for rule in refused():
         if rule.get("on", accelerator) != accelerator:
             continue
@@ -216,7 +217,8 @@ def refusals(
             key = rule["key"]
             value = literal(ds, key)
             given = value_of(ds, key) if value is None else value
-            problems.append(f"{key} is {given!r} ({source.of(key)}): {rule['why']}")
+            problem = f"{key} is {given!r} ({source.of(key)}): {rule['why']}"
+            problems["estimated" in rule].append(problem)
     return problems
 
 

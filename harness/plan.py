@@ -48,6 +48,8 @@ from harness.planning.world import World
 Event = dict[str, Any]
 
 UNNAMED = Source("DeepSpeed JSON")
+NOT_TRAINED = "not_trained"
+"""Kind of the event that says why train.py would refuse a plan made for its estimate."""
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -137,12 +139,14 @@ def make_plan(
     world: World,
     *,
     ds_source: Source = UNNAMED,
+    estimating: bool = False,
 ) -> Plan:
     """Check the two configs against each other, the model and the world, and resolve the JSON.
 
-    Raises one ConfigError with every problem.
+    `estimating`: the plan is for its memory alone; a layout that is counted but not trained is then
+    an event. Raises one ConfigError with every problem.
     """
-    ds, precision, events, problems = check_json(ds_json, world, ds_source)
+    ds, precision, events, problems = check_json(ds_json, world, ds_source, estimating)
     given = copy.deepcopy(ds)
     grid = _grid(ds, world, ds_source, problems)
     run, adopted, wrong = adopt(ds, run, grid.data, ds_source)
@@ -211,7 +215,7 @@ def _batch(
 
 
 def check_json(
-    ds_json: Mapping[str, Any], world: World, source: Source
+    ds_json: Mapping[str, Any], world: World, source: Source, estimating: bool = False
 ) -> tuple[dict[str, Any], Precision, list[Event], list[str]]:
     """What can be said of the JSON alone.
 
@@ -223,19 +227,25 @@ def check_json(
     fill_in_swap_folder(ds)
     wrong += secondary_problems(ds, world, source)
     wrong_keys = {problem.partition(" ")[0] for problem in problems}  # each begins with its key
-    wrong += refusals(ds, source, world.accelerator, wrong_keys)
+    refused, estimated = refusals(ds, source, world.accelerator, wrong_keys)
+    wrong += refused
+    if estimating:
+        events += [{"kind": NOT_TRAINED, "message": message} for message in estimated]
+    else:
+        wrong += estimated
     return ds, precision, events, [*problems, *wrong]
 
 
 def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[str]) -> Grid:
     """How the ranks are split; the plain data-parallel grid where that does not divide."""
+    keys = ("pipeline.stages", "tensor_parallel.autotp_size", "sequence_parallel_size")
+    # DeepSpeed's 0 means off.
+    sizes = (num_stages(ds), *(max(1, value_of(ds, key)) for key in keys[1:]))
     try:
-        return Grid(
-            world.world_size,
-            pipeline=num_stages(ds),
-            tensor=max(1, value_of(ds, "tensor_parallel.autotp_size")),  # DeepSpeed's 0 means off
-            sequence=max(1, value_of(ds, "sequence_parallel_size")),
-        )
+        return Grid(world.world_size, *sizes)
     except ValueError as error:
-        problems.append(f"{error} ({source.name})")
+        said = [
+            f"{key}: {source.of(key)}" for key, size in zip(keys, sizes, strict=True) if size > 1
+        ]
+        problems.append(f"{error} ({', '.join(said)})")
         return Grid(world.world_size)

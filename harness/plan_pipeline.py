@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config import RunConfig
 from harness.ds_config import AUTO, Source, literal, value_of
 from harness.estimate import memory_inputs
+from harness.planning.grid import Coords
 from harness.planning.memory.timeline import rank_timeline
 from harness.planning.shape import Shape
 from harness.planning.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
@@ -86,7 +87,6 @@ def by_memory(plan: Plan) -> Plan:
         inputs.shape.body.units,
         inputs.shape.sliding_windows,
     )
-    first_ranks = [group[0] for group in plan.grid.groups("data")]
     known: dict[Any, int] = {}
 
     def peak(stage: int, begin: int, end: int) -> int:
@@ -94,7 +94,8 @@ def by_memory(plan: Plan) -> Plan:
         alike = stage, tuple(map(id, units[begin:end])), windows[max(begin, 1) - 1 : end - 1]
         if alike not in known:
             bounds = (begin,) * (stage + 1) + (end,) * (stages - stage - 1) + (len(units),)
-            timeline = rank_timeline(replace(inputs, bounds=bounds), first_ranks[stage])
+            first = plan.grid.rank(Coords(stage, 0, 0, 0))
+            timeline = rank_timeline(replace(inputs, bounds=bounds), first)
             known[alike] = timeline.peak
         return known[alike]
 

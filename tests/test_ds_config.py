@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -368,7 +369,7 @@ BF16_STATES = {
     ],
 )
 def test_what_deepspeed_gets_wrong_or_is_not_built_is_refused(ds, expected):
-    (refusal,) = refusals(ds, Source("ds.json"))
+    (refusal,) = itertools.chain(*refusals(ds, Source("ds.json")))
     assert refusal.startswith(expected)
 
 
@@ -391,22 +392,29 @@ def test_what_deepspeed_gets_wrong_or_is_not_built_is_refused(ds, expected):
     ],
 )
 def test_what_works_is_not_refused(ds):
-    assert refusals(ds, Source("ds.json")) == []
+    assert refusals(ds, Source("ds.json")) == ([], [])
+
+
+def test_what_is_counted_though_not_trained_is_told_apart():
+    ds = {**zero(0), **FP16, "sequence_parallel_size": 4}
+    never, counted = refusals(ds, Source("ds.json"))
+    assert [text.partition(" ")[0] for text in never] == ["zero_optimization.stage"]
+    assert [text.partition(" ")[0] for text in counted] == ["sequence_parallel_size"]
 
 
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
 def test_what_only_gpus_quantise_is_refused_on_the_cpu(key):
     ds = zero(3, **{key: True})
-    (refusal,) = refusals(ds, Source("ds.json"), "cpu")
+    ((refusal,), _) = refusals(ds, Source("ds.json"), "cpu")
     assert refusal.startswith(
         f"zero_optimization.{key} is True (ds.json): DeepSpeed quantises on G"
     )
-    assert refusals(ds, Source("ds.json"), "cuda") == []
+    assert refusals(ds, Source("ds.json"), "cuda") == ([], [])
 
 
 def test_every_rule_of_refusal_is_about_keys_that_deepspeed_knows():
     for rule in refused():
-        assert rule.keys() <= {"key", "why", "when", "unless", "on"}
+        assert rule.keys() <= {"key", "why", "when", "unless", "on", "estimated"}
         conditions = {**rule.get("when", {}), **rule.get("unless", {})}
         assert conditions, rule
         for key in (rule["key"], *conditions):

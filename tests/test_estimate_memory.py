@@ -58,6 +58,27 @@ def test_a_run_that_does_not_fit_is_told_what_would():
     assert "One sample at a time was assumed (--micro-batch)" in run(*LARGE).stdout
 
 
+def test_tensors_and_sequences_are_divided_though_train_refuses_both():
+    whole = estimated(*LARGE)
+    assert whole["not_trained"] == []
+    keys = ("ds.tensor_parallel.autotp_size=4", "ds.sequence_parallel_size=2")
+    text = run(*LARGE, *keys).stdout
+    assert "tensors over 4, sequences over 2, ZeRO 3" in text
+    found = estimated(*LARGE, *keys)
+    assert len(found["not_trained"]) == 2
+    for key, message in zip(keys, found["not_trained"], strict=True):
+        key, value = key.removeprefix("ds.").split("=")
+        assert message == f"{key} is {value} (command line): not built yet: use 1"
+        assert f"train.py would refuse this: {message}" in text
+    # Of the MLP an eighth: a quarter of its width, half of the tokens. Of the logits half.
+    part, all_of_it = (estimate["phases"]["loss"] for estimate in (found, whole))
+    for name, times in (("activations: mlp", 8), ("logits and loss", 2)):
+        assert times * part[name] == pytest.approx(all_of_it[name], abs=1e-3)
+    # States of tensors are divided over all ranks whatever the grid, but for norms and embedding.
+    assert found["components"]["moments"] > whole["components"]["moments"]
+    assert found["checkpoint_gib"] == whole["checkpoint_gib"]
+
+
 def test_flags_are_other_names_for_keys():
     by_flag = estimated("--model", "llama-1b", "--micro-batch", "2", "--checkpointing", "full")
     by_key = estimated("model.name=llama-1b", "train.micro_batch=2", "model.checkpointing=full")
@@ -103,6 +124,18 @@ def test_the_papers_accounting():
         (("--sweep", "layers=1..3"), "--sweep layers=1..3"),
         (("--plot", "memory.gif"), ".svg or .png"),
         (("--gpus", "3", "ds.pipeline.stages=2"), "pipeline"),
+        (
+            ("--gpus", "8", "ds.tensor_parallel.autotp_size=3"),
+            "must be a multiple of it (tensor_parallel.autotp_size: command line)",
+        ),
+        (
+            ("--model", "gpt2-124m", "--gpus", "2", "ds.tensor_parallel.autotp_size=2"),
+            "DeepSpeed cannot divide gpt2, only llama",
+        ),
+        (
+            ("--gpus", "5", "--seq-len", "100", "ds.sequence_parallel_size=5"),
+            "sequence_parallel_size is 5: it must divide 6 attention heads",
+        ),
     ],
 )
 def test_bad_input_is_one_report_and_code_2(arguments, message):

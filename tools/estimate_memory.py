@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode
 from harness.estimate import estimate
 from harness.lr_and_batch import MAX_DEFAULT_MICRO_BATCH
-from harness.plan import Plan
+from harness.plan import NOT_TRAINED, Plan
 from harness.planning.memory.activations import saved_for_backward
 from harness.planning.memory.inputs import GIB
 from harness.planning.memory.timeline import Estimate
@@ -36,18 +36,20 @@ def main(argv: list[str]) -> int:
     """argv -> text or JSON on standard output -> exit code."""
     args = _parser().parse_intermixed_args(argv)
     try:
-        plan = plan_of(args)
+        plan = plan_of(args, estimating=True)
         found = _estimate(plan, args.trace)
         points = sweep(found, read_sweep(args.sweep))
     except ValueError as error:
         print(f"cannot estimate: {error}", file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     traced = _traced(plan, found) if args.trace else {}
+    not_trained = [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
     if args.accounting == "paper":
         print(paper_text(found))
     elif args.json:
         swept = {"sweep": [point.to_json() for point in points]} if args.sweep else {}
-        print(json.dumps({**found.to_json(), **swept, **traced}, indent=2))
+        found_json = {**found.to_json(), "not_trained": not_trained}
+        print(json.dumps({**found_json, **swept, **traced}, indent=2))
     else:
         print(describe(found))
         if "train.micro_batch" in assumed_batch(args):
@@ -55,6 +57,8 @@ def main(argv: list[str]) -> int:
                 "One sample at a time was assumed (--micro-batch): train.py takes up to "
                 f"{MAX_DEFAULT_MICRO_BATCH} at once,\nunless train.micro_batch says otherwise."
             )
+        for message in not_trained:
+            print(f"train.py would refuse this: {message}")
         for name, size in traced.items():
             print(f"{name}: {size:.3f}")
         if args.sweep:

@@ -51,8 +51,11 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="a name such as h100-80; without it there is no verdict")
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that train.py would make there. Raises one ConfigError with every problem."""
+def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:
+    """The plan that train.py would make there; `estimating` as in harness.plan.make_plan.
+
+    Raises one ConfigError with every problem.
+    """
     problems: list[str] = []
     try:
         world = world_of(args)
@@ -65,7 +68,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     command = Command(
         deepspeed_path=args.deepspeed, config_path=args.config, assignments=assignments
     )
-    return plan_from(command, world=world)
+    return plan_from(command, world=world, estimating=estimating)
 
 
 def world_of(args: argparse.Namespace) -> World:

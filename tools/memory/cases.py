@@ -6,6 +6,8 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from harness.planning.grid import Axis
+
 MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 1000,
@@ -47,6 +49,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload_param": _CPU,
     },
     "zeropp": {"stage": 3, **_SIZES, **_LIVE, "zero_hpz_partition_size": RANKS},
+    # Of which the harness trains none: DeepSpeed by itself.
+    "tensor_zero0": {"stage": 0},
+    "tensor_zero1": {"stage": 1, **_SIZES},
+    "tensor_zero3": {"stage": 3, **_SIZES, **_LIVE},
+    "sequence_zero1": {"stage": 1, **_SIZES},
+    "sequence_zero2": {"stage": 2, **_SIZES},
+    "sequence_zero3": {"stage": 3, **_SIZES, **_LIVE},
     "pipeline_zero0": {"stage": 0},
     "pipeline_zero1": {"stage": 1, **_SIZES},
 }
@@ -91,16 +100,22 @@ class Case:
         return "-".join(str(value) for value in parts.values())
 
     @property
-    def stages(self) -> int:
-        """Pipeline stages: one on each rank, or none."""
-        return RANKS if self.layout.startswith("pipeline") else 1
+    def axis(self) -> Axis:
+        """What the ranks differ in: "data", or what the layout divides over them."""
+        first = self.layout.partition("_")[0]
+        return first if first in ("pipeline", "tensor", "sequence") else "data"  # type: ignore[return-value]
 
     @property
     def deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed JSON of this case, before it is resolved."""
+        sections: dict[str, Any] = {
+            "pipeline": {"pipeline": {"stages": RANKS}},
+            "tensor": {"tensor_parallel": {"autotp_size": RANKS}},
+            "sequence": {"sequence_parallel_size": RANKS},
+        }
         return {
             "zero_optimization": LAYOUTS[self.layout],
-            "pipeline": {"stages": self.stages},
+            **sections.get(self.axis, {}),
             **PRECISIONS[self.precision],
         }
 
@@ -126,6 +141,12 @@ def all_cases() -> list[Case]:
         "pipeline_zero1": PRECISIONS.keys() - {"fp16_fp32_sums", *_HALVES},
         **{name: PRECISIONS.keys() - _HALVES for name in LAYOUTS if "offload" in name},
         "zero1": PRECISIONS.keys() - {"bf16_states_fp32_sums"},
+        "tensor_zero0": {"fp32"},
+        **{
+            name: {"fp32", "bf16"}
+            for name in LAYOUTS
+            if name.startswith(("tensor_zero1", "tensor_zero3", "sequence"))
+        },
     }
     return [
         Case(layout, precision, accumulation)
@@ -152,6 +173,12 @@ def covering_cases() -> list[Case]:
         Case("zeropp", "fp16", 4),
         Case("zero2", "bf16_states_fp32_sums", 4),
         Case("zero3", "bf16_states", 1),
+        Case("tensor_zero0", "fp32", 1),
+        Case("tensor_zero1", "bf16", 4),
+        Case("tensor_zero3", "bf16", 1),
+        Case("sequence_zero1", "bf16", 1),
+        Case("sequence_zero2", "fp32", 4),
+        Case("sequence_zero3", "bf16", 4),
         Case("pipeline_zero0", "bf16", 4),
         Case("pipeline_zero1", "fp32", 1),
         Case("pipeline_zero1", "bf16_fp32_sums", 4),

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.estimate import memory_inputs
+from harness.planning.memory.activations import saved_for_backward
 from harness.planning.memory.timeline import PROCESS, rank_timeline
 from harness.planning.world import World
 from tools.memory.cases import RANKS, Case
 
 POINTS = ("built", "gradients_ready", "between_steps")
+SAVED = "saved"  # for the backward pass, where tensors or sequences are divided
 # What the engine does at once -> the phases that it passes through.
 PEAKS = {
     "accumulate": ("forward", "loss", "backward_first", "backward_last", "reduce"),
@@ -57,6 +59,7 @@ def predicted_bytes(case: Case, rank: int, model: Path) -> dict[str, int]:
         )
 
     points = {point: held(point) for point in POINTS}
+    points[SAVED] = saved_for_backward(inputs.of_stage(0))
     return points | {name: max(map(held, phases)) for name, phases in PEAKS.items()}
 
 
@@ -66,18 +69,22 @@ def compare(case: Case, folder: Path) -> list[Row]:
     for rank in range(RANKS):
         found = json.loads((folder / f"{case.name}.rank{rank}.json").read_text())
         predicted = predicted_bytes(case, rank, folder / "config.json")
-        for point in (*POINTS, *PEAKS):
+        for point in (*POINTS, *PEAKS, SAVED):
             exact = found["points"].get(point)
+            if point == SAVED and exact is None:
+                continue
             measured = exact["bytes"] if exact else found["peaks"][point]
             rows.append(Row(case, found["optimizer"], rank, point, measured, predicted[point]))
     return rows
 
 
 def markdown(rows: Iterable[Row], heading: str, points: Iterable[str]) -> str:
-    """A table with a line per case, of its worse rank."""
+    """A table with a line per case that has these points, of its worse rank."""
+    points = tuple(points)
     by_case: dict[str, list[Row]] = {}
     for row in rows:
-        by_case.setdefault(row.case.name, []).append(row)
+        if row.point in points:
+            by_case.setdefault(row.case.name, []).append(row)
     names = [f"{point.replace('_', ' ')}: measured, predicted, error" for point in points]
     columns = ["layout", "precision", "accumulated", "optimizer class", *names]
     lines = [heading, "", _line(columns), "|" + "---|" * len(columns)]

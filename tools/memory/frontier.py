@@ -26,7 +26,8 @@ def by_seq_len(found: Estimate) -> Curve:
     """Peaks for 512, 1,024, ... tokens, and the run's own length."""
     inputs = found.inputs
     values = {_SHORTEST * 2**power for power in range(_POINTS)} | {inputs.seq_len}
-    return [(n, _peak(replace(inputs, seq_len=n))) for n in sorted(values)]
+    whole = (n for n in sorted(values) if n % inputs.grid.sequence == 0)
+    return [(n, _peak(replace(inputs, seq_len=n))) for n in whole]
 
 
 def _peak(inputs: Inputs) -> int:

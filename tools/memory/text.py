@@ -56,9 +56,15 @@ def paper_text(found: Estimate) -> str:
 
 
 def _setting(found: Estimate) -> str:
-    inputs = found.inputs
+    inputs, grid = found.inputs, found.inputs.grid
+    divided = [
+        f"{name} over {ranks}, "
+        for name, ranks in (("tensors", grid.tensor), ("sequences", grid.sequence))
+        if ranks > 1
+    ]
     return (
-        f"{inputs.parameters:,} parameters in {inputs.precision}, ZeRO {inputs.zero.stage} "
+        f"{inputs.parameters:,} parameters in {inputs.precision}, {''.join(divided)}"
+        f"ZeRO {inputs.zero.stage} "
         f"({optimizer_class(inputs)}) over {inputs.shards} ranks; micro-batch "
         f"{inputs.micro_batch} x {inputs.seq_len} tokens, {inputs.grad_accum} accumulated, "
         f"checkpointing {inputs.checkpointing}, attention {inputs.attention}"

@@ -27,19 +27,24 @@ def plan_of(case: Case, world: World, model: Path) -> Plan:
             "model": {"name": str(model)},
             "data": {"seq_len": SEQ_LEN},
             "train": {
-                "global_batch": case.accumulation * world.world_size // case.stages,
+                "global_batch": case.accumulation
+                * (world.world_size if case.axis == "data" else 1),
                 "micro_batch": 1,
                 "steps": 2,
             },
             "optim": {"name": case.optimizer, "warmup_steps": 0},
         }
     )
-    return make_plan(run, case.deepspeed, world)
+    return make_plan(run, case.deepspeed, world, estimating=True)
 
 
 def measure(case: Case, world: World, device: torch.device, model: Path) -> dict[str, Any]:
-    """Bytes of live storages once built, with the gradients ready, and between steps; peaks."""
+    """Bytes of live storages once built, with the gradients ready, and between steps; peaks.
+
+    Where tensors or sequences are divided also what is saved for the backward pass.
+    """
     from harness.engine.build import build_engine
+    from tools.memory.divided import DividedEngine
 
     before = live_storages()
     points: dict[str, Any] = {}
@@ -50,10 +55,11 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
         points[point] = {"bytes": sum(size for size, _ in sizes), "largest": sizes[:60]}
 
     plan = plan_of(case, world, model)
-    engine = build_engine(plan, device)
+    divided = case.axis in ("tensor", "sequence")
+    engine = DividedEngine(plan, device) if divided else build_engine(plan, device)
     count("built")
     vocab_size = plan.model_config["vocab_size"]
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(0 if divided else world.rank)
     ids = torch.randint(0, vocab_size, (1, SEQ_LEN), generator=generator)
     # Not one batch several times: the engine knows the last micro-batch by its identity.
     batches = [Batch(ids, ids.clone(), None) for _ in range(plan.grad_accum)]
@@ -69,6 +75,8 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
         peaks["apply"] = points["gradients_ready"]["bytes"] + rose.bytes
         count("between_steps")
     optimizer = engine.describe()["optimizer"]
+    if isinstance(engine, DividedEngine) and plan.zero_stage < 3:
+        points["saved"] = {"bytes": engine.saved}
     engine.close()
     return {"optimizer": optimizer, "points": points, "peaks": peaks}
 

@@ -139,6 +139,11 @@ def _attention(inputs: Inputs, index: int) -> int:
         size += (FP32 + e) * (q + kv) + FP32 * (heads + shape.num_kv_heads)
     if shape.model_type == "olmo2":  # two, over all heads at once
         size += 2 * FP32 * (q + kv) + 2 * FP32
+    if inputs.grid.sequence > 1:
+        # Ulysses: fewer key heads than ranks are repeated, and the projection's input is not what
+        # attention gave but what was exchanged.
+        kv = max(kv, shape.head_dim * inputs.grid.sequence)
+        size += e * q
     masked = _masked(inputs, index)
     if inputs.attention == "eager":
         # Softmax in fp32, its copy in the model's type, keys and values repeated for every head.
@@ -155,7 +160,12 @@ def _attention(inputs: Inputs, index: int) -> int:
 
 
 def _masked(inputs: Inputs, index: int) -> bool:
-    """Whether a mask is made for SDPA: it knows only the plain causal one by itself."""
+    """Whether a mask is made for SDPA: it knows only the plain causal one by itself.
+
+    Ulysses makes none at all (docs/deepspeed_findings.md, 15).
+    """
+    if inputs.grid.sequence > 1:
+        return False
     window = inputs.shape.sliding_windows[index]
     return inputs.document_mask or (window is not None and inputs.seq_len >= window)
 
@@ -207,7 +217,8 @@ def _scaled(inputs: Inputs) -> int:
 
 def _positions(inputs: Inputs) -> int:
     """Rotary cosines and sines, which all layers share, or the indices of learned positions."""
-    rows = inputs.seq_len * (inputs.micro_batch if inputs.document_mask else 1)
+    samples = inputs.micro_batch if inputs.document_mask else 1
+    rows = samples * inputs.seq_len // inputs.grid.sequence
     if inputs.shape.model_type in _LEARNED_POSITIONS:
         return _INDEX * rows
     element = FP32 if inputs.shape.model_type == "olmo2" else inputs.element_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.planning.memory.inputs import ALWAYS, BACKWARD, FP32, STEPPED, Held, Inputs
+from harness.planning.memory.inputs import ALWAYS, BACKWARD, STEPPED, Held, Inputs
 from harness.planning.memory.partition import flat_groups, piece
 from harness.planning.memory.states import optimizer_class
 
@@ -49,7 +49,7 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
     if zero.stage == 2 and inputs.sum_bytes != inputs.element_bytes:
         copy = inputs.sum_bytes * max(small, largest)
     else:
-        copy = inputs.element_bytes * small
+        copy = inputs.comm_bytes * small
     if offload and largest > small:
         copy += inputs.element_bytes * largest
     if inputs.shards > 1:
@@ -66,11 +66,11 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
 def _bucket3(inputs: Inputs) -> Iterator[Held]:
     bucket = inputs.zero.reduce_bucket
     if inputs.zero.contiguous_gradients:
-        yield Held("gradient buckets", inputs.element_bytes * bucket, ALWAYS, "measured")
+        yield Held("gradient buckets", inputs.comm_bytes * bucket, ALWAYS, "measured")
     largest = max(tensor.numel for tensor in inputs.shape.tensors())
     reduced = max(min(bucket, inputs.parameters), largest)
     if inputs.shards > 1:  # reduce_scatter_coalesced pads and rearranges
-        yield Held("communication copy", inputs.element_bytes * reduced, BACKWARD, "read")
+        yield Held("communication copy", inputs.comm_bytes * reduced, BACKWARD, "read")
     yield Held("gradient being made", inputs.element_bytes * largest, BACKWARD, "read")
     part = piece(largest, inputs.shards)
     yield Held("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
@@ -79,13 +79,12 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
 def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
     """BF16_Optimizer's flat groups are cast one by one (engine/quirks.py); the rest is packed."""
     if kind != "BF16_Optimizer":
-        size = inputs.element_bytes * min(inputs.parameters, _ALLREDUCE)
+        size = inputs.comm_bytes * min(inputs.parameters, _ALLREDUCE)
         yield Held("communication copy", size, frozenset({"reduce"}), "measured")
-    elif inputs.shards > 1 and inputs.sum_bytes == FP32:
+    elif inputs.shards > 1 and inputs.sum_bytes != inputs.comm_bytes:
         largest = max(flat.padded for flat in flat_groups(inputs.groups(), inputs.shards))
-        yield Held(
-            "communication copy", inputs.element_bytes * largest, frozenset({"reduce"}), "measured"
-        )
+        size = inputs.comm_bytes * largest
+        yield Held("communication copy", size, frozenset({"reduce"}), "measured")
 
 
 def gathered_parameters(inputs: Inputs) -> list[Held]:

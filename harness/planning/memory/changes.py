@@ -113,6 +113,6 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
             yield f"{grid.world_size} GPUs", replace(inputs, grid=grid)
             times *= 2
     shorter = inputs.seq_len // 2
-    while shorter >= _FEWEST_TOKENS:
+    while shorter >= _FEWEST_TOKENS and shorter % inputs.grid.sequence == 0:
         yield f"data.seq_len={shorter}", replace(inputs, seq_len=shorter)
         shorter //= 2

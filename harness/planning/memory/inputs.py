@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from harness.planning.division import tensor_shard
 from harness.planning.grid import Grid
 from harness.planning.optimizers import GroupRule, Parameter, optimizer_groups
 from harness.planning.shape import Shape
@@ -21,7 +22,7 @@ Place = Literal["device", "host", "nvme"]
 GIB = 2**30
 FP32 = 4  # bytes
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_DTYPE_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}
+_DTYPE_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}  # others: 2
 
 # In the order of a step.  `build` happens once; `built` lacks Adam's moments, which the first step
 # makes; every other phase is that of a later step.
@@ -77,6 +78,10 @@ class ZeroSettings:
     """zero_hpz_partition_size: ranks over which a second copy of the weights is spread."""
     sum_bytes: int | None
     """Bytes of data_types.grad_accum_dtype; None follows the model."""
+    comm_bytes: int | None
+    """Bytes of communication_data_type; None follows the model."""
+    sequence_comm_bytes: int
+    """Bytes of the same where sequences are divided over ranks."""
     half_master: bool
     half_moments: bool
     optimizer: str
@@ -98,8 +103,11 @@ class ZeroSettings:
             device = str(zero(f"{section}.device"))
             return {"cpu": "host", "nvme": "nvme"}.get(device, "device")  # type: ignore[return-value]
 
+        def width(key: str) -> int | None:
+            name = value(key)
+            return None if name is None else _DTYPE_BYTES.get(str(name), 2)
+
         stage = int(zero("stage"))
-        sums = value("data_types.grad_accum_dtype")
         optimizer = value("optimizer.params") or {}
         return cls(
             stage=stage,
@@ -114,7 +122,9 @@ class ZeroSettings:
             max_reuse_distance=int(zero("stage3_max_reuse_distance")),
             sub_group_size=int(zero("sub_group_size")),
             secondary_ranks=int(zero("zero_hpz_partition_size")),
-            sum_bytes=None if sums is None else _DTYPE_BYTES.get(str(sums), 2),
+            sum_bytes=width("data_types.grad_accum_dtype"),
+            comm_bytes=width("communication_data_type"),
+            sequence_comm_bytes=width("seq_parallel_communication_data_type") or FP32,
             half_master=bool(
                 value("bf16.bf16_master_weights_and_grads")
                 or value("fp16.fp16_master_weights_and_grads")
@@ -174,10 +184,13 @@ class Inputs:
     """The pipeline stage that `shape` is; None where it is the whole model."""
 
     def of_stage(self, stage: int) -> Inputs:
-        """The same run as one pipeline stage sees it: with its part of the model."""
+        """The same run as the first tensor-parallel rank of a pipeline stage sees it: with its part
+        of the model.
+        """
+        shape = tensor_shard(self.shape, self.grid.tensor)
         if self.bounds is None:
-            return self
-        return replace(self, shape=stage_shape(self.shape, self.bounds, stage), stage=stage)
+            return replace(self, shape=shape)
+        return replace(self, shape=stage_shape(shape, self.bounds, stage), stage=stage)
 
     @property
     def has_head(self) -> bool:
@@ -205,6 +218,13 @@ class Inputs:
     def sum_bytes(self) -> int:
         """Bytes of an accumulated gradient's element."""
         return self.zero.sum_bytes or self.element_bytes
+
+    @property
+    def comm_bytes(self) -> int:
+        """Bytes of a gradient's element on its way to other ranks (engine.py)."""
+        if self.grid.sequence > 1:
+            return self.zero.sequence_comm_bytes
+        return self.zero.comm_bytes or self.element_bytes
 
     @property
     def shards(self) -> int:

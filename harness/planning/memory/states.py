@@ -40,7 +40,7 @@ def optimizer_class(inputs: Inputs) -> str:
 
 
 def model_states(inputs: Inputs, rank: int) -> list[Held]:
-    """Weights, gradients and optimizer states of the data rank `rank`, on device and host."""
+    """Weights, gradients and optimizer states of ZeRO's rank `rank`, on device and host."""
     kinds = {
         "none": _plain,
         "FP16_Optimizer": _fp16,
@@ -232,7 +232,7 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
         tensor.numel
         for group in groups
         for tensor in group
-        if tensor.numel <= zero.persistence_threshold
+        if tensor.numel <= zero.persistence_threshold and shards > 1
     )
     yield Held(
         "persistent parameters", element * persistent, ALWAYS - {"build", "built"}, "measured"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from harness.planning.division import division_problems
 from harness.planning.grid import Coords
 from harness.planning.memory.activations import activations
 from harness.planning.memory.buffers import communication, gathered_parameters, pipeline
@@ -112,7 +113,7 @@ def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
     place = inputs.grid.coords(rank)
     inputs = inputs.of_stage(place.pipeline)
     parts = [
-        *model_states(inputs, place.data),
+        *model_states(inputs, place.data * inputs.grid.sequence + place.sequence),
         *communication(inputs),
         *pipeline(inputs),
         *gathered_parameters(inputs),
@@ -131,7 +132,8 @@ class Estimate:
 
     inputs: Inputs
     ranks: tuple[RankTimeline, ...]
-    """The ranks that differ: of each pipeline stage those that hold most and least."""
+    """The ranks that differ: of each pipeline stage those that hold most and least; of
+    tensor-parallel ranks the first, which none exceeds."""
     device_bytes: int | None
     """Memory of the device; None where it is not known."""
 
@@ -258,22 +260,23 @@ class Estimate:
 def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate:
     """The timelines of the ranks that differ.
 
-    Raises ValueError for tensor and sequence parallelism, which are not counted yet.
+    Raises ValueError for a model that cannot be divided over the grid's tensor- or
+    sequence-parallel ranks.
     """
-    for axis in ("tensor", "sequence"):
-        if getattr(inputs.grid, axis) > 1:
-            raise ValueError(f"the memory of {axis} parallelism is not estimated yet")
-    assert (inputs.grid.pipeline > 1) == (inputs.bounds is not None), "a split, and its stages"
+    grid = inputs.grid
+    if problems := division_problems(inputs.shape, grid, inputs.seq_len):
+        raise ValueError("; ".join(problems))
+    assert (grid.pipeline > 1) == (inputs.bounds is not None), "a split, and its stages"
     ranks = tuple(
-        rank_timeline(inputs, inputs.grid.rank(Coords(stage, data, 0, 0)))
-        for stage in range(inputs.grid.pipeline)
-        for data in _data_ranks_that_differ(inputs.of_stage(stage))
+        rank_timeline(inputs, grid.rank(Coords(stage, *divmod(shard, grid.sequence), 0)))
+        for stage in range(grid.pipeline)
+        for shard in _shards_that_differ(inputs.of_stage(stage))
     )
     return Estimate(inputs, ranks, device_bytes)
 
 
-def _data_ranks_that_differ(inputs: Inputs) -> list[int]:
-    """The data rank with most and that with least: gradients are kept by whole parameters."""
+def _shards_that_differ(inputs: Inputs) -> list[int]:
+    """ZeRO's shard with most and that with least: gradients are kept by whole parameters."""
     if optimizer_class(inputs) != "DeepSpeedZeroOptimizer":
         return [0]
     flats = flat_groups(inputs.groups(), inputs.shards)

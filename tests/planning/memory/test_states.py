@@ -169,13 +169,28 @@ def test_changes_say_what_they_save():
         assert change.saved_bytes == before.worst.peak - change.estimate.worst.peak > 0
 
 
-@pytest.mark.parametrize("axis", ["tensor", "sequence"])
-def test_what_is_not_counted_yet_is_refused(axis):
-    from dataclasses import replace
+def test_a_rank_alone_has_no_second_copy_of_what_persists():
+    names = [
+        {part.component for part in model_states(inputs(ranks=ranks, stage=3), 0)}
+        for ranks in (1, 2)
+    ]
+    assert [("persistent parameters" in found) for found in names] == [False, True]
 
-    run = replace(inputs(), grid=Grid(2, **{axis: 2}))
-    with pytest.raises(ValueError, match=f"{axis} parallelism is not estimated yet"):
-        estimate_memory(run)
+
+@pytest.mark.parametrize(
+    ("keys", "axis", "expected"),
+    [
+        ({}, "data", 2),
+        ({"communication_data_type": "fp32"}, "data", 4),
+        ({}, "sequence", 4),  # seq_parallel_communication_data_type
+        ({"seq_parallel_communication_data_type": "bf16"}, "sequence", 2),
+    ],
+)
+def test_gradients_travel_as_the_json_says(keys, axis, expected):
+    run = inputs(stage=3, reduce_bucket_size=1000, **keys)
+    run = replace(run, grid=Grid(2, **({} if axis == "data" else {axis: 2})))
+    (bucket,) = [p for p in estimate_memory(run).worst.held if p.component == "gradient buckets"]
+    assert bucket.bytes == expected * 1000
 
 
 @pytest.mark.parametrize(
