@@ -51,8 +51,11 @@ class Keys:
         return default
 
     def flag(self, name: str, default: bool) -> bool:
-        """The boolean `name`."""
-        value = self.config.get(name)
+        """The boolean `name`, or whether a key has a value: `key=value`."""
+        key, _, wanted = name.partition("=")
+        value = self.config.get(key)
+        if wanted:
+            return str(value) == wanted
         return default if value is None else bool(value)
 
 
@@ -106,7 +109,9 @@ def read_sizes(keys: Keys) -> Sizes:
     hidden_size = keys.size("hidden_size", "n_embd")
     num_layers = keys.size("num_hidden_layers", "n_layer")
     num_heads = keys.size("num_attention_heads", "n_head")
-    num_kv_heads = keys.size("num_key_value_heads", default=num_heads)
+    num_kv_heads = keys.size("num_key_value_heads", "num_kv_heads", default=num_heads)
+    if model_type == "falcon" and not keys.flag("new_decoder_architecture", False):
+        num_kv_heads = 1 if keys.flag("multi_query", True) else num_heads
     head_dim = keys.size("head_dim", default=family.get("head_dim", hidden_size // num_heads or 1))
     has_experts = family.get("experts", False)
     num_experts = keys.size("num_local_experts", "num_experts") if has_experts else 0
@@ -133,9 +138,12 @@ def read_sizes(keys: Keys) -> Sizes:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=keys.size(
-            "intermediate_size", "n_inner", default=family.get("mlp_ratio", 0) * hidden_size or None
+            *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+            default=family.get("mlp_ratio", 0) * hidden_size or None,
         ),
-        max_positions=keys.size("max_position_embeddings", "n_positions"),
+        max_positions=keys.size(
+            "max_position_embeddings", "n_positions", default=family.get("max_positions")
+        ),
         tied=keys.flag("tie_word_embeddings", family.get("tied", False)),
         sliding_windows=_sliding_windows(keys, family, num_layers),
         num_experts=num_experts,

@@ -52,8 +52,11 @@ def build_body(sizes: Sizes, keys: Keys) -> Body:
     family = FAMILIES[sizes.model_type]
     on = {name for name, default in family["flags"].items() if keys.flag(name, default)}
     on |= {*family.get("always", ()), *([] if sizes.tied else ["untied"])}
+    embedded = keys.size("word_embed_proj_dim", default=sizes.hidden_size)
+    on |= {"projected"} if embedded != sizes.hidden_size else set()
     widths = {
         "hidden": sizes.hidden_size,
+        "embedded": embedded,
         "q": sizes.q_size,
         "kv": sizes.kv_size,
         "head": sizes.head_dim,

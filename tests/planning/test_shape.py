@@ -34,6 +34,15 @@ TINY_GPT2: dict[str, Any] = {
     "n_head": 6,
     "n_positions": 64,
 }
+TINY_OPT = {
+    **{name: size for name, size in TINY.items() if name != "intermediate_size"},
+    "ffn_dim": 80,
+    "word_embed_proj_dim": 48,
+}
+TINY_FALCON = {
+    **{name: size for name, size in TINY.items() if name != "intermediate_size"},
+    "ffn_hidden_size": 80,
+}
 GQA = {"num_key_value_heads": 2}
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4}
 QWEN_MOE = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
@@ -65,6 +74,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {**TINY_GPT2, "n_inner": 80, "tie_word_embeddings": False}),
     ("gpt_neox", {**TINY}),
     ("gpt_neox", {**TINY, "attention_bias": False, "tie_word_embeddings": True}),
+    ("opt", {**TINY_OPT}),
+    ("opt", {**TINY_OPT, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
+    ("opt", {**TINY_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("opt", {**TINY_OPT, "word_embed_proj_dim": 24, "tie_word_embeddings": False}),
+    ("falcon", {**TINY_FALCON}),
+    ("falcon", {**TINY_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True}),
+    ("falcon", {**TINY_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    (
+        "falcon",
+        {**TINY_FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    ("bloom", {"vocab_size": 96, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
 ]
 
 

@@ -30,14 +30,17 @@ _NO_GATE = {
     "bloom": "gelu",
     "falcon": "gelu",
 }
-_LEARNED_POSITIONS = {"gpt2", "opt", "bloom"}
+_LEARNED_POSITIONS = {"gpt2", "opt"}
+_NO_POSITIONS = {"bloom"}  # their distance is added to the scores, which keeps nothing
 _HEAD_NORMS = {"qwen3", "qwen3_moe"}
 _NORMS_IN_FP32 = {"gemma", "gemma2", "olmo2"}  # they scale before they round
 _SOFT_CAPPED = {"gemma2"}  # tanh, of scores and of logits, keeps what it gives
 _FUSED_QKV = {"phi3", "gpt_neox", "bloom", "falcon"}
+_ROTARY_IN_PART = {"phi3", "gpt_neox"}  # heads put together anew, in another order in memory
+_NORMS_SIDE_BY_SIDE = {"gpt_neox"}  # of one input; use_parallel_residual
 _TRACED = {
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"),
-    *("gemma", "gemma2", "olmo2"),
+    *("gemma", "gemma2", "olmo2", "phi3", "gpt_neox", "opt", "bloom"),
 }
 
 
@@ -102,7 +105,7 @@ def activations(inputs: Inputs) -> list[Held]:
     full = inputs.checkpointing == "full"  # then the mask is an argument of every layer
     lives = everything | BACKWARD if full else frozenset({"forward"})
     held.append(Held("attention mask", _mask(inputs), lives, "read"))
-    shared = batches * (_INDEX * inputs.tokens + _positions(inputs))
+    shared = batches * (_INDEX * inputs.tokens + _positions(inputs) + _embedding_norm(inputs))
     held.append(Held("activations: shared", shared, everything | BACKWARD, evidence))
     held.append(Held("backward temporaries", _temporaries(inputs), BACKWARD, "guessed"))
     if inputs.has_head:
@@ -151,8 +154,11 @@ def _attention(inputs: Inputs, index: int) -> int:
         scores += e if shape.model_type in _SOFT_CAPPED else 0
         return size + 4 * e * q + scores * heads * s
     size += 2 * e * (q + kv) + FP32 * heads
-    if shape.model_type in _FUSED_QKV and not masked:  # v is a part of one tensor of all three
+    repeated = masked and q != kv
+    if shape.model_type in _FUSED_QKV and not repeated:  # v is a part of one tensor of all three
         size += e * (q + kv)
+    if shape.model_type in _ROTARY_IN_PART:  # the projection's input is a copy of what came out
+        size += e * q
     if masked and inputs.attention == "sdpa":
         # Keys and values are repeated, and the boolean mask becomes numbers, in every layer.
         size += 2 * e * (q - kv) + e * s
@@ -204,7 +210,8 @@ def _norms(inputs: Inputs) -> int:
     count = sum(name.endswith("weight") for name in own)
     dropped = int(shape.hidden_size * 2 * bool(inputs.dropout))  # masks, a byte an element
     if shape.model_type in _LAYER_NORM:
-        return count * (2 * e * shape.hidden_size + 2 * e) + dropped
+        shared = e * shape.hidden_size * (shape.model_type in _NORMS_SIDE_BY_SIDE)
+        return count * (2 * e * shape.hidden_size + 2 * e) - shared + dropped
     # Attention and MLP keep their input, whether a norm gave it or the stream.
     linear_inputs = 2 * e * shape.hidden_size
     return count * ((FP32 + _scaled(inputs)) * shape.hidden_size + FP32) + linear_inputs + dropped
@@ -217,12 +224,21 @@ def _scaled(inputs: Inputs) -> int:
 
 def _positions(inputs: Inputs) -> int:
     """Rotary cosines and sines, which all layers share, or the indices of learned positions."""
-    samples = inputs.micro_batch if inputs.document_mask else 1
+    if inputs.shape.model_type in _NO_POSITIONS:
+        return 0
+    each = inputs.document_mask or inputs.shape.model_type == "opt"
+    samples = inputs.micro_batch if each else 1
     rows = samples * inputs.seq_len // inputs.grid.sequence
     if inputs.shape.model_type in _LEARNED_POSITIONS:
         return _INDEX * rows
     element = FP32 if inputs.shape.model_type == "olmo2" else inputs.element_bytes
     return 2 * element * inputs.shape.head_dim * rows
+
+
+def _embedding_norm(inputs: Inputs) -> int:
+    """The input of a norm between embedding and layers."""
+    count = sum(t.kind == "norm" and t.name.endswith("weight") for t in inputs.shape.body.before)
+    return count * inputs.element_bytes * (inputs.shape.hidden_size + 2) * inputs.tokens
 
 
 def _head(inputs: Inputs) -> int:

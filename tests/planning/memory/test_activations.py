@@ -77,6 +77,26 @@ FAMILIES = {
         "pad_token_id": 0,
     },
     "olmo2": {**_DECODER, "model_type": "olmo2", "pad_token_id": 0},
+    "phi3": {**_DECODER, "model_type": "phi3", "pad_token_id": 0},
+    "gpt_neox": {**_DECODER, "model_type": "gpt_neox", "num_key_value_heads": None},
+    "opt": {
+        **_DECODER,
+        "model_type": "opt",
+        "num_key_value_heads": None,
+        "ffn_dim": 160,
+        "word_embed_proj_dim": 64,
+        "dropout": 0.0,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    },
+    "bloom": {
+        **{key: _DECODER[key] for key in ("vocab_size", "hidden_size")},
+        "model_type": "bloom",
+        "n_layer": 2,
+        "n_head": 8,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
 }
 # precision, attention, checkpointing, documents masked
 WAYS = [
@@ -137,16 +157,18 @@ def inputs_of(config, precision, attention, checkpointing, masked) -> Inputs:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_activations_are_those_of_the_real_model(family, way):
-    if family == "gemma2" and way[1] == "sdpa":
+    if family in ("gemma2", "bloom") and way[1] == "sdpa":
         pytest.skip("it has no sdpa: tests/test_plan.py")
+    if family == "opt" and way[3]:
+        pytest.skip("it ignores where documents end, and is refused: tests/engine/test_build.py")
     predicted = saved_for_backward(inputs_of(FAMILIES[family], *way))
     assert predicted == pytest.approx(saved_bytes(FAMILIES[family], *way), rel=0.01)
 
 
 def test_says_how_well_a_family_is_known():
     assert activation_evidence(inputs_of(FAMILIES["llama"], *WAYS[0])) == "traced"
-    phi3 = {**_DECODER, "model_type": "phi3"}
-    assert activation_evidence(inputs_of(phi3, *WAYS[0])) == "guessed"
+    falcon = {**_DECODER, "model_type": "falcon"}
+    assert activation_evidence(inputs_of(falcon, *WAYS[0])) == "guessed"
 
 
 def test_eager_attention_has_a_mask_for_each_window():
