@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from harness.model_config import find_model_config
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.planning.grid import Grid
 from harness.planning.memory.activations import (
     activation_evidence,
     activations,
+    layer_activations,
     saved_for_backward,
 )
 from harness.planning.memory.inputs import Inputs, ZeroSettings
@@ -191,3 +194,36 @@ def test_the_docs_recompute_a_row_of_each_family(family):
     assert saved_for_backward(inputs_of(FAMILIES[family], *WAYS[0])) == BY_HAND[family]
     docs = Path(__file__).resolve().parents[3] / "docs/memory.md"
     assert f"{BY_HAND[family]:,}" in docs.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("axis", "ranks", "per_token"), [("tensor", 4, 99_368), ("sequence", 8, 209_032)]
+)
+def test_the_docs_recompute_a_divided_layer(axis, ranks, per_token):
+    """Llama-3-8B with 8,192 tokens."""
+    run = replace(
+        inputs_of(find_model_config("llama-3-8b")[0], *WAYS[0]),
+        grid=Grid(ranks, **{axis: ranks}),
+        micro_batch=1,
+        seq_len=8192,
+    ).of_stage(0)
+    assert layer_activations(run, 0).total == per_token * run.tokens
+    docs = Path(__file__).resolve().parents[3] / "docs/memory.md"
+    assert f"{per_token:,}" in docs.read_text(encoding="utf-8")
+
+
+def test_fewer_key_heads_than_sequence_ranks_are_repeated():
+    run = inputs_of(FAMILIES["llama"], *WAYS[0])  # 2 of 8 numbers each
+    two, eight = (
+        layer_activations(replace(run, grid=Grid(n, sequence=n)), 0).attention
+        / replace(run, grid=Grid(n, sequence=n)).tokens
+        for n in (2, 8)
+    )
+    assert eight - two == 2 * 2 * (8 * 8 - 2 * 8)  # bytes, keys and values
+
+
+def test_a_window_makes_no_mask_where_sequences_are_divided():
+    whole = inputs_of(FAMILIES["mistral-window"], *WAYS[0])
+    divided = replace(whole, grid=Grid(2, sequence=2))
+    assert [part.component == "attention mask" for part in activations(whole)].count(True) == 1
+    assert "attention mask" not in [part.component for part in activations(divided)]
