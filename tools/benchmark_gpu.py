@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ sys.path[0] = str(REPOSITORY)
 from harness.command import DEFAULT_DS_JSON
 from tools.matrix import machine, versions
 from tools.speed.cases import LADDER, Case, swept
+from tools.speed.launch import measured
 
 FORMULA = (
     "TFLOP/s per GPU = tokens/s per GPU x (6 x active parameters + 12 x sum over layers of q_size "
@@ -62,7 +61,7 @@ def main() -> int:
 def _each(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for number, case in enumerate(cases, 1):
         print(f"{number}/{len(cases)} {case.name}", file=sys.stderr, flush=True)
-        yield _shown(case.name, measured(case, args))
+        yield _shown(case.name, _measured(case, args))
 
 
 def _climbed(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -71,7 +70,7 @@ def _climbed(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, 
         for rung in LADDER:
             tried = case.on_top(rung)
             print(f"{case.name}: {rung}", file=sys.stderr, flush=True)
-            line = measured(tried, args)
+            line = _measured(tried, args)
             why = line.pop("refused", None)
             if rung == "fused optimizer" and line.get("fallbacks"):
                 why = ", ".join(line["fallbacks"])
@@ -82,43 +81,13 @@ def _climbed(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, 
                 case = Case(case.name, tried.settings)
 
 
+def _measured(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    return measured(case, args.deepspeed, args.ranks, args.warmup, args.steps)
+
+
 def _shown(name: str, line: dict[str, Any]) -> dict[str, Any]:
     print(json.dumps({"case": name, **line}), flush=True)
     return line
-
-
-def measured(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """What tools/speed/worker.py found, in processes of its own; or how they ended."""
-    settings = {"train.global_batch": _one_step(case, args.ranks), **case.settings}
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "found.json")
-        command = [sys.executable]
-        if args.ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone"]
-            command += [f"--nproc-per-node={args.ranks}"]
-        command += ["-m", "tools.speed.worker", f"--deepspeed={args.deepspeed.resolve()}"]
-        command += [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--out={out}"]
-        command += [f"{key}={value}" for key, value in settings.items()]
-        done = subprocess.run(
-            command,
-            cwd=REPOSITORY,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    if done.returncode and "error" not in found:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        found["error"] = f"ended with code {done.returncode}: {last}"
-    found.pop("rank", None)
-    return found
-
-
-def _one_step(case: Case, ranks: int) -> str:
-    """One micro-batch on each rank."""
-    micro_batch = case.settings["train.micro_batch"]
-    return str(int(micro_batch) * ranks) if micro_batch.isdecimal() else micro_batch
 
 
 def _arguments() -> argparse.Namespace:

@@ -106,6 +106,7 @@ def _expected(plan: Plan) -> dict[str, Any]:
         "zero_stage": plan.zero_stage,
         "precision": plan.precision,
         "estimated_gib": plan.estimate.worst.peak / GIB if plan.estimate else None,
+        "verdict": plan.estimate.verdict if plan.estimate else None,
     }
 
 
