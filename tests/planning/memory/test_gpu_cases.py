@@ -72,7 +72,7 @@ def test_a_case_runs_in_a_process_of_its_own_and_is_kept(tmp_path, monkeypatch) 
     monkeypatch.setattr(gpu, "GPU_CASES", [case])
     (first,) = measure_gpu(tmp_path, ranks=1)
     assert first["estimated_gib"] > 0
-    assert first["peak_process_gib"] > first["estimated_gib"]  # a CPU rank's: not compared
+    assert first["peak_process_gib"] > 0  # of a CPU rank, which is not compared
     assert error_of(first) is None
     (kept,) = tmp_path.iterdir()
     kept.write_text(json.dumps({"estimated_gib": 1.0, "peak_allocated_gib": 2.0}))
