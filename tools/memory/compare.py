@@ -86,11 +86,12 @@ def markdown(rows: Iterable[Row], heading: str, points: Iterable[str]) -> str:
         if row.point in points:
             by_case.setdefault(row.case.name, []).append(row)
     names = [f"{point.replace('_', ' ')}: measured, predicted, error" for point in points]
-    columns = ["layout", "precision", "accumulated", "optimizer class", *names]
+    columns = ["layout", "precision", "accumulated", "optimizer", "its class", *names]
     lines = [heading, "", _line(columns), "|" + "---|" * len(columns)]
     for found in by_case.values():
         case = found[0].case
-        cells = [case.layout, case.precision, str(case.accumulation), found[0].optimizer]
+        cells = [case.layout, case.precision, str(case.accumulation), case.optimizer]
+        cells.append(found[0].optimizer)
         for point in points:
             worst = max((r for r in found if r.point == point), key=lambda row: abs(row.error))
             cells.append(f"{worst.measured:,} {worst.predicted:,} {worst.error:+.3%}")

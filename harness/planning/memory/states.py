@@ -93,15 +93,19 @@ def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
     """What an optimizer's arithmetic holds beside the `largest` tensor that it steps.
 
     torch's Adam holds a root and a quotient, ours (engine/optimizers.py) one update; DeepSpeed's
-    nothing. Muon has an update, and two whole matrices in bf16.
+    nothing. Adagrad holds a decayed gradient and a root; Muon an update, and two whole matrices in
+    bf16; 8-bit Adam on a CPU its moments unpacked.
     """
     in_step = frozenset({"step"})
     if inputs.zero.torch_adam:
         yield Held("step temporaries", 2 * master_bytes(inputs) * largest, in_step, "measured")
-    elif inputs.zero.optimizer not in ("adamw", "adam"):
-        matrices = [t.numel for t in inputs.shape.tensors() if _by_muon(t)]
-        whole = 4 * max(matrices, default=0) if inputs.zero.optimizer == "muon" else 0
-        yield Held("step temporaries", FP32 * largest + whole, in_step, "read")
+        return
+    name = inputs.zero.optimizer
+    unpacked = 5 if inputs.accelerator == "cpu" else 0
+    copies = {"adamw": 0, "adam": 0, "adagrad": 2, "adamw8bit": unpacked}.get(name, 1)
+    matrices = [t.numel for t in inputs.shape.tensors() if _by_muon(t)]
+    whole = 4 * max(matrices, default=0) if name == "muon" else 0
+    yield Held("step temporaries", FP32 * copies * largest + whole, in_step, "read")
 
 
 def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
