@@ -198,13 +198,13 @@ def refusals(
     source: Source,
     accelerator: str = "cuda",
     wrong_keys: Collection[str] = (),
-) -> tuple[list[str], list[str]]:
-    """What is understood but refused, of a JSON whose keys are known and precision is decided: by
-    rules without and with the mark `estimated`.
+) -> list[tuple[str, bool]]:
+    """What is understood but refused, of a JSON whose keys are known and precision is decided; of
+    each whether its memory can be estimated all the same.
 
     `wrong_keys` were removed from it: their default says nothing of what was meant.
     """
-    problems: tuple[list[str], list[str]] = [], []
+    problems = []
     for rule in refused():
         if rule.get("on", accelerator) != accelerator:
             continue
@@ -218,7 +218,7 @@ def refusals(
             value = literal(ds, key)
             given = value_of(ds, key) if value is None else value
             problem = f"{key} is {given!r} ({source.of(key)}): {rule['why']}"
-            problems["estimated" in rule].append(problem)
+            problems.append((problem, rule.get("estimated", False)))
     return problems
 
 

@@ -6,8 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from harness.ds_config import value_of
+from harness.errors import ConfigError
 from harness.plan_optimizer import group_rules
 from harness.planning.hardware import known_gpu
+from harness.planning.memory.dividable import division_problems
 from harness.planning.memory.inputs import GIB, Inputs, ZeroSettings
 from harness.planning.memory.timeline import Estimate, estimate_memory
 
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
 def estimate(plan: Plan) -> Estimate | None:
     """What `plan` will hold; None for an architecture that the planner does not know.
 
-    Raises ValueError for layouts whose memory is not counted yet.
+    Raises ConfigError for divisions over ranks that DeepSpeed does not run.
     """
     inputs, gpu = memory_inputs(plan), known_gpu(plan.world.gpu)
     if inputs is None:
         return None
+    if problems := division_problems(inputs):
+        raise ConfigError(problems)
     return estimate_memory(inputs, int(gpu.memory_gib * GIB) if gpu else None)
 
 
@@ -59,4 +63,5 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         accelerator=plan.world.accelerator,
         rules=group_rules(plan.run),
         bounds=plan.stages,
+        parallel_residual=config.get("use_parallel_residual") is not False,
     )

@@ -227,25 +227,22 @@ def check_json(
     fill_in_swap_folder(ds)
     wrong += secondary_problems(ds, world, source)
     wrong_keys = {problem.partition(" ")[0] for problem in problems}  # each begins with its key
-    refused, estimated = refusals(ds, source, world.accelerator, wrong_keys)
-    wrong += refused
-    if estimating:
-        events += [{"kind": NOT_TRAINED, "message": message} for message in estimated]
-    else:
-        wrong += estimated
+    for problem, estimated in refusals(ds, source, world.accelerator, wrong_keys):
+        if estimated and estimating:
+            events.append({"kind": NOT_TRAINED, "message": problem})
+        else:
+            wrong.append(problem)
     return ds, precision, events, [*problems, *wrong]
 
 
 def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[str]) -> Grid:
     """How the ranks are split; the plain data-parallel grid where that does not divide."""
-    keys = ("pipeline.stages", "tensor_parallel.autotp_size", "sequence_parallel_size")
-    # DeepSpeed's 0 means off.
-    sizes = (num_stages(ds), *(max(1, value_of(ds, key)) for key in keys[1:]))
+    keys = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size"}
+    sizes = {axis: max(1, value_of(ds, key)) for axis, key in keys.items()}  # 0 means off
+    sizes["pipeline"], keys["pipeline"] = num_stages(ds), "pipeline.stages"
     try:
-        return Grid(world.world_size, *sizes)
+        return Grid(world.world_size, **sizes)
     except ValueError as error:
-        said = [
-            f"{key}: {source.of(key)}" for key, size in zip(keys, sizes, strict=True) if size > 1
-        ]
+        said = [f"{key}: {source.of(key)}" for axis, key in keys.items() if sizes[axis] > 1]
         problems.append(f"{error} ({', '.join(said)})")
         return Grid(world.world_size)

@@ -58,25 +58,41 @@ def test_a_run_that_does_not_fit_is_told_what_would():
     assert "One sample at a time was assumed (--micro-batch)" in run(*LARGE).stdout
 
 
-def test_tensors_and_sequences_are_divided_though_train_refuses_both():
+@pytest.mark.parametrize(
+    ("key", "value", "title", "parts"),
+    [
+        # Of the MLP's width a quarter; the logits are whole, as are the tokens.
+        ("tensor_parallel.autotp_size", 4, "tensors over 4", (4, 1)),
+        ("sequence_parallel_size", 8, "sequences over 8", (8, 8)),
+    ],
+)
+def test_tensors_and_sequences_are_divided_though_train_refuses_both(key, value, title, parts):
     whole = estimated(*LARGE)
     assert whole["not_trained"] == []
-    keys = ("ds.tensor_parallel.autotp_size=4", "ds.sequence_parallel_size=2")
-    text = run(*LARGE, *keys).stdout
-    assert "tensors over 4, sequences over 2, ZeRO 3" in text
-    found = estimated(*LARGE, *keys)
-    assert len(found["not_trained"]) == 2
-    for key, message in zip(keys, found["not_trained"], strict=True):
-        key, value = key.removeprefix("ds.").split("=")
-        assert message == f"{key} is {value} (command line): not built yet: use 1"
-        assert f"train.py would refuse this: {message}" in text
-    # Of the MLP an eighth: a quarter of its width, half of the tokens. Of the logits half.
+    text = run(*LARGE, f"ds.{key}={value}").stdout
+    message = f"{key} is {value} (command line): not built yet: use 1"
+    assert f"{title}, ZeRO 3" in text
+    assert f"train.py would refuse this: {message}" in text
+    found = estimated(*LARGE, f"ds.{key}={value}")
+    assert found["not_trained"] == [message]
     part, all_of_it = (estimate["phases"]["loss"] for estimate in (found, whole))
-    for name, times in (("activations: mlp", 8), ("logits and loss", 2)):
+    for name, times in zip(("activations: mlp", "logits and loss"), parts, strict=True):
         assert times * part[name] == pytest.approx(all_of_it[name], abs=1e-3)
-    # States of tensors are divided over all ranks whatever the grid, but for norms and embedding.
-    assert found["components"]["moments"] > whole["components"]["moments"]
     assert found["checkpoint_gib"] == whole["checkpoint_gib"]
+
+
+def test_a_trace_is_compared_with_the_undivided_run():
+    keys = ("--model", "llama-1b", "--gpus", "4", "--trace", "ds.tensor_parallel.autotp_size=2")
+    found = estimated(*keys)
+    assert found["counted_saved_gib"] == pytest.approx(found["traced_saved_gib"], rel=0.001)
+
+
+def test_the_paper_counts_what_a_rank_has_and_the_run_is_refused_there_too():
+    """Embedding and norms 525,602,816, and an eighth of 7,504,658,432."""
+    keys = ("--model", "llama-3-8b", "--gpus", "64", "ds.tensor_parallel.autotp_size=8")
+    text = run(*keys, "--accounting", "paper").stdout
+    assert "1,463,685,120 parameters of one rank, 8 ranks" in text
+    assert "train.py would refuse this" in text
 
 
 def test_flags_are_other_names_for_keys():
@@ -133,8 +149,8 @@ def test_the_papers_accounting():
             "DeepSpeed cannot divide gpt2, only llama",
         ),
         (
-            ("--gpus", "5", "--seq-len", "100", "ds.sequence_parallel_size=5"),
-            "sequence_parallel_size is 5: it must divide 6 attention heads",
+            ("--gpus", "5", "--seq-len", "101", "ds.sequence_parallel_size=5"),
+            "sequence_parallel_size is 5: it must divide data.seq_len, 101",
         ),
     ],
 )

@@ -21,7 +21,7 @@ from tools.library_size import code_lines, sizes
 ROOT = Path(__file__).parents[1]
 MAX_LINES = {
     "train": 5_000,
-    "plan its memory": 1_950,
+    "plan its memory": 2_000,
     "cut it into pipeline stages": 1_100,
     "survive": 2_050,
 }

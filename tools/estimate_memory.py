@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -43,24 +44,16 @@ def main(argv: list[str]) -> int:
         print(f"cannot estimate: {error}", file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     traced = _traced(plan, found) if args.trace else {}
-    not_trained = [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
     if args.accounting == "paper":
         print(paper_text(found))
     elif args.json:
         swept = {"sweep": [point.to_json() for point in points]} if args.sweep else {}
-        found_json = {**found.to_json(), "not_trained": not_trained}
+        found_json = {**found.to_json(), "not_trained": _not_trained(plan)}
         print(json.dumps({**found_json, **swept, **traced}, indent=2))
     else:
         print(describe(found))
-        if "train.micro_batch" in assumed_batch(args):
-            print(
-                "One sample at a time was assumed (--micro-batch): train.py takes up to "
-                f"{MAX_DEFAULT_MICRO_BATCH} at once,\nunless train.micro_batch says otherwise."
-            )
-        for message in not_trained:
-            print(f"train.py would refuse this: {message}")
-        for name, size in traced.items():
-            print(f"{name}: {size:.3f}")
+    if not args.json:
+        _add_notes(args, plan, traced)
         if args.sweep:
             print(f"\n{sweep_text(points)}")
     if args.plot:
@@ -68,6 +61,23 @@ def main(argv: list[str]) -> int:
 
         write_plot(args.plot, drawn(found))
     return int(ExitCode.DONE)
+
+
+def _add_notes(args: argparse.Namespace, plan: Plan, traced: dict[str, float]) -> None:
+    """What one should know besides."""
+    if "train.micro_batch" in assumed_batch(args):
+        print(
+            "One sample at a time was assumed (--micro-batch): train.py takes up to "
+            f"{MAX_DEFAULT_MICRO_BATCH} at once,\nunless train.micro_batch says otherwise."
+        )
+    for message in _not_trained(plan):
+        print(f"train.py would refuse this: {message}")
+    for name, size in traced.items():
+        print(f"{name}: {size:.3f}")
+
+
+def _not_trained(plan: Plan) -> list[str]:
+    return [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
 
 
 def _estimate(plan: Plan, trace: bool) -> Estimate:
@@ -85,13 +95,16 @@ def _estimate(plan: Plan, trace: bool) -> Estimate:
 
 
 def _traced(plan: Plan, found: Estimate) -> dict[str, float]:
-    """What the model's own class saves for backward, beside what was counted; needs torch."""
+    """What the model's own class saves for backward, beside what was counted, both of the whole
+    model; needs torch.
+    """
     from tools.memory.trace import traced_saved
 
-    saved = traced_saved(plan.model_config, found.inputs, plan.model_source)
+    whole = replace(found.inputs, grid=replace(found.inputs.grid, tensor=1, sequence=1))
+    saved = traced_saved(plan.model_config, whole, plan.model_source)
     return {
         "traced_saved_gib": round(saved / GIB, 4),
-        "counted_saved_gib": round(saved_for_backward(found.inputs) / GIB, 4),
+        "counted_saved_gib": round(saved_for_backward(whole) / GIB, 4),
     }
 
 

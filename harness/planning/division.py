@@ -1,19 +1,16 @@
-"""A model divided over tensor-parallel ranks, and its sequences over sequence-parallel ones.
-
-As AutoTP and Ulysses of DeepSpeed 0.19.8 divide them.
-"""
+"""A model divided over tensor-parallel ranks, as AutoTP of DeepSpeed 0.19.8 divides it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.planning.grid import Grid
 from harness.planning.shape import Shape
 from harness.planning.sizes import FAMILIES
 from harness.planning.tensors import Tensor
 
 # Modules whose input is divided; of all other linear layers it is the output.
 _BY_INPUT = {"o_proj", "out_proj", "dense", "down_proj", "dense_4h_to_h", "fc2"}
+_MLP_BY_HEADS = {"opt"}  # AutoTP knows an MLP by the name "mlp", which its modules lack
 
 
 def tensor_shard(shape: Shape, ranks: int) -> Shape:
@@ -26,13 +23,12 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
     """
     if ranks == 1:
         return shape
-    kinds = _divided_kinds(shape)
-    groups = _part(shape.num_kv_heads, ranks)
+    kinds, heads = divided_kinds(shape), shape.num_kv_heads
+    groups = _part(heads, ranks)
 
     def share(kind: str, size: int) -> int:
-        if kind == "attention":
-            return size * groups // shape.num_kv_heads
-        return _part(size, ranks)
+        by_heads = kind == "attention" or (kind == "mlp" and shape.model_type in _MLP_BY_HEADS)
+        return size * groups // heads if by_heads and size % heads == 0 else _part(size, ranks)
 
     def cut(tensor: Tensor) -> Tensor:
         whole = tensor.kind not in kinds or (tensor.kind == "embedding" and not shape.tied)
@@ -50,12 +46,8 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
         shape,
         num_heads=share("attention", shape.num_heads),
         num_kv_heads=groups,
-        intermediate_size=_part(shape.intermediate_size, ranks),
-        vocab_size=(
-            _part(shape.vocab_size, ranks)
-            if shape.tied and "embedding" in kinds
-            else shape.vocab_size
-        ),
+        intermediate_size=share("mlp", shape.intermediate_size),
+        vocab_size=_part(shape.vocab_size, ranks if divides_vocabulary(shape) else 1),
         body=replace(
             body,
             before=tuple(map(cut, body.before)),
@@ -69,31 +61,12 @@ def _part(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def _divided_kinds(shape: Shape) -> list[str]:
+def divided_kinds(shape: Shape) -> list[str]:
+    """Kinds of tensors that AutoTP divides; none where it cannot divide the family."""
     kinds: list[str] = FAMILIES.get(shape.model_type, {}).get("autotp", [])
     return kinds
 
 
-def division_problems(shape: Shape, grid: Grid, seq_len: int) -> list[str]:
-    """Why DeepSpeed cannot divide a model so (engine.py; ulysses_sp.py, __init__)."""
-    problems = []
-    if grid.tensor > 1 and not _divided_kinds(shape):
-        known = ", ".join(name for name, family in FAMILIES.items() if family.get("autotp"))
-        problems.append(
-            f"tensor_parallel.autotp_size is {grid.tensor}: DeepSpeed cannot divide "
-            f"{shape.model_type}, only {known}"
-        )
-    if grid.tensor > shape.num_heads:
-        problems.append(
-            f"tensor_parallel.autotp_size is {grid.tensor}: the model has {shape.num_heads} "
-            "attention heads"
-        )
-    ranks, kv_heads = grid.sequence, shape.num_kv_heads
-    named = f"sequence_parallel_size is {ranks}"
-    if shape.num_heads % ranks:
-        problems.append(f"{named}: it must divide {shape.num_heads} attention heads")
-    if kv_heads % ranks and ranks % kv_heads:
-        problems.append(f"{named}: it must divide {kv_heads} key heads, or they it")
-    if seq_len % ranks:
-        problems.append(f"{named}: it must divide data.seq_len, {seq_len}")
-    return problems
+def divides_vocabulary(shape: Shape) -> bool:
+    """Whether a tensor-parallel rank has logits of a part of the vocabulary only."""
+    return shape.tied and "embedding" in divided_kinds(shape)

@@ -51,11 +51,8 @@ class Keys:
         return default
 
     def flag(self, name: str, default: bool) -> bool:
-        """The boolean `name`, or whether a key has a value: `key=value`."""
-        key, _, wanted = name.partition("=")
-        value = self.config.get(key)
-        if wanted:
-            return str(value) == wanted
+        """The boolean `name`."""
+        value = self.config.get(name)
         return default if value is None else bool(value)
 
 
@@ -106,7 +103,7 @@ def read_sizes(keys: Keys) -> Sizes:
             f"the tensors of model_type {model_type!r} are not known: one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    hidden_size = keys.size("hidden_size", "n_embd")
+    hidden_size = keys.size("hidden_size", "n_embd", "n_embed")
     num_layers = keys.size("num_hidden_layers", "n_layer")
     num_heads = keys.size("num_attention_heads", "n_head")
     num_kv_heads = keys.size("num_key_value_heads", "num_kv_heads", default=num_heads)

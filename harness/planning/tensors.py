@@ -54,6 +54,7 @@ def build_body(sizes: Sizes, keys: Keys) -> Body:
     on |= {*family.get("always", ()), *([] if sizes.tied else ["untied"])}
     embedded = keys.size("word_embed_proj_dim", default=sizes.hidden_size)
     on |= {"projected"} if embedded != sizes.hidden_size else set()
+    on |= {"one_norm"} if keys.config.get("num_ln_in_parallel_attn") == 1 else set()
     widths = {
         "hidden": sizes.hidden_size,
         "embedded": embedded,

@@ -1,7 +1,4 @@
-"""A model's part on a tensor-parallel rank, and what cannot be divided.
-
-What DeepSpeed's AutoTP and Ulysses really hold on two ranks: tests/planning/memory/.
-"""
+"""A model's part on a tensor-parallel rank; what DeepSpeed's AutoTP really holds: memory/."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.planning.division import division_problems, tensor_shard
-from harness.planning.grid import Grid
+from harness.planning.division import tensor_shard
 from harness.planning.shape import Shape
 
 SIZES: dict[str, Any] = {
@@ -82,24 +78,20 @@ def test_one_rank_has_everything() -> None:
     assert tensor_shard(whole, 1) is whole
 
 
-@pytest.mark.parametrize(
-    ("model_type", "grid", "seq_len", "said"),
-    [
-        ("llama", Grid(8, tensor=2, sequence=2), 64, []),
-        ("mixtral", Grid(2, tensor=2), 64, ["DeepSpeed cannot divide mixtral, only llama,"]),
-        ("llama", Grid(8, tensor=8), 64, ["autotp_size is 8: the model has 6 attention heads"]),
-        (
-            *("llama", Grid(4, sequence=4), 62),
-            ["it must divide 6 attention heads", "it must divide data.seq_len, 62"],
+def test_opts_mlp_is_divided_by_heads() -> None:
+    """AutoTP finds no "mlp" in its names: 3 heads over 2 ranks, with them two thirds of the MLP."""
+    part = tensor_shard(
+        shape(
+            "opt",
+            num_attention_heads=3,
+            num_key_value_heads=None,
+            ffn_dim=252,
+            intermediate_size=None,
         ),
-        ("llama", Grid(3, sequence=3), 63, ["it must divide 2 key heads, or they it"]),
-    ],
-)
-def test_what_cannot_be_divided_is_said(
-    model_type: str, grid: Grid, seq_len: int, said: list[str]
-) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    found = division_problems(shape(model_type, **experts), grid, seq_len)
-    assert len(found) == len(said)
-    for problem, text in zip(found, said, strict=True):
-        assert text in problem
+        2,
+    )
+    assert {t.name: t.shape for t in part.tensors()}["model.decoder.layers.0.fc1.weight"] == (
+        168,
+        96,
+    )
+    assert part.intermediate_size == 168

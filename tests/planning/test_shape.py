@@ -86,6 +86,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {**TINY_FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
     ),
     ("bloom", {"vocab_size": 96, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
+    ("bloom", {"vocab_size": 96, "n_embed": 48, "n_layer": 3, "n_head": 6}),
 ]
 
 

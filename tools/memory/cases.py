@@ -52,6 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # Of which the harness trains none: DeepSpeed by itself.
     "tensor_zero0": {"stage": 0},
     "tensor_zero1": {"stage": 1, **_SIZES},
+    "tensor_tied_zero1": {"stage": 1, **_SIZES},
     "tensor_zero3": {"stage": 3, **_SIZES, **_LIVE},
     "sequence_zero1": {"stage": 1, **_SIZES},
     "sequence_zero2": {"stage": 2, **_SIZES},
@@ -106,6 +107,11 @@ class Case:
         return first if first in ("pipeline", "tensor", "sequence") else "data"  # type: ignore[return-value]
 
     @property
+    def model_overrides(self) -> dict[str, Any]:
+        """What differs from MODEL."""
+        return {"tie_word_embeddings": True} if "tied" in self.layout else {}
+
+    @property
     def deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed JSON of this case, before it is resolved."""
         sections: dict[str, Any] = {
@@ -145,7 +151,7 @@ def all_cases() -> list[Case]:
         **{
             name: {"fp32", "bf16"}
             for name in LAYOUTS
-            if name.startswith(("tensor_zero1", "tensor_zero3", "sequence"))
+            if name.startswith(("tensor", "sequence")) and name != "tensor_zero0"
         },
     }
     return [
@@ -175,6 +181,7 @@ def covering_cases() -> list[Case]:
         Case("zero3", "bf16_states", 1),
         Case("tensor_zero0", "fp32", 1),
         Case("tensor_zero1", "bf16", 4),
+        Case("tensor_tied_zero1", "fp32", 1),
         Case("tensor_zero3", "bf16", 1),
         Case("sequence_zero1", "bf16", 1),
         Case("sequence_zero2", "fp32", 4),

@@ -18,6 +18,7 @@ from harness.data.batches import Batch
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, described_parameters, hf_config
 from harness.plan import Plan
+from harness.planning.division import divides_vocabulary
 from harness.planning.optimizers import optimizer_groups
 
 
@@ -33,6 +34,8 @@ class DividedEngine:
             dtype=DTYPES[plan.precision],
             attn_implementation=plan.run.model.attention,
         )
+        shape = plan.shape
+        self._own_loss = plan.grid.tensor > 1 and shape is not None and divides_vocabulary(shape)
         self.engine, *_ = deepspeed.initialize(
             model=self.model,
             model_parameters=_groups(self.model),
@@ -83,9 +86,13 @@ class DividedEngine:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss, _ = forward(self.engine, ids, labels, positions)
+            if self._own_loss:  # of logits that are divided, too
+                given = {"input_ids": ids, "labels": labels, "shift_labels": labels}
+                loss = self.engine(**given, use_cache=False).loss
+            else:
+                loss = forward(self.engine, ids, labels, positions)[0] / labels.numel()
         self.saved = sum(found.values())
-        return loss / labels.numel()
+        return loss
 
     def apply(self, _lr: float) -> None:
         """An optimizer step."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.planning.memory.changes import with_micro_batch
+from harness.planning.memory.dividable import division_problems
 from harness.planning.memory.inputs import GIB, Inputs
 from harness.planning.memory.timeline import Estimate, estimate_memory
 
@@ -56,6 +57,8 @@ def sweep(found: Estimate, ranges: dict[str, list[int]]) -> list[Point]:
     for values in itertools.product(*ranges.values()) if ranges else ():
         chosen = dict(zip(ranges, values, strict=True))
         inputs = _with(found.inputs, chosen)
+        if problems := division_problems(inputs):
+            raise ValueError(f"--sweep: {'; '.join(problems)}")
         points.append(Point(chosen, estimate_memory(inputs, found.device_bytes)))
     return points
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.planning.memory.changes import helpful_changes, with_stage
+from harness.planning.memory.dividable import division_problems
 from harness.planning.memory.inputs import FP32, GIB, PHASES
 from harness.planning.memory.states import optimizer_class
 from harness.planning.memory.timeline import (
@@ -48,8 +49,11 @@ def describe(found: Estimate) -> str:
 
 def paper_text(found: Estimate) -> str:
     """The ZeRO paper's table for this model: model states only, decimal gigabytes."""
-    count, shards = found.inputs.parameters, found.inputs.shards
-    lines = [f"ZeRO paper (arXiv 1910.02054): model states of {count:,} parameters, {shards} ranks"]
+    count, shards = found.worst.inputs.parameters, found.inputs.shards
+    part = "" if count == found.inputs.parameters else " of one rank"
+    lines = [
+        f"ZeRO paper (arXiv 1910.02054): model states of {count:,} parameters{part}, {shards} ranks"
+    ]
     for stage in range(4):
         lines.append(f"  stage {stage}  {paper_bytes(count, stage, shards) / 1e9:9.2f} GB")
     return "\n".join(lines)
@@ -121,6 +125,8 @@ def _stages(found: Estimate) -> list[str]:
 
 def _refusal(found: Estimate, stage: int) -> str | None:
     inputs = found.inputs
+    if division_problems(with_stage(inputs, stage)):
+        return "refused: DeepSpeed fails in its step"
     if stage == 0 and inputs.precision != "fp32":
         right = inputs.bounds and inputs.precision == "bf16" and inputs.sum_bytes != FP32
         return None if right else "refused: DeepSpeed computes it wrongly"

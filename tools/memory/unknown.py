@@ -19,6 +19,7 @@ from harness.estimate import memory_inputs
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan import Plan
 from harness.planning.hardware import known_gpu
+from harness.planning.memory.dividable import division_problems
 from harness.planning.memory.inputs import GIB
 from harness.planning.memory.timeline import Estimate, estimate_memory
 from harness.planning.shape import Shape
@@ -43,6 +44,8 @@ def traced_estimate(plan: Plan) -> Estimate:
         raise ConfigError(
             f"{plan.model_source}: its class cannot be traced: {type(error).__name__}: {error}"
         ) from error
+    if problems := division_problems(inputs):
+        raise ConfigError(problems)
     gpu = known_gpu(plan.world.gpu)
     inputs = replace(inputs, traced_layer_bytes=layer / inputs.tokens)
     return estimate_memory(inputs, int(gpu.memory_gib * GIB) if gpu else None)

@@ -24,7 +24,7 @@ def plan_of(case: Case, world: World, model: Path) -> Plan:
     """The Plan of one case, through the same door as every run."""
     run = RunConfig.model_validate(
         {
-            "model": {"name": str(model)},
+            "model": {"name": str(model), "overrides": case.model_overrides},
             "data": {"seq_len": SEQ_LEN},
             "train": {
                 "global_batch": case.accumulation

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.planning.division import divides_vocabulary
 from harness.planning.memory.inputs import (
     BACKWARD,
     FP32,
@@ -37,11 +38,12 @@ _NORMS_IN_FP32 = {"gemma", "gemma2", "olmo2"}  # they scale before they round
 _SOFT_CAPPED = {"gemma2"}  # tanh, of scores and of logits, keeps what it gives
 _FUSED_QKV = {"phi3", "gpt_neox", "bloom", "falcon"}
 _ROTARY_IN_PART = {"phi3", "gpt_neox"}  # heads put together anew, in another order in memory
-_NORMS_SIDE_BY_SIDE = {"gpt_neox"}  # of one input; use_parallel_residual
+_NORMS_SIDE_BY_SIDE = {"gpt_neox"}  # of one input
 _TRACED = {
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"),
     *("gemma", "gemma2", "olmo2", "phi3", "gpt_neox", "opt", "bloom"),
 }
+_TRACED_DIVIDED = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma"}
 
 
 def activation_evidence(inputs: Inputs) -> Evidence:
@@ -49,6 +51,8 @@ def activation_evidence(inputs: Inputs) -> Evidence:
     known = inputs.shape.model_type in _TRACED and not inputs.dropout
     known |= inputs.traced_layer_bytes is not None
     known &= inputs.attention in ("sdpa", "eager") and not inputs.fused
+    if inputs.grid.tensor > 1 or inputs.grid.sequence > 1:
+        known &= inputs.shape.model_type in _TRACED_DIVIDED
     return "traced" if known else "guessed"
 
 
@@ -154,11 +158,11 @@ def _attention(inputs: Inputs, index: int) -> int:
         scores += e if shape.model_type in _SOFT_CAPPED else 0
         return size + 4 * e * q + scores * heads * s
     size += 2 * e * (q + kv) + FP32 * heads
-    repeated = masked and q != kv
-    if shape.model_type in _FUSED_QKV and not repeated:  # v is a part of one tensor of all three
-        size += e * (q + kv)
-    if shape.model_type in _ROTARY_IN_PART:  # the projection's input is a copy of what came out
-        size += e * q
+    repeated, exchanged = masked and q != kv, inputs.grid.sequence > 1
+    if shape.model_type in _FUSED_QKV and not (repeated or exchanged):
+        size += e * (q + kv)  # v is a part of one tensor of all three
+    if shape.model_type in _ROTARY_IN_PART and not exchanged:
+        size += e * q  # the projection's input is a copy of what came out
     if masked and inputs.attention == "sdpa":
         # Keys and values are repeated, and the boolean mask becomes numbers, in every layer.
         size += 2 * e * (q - kv) + e * s
@@ -207,10 +211,11 @@ def _norms(inputs: Inputs) -> int:
     shape, e = inputs.shape, inputs.element_bytes
     # Of the layer itself, not of its attention's heads.
     own = (t.name for t in shape.body.layers[0] if t.kind == "norm" and t.name.count(".") == 1)
-    count = sum(name.endswith("weight") for name in own)
+    count = sum(name.endswith("weight") for name in own) or 2  # OPT's may have no weights
     dropped = int(shape.hidden_size * 2 * bool(inputs.dropout))  # masks, a byte an element
     if shape.model_type in _LAYER_NORM:
-        shared = e * shape.hidden_size * (shape.model_type in _NORMS_SIDE_BY_SIDE)
+        one_input = shape.model_type in _NORMS_SIDE_BY_SIDE and inputs.parallel_residual
+        shared = e * shape.hidden_size * one_input
         return count * (2 * e * shape.hidden_size + 2 * e) - shared + dropped
     # Attention and MLP keep their input, whether a norm gave it or the stream.
     linear_inputs = 2 * e * shape.hidden_size
@@ -267,6 +272,13 @@ def _logits(inputs: Inputs) -> list[Held]:
     e = inputs.element_bytes
     half = e != FP32
     saved = log_softmax(inputs)
+    if inputs.grid.tensor > 1 and divides_vocabulary(inputs.shape):
+        # sequence/cross_entropy.py: logits, in fp32, less their largest, and its exponential.
+        whole = (e + 3 * FP32) * vocabulary
+        return [
+            Held("logits and loss", saved, frozenset({"forward"}), "read"),
+            Held("logits and loss", whole, frozenset({"loss", "evaluation"}), "read"),
+        ]
     forward = (e + (FP32 if half else 0)) * vocabulary
     backward = 2 * FP32 * vocabulary
     evaluation = forward + FP32 * vocabulary

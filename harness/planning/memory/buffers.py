@@ -48,6 +48,8 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
     offload = zero.offload_optimizer != "device"
     if zero.stage == 2 and inputs.sum_bytes != inputs.element_bytes:
         copy = inputs.sum_bytes * max(small, largest)
+    elif inputs.comm_bytes > inputs.element_bytes:  # widened, one that is reduced by itself, too
+        copy = inputs.comm_bytes * max(small, largest)
     else:
         copy = inputs.comm_bytes * small
     if offload and largest > small:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from harness.planning.memory.dividable import division_problems
 from harness.planning.memory.inputs import Inputs
 from harness.planning.memory.timeline import Estimate, estimate_memory
 from harness.planning.stages import split
@@ -28,6 +29,8 @@ def helpful_changes(before: Estimate) -> list[Change]:
     """The changes that save memory on the device; those that make it fit first, gentlest first."""
     found = []
     for text, inputs in _candidates(before):
+        if division_problems(inputs):
+            continue
         after = estimate_memory(inputs, before.device_bytes)
         saved = before.worst.peak - after.worst.peak
         if saved > 0:
@@ -113,6 +116,6 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
             yield f"{grid.world_size} GPUs", replace(inputs, grid=grid)
             times *= 2
     shorter = inputs.seq_len // 2
-    while shorter >= _FEWEST_TOKENS and shorter % inputs.grid.sequence == 0:
+    while shorter >= _FEWEST_TOKENS:
         yield f"data.seq_len={shorter}", replace(inputs, seq_len=shorter)
         shorter //= 2

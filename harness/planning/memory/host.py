@@ -23,8 +23,8 @@ def process(inputs: Inputs) -> list[Held]:
 def loading(inputs: Inputs) -> list[Held]:
     """Copies on the host while the model is built."""
     building = frozenset({"build"})
-    if inputs.loads_weights and inputs.zero.stage < 3:
-        # from_pretrained reads a rank's whole model before it moves to the device.
+    if inputs.zero.stage < 3 and (inputs.loads_weights or inputs.grid.tensor > 1):
+        # from_pretrained reads a rank's whole model before it moves to the device, or is divided.
         size = inputs.element_bytes * inputs.parameters
     else:
         # Weights are drawn in fp32 on the CPU, a piece at a time (models/initialize.py).

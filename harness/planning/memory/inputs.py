@@ -178,6 +178,8 @@ class Inputs:
     """optim.groups."""
     bounds: Bounds | None = None
     """How the model's units are split over pipeline stages; None without any."""
+    parallel_residual: bool = True
+    """Whether GPT-NeoX's attention and MLP read norms of one input (use_parallel_residual)."""
     traced_layer_bytes: float | None = None
     """What a layer keeps of a token, traced; None for families whose operations are counted."""
     stage: int | None = None
@@ -221,9 +223,11 @@ class Inputs:
 
     @property
     def comm_bytes(self) -> int:
-        """Bytes of a gradient's element on its way to other ranks (engine.py)."""
+        """Bytes of a gradient's element on its way to other ranks (engine.py; where sequences are
+        divided, stage_1_and_2.py takes fp32 whatever the JSON says).
+        """
         if self.grid.sequence > 1:
-            return self.zero.sequence_comm_bytes
+            return FP32 if self.zero.stage in (1, 2) else self.zero.sequence_comm_bytes
         return self.zero.comm_bytes or self.element_bytes
 
     @property

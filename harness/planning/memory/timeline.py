@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from harness.planning.division import division_problems
 from harness.planning.grid import Coords
 from harness.planning.memory.activations import activations
 from harness.planning.memory.buffers import communication, gathered_parameters, pipeline
@@ -110,7 +109,7 @@ def weakest(evidence: Iterable[Evidence]) -> Evidence:
 
 def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
     """All that the global rank `rank` of a run holds."""
-    place = inputs.grid.coords(rank)
+    place, whole = inputs.grid.coords(rank), inputs
     inputs = inputs.of_stage(place.pipeline)
     parts = [
         *model_states(inputs, place.data * inputs.grid.sequence + place.sequence),
@@ -118,7 +117,7 @@ def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
         *pipeline(inputs),
         *gathered_parameters(inputs),
         *activations(inputs),
-        *loading(inputs),
+        *loading(whole if inputs.grid.tensor > 1 else inputs),  # AutoTP divides what is there
         *nvme_buffers(inputs),
         *process(inputs),
         *saving(inputs),
@@ -258,14 +257,8 @@ class Estimate:
 
 
 def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate:
-    """The timelines of the ranks that differ.
-
-    Raises ValueError for a model that cannot be divided over the grid's tensor- or
-    sequence-parallel ranks.
-    """
+    """The timelines of the ranks that differ, of a run without `division_problems`."""
     grid = inputs.grid
-    if problems := division_problems(inputs.shape, grid, inputs.seq_len):
-        raise ValueError("; ".join(problems))
     assert (grid.pipeline > 1) == (inputs.bounds is not None), "a split, and its stages"
     ranks = tuple(
         rank_timeline(inputs, grid.rank(Coords(stage, *divmod(shard, grid.sequence), 0)))

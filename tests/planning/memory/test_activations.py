@@ -82,6 +82,12 @@ FAMILIES = {
     "olmo2": {**_DECODER, "model_type": "olmo2", "pad_token_id": 0},
     "phi3": {**_DECODER, "model_type": "phi3", "pad_token_id": 0},
     "gpt_neox": {**_DECODER, "model_type": "gpt_neox", "num_key_value_heads": None},
+    "gpt_neox-serial": {
+        **_DECODER,
+        "model_type": "gpt_neox",
+        "num_key_value_heads": None,
+        "use_parallel_residual": False,
+    },
     "opt": {
         **_DECODER,
         "model_type": "opt",
@@ -154,6 +160,7 @@ def inputs_of(config, precision, attention, checkpointing, masked) -> Inputs:
         checkpointing=checkpointing,
         attention=attention,
         document_mask=masked,
+        parallel_residual=config.get("use_parallel_residual") is not False,
     )
 
 
@@ -172,6 +179,10 @@ def test_says_how_well_a_family_is_known():
     assert activation_evidence(inputs_of(FAMILIES["llama"], *WAYS[0])) == "traced"
     falcon = {**_DECODER, "model_type": "falcon"}
     assert activation_evidence(inputs_of(falcon, *WAYS[0])) == "guessed"
+    halves = Grid(2, tensor=2)
+    for family, evidence in (("llama", "traced"), ("phi3", "guessed")):
+        divided = replace(inputs_of(FAMILIES[family], *WAYS[0]), grid=halves)
+        assert activation_evidence(divided) == evidence
 
 
 def test_eager_attention_has_a_mask_for_each_window():

@@ -187,10 +187,23 @@ def test_a_rank_alone_has_no_second_copy_of_what_persists():
     ],
 )
 def test_gradients_travel_as_the_json_says(keys, axis, expected):
+    """Under stage 3; 1 and 2 take fp32 wherever sequences are divided."""
     run = inputs(stage=3, reduce_bucket_size=1000, **keys)
     run = replace(run, grid=Grid(2, **({} if axis == "data" else {axis: 2})))
     (bucket,) = [p for p in estimate_memory(run).worst.held if p.component == "gradient buckets"]
     assert bucket.bytes == expected * 1000
+
+
+def test_a_gradient_that_is_widened_is_copied_by_itself():
+    keys = {"stage": 1, "reduce_bucket_size": 1000}
+    narrow = inputs(**keys)
+    wide = inputs(**keys, communication_data_type="fp32")
+    divided = replace(
+        inputs(**keys, seq_parallel_communication_data_type="bf16"), grid=Grid(2, sequence=2)
+    )
+    largest = max(tensor.numel for tensor in narrow.shape.tensors())
+    for run, copy in ((narrow, 2 * 1000), (wide, 4 * largest), (divided, 4 * largest)):
+        assert estimate_memory(run).worst.phase("backward_last")["communication copy"] == copy
 
 
 @pytest.mark.parametrize(
