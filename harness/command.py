@@ -159,6 +159,6 @@ def plan_from(
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from None
     if problems or run is None or ds is None:
-        *_, wrong = check_json(ds or {}, world, source)
+        *_, wrong = check_json(ds or {}, world, source, estimating)
         raise ConfigError([*problems, *wrong])
     return make_plan(run, ds, world, ds_source=source, estimating=estimating)

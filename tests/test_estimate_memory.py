@@ -81,6 +81,12 @@ def test_tensors_and_sequences_are_divided_though_train_refuses_both(key, value,
     assert found["checkpoint_gib"] == whole["checkpoint_gib"]
 
 
+def test_what_is_counted_is_no_problem_beside_those_there_are():
+    refused = run("--gpus", "2", "ds.tensor_parallel.autotp_size=2", "train.step=3", code=2).stderr
+    assert "did you mean train.steps" in refused
+    assert "autotp_size" not in refused
+
+
 def test_a_trace_is_compared_with_the_undivided_run():
     keys = ("--model", "llama-1b", "--gpus", "4", "--trace", "ds.tensor_parallel.autotp_size=2")
     found = estimated(*keys)
