@@ -90,11 +90,9 @@ def measure(cases: list[Case], out: Path) -> list[Row]:
     last = f"rank{RANKS - 1}.json"
     missing = [case for case in cases if not (out / f"{case.name}.{last}").exists()]
     # DeepSpeed keeps what it knows of divided tensors and sequences in globals.
-    by_axis: dict[str, list[Case]] = {}
-    for case in missing:
-        by_axis.setdefault(case.axis, []).append(case)
-    for group in by_axis.values():
-        _launch(group, out)
+    for axes in (("data", "pipeline"), ("tensor",), ("sequence",)):
+        if group := [case for case in missing if case.axis in axes]:
+            _launch(group, out)
     return [row for case in cases for row in compare(case, out)]
 
 
