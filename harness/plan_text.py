@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.ds_config import offloaded_to
@@ -24,6 +25,9 @@ def describe(plan: Plan) -> str:
     if plan.estimate:
         short = shortages_here(plan.estimate, plan.world.local_rank, plan.run.run.dir)
     short += swap_problems(plan)
+    path = plan.run.data.path
+    if path and not any(Path(path + end).expanduser().exists() for end in ("", ".bin", ".idx")):
+        short.append(f"data.path is {path}, which does not exist here")
     verdict = f"{'this machine':<{_LABEL_WIDTH}}{'; '.join(short) or 'can hold it'}"
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
     return "\n".join([summary(plan), verdict, "", title, json.dumps(plan.deepspeed, indent=2)])

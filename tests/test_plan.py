@@ -429,6 +429,14 @@ def test_to_json_is_plain_and_complete():
     assert saved["grid"]["data"] == 2
 
 
+def test_the_text_says_where_the_data_is_not(tmp_path):
+    (tmp_path / "tokens.bin").touch()
+    for path, said in (("tokens", False), ("tokens.bin", False), ("texts", True)):
+        text = plan({}, f"data.path={tmp_path / path}").describe()
+        assert (f"data.path is {tmp_path / path}, which does not exist here" in text) is said
+    assert "does not exist here" not in plan({}).describe()
+
+
 def test_describe_spells_out_what_will_happen():
     ds = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
     text = plan(ds, "train.steps=10", "optim.lr=2e-3", "optim.warmup_steps=2", ranks=2).describe()
