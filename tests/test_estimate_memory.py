@@ -129,6 +129,13 @@ def test_the_curves_are_what_a_sweep_prints(tmp_path, name):
         assert f">{point[name]:,}</text>" in picture.read_text()
 
 
+def test_a_pipe_that_closes_ends_it_without_a_traceback():
+    command = f"{sys.executable} {TOOL} --model llama-1b | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert "parameters in bf16" in done.stdout
+    assert done.stderr == ""
+
+
 def test_the_papers_accounting():
     text = run("--model", "llama-1b", "--gpus", "8", "--accounting", "paper").stdout
     assert "ZeRO paper" in text
@@ -144,6 +151,7 @@ def test_the_papers_accounting():
         (("--micro-batch", "0"), "train.micro_batch"),
         (("data.seqlen=3",), "data.seq_len"),
         (("--sweep", "layers=1..3"), "--sweep layers=1..3"),
+        (("--sweep", "gpus=2..4", "train.steps=3"), "any other key=value goes before --sweep"),
         (("--plot", "memory.gif"), ".svg or .png"),
         (("--gpus", "3", "ds.pipeline.stages=2"), "pipeline"),
         (

@@ -11,6 +11,7 @@ or 2 for arguments that cannot be planned. Needs neither a GPU nor, but for --me
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -55,4 +56,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any command before `| head`
     sys.exit(main(sys.argv[1:]))

@@ -42,7 +42,10 @@ def read_sweep(texts: Iterable[str]) -> dict[str, list[int]]:
     for text in texts:
         match = re.fullmatch(r"(\w+)=(\d+)(?:\.\.(\d+))?", text)
         if not match or match[1] not in NAMES or not 0 < int(match[2]) <= int(match[3] or match[2]):
-            raise ValueError(f"--sweep {text}: write NAME=FROM..TO, NAME one of {', '.join(NAMES)}")
+            raise ValueError(
+                f"--sweep {text}: write NAME=FROM..TO, NAME one of {', '.join(NAMES)}; any other "
+                "key=value goes before --sweep"
+            )
         value, last = int(match[2]), int(match[3] or match[2])
         values = [value]
         while values[-1] * 2 <= last:
