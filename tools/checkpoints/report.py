@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tools.checkpoints.cells import DROPOUT, EVERYWHERE, Cell, sides
+from tools.checkpoints.cells import EVERYWHERE, Cell, sides
 from tools.checkpoints.compare import Apart
 from tools.matrix import versions
 
@@ -76,8 +76,8 @@ def markdown(rows: list[Row], tolerance: str) -> str:
     for precision in dict.fromkeys(row.cell.precision for row in rows):
         lines += ["", f"## {precision}", ""]
         lines += _matrix([row for row in rows if row.cell.precision == precision], precision)
-    lines += ["", "## Other architectures", ""]
-    lines += _others([row for row in rows if row.cell.architecture != EVERYWHERE])
+    lines += ["", "## Other architectures, and states in bf16", ""]
+    lines += _others([row for row in rows if not _in_matrix(row.cell)])
     return "\n".join(lines) + "\n"
 
 
@@ -88,27 +88,35 @@ def _matrix(rows: list[Row], precision: str) -> Iterable[str]:
     cells = {
         (row.cell.source.name, row.cell.target.name): row.entry
         for row in rows
-        if row.cell.architecture == EVERYWHERE
+        if _in_matrix(row.cell)
     }
     for source in every:
         entries = [cells.get((source, target), "") for target in every]
         yield f"| {source} | " + " | ".join(entries) + " |"
 
 
+def _in_matrix(cell: Cell) -> bool:
+    return cell.architecture == EVERYWHERE and cell.source in sides(cell.precision)
+
+
 def _others(rows: list[Row]) -> Iterable[str]:
     yield "A Llama that is not tied, a mixture of experts, a Llama with two frozen weights and two"
-    yield "buffers; GPT-2 with dropout on the same layout only, as another one draws other masks."
+    yield "buffers; GPT-2 with dropout on the same layout only, as another one draws other masks; a"
+    yield "Llama wide enough for its states to be in files on NVMe. States in bf16 on the same"
+    yield "layout only: for another one they are rounded."
     yield ""
     yield "| model | precision | cells | tensors | same layout | another layout: losses |"
     yield "|---|---|---|---|---|---|"
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.cell.architecture, row.cell.precision), []).append(row)
+        cell = row.cell
+        name = cell.source.name if cell.architecture == EVERYWHERE else cell.architecture
+        groups.setdefault((name, cell.precision), []).append(row)
     for (architecture, precision), group in groups.items():
         same = [row.found for row in group if row.cell.same]
         alike = "bit-equal" if set(same) == {Apart(0.0, 0.0)} else _amount(Apart.worst(same).loss)
         moved = [row.found.loss for row in group if not row.cell.same]
-        to = "" if architecture == DROPOUT else f"{_amount(min(moved))} to {_amount(max(moved))}"
+        to = f"{_amount(min(moved))} to {_amount(max(moved))}" if moved else ""
         lost = sum(bool(row.lost) for row in group)
         exact = f"{lost} LOST" if lost else "exact"
         yield f"| {architecture} | {precision} | {len(group)} | {exact} | {alike} | {to} |"
