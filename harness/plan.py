@@ -237,12 +237,12 @@ def check_json(
 
 def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[str]) -> Grid:
     """How the ranks are split; the plain data-parallel grid where that does not divide."""
-    keys = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size"}
-    sizes = {axis: max(1, value_of(ds, key)) for axis, key in keys.items()}  # 0 means off
-    sizes["pipeline"], keys["pipeline"] = num_stages(ds), "pipeline.stages"
+    tensor, sequence = "tensor_parallel.autotp_size", "sequence_parallel_size"
+    sizes = {key: max(1, value_of(ds, key)) for key in (tensor, sequence)}  # 0 means off
+    sizes["pipeline.stages"] = stages = num_stages(ds)
     try:
-        return Grid(world.world_size, **sizes)
+        return Grid(world.world_size, stages, tensor=sizes[tensor], sequence=sizes[sequence])
     except ValueError as error:
-        said = [f"{key}: {source.of(key)}" for axis, key in keys.items() if sizes[axis] > 1]
+        said = [f"{key}: {source.of(key)}" for key, size in sizes.items() if size > 1]
         problems.append(f"{error} ({', '.join(said)})")
         return Grid(world.world_size)

@@ -29,9 +29,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 from tools.cpu_ranks import run_module
+from tools.matrix import chosen
 from tools.memory.cases import MODEL, RANKS, Case, all_cases, covering_cases
 from tools.memory.compare import PEAKS, POINTS, SAVED, Row, compare, markdown
-from tools.memory.gpu import gpu_markdown, measure_gpu, no_gpu, verdict_of
+from tools.memory.gpu import GPU_CASES, gpu_markdown, measure_gpu, no_gpu, verdict_of
 
 TOLERANCE = 0.01
 
@@ -41,12 +42,7 @@ def main() -> int:
     args = _arguments()
     if args.gpu:
         return _on_gpu(args)
-    named = {case.name: case for case in all_cases()}
-    if unknown := [name for name in args.cases or () if name not in named]:
-        raise SystemExit(f"unknown cases {', '.join(unknown)}: one of {', '.join(named)}")
-    cases = all_cases() if args.full else covering_cases()
-    if args.cases:
-        cases = [named[name] for name in args.cases]
+    cases = chosen(args, all_cases(), covering_cases())
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(cases, args.out or Path(scratch))
     for row in rows:
@@ -71,11 +67,11 @@ def _on_gpu(args: argparse.Namespace) -> int:
     if why := no_gpu():
         print(why, file=sys.stderr)
         return 2
-    rows = []
+    cases, rows = chosen(args, GPU_CASES, GPU_CASES), []
     with tempfile.TemporaryDirectory() as scratch:
-        for row in measure_gpu(args.out or Path(scratch), args.ranks, args.cases or ()):
-            print(f"{row.pop('number')} {json.dumps(row)}", flush=True)
+        for row in measure_gpu(cases, args.out or Path(scratch), args.ranks):
             rows.append(row)
+            print(f"{len(rows)}/{len(cases)} {json.dumps(row)}", flush=True)
     if args.markdown:
         args.markdown.write_text(gpu_markdown(rows), encoding="utf-8")
     text, as_aimed = verdict_of(rows)
@@ -138,7 +134,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true", help="every case")
-    parser.add_argument("--cases", nargs="+", metavar="CASE")
+    parser.add_argument("--cases", dest="cells", nargs="+", metavar="CASE")
     parser.add_argument("--gpu", action="store_true", help="on this machine's GPUs")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, with --gpu (default: 1)")
     parser.add_argument("--out", type=Path, help="keep the measurements here, and resume")

@@ -27,10 +27,12 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
     groups = _part(heads, ranks)
 
     def share(kind: str, size: int) -> int:
+        """What the first rank has of a dimension of a tensor of this kind."""
         by_heads = kind == "attention" or (kind == "mlp" and shape.model_type in _MLP_BY_HEADS)
         return size * groups // heads if by_heads and size % heads == 0 else _part(size, ranks)
 
     def cut(tensor: Tensor) -> Tensor:
+        """The first rank's part of a tensor: the tensor itself where it is not divided."""
         whole = tensor.kind not in kinds or (tensor.kind == "embedding" and not shape.tied)
         *_, module, what = tensor.name.split(".")
         by_input = module in _BY_INPUT

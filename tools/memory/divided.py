@@ -20,6 +20,7 @@ from harness.models.skeleton import DTYPES, described_parameters, hf_config
 from harness.plan import Plan
 from harness.planning.division import divides_vocabulary
 from harness.planning.optimizers import optimizer_groups
+from tools.memory.saved import saved_by
 
 
 class DividedEngine:
@@ -72,26 +73,13 @@ class DividedEngine:
         part = slice(here * length, (here + 1) * length)
         ids, labels = batch.input_ids[:, part], batch.labels[:, part]
         positions = torch.arange(part.start, part.stop)[None] if grid.sequence > 1 else None
-        own = {
-            p.untyped_storage()._cdata for p in (*self.model.parameters(), *self.model.buffers())
-        }
-        found: dict[int, int] = {}
-        alive: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                found[storage._cdata] = storage.nbytes()
-                alive.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with saved_by(self.model) as saved:
             if self._own_loss:  # of logits that are divided, too
                 given = {"input_ids": ids, "labels": labels, "shift_labels": labels}
                 loss = self.engine(**given, use_cache=False).loss
             else:
                 loss = forward(self.engine, ids, labels, positions)[0] / labels.numel()
-        self.saved = sum(found.values())
+        self.saved = saved.bytes
         return loss
 
     def apply(self, _lr: float) -> None:

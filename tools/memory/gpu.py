@@ -92,11 +92,10 @@ GPU_CASES = [
 ]
 
 
-def measure_gpu(out: Path, ranks: int, only: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+def measure_gpu(cases: Iterable[GpuCase], out: Path, ranks: int) -> Iterator[dict[str, Any]]:
     """A row for each case as it is known; those that lie in `out` are not run again."""
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [case for case in GPU_CASES if not only or case.name in only]
-    for number, case in enumerate(chosen, 1):
+    for case in cases:
         kept = out / f"{case.name.replace(' ', '-')}-{ranks}.json"
         if kept.exists():
             found = json.loads(kept.read_text())
@@ -105,7 +104,7 @@ def measure_gpu(out: Path, ranks: int, only: Iterable[str] = ()) -> Iterator[dic
             settings = {"train.global_batch": str(batch), **case.settings}
             found = measured(Case(case.name, settings), case.deepspeed, ranks, 0, STEPS)
             kept.write_text(json.dumps(found))
-        yield {"case": case.name, "number": f"{number}/{len(chosen)}", **found}
+        yield {"case": case.name, **found}
 
 
 def error_of(row: dict[str, Any]) -> float | None:

@@ -14,6 +14,7 @@ from harness.errors import ConfigError
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config
 from harness.planning.memory.inputs import Inputs
+from tools.memory.saved import saved_by
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
@@ -47,8 +48,6 @@ def _depth_key(config: dict[str, Any]) -> str:
 
 def _saved(config: dict[str, Any], inputs: Inputs, source: str | None) -> int:
     config = {name: value for name, value in config.items() if name != "layer_types"}
-    found: dict[int, int] = {}
-    alive: list[torch.Tensor] = []
     # Under fake tensors transformers would make a mask, as it does when it is traced for export.
     packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda *args, **kwargs: None
@@ -62,21 +61,9 @@ def _saved(config: dict[str, Any], inputs: Inputs, source: str | None) -> int:
             if inputs.checkpointing == "full":
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
-            own = {
-                tensor.untyped_storage()._cdata
-                for tensor in (*model.parameters(), *model.buffers())
-            }
-
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in own:
-                    found[storage._cdata] = storage.nbytes()
-                    alive.append(tensor)
-                return tensor
-
             ids = torch.zeros(inputs.micro_batch, inputs.seq_len, dtype=torch.int64)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved_by(model) as saved:
                 forward(model, ids, ids.clone())
+            return saved.bytes
     finally:
         masking_utils.find_packed_sequence_indices = packed
-    return sum(found.values())

@@ -21,6 +21,7 @@ from harness.planning.memory.activations import (
 from harness.planning.memory.inputs import Inputs, ZeroSettings
 from harness.planning.shape import Shape
 from tests.planning.memory.defaults import default_value
+from tools.memory.saved import saved_by
 
 MICRO_BATCH, SEQ_LEN = 2, 64
 _DECODER = {
@@ -131,21 +132,11 @@ def saved_bytes(config, precision, attention, checkpointing, masked) -> int:
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    own = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
     ids = torch.randint(0, config["vocab_size"], (MICRO_BATCH, SEQ_LEN))
     positions = (torch.arange(SEQ_LEN) % 40).repeat(MICRO_BATCH, 1) if masked else None
-    found, alive = {}, []
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            found[storage._cdata] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_by(model) as saved:
         forward(model, ids, ids.clone(), positions)
-    return sum(found.values())
+    return saved.bytes
 
 
 def inputs_of(config, precision, attention, checkpointing, masked) -> Inputs:

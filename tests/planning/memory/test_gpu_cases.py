@@ -11,7 +11,6 @@ from harness.command import Command, plan_from
 from harness.planning.shape import num_parameters
 from harness.planning.world import World
 from tests.run_tools import run_tool
-from tools.memory import gpu
 from tools.memory.gpu import GPU_CASES, GpuCase, error_of, gpu_markdown, measure_gpu, verdict_of
 
 
@@ -67,16 +66,15 @@ def test_a_run_that_was_not_judged_to_fit_may_run_out() -> None:
 
 
 @pytest.mark.slow
-def test_a_case_runs_in_a_process_of_its_own_and_is_kept(tmp_path, monkeypatch) -> None:
+def test_a_case_runs_in_a_process_of_its_own_and_is_kept(tmp_path) -> None:
     case = GpuCase("tiny", "fp32", 32, 1, ("model.overrides.num_hidden_layers=1",))
-    monkeypatch.setattr(gpu, "GPU_CASES", [case])
-    (first,) = measure_gpu(tmp_path, ranks=1)
+    (first,) = measure_gpu([case], tmp_path, ranks=1)
     assert first["estimated_gib"] > 0
     assert first["peak_process_gib"] > 0  # of a CPU rank, which is not compared
     assert error_of(first) is None
     (kept,) = tmp_path.iterdir()
     kept.write_text(json.dumps({"estimated_gib": 1.0, "peak_allocated_gib": 2.0}))
-    (again,) = measure_gpu(tmp_path, ranks=1)
+    (again,) = measure_gpu([case], tmp_path, ranks=1)
     assert error_of(again) == -0.5
 
 
