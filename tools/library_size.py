@@ -1,8 +1,8 @@
-"""Prints how many code lines the library has, and its ten longest files.
+"""Print the code lines of each room, and the library's ten longest files.
 
 python tools/library_size.py
 
-Blank lines, comments and docstrings are free: a limit on them would be a limit on explanation.
+Blank lines, comments and docstrings are not counted: they explain.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -54,39 +55,23 @@ def count_code_lines(library: Path) -> dict[Path, int]:
     }
 
 
-# Its parts that can be read without the rest, by their files and folders: what a run will need;
-# one model on several stages; and what keeps a run alive.
-PARTS = {
-    "plan its memory": ("planning", "estimate.py", "fit.py", "live_memory.py"),
-    "cut it into pipeline stages": (
-        *("plan_pipeline.py", "verify.py", "models/stage.py", "models/flow.py", "models/pieces.py"),
-        *("engine/pipeline.py", "engine/stages.py", "engine/unsplit.py"),
-    ),
-    "survive": (
-        *("checkpoint", "guard", "engine/state.py", "engine/eight_bit.py", "engine/swap.py"),
-        *("saving.py", "resumption.py", "probe.py", "watch.py", "exporting.py"),
-    ),
-}
-TRAIN = "train"
-
-
-def sizes(library: Path) -> dict[str, int]:
-    """Code lines of the library, by what they do: each of PARTS, and all that train."""
-    found = dict.fromkeys((TRAIN, *PARTS), 0)
-    for path, count in count_code_lines(library).items():
-        place = path.relative_to(library)
-        part = next(
-            (p for p, names in PARTS.items() if any(map(place.is_relative_to, names))), TRAIN
-        )
-        found[part] += count
-    return found
+def rooms(folder: Path) -> dict[str, int]:
+    """Code lines below `folder` by its folders, those of files beside them under its own name."""
+    lines: Counter[str] = Counter()
+    for path, count in count_code_lines(folder).items():
+        parts = path.relative_to(folder).parts
+        lines[f"{folder.name}/{parts[0]}" if len(parts) > 1 else folder.name] += count
+    return dict(lines)
 
 
 def main() -> None:
-    """Print all sizes and the ten longest files."""
+    """Print the sizes of all rooms, and the library's ten longest files."""
+    for name in ("harness", "tools", "tests"):
+        counts = rooms(ROOT / name)
+        print(f"{sum(counts.values()):>6,} code lines in {name}/")
+        for room, count in sorted(counts.items(), key=lambda item: -item[1]):
+            print(f"        {count:>6,} {room}")
     lines = count_code_lines(ROOT / "harness")
-    for part, count in sizes(ROOT / "harness").items():
-        print(f"{count:>6,} code lines that {part}")
     for path in sorted(lines, key=lambda path: -lines[path])[:10]:
         print(f"{lines[path]:>6,} {path.relative_to(ROOT)}")
 
