@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -46,6 +47,35 @@ def test_json_has_stable_keys():
     assert found["peak_allocated_gib"] == pytest.approx(peak, abs=0.01)
     assert found["verdict"] == "fits"
     assert found["evidence"]["weakest"] == "read"
+
+
+# Each machine differs in something that a run would look at.
+MACHINES = (
+    {"DS_ACCELERATOR": "cpu"},
+    {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "-1", "PATH": "/nonexistent"},
+    {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"},
+    {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "3", "LC_ALL": "C"},
+)
+
+
+@pytest.mark.parametrize("json_name", ["zero1", "zero2_offload", "fp16"])
+def test_the_estimate_is_the_same_on_any_machine(json_name):
+    words = (
+        "--deepspeed",
+        f"ds_configs/{json_name}.json",
+        *LARGE[4:],
+        "--gpu",
+        "h100-80",
+        "--json",
+    )
+    command = [sys.executable, str(TOOL), *words]
+    outputs = {
+        subprocess.run(
+            command, cwd=REPOSITORY, env={**os.environ, **machine}, capture_output=True, check=True
+        ).stdout
+        for machine in MACHINES
+    }
+    assert len(outputs) == 1
 
 
 def test_a_run_that_does_not_fit_is_told_what_would():
