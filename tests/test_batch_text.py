@@ -33,9 +33,15 @@ def test_masks_and_positions(
 ) -> None:
     path = write_jsonl(*({"prompt": "ab " * 9, "completion": "c"} for _ in range(8)))
     spec = DataSpec(str(path), tokenizer_dir, seq_len=8, cache_dir=str(tmp_path), held_out=0.3)
-    shown = show_step(build_data(spec), step=1, global_batch=2, first=0)
+    data = build_data(spec)
+    shown = show_step(data, step=1, global_batch=2, first=0)
     assert "targets   - -" in shown
     assert "positions 0 1" in shown
+    # Read as two sequences each, positions begin anew in the second: no place is larger than 3.
+    pieces = show_step(data, step=1, global_batch=2, first=0, pieces=2)
+    lines = [line.split()[1:] for line in pieces.splitlines() if line.startswith("  positions")]
+    assert [max(map(int, line)) for line in lines] == [3, 3]
+    assert all(line[4] == "0" for line in lines)
 
 
 def test_the_command_needs_the_run_folder_alone(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.curriculum import Curriculum
-from harness.data.batches import Sample
+from harness.data.batches import Batch, Sample
 from harness.data.build import Data
 from harness.data.packing import IGNORED
 
@@ -24,9 +24,15 @@ def first_sample_of(events: list[dict[str, Any]], step: int, curriculum: Curricu
     return curriculum.samples_after(step - before - 1, samples)
 
 
-def show_step(data: Data, step: int, global_batch: int, first: int) -> str:
+def positions_of(batch: Batch, pieces: int) -> list[int] | None:
+    """Positions of a sample that is read as `pieces` sequences, one after the other."""
+    positions = batch.cut(pieces).position_ids
+    return None if positions is None else positions.flatten().tolist()
+
+
+def show_step(data: Data, step: int, global_batch: int, first: int, pieces: int = 1) -> str:
     """The samples of `step` (from 1), `first` and those after it: ids, targets ("-" where none),
-    documents and text.
+    documents and text; each sample is read as `pieces` sequences.
     """
     targets = data.train.targets_in(first, global_batch)
     lines = [
@@ -34,11 +40,11 @@ def show_step(data: Data, step: int, global_batch: int, first: int) -> str:
         f"data {data.fingerprint[:16]}"
     ]
     for index in range(first, first + global_batch):
-        lines += ["", f"sample {index} {_sample_text(data, data.train.sample(index))}"]
+        lines += ["", f"sample {index} {_sample_text(data, data.train.sample(index), pieces)}"]
     return "\n".join(lines)
 
 
-def _sample_text(data: Data, sample: Sample) -> str:
+def _sample_text(data: Data, sample: Sample, pieces: int) -> str:
     documents = [
         f"{span.document} [{span.first}:{span.last}] {data.corpus.name_of(span.document)}".rstrip()
         for span in sample.spans
@@ -51,7 +57,7 @@ def _sample_text(data: Data, sample: Sample) -> str:
         f"ids       {' '.join(map(str, ids))}",
         f"targets   {' '.join('-' if label == IGNORED else str(label) for label in labels)}",
     ]
-    if batch.position_ids is not None:
-        lines.append(f"positions {' '.join(map(str, batch.position_ids[0].tolist()))}")
+    if (positions := positions_of(batch, pieces)) is not None:
+        lines.append(f"positions {' '.join(map(str, positions))}")
     lines.append(f"text      {data.tokenizer.decode(ids)!r}")
     return "\n  ".join(lines)

@@ -24,7 +24,7 @@ from harness.data.packing import IGNORED
 from harness.errors import ConfigError
 from harness.plan_curriculum import curriculum_of
 from harness.runfolder import RunFolder
-from tools.batch_text import first_sample_of, show_step
+from tools.batch_text import first_sample_of, positions_of, show_step
 
 
 def main(argv: list[str]) -> int:
@@ -66,30 +66,31 @@ def main(argv: list[str]) -> int:
     first = first_sample_of(folder.read_events(), step, curriculum)
     reads = curriculum.at(first)
     if arguments.json:
-        found = step_as_json(data, step, reads.global_batch, first)
-        print(json.dumps({**found, "sequences_per_sample": reads.pieces}))
+        shown = step_as_json(data, step, reads.global_batch, first, reads.pieces)
+        print(json.dumps({**shown, "sequences_per_sample": reads.pieces}))
     else:
-        print(show_step(data, step, reads.global_batch, first))
+        print(show_step(data, step, reads.global_batch, first, reads.pieces))
         if reads.pieces > 1:
             length = run.data.seq_len // reads.pieces
             print(f"each sample is read as {reads.pieces} sequences of {length} tokens (ramp.*)")
     return 0
 
 
-def step_as_json(data: Data, step: int, global_batch: int, first: int) -> dict[str, Any]:
+def step_as_json(
+    data: Data, step: int, global_batch: int, first: int, pieces: int = 1
+) -> dict[str, Any]:
     """The samples of `step`, from `first` on, as plain values; a target is null where none is."""
     return {
         "step": step,
         "target_tokens": data.train.targets_in(first, global_batch),
         "data_fingerprint": data.fingerprint,
-        "samples": [_sample(data, index) for index in range(first, first + global_batch)],
+        "samples": [_sample(data, index, pieces) for index in range(first, first + global_batch)],
     }
 
 
-def _sample(data: Data, index: int) -> dict[str, Any]:
+def _sample(data: Data, index: int, pieces: int) -> dict[str, Any]:
     sample, batch = data.train.sample(index), data.train.batch(index, 1)
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
-    positions = None if batch.position_ids is None else batch.position_ids[0].tolist()
     return {
         "index": index,
         "epoch": sample.epoch,
@@ -105,7 +106,7 @@ def _sample(data: Data, index: int) -> dict[str, Any]:
         ],
         "ids": ids,
         "targets": [None if label == IGNORED else label for label in labels],
-        "positions": positions,
+        "positions": positions_of(batch, pieces),
         "text": data.tokenizer.decode(ids),
     }
 

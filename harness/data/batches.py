@@ -31,14 +31,27 @@ class Batch:
     """From 0 in each document, when tokens attend only within their own; else None."""
 
     def cut(self, pieces: int) -> Batch:
-        """The same tokens as sequences that are shorter by a factor, and as many more."""
+        """The same tokens as sequences that are shorter by a factor, and as many more.
+
+        Equal to the batch that packing to the shorter length gives.
+        """
         if pieces == 1:
             return self
         rows, positions = len(self.labels) * pieces, self.position_ids
+        if positions is not None:
+            # A document that goes on from the piece before begins anew at 0: its place in the
+            # piece. One that begins inside the piece has a smaller position there, and keeps it.
+            positions = positions.view(rows, -1)
+            positions = torch.minimum(positions, torch.arange(positions.shape[1]))
+        return Batch(self.input_ids.view(rows, -1), self.labels.view(rows, -1), positions)
+
+    def pinned(self) -> Batch:
+        """A copy in page-locked memory, from which a device copies while the host goes on."""
+        positions = self.position_ids
         return Batch(
-            self.input_ids.view(rows, -1),
-            self.labels.view(rows, -1),
-            None if positions is None else positions.view(rows, -1),
+            self.input_ids.pin_memory(),
+            self.labels.pin_memory(),
+            None if positions is None else positions.pin_memory(),
         )
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -143,7 +156,8 @@ class Stream:
             share = share_of_rank(
                 step.first_sample, step.global_batch, micro_batch, data_rank, data_ranks
             )
-            return [self._read(samples, pin_memory).cut(step.pieces) for samples in share]
+            batches = [self._read(samples).cut(step.pieces) for samples in share]
+            return [batch.pinned() for batch in batches] if pin_memory else batches
 
         return load_ahead(load, prefetch)
 
@@ -156,13 +170,10 @@ class Stream:
     def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return window_of(samples, self.samples, self._seed, self._fingerprint)
 
-    def _read(self, samples: NDArray[np.int64], pin_memory: bool = False) -> Batch:
+    def _read(self, samples: NDArray[np.int64]) -> Batch:
         windows = self._packed.read(self._windows(samples))
         arrays = (windows.ids, windows.labels, windows.positions)
-        tensors = [torch.from_numpy(array) for array in arrays]
-        if pin_memory:
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        ids, labels, positions = tensors
+        ids, labels, positions = (torch.from_numpy(array) for array in arrays)
         return Batch(ids, labels, positions if self.document_mask else None)
 
 

@@ -84,6 +84,34 @@ def test_positions_restart_when_documents_are_masked(cache_dir: Path) -> None:
     assert (batch.position_ids[:, 0] == 0).all()
 
 
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_a_sample_that_is_cut_is_what_shorter_samples_are(
+    cache_dir: Path, document_mask: bool
+) -> None:
+    """Positions, too: those of a run with the shorter data.seq_len, where documents go on from the
+    piece before and where they begin inside."""
+    long, short = (
+        build_data(
+            DataSpec(cache_dir=str(cache_dir), document_mask=document_mask, seq_len=seq_len)
+        ).train
+        for seq_len in (2000, 250)
+    )
+    place_of_window = {short.sample(index).window: index for index in range(short.samples)}
+    ended = 0
+    for index in range(40):
+        pieces = long.batch(index, 1).cut(8)
+        for row in range(8):
+            expected = short.batch(place_of_window[long.sample(index).window * 8 + row], 1)
+            assert torch.equal(pieces.input_ids[row], expected.input_ids[0])
+            assert torch.equal(pieces.labels[row], expected.labels[0])
+            if expected.position_ids is None or pieces.position_ids is None:
+                assert pieces.position_ids is expected.position_ids is None
+                continue
+            assert torch.equal(pieces.position_ids[row], expected.position_ids[0])
+            ended += bool((expected.position_ids[0] != torch.arange(250)).any())
+    assert (ended > 0) == document_mask
+
+
 def test_an_epoch_reads_every_window_once(library: Data) -> None:
     stream = library.held_out
     windows = [stream.sample(i).window for i in range(stream.samples)]
