@@ -144,7 +144,8 @@ class GuardConfig(Section):
     hang_factor: Positive = 10.0
     """How many times as long as before is too long."""
     hang_first_s: Positive = 3600.0
-    """Seconds that a phase may take the first three times, and the set-up."""
+    """Seconds that a phase may take the first three times, and the set-up. Collectives wait longer
+    for a rank, ten minutes more than this or an hour, so that a hang is reported."""
     time_limit_s: Positive | None = None
     """Seconds from the start in which the run has to have saved and ended, with code 75; None asks
     Slurm, where it runs in a job."""

@@ -140,7 +140,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
     data = data or build_data(spec, progress.say)
     total_steps = _total_steps(plan, data)
-    device = join(plan.world)
+    device = join(plan.world, plan.run.guard.hang_first_s)
     record = plan_record(plan, data, total_steps)
     pulse, watchdog = _watched(plan)
     with contextlib.ExitStack() as unless_built:

@@ -8,11 +8,14 @@ import re
 import socket
 import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 
 from harness.errors import ConfigError
 from harness.planning.world import World
+
+_BEYOND_THE_WATCHDOG_S = 600.0  # that collectives wait longer than it, to dump stacks and report
 
 
 def set_environment(world: World) -> None:
@@ -57,12 +60,19 @@ def own_device(world: World) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join(world: World) -> torch.device:
+def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
     """Join this process to the others of `world`; returns the device that it computes on.
 
     Works under any launcher: what DeepSpeed reads from the environment is set from `world`.
+    `hang_first_s` as in guard.hang_first_s: collectives wait longer than that for a rank, so that
+    the watchdog judges it and not NCCL, which aborts without a report.
     """
     set_environment(world)
+    # Before the group is joined: DeepSpeed binds NCCL to LOCAL_RANK, and a rank that sees its own
+    # GPU alone has that GPU as number 0.
+    device = own_device(world)
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
     # The collectives DeepSpeed calls were renamed in torch 2.13; one line per process says so.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     _find_own_ninja()
@@ -77,13 +87,12 @@ def join(world: World) -> torch.device:
     quirks.without_shared_memory()
     quirks.leave_muon_uncompiled()
     quirks.forget_releases_with_the_trace()
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    patience = timedelta(seconds=max(3600.0, hang_first_s) + _BEYOND_THE_WATCHDOG_S)
+    quirks.wait_in_every_group(patience)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=patience)
     atexit.register(leave)  # otherwise Python would end gloo's threads in the middle of their work
     if world.accelerator == "cpu":
         quirks.allow_fp16_on_any_cpu()
-    device = own_device(world)
-    if device.index is not None:
-        os.environ["LOCAL_RANK"] = str(device.index)
     return device
 
 

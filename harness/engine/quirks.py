@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -313,6 +314,15 @@ def without_shared_memory() -> None:
     """
     # As an attribute of deepspeed.comm, torch is the library.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+
+
+def wait_in_every_group(patience: timedelta) -> None:
+    """Let collectives of every group wait as long as those of the first one.
+
+    torch gives a new group its own default, 10 minutes under NCCL, whatever the first group has;
+    DeepSpeed makes its groups without saying, and ZeRO reduces and gathers in a copy of the first.
+    """
+    distributed_c10d._get_default_timeout = lambda _backend: patience
 
 
 def _compiler() -> bool:

@@ -3,12 +3,66 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from harness.engine import processes
+from tests.two_ranks import REPOSITORY, environment, run_ranks
+
+# Local rank 3 of 8 where srun shows each task its own GPU alone; no GPU is needed to see which one
+# NCCL would be bound to.
+SEES_ONE_GPU = """
+import torch
+torch.cuda.device_count = torch.accelerator.device_count = lambda: 1
+torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+current = []
+torch.cuda.set_device = current.append
+
+def init_process_group(backend, device_id=None, **_):
+    raise SystemExit(f"current {current}, bound to {device_id}")
+
+torch.distributed.init_process_group = init_process_group
+from harness.engine.processes import join
+from harness.planning.world import World
+join(World(rank=3, world_size=8, local_rank=3, local_world_size=8, launcher="slurm",
+           accelerator="cuda", gpu="NVIDIA H100 80GB HBM3"))
+"""
+PATIENCE = """
+import sys
+import torch
+from harness.engine.processes import join, leave
+from harness.planning.world import World
+join(World.from_environ(), float(sys.argv[1]))
+from deepspeed import comm
+cpu, first, second = torch.device("cpu"), torch.distributed.group.WORLD, comm.new_group([0])
+print(*(int(group._get_backend(cpu).options._timeout.total_seconds()) for group in (first, second)))
+leave()
+"""
+
+
+def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SEES_ONE_GPU],
+        cwd=REPOSITORY,
+        env=environment(DS_ACCELERATOR="cuda", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1] == "current [0], bound to cuda:0", done.stderr
+
+
+@pytest.mark.parametrize(("hang_first_s", "patience_s"), [(60, 4200), (7200, 7800)])
+def test_every_group_waits_longer_than_the_watchdog(
+    hang_first_s: int, patience_s: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", PATIENCE, hang_first_s]
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
+    assert ended.output.splitlines()[-1] == f"{patience_s} {patience_s}"
 
 
 def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.MonkeyPatch) -> None:
