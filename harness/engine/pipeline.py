@@ -92,6 +92,7 @@ class PipelineEngine(ZeroEngine):
 
         self._expect(len(batches))
         self._run(_WithoutStep(self.engine._train_schedule()), batches, finish)
+        quirks.settle_gradients(self.engine)
         return total
 
     @torch.no_grad()

@@ -79,6 +79,34 @@ def discarding(engine: Any) -> Iterator[None]:
         yield
 
 
+def settle_gradients(engine: Any) -> None:
+    """Let gradients be read as soon as the last backward pass was launched.
+
+    ZeRO-1 and -2 copy offloaded gradients to the host, and wait for that at the head of `step`
+    alone: read before, they may be the last step's; clamped before, the copy overwrites them.
+    Those on the device are reduced on another stream, which other DeepSpeeds may not wait for.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "_wait_for_offload_copies"):
+        optimizer._wait_for_offload_copies()
+    for name in ("reduction_stream", "reduce_and_partition_stream"):
+        if (stream := getattr(optimizer, name, None)) is not None:
+            get_accelerator().current_stream().wait_stream(stream)
+
+
+def gather_after_writing(engine: Any) -> None:
+    """Let ZeRO-3's next gather of weights wait for those being written on the current stream.
+
+    DeepSpeed gathers on a stream of its own, which waits for no step before. Where no weight is
+    persistent (stage3_param_persistence_threshold 0), nothing but the throughput timer's waits
+    keeps the next forward pass from weights that are half old.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    stream = getattr(offload, "_DeepSpeedZeRoOffload__allgather_stream", None)
+    if stream is not None:
+        stream.wait_stream(get_accelerator().current_stream())
+
+
 def drop_skipped_gradients(engine: Any) -> None:
     """Keep a step that was skipped out of the next one's gradients, after it.
 

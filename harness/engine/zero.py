@@ -89,6 +89,7 @@ class ZeroEngine:
             self.engine.backward(poisoned(share) * data_ranks, scale_wrt_gas=False)
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
+        quirks.settle_gradients(self.engine)
         return total
 
     def apply(self, lr: float, discard: bool = False) -> float | torch.Tensor:
@@ -120,6 +121,7 @@ class ZeroEngine:
             raise RunStopped(ExitCode.DIVERGED, self._loss_scale_diagnosis()) from error
         finally:
             quirks.drop_skipped_gradients(self.engine)
+        quirks.gather_after_writing(self.engine)
         return self.engine.get_global_grad_norm() if norm is None else norm
 
     def grad_norm(self) -> torch.Tensor:
@@ -241,6 +243,7 @@ class ZeroEngine:
     def refresh_weights(self) -> None:
         """Compute with what `restore` has filled; collective."""
         state.refresh_weights(self.engine)
+        quirks.gather_after_writing(self.engine)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Counters, loss scaling and the optimizer's steps; the same on all ranks."""

@@ -20,7 +20,7 @@ from harness.ds_config import read_ds_json
 from harness.engine import quirks
 from harness.engine.processes import leave
 from harness.errors import ConfigError, RunStopped
-from tests.engine import bad_step_checks, optimizer_checks, pipeline_checks
+from tests.engine import bad_step_checks, optimizer_checks, pipeline_checks, stream_checks
 from tests.engine.rank import (
     OUT,
     STAGES,
@@ -268,6 +268,7 @@ CHECKS = (
     *pipeline_checks.CHECKS,
     *bad_step_checks.CHECKS,
     *optimizer_checks.CHECKS,
+    *stream_checks.CHECKS,
     minimum_loss_scale,  # leaves an engine in the middle of a step
 )
 
