@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 # file imports lower floors and its own room.
 FLOORS: list[dict[str, str]] = [
     {
-        "errors": "errors",
+        "errors": "errors paths",
         "assignments": "assignments",
         "lr_and_batch": "lr_and_batch curriculum",
         "planning": "planning",

@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from harness.checkpoint.resume import same_data
 from harness.config import RunConfig
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.packing import IGNORED
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
         print(f"cannot show: {error}", file=sys.stderr)
         return int(error.code)
     planned = plan.get("data_fingerprint", data.fingerprint)
-    if planned != data.fingerprint:
+    if not same_data(planned, data.fingerprint):
         print(
             f"cannot show: the data has changed since the run: fingerprint {data.fingerprint[:16]}"
             f", planned with {planned[:16]}",

@@ -28,7 +28,7 @@ def resume_problems(
     Compared are the run config, the precision family, the model and the data fingerprint.
     """
     return [
-        f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: use its value, "
+        f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: {_use(key)}, "
         f"another run.dir, or resume.allow={key} to change it on purpose"
         for key, old, new in _differences(saved, planned)
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
@@ -66,8 +66,29 @@ def _differences(
                 yield key, known[name], new
     for key in ("precision", "model_config", "data_fingerprint"):
         old, new = _value(saved, key), _value(planned, key)
-        if old != new:
+        if old != new and not (key == "data_fingerprint" and same_data(old, new)):
             yield key, old, new
+
+
+def same_data(saved: Any, planned: Any) -> bool:
+    """Whether two data fingerprints, IDS-LAYOUT, are of the same data as far as both can tell.
+
+    Runs of earlier versions have the LAYOUT alone: where the documents lie, but not their ids.
+    """
+    if saved == planned:
+        return True
+    is_earlier = isinstance(saved, str) and "-" not in saved
+    return is_earlier and str(planned).endswith(f"-{saved}")
+
+
+def _use(key: str) -> str:
+    """The first way out."""
+    if key != "data_fingerprint":
+        return "use its value"
+    return (
+        "documents, token ids or tokenizer have changed (of a .bin above 32 GiB, perhaps its time "
+        "of modification alone): bring back what it was, use"
+    )
 
 
 def _value(plan: Mapping[str, Any], key: str) -> Any:

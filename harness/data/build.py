@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from harness.config import RunConfig, run_and_step
@@ -20,23 +16,25 @@ from harness.data.baselines import unigram_and_bigram_nats
 from harness.data.batches import Stream
 from harness.data.cache import Report, build_once, cache_key, default_cache
 from harness.data.corpus import Corpus, find_corpus
-from harness.data.indexed import IndexedTokens, write_indexed
+from harness.data.fingerprint import order_key
+from harness.data.indexed import IndexedTokens
 from harness.data.packing import Packed
-from harness.data.split import SIDES, load_split, stores_separator, write_splits
-from harness.data.tokenizer import (
-    encoded,
-    load_tokenizer,
-    tokenizer_hash,
-    train_tokenizer,
-    vocab_size,
+from harness.data.prepare import (
+    FORMAT,
+    PROMPTS,
+    SPLIT_FACTS,
+    SPLIT_FORMAT,
+    TOKENS,
+    read_facts,
+    require_ids_of,
+    write_split,
+    write_tokens,
 )
+from harness.data.split import SIDES, load_split
+from harness.data.tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer, vocab_size
 from harness.errors import ConfigError
+from harness.paths import user_path
 from harness.runfolder import RunFolder
-
-# Raise it whenever the same input would give other files.
-FORMAT = 2
-TOKENS, PROMPTS, SPLIT_FACTS = "tokens", "prompts.npy", "split.json"
-_REPORT_EVERY_CHARS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Data:
     held_out: Stream
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
-    """Hash of the .idx, the size of the .bin, the tokenizer and the prompt lengths."""
+    """Hash of the token ids, of how they lie in documents, and of the tokenizer."""
     corpus: Corpus
 
     @property
@@ -133,28 +131,29 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     corpus, identity, cache = _open(spec)
     source = spec.tokenizer or _trained_tokenizer(corpus, cache, report)
     tokenizer = _load_tokenizer(source, spec)
-    ids = vocab_size(tokenizer)
+    known_ids = spec.model_vocab_size or vocab_size(tokenizer)
     key = _tokens_key(identity, tokenizer)
     prefix, prompts = corpus.path, None
     if corpus.kind != "indexed":
         folder = cache / f"tokens-{key}"
-        build_once(folder, lambda path: _tokenise(corpus, tokenizer, path, report), report)
+        build_once(folder, lambda path: write_tokens(corpus, tokenizer, path, report), report)
         prefix, prompts = folder / TOKENS, np.load(folder / PROMPTS, mmap_mode="r")
     tokens = IndexedTokens(prefix)
     folder = build_once(
         _split_folder(cache, key, spec),
-        lambda path: _split(tokens, prompts, tokenizer, spec.held_out, path),
+        lambda path: write_split(tokens, prompts, tokenizer, spec.held_out, path, report),
         report,
     )
-    facts = json.loads((folder / SPLIT_FACTS).read_text())
+    facts = read_facts(folder)
+    require_ids_of(tokens, facts, known_ids)
     packed = {
         side: Packed(
-            tokens.tokens,
+            tokens.ids,
             load_split(folder, side),
             seq_len=spec.seq_len,
             eos_id=tokenizer.eos_token_id,
-            vocab_size=spec.model_vocab_size or ids,
-            add_separator=facts["add_separator"],
+            vocab_size=known_ids,
+            add_separator=facts.add_separator,
             shuffle_targets=spec.shuffle_targets,
         )
         for side in SIDES
@@ -164,10 +163,10 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     if document_mask is None:
         document_mask = any(side.split.masks_prompts for side in packed.values())
     # The held-out order is the same for every seed, so that runs are compared on the same samples.
-    fingerprint = facts["fingerprint"]
-    train = Stream(packed["train"], spec.seed, fingerprint, document_mask=document_mask)
-    held_out = Stream(packed["held_out"], 0, fingerprint, document_mask=document_mask)
-    return Data(train, held_out, tokenizer, fingerprint, corpus)
+    order = order_key(facts.fingerprint)
+    train = Stream(packed["train"], spec.seed, order, document_mask=document_mask)
+    held_out = Stream(packed["held_out"], 0, order, document_mask=document_mask)
+    return Data(train, held_out, tokenizer, facts.fingerprint, corpus)
 
 
 def cached_fingerprint(spec: DataSpec) -> str | None:
@@ -180,13 +179,13 @@ def cached_fingerprint(spec: DataSpec) -> str | None:
     if isinstance(source, Path) and not source.is_dir():
         return None  # of a tokenizer that is still to be trained
     key = _tokens_key(identity, _load_tokenizer(source, spec))
-    facts = _split_folder(cache, key, spec) / SPLIT_FACTS
-    return str(json.loads(facts.read_text())["fingerprint"]) if facts.is_file() else None
+    folder = _split_folder(cache, key, spec)
+    return read_facts(folder).fingerprint if (folder / SPLIT_FACTS).is_file() else None
 
 
 def _open(spec: DataSpec) -> tuple[Corpus, list[object], Path]:
     """The corpus, its identity, and the cache."""
-    cache = Path(spec.cache_dir).expanduser() if spec.cache_dir else default_cache()
+    cache = user_path("data.cache_dir", spec.cache_dir) if spec.cache_dir else default_cache()
     try:
         corpus = find_corpus(spec.path)
         return corpus, corpus.identity(), cache
@@ -211,7 +210,7 @@ def _tokens_key(identity: list[object], tokenizer: PreTrainedTokenizerBase) -> s
 
 
 def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
-    return cache / f"split-{cache_key(source=key, held_out=spec.held_out)}"
+    return cache / f"split-{cache_key(source=key, held_out=spec.held_out, format=SPLIT_FORMAT)}"
 
 
 def _tokenizer_folder(corpus: Corpus, cache: Path) -> Path:
@@ -230,54 +229,6 @@ def _trained_tokenizer(corpus: Corpus, cache: Path, report: Report) -> Path:
         train_tokenizer(corpus, path)
 
     return build_once(_tokenizer_folder(corpus, cache), build, report)
-
-
-def _tokenise(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
-) -> None:
-    """Writes the tokens, and how many of each document are its prompt."""
-    prompts, in_prompt, characters, reported = array("i"), 0, 0, 0
-
-    def sequences() -> Iterator[tuple[list[int], bool]]:
-        """(ids of the next piece, whether its document ends there)."""
-        nonlocal in_prompt, characters, reported
-        for group, encodings in encoded(tokenizer, corpus.pieces()):
-            for piece, ids in zip(group, encodings, strict=True):
-                in_prompt += len(ids) * piece.is_prompt
-                if piece.is_last:
-                    prompts.append(in_prompt)
-                    in_prompt = 0
-                    ids.append(tokenizer.eos_token_id)
-                yield ids, piece.is_last
-            characters += sum(len(piece.text) for piece in group)
-            if characters - reported > _REPORT_EVERY_CHARS:
-                reported = characters
-                report(f"tokenised {characters / corpus.num_bytes():.0%} of {corpus.path}")
-
-    write_indexed(folder / TOKENS, vocab_size(tokenizer), sequences())
-    if not characters:
-        raise ConfigError(f"data.path: {corpus.path} holds no text ({len(prompts)} documents)")
-    np.save(folder / PROMPTS, np.asarray(prompts, dtype=np.int32))
-
-
-def _split(
-    tokens: IndexedTokens,
-    prompts: NDArray[np.int32] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: float,
-    folder: Path,
-) -> None:
-    """Writes both sides of the split, the fingerprint, and whether separators are to be added."""
-    starts = tokens.document_starts()
-    if prompts is None:
-        prompts = np.zeros(len(starts) - 1, dtype=np.int32)
-    add_separator = not stores_separator(tokens, starts, tokenizer.eos_token_id)
-    write_splits(folder, starts, prompts, held_out, add_separator=add_separator)
-    digest = hashlib.sha256(f"{tokens.bin_bytes}:{tokenizer_hash(tokenizer)}:".encode())
-    digest.update(tokens.idx_path.read_bytes())
-    digest.update(prompts.tobytes())
-    facts = {"fingerprint": digest.hexdigest(), "add_separator": add_separator}
-    (folder / SPLIT_FACTS).write_text(json.dumps(facts))
 
 
 def _require_windows(packed: dict[str, Packed], spec: DataSpec) -> None:

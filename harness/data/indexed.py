@@ -15,20 +15,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.data.token_file import TokenFile
 from harness.errors import ConfigError
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-# uint16 is 6 in DeepSpeed and 8 in Megatron-LM.
+# uint16 is 6 in DeepSpeed and 8 in Megatron-LM, where 6 and 7 are floats.
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<u2", 7: "<u4", 8: "<u2"}
 _UINT16, _INT32 = 6, 4
 
 
 class IndexedTokens:
-    """Reads a .bin/.idx pair through memory maps.
+    """A .bin/.idx pair: `ids` reads the .bin, the .idx is a memory map.
 
-    `tokens` is (num_tokens,) in the type of the file. Opening checks the header and the sizes of
-    both files, and raises ConfigError with the sizes in bytes.
+    Opening checks the header and the sizes of both files, and raises ConfigError with the sizes in
+    bytes.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -55,8 +56,13 @@ class IndexedTokens:
                 f"{self.idx_path} is no Megatron index: it begins with {header[:18]!r}, not with "
                 f"{MAGIC!r}, version 1 and a type from {min(_TYPES)} to {max(_TYPES)}"
             )
-        if not sequences or bounds < 2:
-            raise ConfigError(f"{self.idx_path} is empty: {sequences} sequences, {bounds} bounds")
+        if not sequences:
+            raise ConfigError(f"{self.idx_path} is empty: it describes no sequence")
+        if bounds < 2:
+            raise ConfigError(
+                f"{self.idx_path} describes {sequences} sequences and the end of no document: "
+                "whatever wrote it must end each document (builder.end_document())"
+            )
         offsets_at = _HEADER.size + 4 * sequences
         bounds_at = offsets_at + 8 * sequences
         self._require_size(self.idx_path, idx_bytes, bounds_at + 8 * bounds)
@@ -66,28 +72,43 @@ class IndexedTokens:
         self._bounds = index[bounds_at:].view("<i8")
         dtype = np.dtype(_TYPES[code])
         end = int(self._offsets[-1]) + int(self._sizes[-1]) * dtype.itemsize
+        if self.bin_bytes != end:
+            self._require_width(dtype, code)
         self._require_size(self.bin_path, self.bin_bytes, end)
         if not end:
             raise ConfigError(f"{self.bin_path} is empty (0 bytes)")
-        self.tokens: NDArray[np.integer] = np.asarray(np.memmap(self.bin_path, dtype, mode="r"))
+        self.ids = TokenFile(self.bin_path, dtype, self.bin_bytes)
 
-    def _require_size(self, path: Path, found: int, expected: int) -> None:
-        if found != expected:
+    def _require_width(self, dtype: np.dtype[np.integer], code: int) -> None:
+        """Raises ConfigError where the .bin has a value per token, but of another width."""
+        tokens = int(np.sum(self._sizes, dtype=np.int64))
+        for width in (1, 2, 4, 8):
+            if width != dtype.itemsize and tokens * width == self.bin_bytes:
+                raise ConfigError(
+                    f"{self.bin_path} has {width} bytes a token, but type {code} in "
+                    f"{self.idx_path.name} is {dtype.name}, of {dtype.itemsize}"
+                    + ("; in Megatron-LM it is a float, and no token id" if code in (6, 7) else "")
+                    + ": write the ids as int32 (or uint16 below 65,500 of them)"
+                )
+
+    def _require_size(self, path: Path, num_bytes: int, expected: int) -> None:
+        if num_bytes != expected:
             raise ConfigError(
-                f"{path} is {'truncated' if found < expected else 'too long'}: {found} bytes, "
-                f"where {self.idx_path.name} describes {expected}"
+                f"{path} is {'truncated' if num_bytes < expected else 'too long'}: {num_bytes} "
+                f"bytes, where {self.idx_path.name} describes {expected}"
             )
 
     def document_starts(self) -> NDArray[np.int64]:
-        """(documents + 1,) where each document begins in `tokens`, and their end.
+        """(documents + 1,) where each document begins in the .bin, in ids, and their end.
 
         Reads the whole index; ConfigError unless it describes one gapless run of tokens in
         documents that follow each other.
         """
         starts: NDArray[np.int64] = np.r_[0, np.cumsum(self._sizes, dtype=np.int64)]
-        wrong = (self._sizes < 0) | (self._offsets != starts[:-1] * self.tokens.itemsize)
-        if wrong.any():
-            at = int(wrong.argmax())
+        itemsize = self.ids.dtype.itemsize
+        displaced = (self._sizes < 0) | (self._offsets != starts[:-1] * itemsize)
+        if displaced.any():
+            at = int(displaced.argmax())
             raise ConfigError(
                 f"{self.idx_path}: sequence {at} has {self._sizes[at]} tokens at byte "
                 f"{self._offsets[at]}: the sequences do not follow each other"

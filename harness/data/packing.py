@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from harness.data.order import permute, round_keys
 from harness.data.split import Split
+from harness.data.token_file import TokenFile
 from harness.errors import ConfigError
 
 IGNORED = -100  # the label that torch's cross entropy skips
@@ -45,7 +46,7 @@ class Packed:
 
     def __init__(
         self,
-        tokens: NDArray[np.integer],
+        tokens: TokenFile,
         split: Split,
         *,
         seq_len: int,
@@ -122,10 +123,10 @@ class Packed:
         sources = self.split.offsets[rows] + offsets
         if self._add_separator:
             is_separator = offsets == self.split.starts[rows + 1] - self.split.starts[rows] - 1
-            stored = self._tokens[np.where(is_separator, 0, sources)]
-            ids = np.where(is_separator, self._eos_id, stored.astype(np.int64))
+            stored = self._tokens.read(np.minimum(sources, len(self._tokens) - 1))
+            ids = np.where(is_separator, self._eos_id, stored)
         else:
-            ids = self._tokens[sources].astype(np.int64)
+            ids = self._tokens.read(sources)
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             at = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0]
             raise ConfigError(
@@ -139,6 +140,10 @@ class Packed:
         """Ids from all over the stream in place of those at `places`: nothing left to learn but
         their frequencies."""
         keys = round_keys("shuffled targets", self.split.num_tokens)
-        elsewhere = permute(places.ravel(), self.split.num_tokens, keys).reshape(places.shape)
+        elsewhere = permute(places.ravel(), self.split.num_tokens, keys)
+        ascending = np.argsort(elsewhere)
+        elsewhere = elsewhere[ascending]
         rows = self._rows_at(elsewhere)
-        return self._ids(rows, elsewhere - self.split.starts[rows])
+        ids = np.empty_like(elsewhere)
+        ids[ascending] = self._ids(rows, elsewhere - self.split.starts[rows])
+        return ids.reshape(places.shape)

@@ -58,7 +58,7 @@ def stores_separator(tokens: IndexedTokens, starts: NDArray[np.int64], eos_id: i
     """Whether the documents of the file end with the separator; ConfigError if only some do."""
     filled = np.flatnonzero(np.diff(starts))
     sampled = filled[:: 1 + len(filled) // _SAMPLED_DOCUMENTS]
-    ended = int((tokens.tokens[starts[sampled + 1] - 1] == eos_id).sum())
+    ended = int((tokens.ids.read(starts[sampled + 1] - 1) == eos_id).sum())
     if ended not in (0, len(sampled)):
         raise ConfigError(
             f"data.path: {ended} of {len(sampled)} documents looked at in {tokens.bin_path} end "

@@ -56,6 +56,27 @@ def test_precision_model_and_data_may_not_change(key: str) -> None:
     assert problem.startswith(f"{key} is 'other'")
 
 
+@pytest.mark.parametrize(
+    ("saved", "planned", "same"),
+    [
+        ("ids-layout", "ids-layout", True),
+        ("ids-layout", "other-layout", False),
+        ("ids-layout", "ids-other", False),
+        ("layout", "ids-layout", True),  # of an earlier version, which hashed no ids
+        ("layout", "ids-other", False),
+        ("ids-layout", "layout", False),
+        (None, "ids-layout", False),
+    ],
+)
+def test_fingerprints_of_earlier_versions_say_less(
+    saved: str | None, planned: str, same: bool
+) -> None:
+    planned_record = {**record(), "data_fingerprint": planned}
+    problems = resume_problems({**record(), "data_fingerprint": saved}, planned_record, [])
+    assert (not problems) == same
+    assert all("resume.allow=data_fingerprint" in problem for problem in problems)
+
+
 def test_states_in_bf16_are_another_precision() -> None:
     halves = {"deepspeed": {"bf16": {"bf16_optimizer_states": True}}}
     for saved, planned in ((record(), {**record(), **halves}), ({**record(), **halves}, record())):

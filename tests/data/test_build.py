@@ -17,8 +17,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from harness.config import RunConfig
-from harness.curriculum import Curriculum
 from harness.data.build import Data, DataSpec, build_data, cached_fingerprint
+from harness.data.fingerprint import order_key
+from harness.data.indexed import write_indexed
 from harness.data.tokenizer import encode
 from harness.errors import ConfigError
 
@@ -233,20 +234,64 @@ def test_a_tokenizer_larger_than_the_models_vocabulary(
     assert "model.overrides.vocab_size=8192" in problem
 
 
-def test_ids_outside_the_vocabulary_stop_the_step_that_reads_them(
+def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
+    write_indexed(prefix, 8192, ((document, True) for document in documents))
+    return prefix
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_the_first_step(
     tmp_path: Path, tokenizer_dir: str
 ) -> None:
-    """A pair may hold what its tokenizer does not know; it is caught in the prefetch thread."""
-    builder = MMapIndexedDatasetBuilder(str(tmp_path / "pair.bin"), dtype=np.uint16)
-    for _ in range(10):
-        builder.add_item(torch.tensor([*[10, 11, 12] * 11, 9000, *[14] * 40, 2]))
-        builder.end_document()
-    builder.finalize(str(tmp_path / "pair.idx"))
-    data = opened(tmp_path / "pair", tmp_path, tokenizer=tokenizer_dir)
-    steps = data.train.steps(0, curriculum=Curriculum(data.train.samples), micro_batch=1)
-    with pytest.raises(ConfigError, match=r"document \d has token id 9000 at offset 33, .* 8192 "):
-        next(steps)
-    steps.close()
+    """In the last document, which no window of the first steps shows."""
+    ordinary = [*[10, 11, 12] * 11, *[14] * 40, 2]
+    pair = write_pair(tmp_path / "pair", [ordinary] * 9 + [[*ordinary[:33], 9000, 9100, 2]])
+    (problem,) = refused(pair, tmp_path, tokenizer=tokenizer_dir)
+    assert "document 9 has token id 9000 at offset 33, outside the model's vocabulary" in problem
+    assert "of 8192; the ids go from 0 to 9100: set model.overrides.vocab_size=9101" in problem
+    data = opened(pair, tmp_path, tokenizer=tokenizer_dir, model_vocab_size=9101)
+    assert data.train.samples > 10
+
+
+@pytest.mark.parametrize("wrong_id", [-1, 1 << 30])
+def test_what_are_no_token_ids_is_said(tmp_path: Path, tokenizer_dir: str, wrong_id: int) -> None:
+    documents = [[5, 6, wrong_id, 2] * 20] * 9
+    write_indexed(tmp_path / "pair", 100_000, ((document, True) for document in documents))
+    (problem,) = refused(tmp_path / "pair", tmp_path, tokenizer=tokenizer_dir)
+    assert f"document 0 has token id {wrong_id} at offset 2" in problem
+    assert "these are no token ids: is" in problem
+
+
+def test_ids_that_are_replaced_in_place_change_the_fingerprint(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    """Same size, same .idx, same cache: of the one id that differs every reader is told."""
+    documents = [[10 + number % 50, 11, 12, 13] * 20 + [2] for number in range(40)]
+    pair = write_pair(tmp_path / "pair", documents)
+    before = opened(pair, tmp_path, tokenizer=tokenizer_dir)
+    documents[30][5] += 1
+    write_pair(pair, documents)
+    after = opened(pair, tmp_path, tokenizer=tokenizer_dir)
+    assert after.fingerprint != before.fingerprint
+    assert after.fingerprint[:16] != before.fingerprint[:16]  # what reports show of it
+    # The documents lie as before: a run that is allowed to go on does so in its order.
+    windows = [[data.train.sample(i).window for i in range(50)] for data in (before, after)]
+    assert windows[0] == windows[1]
+
+
+def test_text_whose_words_change_places_changes_the_fingerprint(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    """One character a token: neither sizes nor counts of tokens differ."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text("the model reads text and learns a bit " * 9)
+    before = opened(folder, tmp_path, tokenizer=tokenizer_dir)
+    text = (folder / "07.txt").read_text()
+    (folder / "07.txt").write_text(text.replace("model reads", "reads model"))
+    after = opened(folder, tmp_path, tokenizer=tokenizer_dir)
+    assert order_key(after.fingerprint) == order_key(before.fingerprint)
+    assert after.fingerprint != before.fingerprint
 
 
 def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
@@ -286,4 +331,7 @@ def test_a_damaged_pair_is_refused(tmp_path: Path, tokenizer_dir: str) -> None:
 
 def test_the_split_says_what_it_was_built_from(library: Data, cache_dir: Path) -> None:
     (facts,) = [json.loads(file.read_text()) for file in cache_dir.glob("split-*/split.json")]
-    assert facts == {"fingerprint": library.fingerprint, "add_separator": False}
+    assert facts["fingerprint"] == library.fingerprint
+    assert facts["add_separator"] is False
+    assert facts["documents"] > 500
+    assert (facts["lowest_id"], facts["highest_id"]) == (0, 8191)

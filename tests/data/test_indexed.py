@@ -28,7 +28,7 @@ def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, vocab_size: int 
 def read(prefix: Path) -> list[list[int]]:
     tokens = IndexedTokens(prefix)
     starts = tokens.document_starts()
-    return [tokens.tokens[a:b].tolist() for a, b in itertools.pairwise(starts)]
+    return [tokens.ids.block(a, b - a).tolist() for a, b in itertools.pairwise(starts.tolist())]
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(8192, 2), (65_499, 2), (65_500, 4)])
@@ -106,7 +106,7 @@ def damage(path: Path, how: str) -> None:
         ("idx", "magic", "begins with b'NOTINDEX!"),
         ("idx", "version", "no Megatron index: .* version 1"),
         ("idx", "type", "a type from 1 to 8"),
-        ("idx", "no documents", "empty: 0 sequences"),
+        ("idx", "no documents", "empty: it describes no sequence"),
         ("idx", "more sequences", "truncated: 122 bytes, where ours.idx describes 158"),
         ("idx", "offset", "sequence 1 has 1 tokens at byte 4"),
         ("idx", "negative size", "sequence 1 has -1 tokens"),
@@ -119,6 +119,28 @@ def test_damage_is_named_with_the_sizes(tmp_path: Path, suffix: str, how: str, s
     damage(Path(f"{prefix}.{suffix}"), how)
     with pytest.raises(ConfigError, match=said):
         read(prefix)
+
+
+@pytest.mark.parametrize(("code", "width"), [(6, 4), (7, 8), (8, 8), (4, 2)])
+def test_ids_of_another_width_than_the_index_says(tmp_path: Path, code: int, width: int) -> None:
+    """Floats are type 6 and 7 in Megatron-LM and gpt-neox."""
+    prefix = write(tmp_path / "ours")
+    idx = bytearray(Path(f"{prefix}.idx").read_bytes())
+    idx[17] = code
+    offsets = np.frombuffer(bytes(idx[50:82]), "<i8") // 2 * width
+    idx[50:82] = offsets.tobytes()
+    Path(f"{prefix}.idx").write_bytes(idx)
+    Path(f"{prefix}.bin").write_bytes(bytes(8 * width))
+    with pytest.raises(ConfigError, match=rf"{width} bytes a token, but type {code} .* as int32"):
+        read(prefix)
+
+
+def test_documents_that_were_never_ended(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "ours", 8192, [([1, 2], False)] * 60)
+    with pytest.raises(
+        ConfigError, match=r"60 sequences and the end of no document: .*end_document"
+    ):
+        IndexedTokens(tmp_path / "ours")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Case:
             "vocab_size": 1000,
             "add_separator": self.add_separator,
         }
-        return Packed(self.tokens.tokens, self.splits[side], **{**options, **changes})
+        return Packed(self.tokens.ids, self.splits[side], **{**options, **changes})
 
     def stream(self, side: str = "train") -> tuple[list[int], list[bool], list[int], list[int]]:
         """Ids, whether masked, document number and offset in it, of every token of a side."""

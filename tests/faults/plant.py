@@ -2,7 +2,7 @@
 
 {"rank": 1, "at": "after a file", "nth": 2, "do": "kill"}; `do`: kill (SIGKILL), term, usr1 (each
 signal twice), stop (SIGSTOP), sleep (for "seconds"), skip (what is about to begin there), fill or
-readonly (the file system at "mount").
+readonly (the file system at "mount"), truncate (half of "file").
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ def _do(fault: dict[str, Any]) -> None:
             with Path(fault["mount"], "filler").open("wb") as file, contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(65536))
+        case "truncate":
+            os.truncate(fault["file"], os.path.getsize(fault["file"]) // 2)  # noqa: PTH202
         case "readonly":
             subprocess.run(["mount", "-o", "remount,ro", fault["mount"]], check=True)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.checkpoint.manifest import read_manifest
 from harness.runfolder import RunFolder
 from tests.faults.checks import check_survived, curve, newest
-from tests.faults.conftest import STEPS, Trial
+from tests.faults.conftest import STEPS, Trial, arguments
 from tests.two_ranks import events, write_corpus
 
 pytestmark = pytest.mark.slow
@@ -153,6 +155,54 @@ def test_changed_data_is_refused(finished: Trial, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", documents=150)
     refused = finished.start(f"data.path={corpus}", "resume.allow=data.path", code=2)
     assert "data_fingerprint is" in refused.output
+
+
+@pytest.fixture
+def pair(trial: Trial) -> Path:
+    """The .bin of a pair that the trial now trains on: its own tokens."""
+    cache = Path(trial.data[1].removeprefix("data.cache_dir="))
+
+    def first_built(name: str) -> Path:
+        folders = (folder for folder in cache.glob(f"{name}-*") if folder.is_dir())
+        return min(folders, key=lambda folder: folder.stat().st_mtime_ns)
+
+    tokens, tokenizer = first_built("tokens"), first_built("tokenizer")
+    for suffix in ("bin", "idx"):
+        shutil.copy(tokens / f"tokens.{suffix}", trial.path.parent / f"pair.{suffix}")
+    path = trial.path.parent / "pair.bin"
+    trial.data = [f"data.path={path}", f"data.tokenizer={tokenizer}", trial.data[1]]
+    return path
+
+
+@pytest.mark.fault("changed data")
+def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Trial) -> None:
+    """Every id but the separator, in a file of the same size with the same .idx."""
+    trial.start("train.steps=2")
+    ids = np.fromfile(pair, np.uint16)
+    np.where(ids == 2, ids, 7).astype(np.uint16).tofile(pair)
+    refused = trial.start(code=2)
+    assert "data_fingerprint is" in refused.output
+    assert "documents, token ids or tokenizer have changed" in refused.output
+    trial.start("resume.allow=data_fingerprint")
+    (resumed,) = events(trial.run, "resumed")
+    assert "data_fingerprint" in [change["key"] for change in resumed["changes"]]
+
+
+@pytest.mark.fault("data cut while it is read")
+def test_a_file_of_tokens_that_shrinks_is_named_by_all_ranks(
+    pair: Path, trial: Trial, undisturbed: RunFolder
+) -> None:
+    whole, half = pair.read_bytes(), pair.stat().st_size // 2
+    fault = {"at": "reading a step's batches", "nth": 5, "do": "truncate", "file": str(pair)}
+    ended = trial.zygote.run(arguments(trial.path, trial.data), trial.logs, fault)
+    said = f"{pair} was changed while the run reads it: it has {half} bytes, {len(whole)} when"
+    assert 2 in ended.codes
+    assert -signal.SIGBUS not in ended.codes
+    assert said in ended.output
+    assert any(said in event["message"] for event in events(trial.run, "failed"))
+    pair.write_bytes(whole)
+    trial.start()
+    assert curve(trial.run)[8] == curve(undisturbed)[8]
 
 
 @pytest.mark.fault("two jobs in one folder")

@@ -1,0 +1,84 @@
+"""The identity of a corpus's tokens: one hash of the ids and of how they lie in documents."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.data.token_file import TokenFile
+
+# Up to here every id is hashed, which takes about as long as reading the file; above, the file's
+# size and time of modification, and SAMPLED_BLOCKS of it.
+WHOLE_BYTES = 32 << 30
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 20
+_REPORT_EVERY_BYTES = 4 << 30
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What one pass over the ids of a file gives."""
+
+    digest: str
+    lowest: int
+    highest: int
+
+
+def survey(file: TokenFile, modified_ns: int | None, report: Report) -> Ids:
+    """Hash and range of the ids: of all, or of a sample where the file is large.
+
+    `modified_ns` enters the hash of a sample; None for a file of ours: all of it is read.
+    """
+    digest, lowest, highest, done, reported = hashlib.sha256(), 0, 0, 0, 0
+    whole = modified_ns is None or file.num_bytes <= WHOLE_BYTES
+    if not whole:
+        digest.update(f"sample:{file.num_bytes}:{modified_ns}:".encode())
+    for ids in file.blocks() if whole else _sample(file):
+        digest.update(ids)
+        lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
+        done += ids.nbytes
+        if done - reported > _REPORT_EVERY_BYTES:
+            reported = done
+            report(f"hashed {done / file.num_bytes:.0%} of {file.path}")
+    return Ids(digest.hexdigest(), lowest, highest)
+
+
+def _sample(file: TokenFile) -> Iterator[NDArray[np.integer]]:
+    """The first block, the last, and one at a fixed place of each even part between them."""
+    count = SAMPLED_BYTES // file.dtype.itemsize
+    last = len(file) - count
+    for number in range(SAMPLED_BLOCKS):
+        begin, end = (part * last // (SAMPLED_BLOCKS - 1) for part in (number, number + 1))
+        place = int.from_bytes(hashlib.sha256(f"{len(file)}:{number}".encode()).digest()[:8], "big")
+        inner = 0 < number < SAMPLED_BLOCKS - 1
+        yield file.block(begin + place % (end - begin) if inner else begin, count)
+
+
+def first_outside(file: TokenFile, vocab_size: int) -> tuple[int, int] | None:
+    """Place and value of the first id that is no id of the vocabulary."""
+    first = 0
+    for ids in file.blocks():
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if outside.size:
+            return first + int(outside[0]), int(ids[outside[0]])
+        first += len(ids)
+    return None
+
+
+def combined(ids: Ids, layout: str) -> str:
+    """The fingerprint: everything, then the layout of documents alone.
+
+    The order of samples depends on the layout alone (order_key), so that a run which goes on with
+    corrected ids goes on in its order. Earlier versions wrote the layout alone.
+    """
+    return f"{hashlib.sha256(f'{layout}:{ids.digest}'.encode()).hexdigest()}-{layout}"
+
+
+def order_key(fingerprint: str) -> str:
+    """The part of a fingerprint that the order of samples depends on."""
+    return fingerprint.rpartition("-")[2]
