@@ -52,6 +52,10 @@ class NoCheckpoint(ConfigError):
     code = ExitCode.NO_CHECKPOINT
 
 
+class Unusable(ValueError):
+    """A file or checkpoint that cannot be used; the message names what is wrong with which file."""
+
+
 class RunStopped(Exception):
     """Ends the loop with an exit code other than DONE (a signal, divergence, a full disk)."""
 

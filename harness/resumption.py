@@ -8,11 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.checkpoint.files import Unusable
 from harness.checkpoint.load import Checkpoint, checkpoint_of, is_run, newest_usable
 from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
 from harness.config import run_and_step
-from harness.errors import ConfigError, NoCheckpoint
+from harness.errors import ConfigError, NoCheckpoint, Unusable
 from harness.plan import Plan
 from harness.runfolder import RunFolder
 

@@ -29,7 +29,11 @@ FLOORS: list[dict[str, str]] = [
         "lr_and_batch": "lr_and_batch curriculum",
         "planning": "planning",
     },
-    {"config": "config config_file config_sections config_conduct", "ds_config": "ds_config"},
+    {
+        "config": "config config_file config_sections config_conduct",
+        "ds_config": "ds_config",
+        "reading": "regular_file table tensor_header",
+    },
     {
         "plan": "plan plan_text plan_curriculum plan_kernels plan_model plan_optimizer "
         "plan_pipeline command model_config ds_adopt ds_resolve estimate fit swap_space",

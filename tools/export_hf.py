@@ -19,10 +19,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.checkpoint.files import Unusable
 from harness.checkpoint.load import checkpoint_of
 from harness.config import run_and_step
-from harness.errors import ConfigError, ExitCode
+from harness.errors import ConfigError, ExitCode, Unusable
 from harness.exporting import ExportDiffers, Wish, export
 from harness.runfolder import RunFolder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -15,13 +16,13 @@ import torch
 
 from harness.checkpoint.fragment import WEIGHT, Fragment
 from harness.checkpoint.tensor_file import TensorReader, header
+from harness.errors import Unusable
+from harness.regular_file import open_regular
+from harness.table import Table
 
+INDEX = "index.json"
 _OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files of all ranks
 FILE_BYTES = 2**30  # about as large as a file becomes; nothing larger is ever in memory twice
-
-
-class Unusable(ValueError):
-    """A checkpoint that cannot be used; the message names what is wrong with which file."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,32 @@ def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {name: {**about, "at": [*about["at"].values()]} for name, about in whole.items()}
 
 
-def from_index(index: dict[str, Any]) -> Iterator[Entry]:
-    """What `to_index` was given."""
-    for name, about in index.items():
-        shape, kinds = tuple(about["shape"]), tuple(about["kinds"])
-        for offset, numel, file in about["at"]:
+def from_index(index: object, place: object = INDEX) -> Iterator[Entry]:
+    """What `to_index` was given. Raises Unusable where `index`, read from `place`, has another make
+    or the pieces of a parameter are not all of its elements, each once.
+    """
+    for name, about in Table(index, place).tables():
+        shape, kinds = about.counts("shape"), about.texts("kinds")
+        end = 0
+        for offset, numel, file in sorted(_piece(about, piece) for piece in about.row("at")):
+            if offset != end or numel < 1:
+                raise Unusable(
+                    f"{place}: a piece of {name} begins at element {offset} and has {numel}, but "
+                    f"the one before ends at {end}"
+                )
+            end = offset + numel
             yield Entry(name, shape, offset, numel, kinds, file)
+        if end != math.prod(shape):
+            raise Unusable(f"{place}: the pieces of {name} {list(shape)} end at element {end}")
+
+
+def _piece(about: Table, piece: object) -> tuple[int, int, str]:
+    """[offset, elements, file] of one piece."""
+    if isinstance(piece, list | tuple) and len(piece) == 3:
+        offset, numel, file = piece
+        if type(offset) is type(numel) is int and type(file) is str:
+            return offset, numel, file
+    raise Unusable(f"{about.file}: {about.key}.at has {piece!r:.60}, not [offset, elements, file]")
 
 
 def write_fragments(
@@ -147,7 +168,7 @@ def write_bytes(path: Path, data: bytes) -> Written:
 
 def sha256_of(path: Path) -> str:
     """The hash of a file as it is on disk."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         # The disk goes on reading while this hashes.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()

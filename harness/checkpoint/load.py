@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
-from harness.checkpoint.files import Reader, Unusable, sha256_of
+from harness.checkpoint.files import Reader, sha256_of
 from harness.checkpoint.manifest import (
     INDEX,
     PROBE,
@@ -20,7 +19,12 @@ from harness.checkpoint.manifest import (
     read_manifest,
 )
 from harness.checkpoint.store import Store
+from harness.checkpoint.tensor_file import TensorReader
 from harness.config import run_and_step
+from harness.errors import Unusable
+
+_IGNORED = -100  # among labels
+_PROBE_KEYS = ("input_ids", "labels", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,31 @@ class Checkpoint:
         return self.manifest.state
 
     def reader(self) -> Reader:
-        """For its tensors."""
-        entries, files = read_index(self.path), {file.name for file in self.manifest.files}
-        if strange := {entry.file for entry in entries} - files:
-            raise Unusable(
-                f"{self.path / INDEX} names {min(strange)!r}, which is not the manifest's"
-            )
-        return Reader(self.path, entries)
+        """For its tensors. Raises Unusable where its index does not hold all of each."""
+        return Reader(self.path, read_index(self.path, self.manifest))
 
     def probe(self) -> dict[str, torch.Tensor]:
-        """The batch whose loss it remembers: input_ids, labels, perhaps position_ids."""
-        return load_file(self.path / PROBE)
+        """The batch whose loss it remembers: input_ids, labels, perhaps position_ids.
+
+        Each is (samples, seq_len) int64. Raises Unusable where they are no batch of this model.
+        """
+        path = self.path / PROBE
+        reader = TensorReader(path)
+        keys = [*_PROBE_KEYS[:2], *(key for key in _PROBE_KEYS[2:] if key in reader)]
+        tensors = {}
+        for key in keys:
+            dtype, shape = reader.dtype(key), reader.shape(key)
+            if dtype != torch.int64 or len(shape) != 2 or shape != reader.shape(keys[0]):
+                raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, which is no batch")
+            tensors[key] = torch.empty(shape, dtype=dtype)
+            reader.read(key, 0, tensors[key].view(-1))
+        vocabulary = self.manifest.model_config.get("vocab_size")
+        for key, tensor in tensors.items():
+            ids = tensor[tensor != _IGNORED] if key == "labels" else tensor
+            end = tensor.shape[1] if key == "position_ids" else vocabulary
+            if isinstance(end, int) and not bool(((ids >= 0) & (ids < end)).all()):
+                raise Unusable(f"{path} holds {key} that are not all from 0 to {end - 1}")
+        return tensors
 
 
 def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -65,7 +83,7 @@ def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def verified(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, with its sizes and hashes checked; all ranks call it.
+    """The checkpoint at `path`, with its sizes, hashes, index and probe checked; all ranks call it.
 
     Raises Unusable on all of them.
     """
@@ -77,6 +95,11 @@ def verified(path: Path) -> Checkpoint:
         for file in mine:
             if sha256_of(path / file.name) != file.sha256:
                 raise Unusable(f"{path / file.name} is damaged: its SHA-256 is not the manifest's")
+        if rank == 0:  # equal bytes are read equally elsewhere
+            checkpoint = Checkpoint(path, manifest)
+            checkpoint.reader()
+            if any(file.name == PROBE for file in mine):
+                checkpoint.probe()
     except (Unusable, OSError) as error:
         problem = str(error)
     for found in _gathered(problem, ranks):

@@ -5,15 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.files import Entry, Unusable, Written, from_index
+from harness.checkpoint.files import INDEX, Entry, Written, from_index
+from harness.errors import Unusable
+from harness.regular_file import read_json
+from harness.table import Table
+
+__all__ = ["INDEX", "MANIFEST", "PROBE", "Manifest", "TrainState", "read_index", "read_manifest"]
 
 FORMAT = 1
-MANIFEST, INDEX, PROBE = "manifest.json", "index.json", "probe.safetensors"
-_FILE = re.compile(r"rank-[0-9]{5}-[0-9]{3}\.safetensors|probe\.safetensors|index\.json")
+MANIFEST, PROBE = "manifest.json", "probe.safetensors"
+PRECISIONS = ("fp32", "bf16", "fp16")
+_WEIGHTS = re.compile(r"rank-[0-9]{5}-[0-9]{3}\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# A thousand ranks with a hundred files each; their index, with a piece per rank and parameter.
+_MOST_MANIFEST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**31
 
 
 @dataclass(frozen=True)
@@ -69,27 +80,20 @@ def read_manifest(folder: Path) -> Manifest:
     Raises Unusable.
     """
     path = folder / MANIFEST
+    if folder.is_symlink():
+        raise Unusable(f"{folder} is a link, which no checkpoint is")
     try:
-        content = json.loads(path.read_bytes())
-        found = content["checksum"]
-        if content["format"] != FORMAT:
-            raise Unusable(f"{path} has format {content['format']}, this version reads {FORMAT}")
-        if found != _checksum({**content, "checksum": ""}):
-            raise Unusable(f"{path} does not match its own checksum")
-        content["state"] = TrainState(**content["state"])
-        content["files"] = [Written(**file) for file in content["files"]]
-        del content["format"]
-        manifest = Manifest(**content)
+        manifest = _manifest(Table(read_json(path, _MOST_MANIFEST_BYTES), path))
     except FileNotFoundError:
         if (folder / "engine").is_dir():
             raise Unusable(
                 f"{folder} was saved by an earlier version: tools/import_checkpoint.py reads it"
             ) from None
         raise Unusable(f"{path} is not there") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, Unusable):
-            raise
-        raise Unusable(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    except RecursionError:  # what was just read is too deep to be written
+        raise Unusable(f"{path} is nested too deep") from None
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
     if folder.name != (name := checkpoint_name(manifest.state.step)):
         raise Unusable(f"{folder} says that it is of step {manifest.state.step}: {name}")
     for file in manifest.files:
@@ -102,20 +106,92 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def read_index(folder: Path) -> list[Entry]:
-    """Where every fragment is."""
-    return list(from_index(json.loads((folder / INDEX).read_bytes())))
+def read_index(folder: Path, manifest: Manifest) -> list[Entry]:
+    """Where every fragment is: all elements of each, in files of the manifest. Raises Unusable."""
+    path = folder / INDEX
+    try:
+        entries = list(from_index(read_json(path, _MOST_INDEX_BYTES), path))
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
+    files = {file.name for file in manifest.files if _WEIGHTS.fullmatch(file.name)}
+    if strange := {entry.file for entry in entries} - files:
+        raise Unusable(f"{path} names {min(strange)!r}, which is not the manifest's")
+    return entries
+
+
+def _manifest(content: Table) -> Manifest:
+    """A manifest whose values are of the types that this version writes."""
+    if (version := content.get("format")) != FORMAT:
+        raise Unusable(f"{content.file} has format {version!r:.60}, this version reads {FORMAT}")
+    checksum = content.text("checksum")
+    if checksum != _checksum({**content.values, "checksum": ""}):
+        raise Unusable(f"{content.file} does not match its own checksum")
+    state, engine, watch = (content.table(key) for key in ("state", "engine", "watch"))
+    for section in ("counters", "loss_scaling", "optimizer"):
+        engine.all_numbers(section)
+    _check_watch(watch)
+    if (precision := content.text("precision")) not in PRECISIONS:
+        raise Unusable(f"{content.file}: precision is {precision!r:.60}, none of {PRECISIONS}")
+    files = [_written(Table(file, content.file, "files")) for file in content.row("files")]
+    probe_loss, model_config = content.loss("probe_loss"), content.table("model_config")
+    for name in (INDEX, *(() if probe_loss is None else (PROBE,))):
+        if name not in {file.name for file in files}:
+            raise Unusable(f"{content.file} does not list {name} among its files")
+    model_config.text("model_type")
+    return Manifest(
+        state=TrainState(state.count("step"), state.count("samples"), state.count("tokens")),
+        precision=precision,
+        model_config=dict(model_config.values),
+        data_fingerprint=content.get("data_fingerprint"),
+        engine={name: dict(section.values) for name, section in engine.tables()},
+        probe_loss=probe_loss,
+        held_out_loss=content.loss("held_out_loss"),
+        about=dict(content.table("about").values),
+        watch=dict(watch.values),
+        files=files,
+        checksum=checksum,
+    )
+
+
+def _check_watch(watch: Table) -> None:
+    """Require of what the watch over a run knew that it can be given back to it."""
+    counts = [(watch, key) for key in ("bad_steps", "rollbacks")]
+    if "seen" in watch:
+        seen = watch.table("seen")
+        counts.append((seen, "in_a_row"))
+        for key in ("loss", "log_grad_norm"):
+            if key in seen:
+                seen.numbers(key)
+    if "patience" in watch:
+        patience = watch.table("patience")
+        counts += [(patience, "best_step"), (patience, "since")]
+        if "best" in patience:
+            patience.loss("best")
+    for table, key in counts:
+        if key in table:
+            table.count(key)
+
+
+def _written(file: Table) -> Written:
+    name, sha256 = file.text("name"), file.text("sha256")
+    if name not in (INDEX, PROBE) and not _WEIGHTS.fullmatch(name):
+        raise Unusable(f"{file.file} names {name!r:.60}, which no checkpoint has")
+    if not _SHA256.fullmatch(sha256):
+        raise Unusable(f"{file.file}: the sha256 of {name} is {sha256!r:.60}")
+    return Written(name, file.count("bytes"), sha256)
 
 
 def _check_size(folder: Path, file: Written) -> None:
     path = folder / file.name
-    if not _FILE.fullmatch(file.name):
-        raise Unusable(f"{folder / MANIFEST} names {file.name!r}, which no checkpoint has")
-    if path.is_symlink() or not path.is_file():
-        raise Unusable(f"{path} is not there")
-    if path.stat().st_size != file.bytes:
-        raise Unusable(f"{path} has {path.stat().st_size} bytes instead of {file.bytes}")
+    try:
+        about = path.lstat()
+    except OSError:
+        raise Unusable(f"{path} is not there") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise Unusable(f"{path} is not there: a link or something else has its name")
+    if about.st_size != file.bytes:
+        raise Unusable(f"{path} has {about.st_size} bytes instead of {file.bytes}")
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def _checksum(content: Mapping[Any, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -9,8 +9,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checkpoint.files import Unusable
 from harness.checkpoint.manifest import Manifest, checkpoint_name, read_manifest
+from harness.errors import Unusable
 
 _NAME = re.compile(r"step-[0-9]{8}")
 _UNFINISHED = ".unfinished-"

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import torch
 
+from harness.errors import Unusable
+from harness.regular_file import open_regular
+from harness.tensor_header import StoredTensor, header_of
+
 # safetensors' names (github.com/huggingface/safetensors#format) of what optimizers hold.
 DTYPES = {
     torch.float32: "F32",
@@ -52,23 +56,40 @@ def header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
 
 
 class TensorReader:
-    """Reads elements of the tensors of a file. Raises OSError and ValueError where it is none."""
+    """Reads elements of the tensors of a file. Raises Unusable where it lacks them, and OSError."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        (size,) = struct.unpack("<Q", self._file.read(8))
-        self._header = json.loads(self._file.read(size))
-        self._start = 8 + size
+        self._path, self._file = path, open_regular(path)
+        self._stored = header_of(self._file, path)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the file has a tensor of that name."""
+        return key in self._stored
 
     def dtype(self, key: str) -> torch.dtype:
         """What a tensor's elements are stored as."""
-        return _BY_NAME[self._header[key]["dtype"]]
+        stored = self._tensor(key)
+        if stored.dtype not in _BY_NAME:
+            raise Unusable(f"{self._path} holds {key} as {stored.dtype}, which no checkpoint has")
+        return _BY_NAME[stored.dtype]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """A tensor's sizes."""
+        return self._tensor(key).shape
+
+    def _tensor(self, key: str) -> StoredTensor:
+        if key not in self._stored:
+            raise Unusable(f"{self._path} lacks {key}")
+        return self._stored[key]
 
     def read(self, key: str, first: int, out: torch.Tensor) -> None:
         """Fill flat `out`, of any dtype and device, with the tensor's elements from `first` on."""
-        dtype = self.dtype(key)
-        begin, _ = self._header[key]["data_offsets"]
-        self._file.seek(self._start + begin + first * dtype.itemsize)
+        dtype, stored = self.dtype(key), self._tensor(key)
+        if first + out.numel() > stored.numel:
+            raise Unusable(
+                f"{self._path} has {stored.numel} elements of {key}, not {first + out.numel()}"
+            )
+        self._file.seek(stored.start + first * dtype.itemsize)
         if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
             self._read_into(out, key)
             return
@@ -80,7 +101,7 @@ class TensorReader:
     def _read_into(self, host: torch.Tensor, key: str) -> None:
         data = memoryview(host.detach().view(torch.uint8).numpy())
         if self._file.readinto(data) != len(data):
-            raise ValueError(f"{self._file.name} ends within {key}")
+            raise Unusable(f"{self._path} ends within {key}")
 
 
 class TensorWriter:

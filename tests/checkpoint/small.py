@@ -31,9 +31,9 @@ def manifest(step: int, held_out_loss: float | None = None) -> Manifest:
     return Manifest(
         state=TrainState(step, 8 * step, 64 * step),
         precision="fp32",
-        model_config={"model_type": "llama"},
+        model_config={"model_type": "llama", "vocab_size": 8},
         data_fingerprint="abc",
-        engine={"counters": {"skipped_steps": 1}},
+        engine={"counters": {"skipped_steps": 1}, "loss_scaling": {}, "optimizer": {"step": 3.0}},
         probe_loss=1.5,
         held_out_loss=held_out_loss,
         about={"world_size": 1},
@@ -45,7 +45,7 @@ def save(
 ) -> Saved:
     """A checkpoint of `fragments(step)`."""
     saver = Saver(Store(folder), 0, keep or Retention())
-    probe = {"input_ids": torch.arange(4)}
+    probe = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
     saver.start(manifest(step, held_out_loss), fragments(step), probe, background=False)
     saved = saver.finish()
     assert saved is not None

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from harness.checkpoint import files
-from harness.checkpoint.files import Reader, Unusable, from_index, to_index, write_fragments
+from harness.checkpoint.files import Reader, from_index, to_index, write_fragments
 from harness.checkpoint.fragment import Fragment
+from harness.errors import Unusable
 from tests.checkpoint.small import fragments, weights
 
 

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save
 
 from harness.checkpoint import load
-from harness.checkpoint.files import Unusable, sha256_of, to_index, write_bytes, write_fragments
+from harness.checkpoint.files import sha256_of, to_index, write_bytes, write_fragments
 from harness.checkpoint.fragment import WEIGHT, Fragment
 from harness.checkpoint.manifest import INDEX, MANIFEST, PROBE, Manifest, TrainState
+from harness.errors import Unusable
 
 RANKS = 2
 
@@ -30,11 +31,14 @@ def checkpoint(tmp_path: Path) -> Path:
         files += written
         entries += found
         if rank == 0:
-            probe = save({"input_ids": torch.zeros(2)})
+            ids = torch.zeros(1, 2, dtype=torch.int64)
+            probe = save({"input_ids": ids, "labels": ids.clone()})
             files.append(write_bytes(folder / PROBE, probe))
     index = json.dumps(to_index(entries)).encode()
     files.append(write_bytes(folder / INDEX, index))
-    manifest = Manifest(TrainState(3), "fp32", {}, None, {}, None, None, about={}, files=files)
+    engine = {"counters": {}, "loss_scaling": {}, "optimizer": {}}
+    model = {"model_type": "llama"}
+    manifest = Manifest(TrainState(3), "fp32", model, None, engine, None, None, {}, files=files)
     write_bytes(folder / MANIFEST, manifest.to_bytes())
     return folder
 

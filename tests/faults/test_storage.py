@@ -31,13 +31,20 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def nest(path: Path) -> None:
+    path.write_text("[" * 100_000 + "]" * 100_000)
+
+
 FILES = ["rank-00001-000.safetensors", "index.json", "manifest.json", "probe.safetensors"]
 
 
 @pytest.mark.fault("a flipped bit, a truncated or a lost file")
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [*((file, flip) for file in FILES), (FILES[0], cut), (FILES[2], cut), (FILES[0], Path.unlink)],
+    [
+        *((file, flip) for file in FILES),
+        *((FILES[0], cut), (FILES[2], cut), (FILES[0], Path.unlink), (FILES[2], nest)),
+    ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     file: str, damage: Callable[[Path], None], finished: Trial, undisturbed: RunFolder

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.files import Reader, Unusable
+from harness.checkpoint.files import Reader
 from harness.checkpoint.load import Checkpoint
+from harness.errors import Unusable
 
 
 def differences(first: Checkpoint, second: Checkpoint, turn: int, turns: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from harness.checkpoint.files import Unusable
+from harness.errors import Unusable
 
 
 class Plain:

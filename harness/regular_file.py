@@ -1,0 +1,62 @@
+"""Files that somebody else may have written: regular ones only, of a bounded size and depth."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+from harness.errors import Unusable
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path, links: bool = False) -> BufferedReader:
+    """Open a regular file to be read; a link to one only with `links`.
+
+    Waits for nobody, as a pipe would. Raises Unusable for anything else than a file, and OSError.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags if links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Unusable(f"{path} is a link, where a file must be") from None
+        if error.errno == errno.ENXIO:
+            raise Unusable(f"{path} is a socket, where a file must be") from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise Unusable(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'special')}, not a file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, most_bytes: int, links: bool = False) -> bytes:
+    """All of a regular file. Raises Unusable where it has more than `most_bytes`, and OSError."""
+    with open_regular(path, links) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise Unusable(f"{path} has {size} bytes, more than the {most_bytes} that one may have")
+        return file.read(most_bytes)
+
+
+def read_json(path: Path, most_bytes: int, links: bool = False) -> object:
+    """The value in a regular file. Raises Unusable where it is no JSON, and OSError."""
+    data = read_regular(path, most_bytes, links)
+    try:
+        value: object = json.loads(data)
+    except RecursionError:
+        raise Unusable(f"{path} cannot be read: it is nested too deep") from None
+    except ValueError as error:
+        raise Unusable(f"{path} cannot be read: {error}") from None
+    return value

@@ -1,0 +1,210 @@
+"""A newest checkpoint that is wrong and says that it is right: the one before is used.
+
+Its hashes and checksum are made anew after every change, as only a writer of checkpoints can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save as to_safetensors
+
+from harness.checkpoint.load import newest_usable
+from harness.checkpoint.manifest import _checksum
+from tests.checkpoint.small import save
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.fixture
+def newest(tmp_path: Path) -> Path:
+    """Of two checkpoints."""
+    save(tmp_path, 1)
+    return save(tmp_path, 2).path
+
+
+def passed_over(newest: Path) -> str:
+    """Why the newest was not used, and that the one before was."""
+    checkpoint, problems = newest_usable(newest.parent)
+    assert checkpoint is not None
+    assert checkpoint.path.name == "step-00000001"
+    (problem,) = problems
+    assert str(newest) in problem
+    return problem
+
+
+def sign(folder: Path, change: Callable[[dict[str, Any]], None] = lambda content: None) -> None:
+    """Change the manifest, and make every size, hash and checksum right."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_bytes())
+    for file in content["files"]:
+        data = (folder / file["name"]).read_bytes()
+        file |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    change(content)
+    content["checksum"] = _checksum({**content, "checksum": ""})
+    path.write_text(json.dumps(content))
+
+
+def put(content: dict[str, Any], key: str, value: object) -> None:
+    """Set the value of a dotted key; a list's items have numbers."""
+    place: Any = content
+    *way, last = [int(word) if word.isdigit() else word for word in key.split(".")]
+    for word in way:
+        place = place[word]
+    place[last] = value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("state.step", value) for value in ("2", 2.5, None, True, -2, 10**30, [2])),
+        *(("state.samples", value) for value in ("x", None, -1)),
+        *(("state", value) for value in ([], None, "x", {})),
+        *(("precision", value) for value in ("fp64", None, 16, [])),
+        *(("engine", value) for value in ([], None, {}, {"counters": 1})),
+        *(("engine.counters.skipped_steps", value) for value in ("1", None, [])),
+        *(("engine.optimizer.step", value) for value in ("3", None, float("nan"))),
+        *(("watch", value) for value in ([], None, {"bad_steps": "x"}, {"seen": 3})),
+        ("watch", {"seen": {"in_a_row": 0, "loss": ["x"], "log_grad_norm": []}}),
+        ("watch", {"patience": {"best": "x", "best_step": 0, "since": 0}}),
+        *(("files.0.name", value) for value in (7, None, ["x"], "probe.safetensors/../x")),
+        *(("files.0.bytes", value) for value in ("x", None, -1, 1.5)),
+        *(("files.0.sha256", value) for value in (7, "x", None)),
+        *(("files", value) for value in (None, {}, [7], [])),
+        *(("model_config", value) for value in (None, [], {}, {"model_type": 3})),
+        *(("probe_loss", value) for value in ("x", [], {})),
+        *(("held_out_loss", value) for value in ("x", True)),
+        *(("format", value) for value in (2, "1", None, [])),
+        ("about", None),
+    ],
+)
+def test_a_manifest_of_other_types_is_passed_over(newest: Path, key: str, value: object) -> None:
+    sign(newest, lambda content: put(content, key, value))
+    assert "manifest.json" in passed_over(newest)
+
+
+@pytest.mark.parametrize("key", ["state", "engine", "files", "watch", "probe_loss", "checksum"])
+def test_a_manifest_without_a_key_is_passed_over(newest: Path, key: str) -> None:
+    content = json.loads((newest / "manifest.json").read_bytes())
+    del content[key]
+    (newest / "manifest.json").write_text(json.dumps(content))
+    assert f"lacks {key}" in passed_over(newest) or "checksum" in passed_over(newest)
+
+
+@pytest.mark.parametrize(
+    "data", [DEEP, b"", b"7", b"null", b"[]", b'{"a": ', b"\xff\xfe", b"9" * 9999]
+)
+def test_a_manifest_that_is_no_object_is_passed_over(newest: Path, data: bytes) -> None:
+    (newest / "manifest.json").write_bytes(data)
+    passed_over(newest)
+
+
+@pytest.mark.parametrize("name", ["index.json", "probe.safetensors"])
+def test_a_file_that_the_manifest_leaves_out_is_missed(newest: Path, name: str) -> None:
+    def leave_out(content: dict[str, Any]) -> None:
+        content["files"] = [file for file in content["files"] if file["name"] != name]
+
+    sign(newest, leave_out)
+    assert f"does not list {name}" in passed_over(newest)
+
+
+FILE = "rank-00000-000.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ([[0, 45, FILE], [0, 46, FILE]], "begins at element 0"),  # sums up to all 91
+        ([[0, 46, FILE], [45, 45, FILE]], "begins at element 45"),
+        ([[0, 45, FILE], [46, 45, FILE]], "begins at element 46"),
+        ([[1, 90, FILE]], "begins at element 1"),
+        ([[0, 90, FILE]], "end at element 90"),
+        ([[0, 92, FILE]], "end at element 92"),
+        ([[0, 91, FILE], [91, 0, FILE]], "begins at element 91"),
+        ([], "end at element 0"),
+        ([[0, 91, "../../elsewhere.safetensors"]], "not the manifest's"),
+        ([[0, 91, "index.json"]], "not the manifest's"),
+        ([[0, "91", FILE]], "not [offset, elements, file]"),
+        ([[0, 91]], "not [offset, elements, file]"),
+        ([7], "not [offset, elements, file]"),
+        (None, "not an array"),
+    ],
+)
+def test_an_index_that_does_not_cover_a_parameter_once_is_passed_over(
+    newest: Path, pieces: object, reason: str
+) -> None:
+    index = json.loads((newest / "index.json").read_bytes())
+    index["embed"]["at"] = pieces
+    (newest / "index.json").write_text(json.dumps(index))
+    sign(newest)
+    problem = passed_over(newest)
+    assert reason in problem
+    assert "embed" in problem or "not the manifest's" in problem
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP.decode(), "[]", "7", '{"w": 7}', '{"w": {}}', '{"w": {"shape": "x"}}', "{"]
+)
+def test_an_index_of_another_make_is_passed_over(newest: Path, text: str) -> None:
+    (newest / "index.json").write_text(text)
+    sign(newest)
+    passed_over(newest)
+
+
+IDS = torch.arange(4).view(1, 4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no tensors at all",
+        DEEP,
+        to_safetensors({"input_ids": IDS}),
+        to_safetensors({"input_ids": IDS, "labels": IDS.float()}),
+        to_safetensors({"input_ids": IDS, "labels": torch.arange(5).view(1, 5)}),
+        to_safetensors({"input_ids": torch.arange(4), "labels": torch.arange(1, 5)}),
+        to_safetensors({"input_ids": 9 * IDS, "labels": IDS.clone()}),
+        to_safetensors({"input_ids": IDS, "labels": IDS - 1}),
+        to_safetensors({"input_ids": IDS, "labels": IDS.clone(), "position_ids": IDS + 1}),
+        to_safetensors({"input_ids": IDS, "labels": IDS.clone()})[:-8],
+    ],
+)
+def test_a_probe_that_is_no_batch_is_passed_over(newest: Path, data: bytes) -> None:
+    (newest / "probe.safetensors").write_bytes(data)
+    sign(newest)
+    assert "probe.safetensors" in passed_over(newest)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.json", "probe.safetensors", FILE])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
+def test_only_regular_files_are_opened(newest: Path, name: str, kind: str) -> None:
+    path = newest / name
+    path.rename(newest.parent / "elsewhere")
+    if kind == "link":
+        path.symlink_to(newest.parent / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        try:
+            os.mknod(path, 0o020644, os.makedev(1, 5))  # as /dev/zero
+        except PermissionError:
+            pytest.skip("making a device needs rights that this process lacks")
+    assert name in passed_over(newest)
+
+
+def test_a_checkpoint_that_is_a_link_is_none(newest: Path) -> None:
+    newest.rename(newest.parent / "elsewhere")
+    newest.symlink_to(newest.parent / "elsewhere")
+    checkpoint, problems = newest_usable(newest.parent)
+    assert checkpoint is not None
+    assert (checkpoint.path.name, problems) == ("step-00000001", [])
