@@ -11,6 +11,7 @@ from harness.config import RunConfig
 from harness.errors import ConfigError
 from harness.model_config import find_model_config, load_model_config, max_positions
 from harness.plan_optimizer import rule_problems
+from harness.plan_weights import weight_file_problems
 from harness.planning.shape import Shape
 from harness.planning.sizes import FAMILIES, UnknownArchitecture
 from harness.planning.world import World
@@ -36,6 +37,9 @@ def find_model(run: RunConfig) -> FoundModel:
     found = FoundModel(run)
     try:
         found.config, found.source = load_model_config(run)
+        if run.model.init_from is not None:
+            named = found.config.get("transformers_weights")
+            found.problems += weight_file_problems(run.model.init_from, named)
         found.problems += position_problems(run, found.config)
         found.run, events, wrong = with_attention(run, found.config["model_type"])
         found.events += events

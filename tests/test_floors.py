@@ -36,7 +36,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "plan": "plan plan_text plan_curriculum plan_kernels plan_model plan_optimizer "
-        "plan_pipeline command model_config ds_adopt ds_resolve estimate fit swap_space",
+        "plan_pipeline plan_weights command model_config ds_adopt ds_resolve estimate fit "
+        "swap_space",
         "runfolder": "runfolder",
     },
     {
@@ -65,7 +66,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "deepspeed": {"engine"},
     "transformers": {"models", "data", "checkpoint", "engine"},
     "accelerate": {"models", "checkpoint", "engine"},
-    "safetensors": {"models", "checkpoint"},
+    "safetensors": {"models", "checkpoint", "engine"},
     "liger_kernel": {"models"},
     "ninja": {"engine"},
     "sentencepiece": {"data"},

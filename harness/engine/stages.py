@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from harness.engine.empty import empty_model
 from harness.engine.processes import raise_together
-from harness.engine.whole import check_report, read_weights, sender
+from harness.engine.whole import check_files, check_report, read_weights, sender
 from harness.errors import ConfigError
 from harness.models.flow import Flow, trace_flow
 from harness.models.initialize import Send, materialize
@@ -40,6 +40,8 @@ def build_stage(
         flow = trace_flow(empty)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; ZeRO 3 needs no stages") from error
+    if plan.run.model.init_from is not None and not blank:
+        check_files(plan, empty)
     built, problem = None, None
     try:
         built = _built(plan, empty, flow, device, trust_remote_code, blank)

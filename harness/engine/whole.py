@@ -8,14 +8,16 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
-from harness.models.initialize import Send, materialize
+from harness.models.initialize import Send, materialize, move_buffers
 from harness.plan import Plan
+from harness.plan_weights import weight_file_problems
 
 Event = dict[str, Any]
 
@@ -33,7 +35,7 @@ def build_whole(
     Raises ConfigError where weights cannot be drawn or do not fit.
     """
     if plan.run.model.init_from is not None and not blank:
-        return _load(plan, empty, device, trust_remote_code)
+        return _load_together(plan, empty, device, trust_remote_code)
     problem = None
     try:
         materialize(
@@ -51,6 +53,21 @@ def build_whole(
     return empty, []
 
 
+def _load_together(
+    plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[Event]]:
+    """`_load`; one rank's ConfigError is everybody's. Nodes may see other files."""
+    check_files(plan, empty)
+    loaded, problem = None, None
+    try:
+        loaded = _load(plan, empty, device, trust_remote_code)
+    except ConfigError as error:
+        problem = str(error)
+    raise_together(problem)
+    assert loaded is not None
+    return loaded
+
+
 def _load(
     plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[Event]]:
@@ -62,7 +79,23 @@ def _load(
     finally:
         del zero3
     events = check_report(plan, report["missing_keys"], report["unexpected_keys"])
-    return (model if plan.zero_stage == 3 else model.to(device)), events
+    if plan.zero_stage == 3:
+        # zero.Init has placed the parameters; neither it nor DeepSpeed's engine moves buffers.
+        move_buffers(model, device)
+        return model, events
+    return model.to(device), events
+
+
+def check_files(plan: Plan, empty: PreTrainedModel) -> None:
+    """Raise ConfigError on all ranks for what one of them finds in the files of model.init_from.
+
+    Before anything is read: under ZeRO-3 ranks talk to each other while they read. The plan has
+    looked, too; but these are the files that are opened next.
+    """
+    source = plan.run.model.init_from
+    assert source is not None
+    named = getattr(empty.config, "transformers_weights", None)
+    raise_together("; ".join(weight_file_problems(source, named, ask_hub=True)) or None)
 
 
 def read_weights(
@@ -83,7 +116,8 @@ def read_weights(
             use_safetensors=True,  # never a pickle
             output_loading_info=True,
         )
-    except (OSError, RuntimeError) as error:  # RuntimeError: shapes that differ
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        # RuntimeError: shapes that differ.
         raise ConfigError(
             f"model.init_from={source}, for model.name={plan.run.model.name}: {error}"
         ) from error

@@ -86,15 +86,20 @@ def materialize(
         for owner, piece in enumerate(round_):
             weights = mine if owner == rank else {}
             _place(piece, weights, tied_names, device, owner, send, placed)
-    for module in model.modules():
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[attribute] = buffer.to(device)
+    move_buffers(model, device)
     for name, first in ties:
         owner_name, _, attribute = name.rpartition(".")
         model.get_submodule(owner_name)._parameters[attribute] = model.get_parameter(first)
     if problem is not None:
         raise problem
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move what a model holds beside its parameters; where it is there already, nothing happens."""
+    for module in model.modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[attribute] = buffer.to(device)
 
 
 def _place(

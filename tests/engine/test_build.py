@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from harness.config import RunConfig
+from harness.engine import whole
 from harness.engine.build import _with_buildable_optimizer
 from harness.engine.empty import _require_document_mask
 from harness.errors import ConfigError
@@ -53,6 +56,17 @@ def test_zero3_never_holds_more_than_one_piece_in_full(
 def test_zero3_leaves_each_rank_half_of_the_weights(result: Callable[[str], list[Any]]) -> None:
     for rank in result("weights_whole_while_building"):
         assert rank["held"] == pytest.approx(rank["total"] / 2, rel=0.01)
+
+
+def test_zero3_moves_the_buffers_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters are where zero.Init put them; another device than theirs shows who moves."""
+    loaded = AutoModelForCausalLM.from_config(hf_config(MODEL))
+    report = {"missing_keys": [], "unexpected_keys": []}
+    monkeypatch.setattr(whole, "read_weights", lambda *given: (loaded, report))
+    plan = mock.Mock(zero_stage=3, deepspeed={"zero_optimization": {"stage": 3}})
+    model, _ = whole._load(plan, loaded, torch.device("meta"), trust_remote_code=False)
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
