@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
 ON_CPU := $(if $(filter 0 1,$(GPUS)),DS_ACCELERATOR=cpu)
 
-.PHONY: setup demo test faults lint tables
+.PHONY: setup demo test faults fuzz lint tables
 
 setup: $(INSTALLED)
 
@@ -41,6 +41,14 @@ lint: setup
 # What is done to real runs, how often, and how often they survived.
 faults: setup
 	$(VENV)/bin/python -m pytest -q tests/faults
+
+# Wrong inputs of every kind: none may end in a traceback, hang, be executed or leave anything behind.
+# FUZZ_ONLY=KIND:INDEX tries one of them again.
+FUZZ_SEED ?= 0
+FUZZ_INPUTS ?= 1500
+fuzz: setup
+	$(VENV)/bin/python -m tests.fuzz --seed $(FUZZ_SEED) --inputs $(FUZZ_INPUTS) \
+		$(if $(FUZZ_ONLY),--only $(FUZZ_ONLY))
 
 tables: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_parity.py --full \

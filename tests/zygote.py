@@ -3,14 +3,21 @@
 `python -m tests.zygote` reads one JSON object per line: {"args": [...], "ranks": 2, "logs":
 FOLDER, "fault": {...}, "limit_s": 120}, runs `train.py` with a fault in it (tests/faults/plant.py)
 on so many ranks, and answers with their exit codes; -9 is a kill, None a rank that had to be ended.
+"main" names another module whose main(argv) is called, "cwd" the folder where; "bounded" limits
+what a rank may use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
+import importlib
 import json
 import math
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.two_ranks import REPOSITORY, environment
+
+# What a bounded rank may use. RLIMIT_DATA counts memory that is written to, and not the libraries.
+BOUNDS = {
+    resource.RLIMIT_CPU: 30,  # seconds; ended by OVERRAN
+    resource.RLIMIT_DATA: 2 * 2**30,
+    resource.RLIMIT_FSIZE: 2**30,
+    resource.RLIMIT_CORE: 0,
+}
+OVERRAN = signal.SIGXCPU
+_TO_PRINT_STACKS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -57,17 +74,27 @@ class Zygote:
         fault: dict[str, Any] | None = None,
         ranks: int = 2,
         limit_s: float = 180,
+        *,
+        main: str = "harness.train",
+        cwd: Path | None = None,
+        bounded: bool = False,
     ) -> Outcome:
-        """Train with `args` on `ranks` ranks, and wait for all of them."""
+        """Train with `args` on `ranks` ranks, and wait for all of them.
+
+        `main`: another module whose main(argv) is called. `bounded`: within BOUNDS, with `cwd` as
+        its home; a rank that exceeds its time prints its stacks and ends by OVERRAN.
+        """
         assert self._process.stdin
         assert self._process.stdout
         logs.mkdir(parents=True, exist_ok=True)
         job = {"args": args, "ranks": ranks, "logs": str(logs), "fault": fault, "limit_s": limit_s}
+        job |= {"main": main, "cwd": str(cwd) if cwd else None, "bounded": bounded}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         codes, seconds, port = json.loads(self._process.stdout.readline())
         self.ports.append(port)
-        outputs = [(logs / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+        texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
+        outputs = [path.read_text(encoding="utf-8", errors="replace") for path in texts]
         return Outcome(codes, outputs, seconds)
 
     def close(self) -> None:
@@ -99,17 +126,38 @@ def _ranks(job: dict[str, Any]) -> tuple[list[int | None], list[float], int]:
     deadline = began + job["limit_s"]
     codes: dict[int, int] = {}
     seconds: dict[int, float] = {}
-    while len(codes) < len(pids) and time.monotonic() < deadline:
+
+    def collect(until: float) -> None:
+        while len(codes) < len(pids) and time.monotonic() < until:
+            for pid in {*pids} - {*codes}:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                    seconds[pid] = time.monotonic() - began
+            time.sleep(0.005 if job["bounded"] else 0.02)
+
+    collect(deadline)
+    if job["bounded"]:
         for pid in {*pids} - {*codes}:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-                seconds[pid] = time.monotonic() - began
-        time.sleep(0.02)
+            os.kill(pid, OVERRAN)
+        collect(time.monotonic() + _TO_PRINT_STACKS_S)
     for pid in {*pids} - {*codes}:
-        os.kill(pid, 9)
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    if job["bounded"]:
+        for pid in pids:  # each began a group of its own: nothing that it started outlives it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
     return [codes.get(pid) for pid in pids], [seconds.get(pid, math.inf) for pid in pids], port
+
+
+def _bound(home: str) -> None:
+    """Limit this process to BOUNDS, in a process group of its own."""
+    os.setpgid(0, 0)
+    os.environ["HOME"] = home
+    faulthandler.register(OVERRAN, all_threads=True, chain=True)
+    for what, most in BOUNDS.items():
+        resource.setrlimit(what, (most, most + 5))  # at the second, CPU time ends without a word
 
 
 def _fork(rank: int, port: int, job: dict[str, Any]) -> int:
@@ -132,12 +180,15 @@ def _fork(rank: int, port: int, job: dict[str, Any]) -> int:
     )
     code = 1
     try:
-        from harness.train import main as train
-        from tests.faults.plant import plant
-
+        if job["cwd"]:
+            os.chdir(job["cwd"])
+        if job["bounded"]:
+            _bound(job["cwd"])
         if job["fault"]:
+            from tests.faults.plant import plant
+
             plant(job["fault"], rank)
-        code = train(job["args"])
+        code = importlib.import_module(job["main"]).main(job["args"])
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:  # as the interpreter would

@@ -1,0 +1,68 @@
+"""What the inputs led to, by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from harness.errors import ExitCode
+from tests.fuzz.fuzzer import Tried
+from tests.fuzz.kinds.table import KINDS
+from tests.fuzz.rule import EXECUTED, HANG, TRACEBACK
+
+_COLUMNS = {
+    "inputs": lambda one: True,
+    "accepted": lambda one: one.code == 0,
+    "refused (2)": lambda one: one.code == ExitCode.BAD_CONFIG,
+    "77/74": lambda one: one.code in (ExitCode.NO_CHECKPOINT, ExitCode.CANNOT_SAVE),
+    "75/76": lambda one: one.code in (ExitCode.STOPPED, ExitCode.DIVERGED),
+    "tracebacks": lambda one: TRACEBACK in kinds_of(one),
+    "hangs": lambda one: HANG in kinds_of(one),
+    "executed": lambda one: EXECUTED in kinds_of(one),
+    "other faults": lambda one: bool(kinds_of(one) - {TRACEBACK, HANG, EXECUTED}),
+}
+_FEW = 30  # below, shares say nothing
+
+
+def kinds_of(one: Tried) -> set[str]:
+    """The kinds of its faults."""
+    return {fault.kind for fault in one.faults}
+
+
+def counted(results: Iterable[Tried]) -> dict[str, Counter[str]]:
+    """By kind of input, in the order of the table: how many are in each column."""
+    counts: dict[str, Counter[str]] = {name: Counter() for name in KINDS}
+    for one in results:
+        counts[one.name.kind].update(name for name, is_so in _COLUMNS.items() if is_so(one))
+    return {name: count for name, count in counts.items() if count["inputs"]}
+
+
+def table(counts: dict[str, Counter[str]]) -> str:
+    """A line for each kind, and their sums, as Markdown."""
+    rows = [*counts.items(), ("all", sum(counts.values(), Counter()))]
+    lines = [
+        f"| {'kind':12} | " + " | ".join(_COLUMNS) + " |",
+        "|---|" + "---:|" * len(_COLUMNS),
+    ]
+    for name, count in rows:
+        cells = (f"{count[column]:>{len(column)},}" for column in _COLUMNS)
+        lines.append(f"| {name:12} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def unbalanced(counts: dict[str, Counter[str]]) -> list[str]:
+    """Kinds that hardly anything passes, or hardly anything fails: they prove nothing."""
+    problems = []
+    for name, count in counts.items():
+        kind, inputs = KINDS[name], count["inputs"]
+        ends = {
+            "accepted": (count["accepted"], kind.accepted),
+            "refused": (count["refused (2)"] + count["77/74"], kind.refused),
+        }
+        if inputs >= _FEW:
+            problems += [
+                f"{name}: {number} of {inputs} are {end}, less than {least:.0%}"
+                for end, (number, least) in ends.items()
+                if number < least * inputs
+            ]
+    return problems
