@@ -32,7 +32,7 @@ from tests.two_ranks import REPOSITORY, environment
 # What a bounded rank may use. RLIMIT_DATA counts memory that is written to, and not the libraries.
 BOUNDS = {
     resource.RLIMIT_CPU: 30,  # seconds; ended by OVERRAN
-    resource.RLIMIT_DATA: 2 * 2**30,
+    resource.RLIMIT_DATA: 4 * 2**30,
     resource.RLIMIT_FSIZE: 2**30,
     resource.RLIMIT_CORE: 0,
 }

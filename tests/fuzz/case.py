@@ -13,6 +13,7 @@ from tests.two_ranks import SHORT_RUN, SMALL_MODEL
 VALID_EVERY = 6
 """One input in so many is left as it should be, and must be accepted."""
 SECRET = "what-only-this-machine-should-hold"
+SMALL_BUCKET = "ds.zero_optimization.reduce_bucket_size=1000000"  # DeepSpeed's takes 2 GB
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Place:
 
     def training(self, *more: str, steps: int = 1, data: bool = True) -> list[str]:
         """The arguments of a run of a step or two of a small model."""
-        words = [*SMALL_MODEL, *SHORT_RUN, f"train.steps={steps}", f"run.dir={self.run}"]
+        words = [*SMALL_MODEL, *SHORT_RUN, SMALL_BUCKET]
+        words += [f"train.steps={steps}", f"run.dir={self.run}"]
         if data:
             words.append(f"data.path={self.base.corpus}")
         if not (self.folder / "cache").exists():

@@ -35,6 +35,13 @@ _SUFFIXES = (
 )
 _CODECS = ("utf-8-sig", "utf-16", "utf-32", "latin-1", "cp1252", "shift-jis", "utf-7")
 
+_PATHS = (
+    *("nowhere", "", ".", "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "s" * 300),
+    *("~nosuchuser/x", "a/" * 3000, "*.txt", "\udcff", "https://x/y.jsonl", "x.bin", "x.idx"),
+    *("/proc/self/fd/0", "secret.txt/x", "secret.txt", "hf://datasets/x", "/sys/kernel", "-"),
+    "/proc/self/fdinfo",
+)
+
 
 def make(draw: random.Random, place: Place, valid: bool) -> Case:
     """Text, JSON lines, a folder or a .bin/.idx pair; trained on for a step."""
@@ -248,23 +255,7 @@ def _names(draw: random.Random, place: Place, valid: bool) -> tuple[object, str]
     if valid:
         return place.base.corpus, "valid"
     place.secret()
-    path = draw.choice(
-        (
-            "nowhere",
-            "",
-            ".",
-            "/",
-            "/dev/null",
-            "/dev/zero",
-            "/dev/full",
-            "/proc/self/mem",
-            "s" * 300,
-        )
-        + ("~nosuchuser/x", "a/" * 3000, "*.txt", "\udcff", "https://x/y.jsonl", "x.bin", "x.idx")
-        + ("/proc/self/fd/0", "secret.txt/x", "secret.txt", "hf://datasets/x", "/sys/kernel", "-")
-    )
-    if path == "/":
-        path = "/proc/self/fdinfo"
+    path = draw.choice(_PATHS)
     return path, f"the path {path[:30]!r}"
 
 
