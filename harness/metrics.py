@@ -43,9 +43,12 @@ class Meter:
         self._last = step
 
     def line(
-        self, loss_share: torch.Tensor, grad_norm: float | torch.Tensor, **known: Any
+        self, loss_share: torch.Tensor, grad_norm: float | torch.Tensor, targets: int, **known: Any
     ) -> dict[str, Any]:
-        """The metrics of the steps since the last line. Collective, and a sync with the host."""
+        """The metrics of the steps since the last line. Collective, and a sync with the host.
+
+        Loss and norm are those of the last step; None where its `targets` are none.
+        """
         loss = loss_share.detach().clone()
         dist.all_reduce(loss)
         peak_gib = _peak_allocated_gib(loss.device)
@@ -62,8 +65,8 @@ class Meter:
         self.restart()
         return {
             **known,
-            "loss": float(loss),
-            "grad_norm": float(grad_norm),
+            "loss": float(loss) if targets else None,
+            "grad_norm": float(grad_norm) if targets else None,
             **found,
             "peak_allocated_gib": peak_gib,
         }
@@ -110,9 +113,11 @@ class Progress:
         seconds = line["step_time_s"]
         average = seconds if self._average_s is None else 0.9 * self._average_s + 0.1 * seconds
         self._average_s = average
+        learned = ["no target"]
+        if line["loss"] is not None:
+            learned = [f"loss {line['loss']:.4f}", f"norm {line['grad_norm']:.3f}"]
         parts = [
-            f"loss {line['loss']:.4f}",
-            f"norm {line['grad_norm']:.3f}",
+            *learned,
             f"lr {line['learning_rate']:.2e}",
             f"{line['tokens_per_s']:,.0f} tokens/s",
         ]

@@ -122,7 +122,9 @@ def _loop(run: Run, watch: Watch, first_step: int) -> None:
             last = step == run.total_steps
             evaluates = last or _due(step, every.eval.every)
             if evaluates or _due(step, every.log.every):
-                line = run.meter.line(result.loss_share, result.grad_norm, learning_rate=lr)
+                line = run.meter.line(
+                    result.loss_share, result.grad_norm, targets, learning_rate=lr
+                )
                 line |= _evaluated(run) if evaluates else {}
                 _log(run, line)
                 watch.logged(line)

@@ -40,6 +40,7 @@ class Watch:
         self.bad_steps = 0  # skipped ones, in a row
         self.rollbacks = 0
         self._spike: Spike | None = None  # in the step under way
+        self._targets = 0  # in the step under way, over all ranks
         self._diagnosis = ""  # of the last skipped step
         self._found = math.nan, math.nan  # loss and norm in that step, where they were read
         self._reads = run.next_step
@@ -51,7 +52,7 @@ class Watch:
 
         Raises RollBack where the run is to go back instead.
         """
-        policy, self._spike = self.guard.spikes, None
+        policy, self._spike, self._targets = self.guard.spikes, None, targets
         self._reads = self.run.next_step
         judge = None if policy == "log" else self._is_spike
         try:
@@ -67,9 +68,15 @@ class Watch:
     def step_done(self, loss_share: torch.Tensor, grad_norm: float | torch.Tensor) -> None:
         """After every step: one that was not applied is an event, and is counted.
 
-        The host waits for the loss of such a step alone.
+        The host waits for the loss of such a step alone. One without a target says nothing of the
+        weights, neither good nor bad: it is not counted.
         """
         run = self.run
+        if not self._targets:
+            reads = [self._reads.first_sample, self._reads.first_sample + self._reads.global_batch]
+            reason = "none of its samples has a target token"
+            run.event("skipped_step", step=run.state.step, reason=reason, samples=reads, loss=None)
+            return
         if run.engine.step_applied:
             self.bad_steps = 0
             return

@@ -132,6 +132,8 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
                 except RunStopped:  # fp16's loss scale is at its minimum
                     break
                 run.state = run.state.after(reads.global_batch, plan.run.data.seq_len)
+                if not targets:
+                    continue
                 loss = float(run.engine.sum_over_ranks(result.loss_share.clone()))
                 if not math.isfinite(loss):
                     break

@@ -58,15 +58,18 @@ class ZeroEngine:
     ) -> StepResult:
         """Take one optimizer step on this rank's micro-batches of a global batch.
 
-        `targets`: target tokens of the whole global batch, over all ranks. `is_spike`: says, alike
-        on all ranks, of this rank's part of the loss and the norm whether the step is left out.
+        `targets`: target tokens of the whole global batch, over all ranks; a step without any is
+        left out. `is_spike`: says, alike on all ranks, of this rank's part of the loss and the norm
+        whether the step is left out, too.
         Raises RunStopped (diverged) when fp16's loss scale cannot fall any further.
         """
         loss_share = self.accumulate(batches, targets)
-        if is_spike is None:
+        if is_spike is None and targets:
             return StepResult(loss_share, self.apply(lr))
         norm = self.grad_norm()
-        discard = is_spike(loss_share, norm)
+        # Without a target there is no loss: weights would decay, moments fade, and routers learn
+        # from the balancing loss alone.
+        discard = not targets or (is_spike is not None and is_spike(loss_share, norm))
         applied = self.apply(lr, discard)
         return StepResult(loss_share, norm if discard else applied)
 

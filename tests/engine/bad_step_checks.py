@@ -92,13 +92,14 @@ def steps_around(ds: dict[str, Any], **sections: Any) -> dict[str, Any]:
     engine = engine_of(ds, **sections)
     facts: dict[str, Any] = {}
 
-    def take(number: int, is_spike: Any = None) -> Any:
-        return engine.train_batch(*share_of(engine, number), 1e-3, is_spike)
+    def take(number: int, is_spike: Any = None, learns: bool = True) -> Any:
+        batches, targets = share_of(engine, number)
+        return engine.train_batch(batches, targets if learns else 0, 1e-3, is_spike)
 
-    def bad(name: str, number: int, is_spike: Any = None) -> None:
+    def bad(name: str, number: int, is_spike: Any = None, learns: bool = True) -> None:
         before, skipped = snapshot(engine), engine.skipped_steps
         scale = engine.loss_scale
-        result = take(number, is_spike)
+        result = take(number, is_spike, learns)
         facts[name] = {
             "unchanged": same(before, snapshot(engine)),
             "applied": engine.step_applied,
@@ -118,6 +119,7 @@ def steps_around(ds: dict[str, Any], **sections: Any) -> dict[str, Any]:
         bad("loss", 4)
     asked = []
     bad("spike", 5, lambda share, norm: not asked.append(float(norm)))
+    bad("no target", 5, learns=False)
     before = snapshot(engine)
     result = take(6, lambda share, norm: bool(asked.append(float(norm))))
     facts["norms"] = [asked[1], float(result.grad_norm)]

@@ -11,7 +11,7 @@ from harness.engine.quirks import _replaced
 
 pytestmark = pytest.mark.slow
 
-KINDS = ("first", "nan", "inf", "loss", "spike")
+KINDS = ("first", "nan", "inf", "loss", "spike", "no target")
 Result = Callable[[str], list[Any]]
 
 
@@ -20,7 +20,8 @@ def judge(layout: str, facts: dict[str, Any]) -> None:
         found = {key: facts[kind][key] for key in ("unchanged", "applied", "counted", "scale")}
         expected = {"unchanged": True, "applied": False, "counted": 1, "scale": 1.0}
         assert found == expected, (layout, kind)
-        assert (facts[kind]["norm"] in ("nan", "inf")) == (kind != "spike"), (layout, kind)
+        finite = kind in ("spike", "no target")
+        assert (facts[kind]["norm"] in ("nan", "inf")) != finite, (layout, kind)
     assert facts["skipped"] == len(KINDS), layout
     assert facts["norms"][0] == pytest.approx(facts["norms"][1], rel=1e-5), layout
     assert facts["trains"], layout

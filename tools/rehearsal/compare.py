@@ -42,11 +42,17 @@ def done_twice(lines: list[Line], stopped_at: int) -> list[int]:
 
 
 def apart(found: list[Line], expected: list[Line], steps: list[int], key: str) -> float:
-    """The largest relative difference of a quantity over these steps; NaN for what is no number."""
+    """The largest relative difference of a quantity over these steps; NaN for what is no number.
+
+    Steps without it (null) in both runs are alike.
+    """
     here, there = by_step(found), by_step(expected)
     worst = 0.0
     for step in steps:
-        one, other = (float(lines.get(step, {}).get(key, math.nan)) for lines in (here, there))
+        one, other = (lines.get(step, {}).get(key, math.nan) for lines in (here, there))
+        if one is None and other is None:
+            continue
+        one, other = (math.nan if value is None else value for value in (one, other))
         if not math.isfinite(one - other):
             return math.nan
         worst = max(worst, abs(one - other) / max(abs(other), 1e-30))
