@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from harness.checkpoint.export import SHARD_BYTES, Progress, opened, replacing, write_model
 from harness.checkpoint.load import Checkpoint
+from harness.data.special_ids import SpecialIds
+from harness.data.tokenizer import load_tokenizer
+from harness.data.tokenizer_files import GENERATION, copy_tokenizer
 from harness.errors import ConfigError
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton
@@ -47,8 +51,9 @@ def export(
 ) -> str:
     """Export to `folder`, which appears whole; returns what was checked, as a sentence.
 
-    `tokenizer`: a folder whose files are copied, where there is one. One process calls it; nothing
-    else is needed: no GPU, no DeepSpeed. Raises ExportDiffers with both losses, and ConfigError.
+    `tokenizer`: a folder whose files are copied, where there is one, and whose special ids the
+    model gets. One process calls it; nothing else is needed: no GPU, no DeepSpeed. Raises
+    ExportDiffers with both losses, and ConfigError.
     """
     manifest = checkpoint.manifest
     dtype = wish.dtype or manifest.precision
@@ -59,10 +64,54 @@ def export(
     except ValueError as error:
         raise ConfigError(f"{checkpoint.path}: {error}") from error
     with replacing(folder) as unfinished:
-        if tokenizer.is_dir():
-            shutil.copytree(tokenizer, unfinished, dirs_exist_ok=True)
+        notes, generation = _put_tokenizer(tokenizer, unfinished, model, wish)
         write_model(unfinished, model, checkpoint.reader(), wish.shard_bytes, progress)
-        return _checked(checkpoint, unfinished, dtype, wish)
+        if generation is not None:
+            text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
+            (unfinished / GENERATION).write_text(text, encoding="utf-8")
+        return "; ".join([_checked(checkpoint, unfinished, dtype, wish), *notes])
+
+
+def _put_tokenizer(
+    source: Path, folder: Path, model: Any, wish: Wish
+) -> tuple[list[str], dict[str, Any] | None]:
+    """Copy a tokenizer to `folder`, and give its special ids to the model's configs; returns notes,
+    and generation_config.json where the model began with one.
+    """
+    if not source.is_dir():
+        return [], None
+    left = copy_tokenizer(source, folder, wish.trust_remote_code)
+    notes = [f"not copied from {source}: {', '.join(left)}"] if left else []
+    try:
+        tokenizer = load_tokenizer(folder, trust_remote_code=wish.trust_remote_code)
+    except ConfigError as error:  # weights are what was asked for
+        return [*notes, f"special ids are those of the config, as {error}"], None
+    ids = SpecialIds.of(tokenizer)
+    return [*notes, *_set_special_ids(model, ids)], _generation(folder, ids)
+
+
+def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:
+    """Set a tokenizer's ids in the model's configs; returns a note of those that were others."""
+    before = model.config.to_dict()
+    after = ids.in_place_of(before)
+    for name, value in after.items():
+        setattr(model.config, name, value)
+        if model.generation_config is not None:
+            setattr(model.generation_config, name, value)
+    changed = [f"{n} {after[n]} (was {before.get(n)})" for n in after if after[n] != before.get(n)]
+    return [f"special ids are the tokenizer's: {', '.join(changed)}"] if changed else []
+
+
+def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
+    """How the model generates, as it was said with the weights that it began with, if it was."""
+    path = folder / GENERATION
+    if not path.exists():
+        return None
+    try:
+        stored = json.loads(path.read_bytes())
+        return {**stored, **ids.in_place_of(stored)}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{GENERATION} beside the tokenizer cannot be read: {error}") from error
 
 
 def _checked(checkpoint: Checkpoint, folder: Path, dtype: str, wish: Wish) -> str:

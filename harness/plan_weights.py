@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness.config import run_and_step
 from harness.errors import Unusable
+from harness.paths import user_path
 from harness.regular_file import read_json
 from harness.table import Table
 from harness.tensor_header import read_header
@@ -32,9 +33,10 @@ def weight_file_problems(source: str, named: object = None, ask_hub: bool = Fals
 
     Empty for a run of the harness, whose checkpoints have checks of their own. `named`: the value
     of transformers_weights in the model's config, which takes the place of the usual file.
+    Raises ConfigError where `source` can be no path.
     """
+    folder = user_path("model.init_from", source)
     try:
-        folder = Path(source).expanduser()
         if _has_checkpoints(run_and_step(source)[0]):
             return []
         if folder.is_dir():
@@ -42,7 +44,7 @@ def weight_file_problems(source: str, named: object = None, ask_hub: bool = Fals
         else:
             index = _hub_index(source) if ask_hub else None
             problems = [] if index is None else _index_problems(index)[1]
-    except (Unusable, OSError, RuntimeError) as error:  # the last for ~NOBODY
+    except (Unusable, OSError) as error:
         problems = [str(error)]
     return [f"model.init_from is {source!r}: {problem}" for problem in _shortened(problems)]
 

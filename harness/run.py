@@ -10,6 +10,7 @@ import torch
 
 from harness.checkpoint.load import Checkpoint, newest_usable, verified
 from harness.checkpoint.store import Store
+from harness.data.tokenizer_files import brings_code
 from harness.engine.processes import leave
 from harness.errors import ConfigError, ExitCode, RunStopped
 from harness.exporting import Wish, export
@@ -216,7 +217,8 @@ def _finish(run: Run) -> None:
             wish = Wish(
                 check=plan.shape is not None and num_parameters(plan.shape) <= CHECKED_PARAMETERS,
                 source=plan.model_source,
-                trust_remote_code=run.engine.module.is_remote_code(),
+                trust_remote_code=run.engine.module.is_remote_code()
+                or brings_code(run.data.tokenizer),
             )
             folder = run.folder.export_dir
             checked = export(checkpoint, folder, run.folder.tokenizer_dir, wish)

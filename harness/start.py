@@ -18,6 +18,7 @@ from harness.checkpoint.store import Retention, Store
 from harness.curriculum import Step
 from harness.data.batches import Batch
 from harness.data.build import Data, DataSpec, build_data
+from harness.data.tokenizer_files import save_generation, save_tokenizer
 from harness.engine.processes import join
 from harness.errors import ConfigError, ExitCode
 from harness.fit import shortages_here
@@ -230,7 +231,11 @@ def _begin(
         run.event("unusable_checkpoint", message=problem)
         run.progress.say(f"not used: {problem}")
     if run.is_writer and not run.folder.tokenizer_dir.exists():  # so that exports need no data
-        run.data.tokenizer.save_pretrained(run.folder.tokenizer_dir)
+        save_tokenizer(run.data.tokenizer, run.folder.tokenizer_dir)
+        parent = beginning.checkpoint and RunFolder(beginning.checkpoint.path.parents[1])
+        save_generation(
+            run.engine.module, run.folder.tokenizer_dir, parent and parent.tokenizer_dir
+        )
     checkpoint, kind = beginning.checkpoint, beginning.kind
     if checkpoint is None:
         if run.folder.attempt > 1:

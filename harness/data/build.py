@@ -31,7 +31,13 @@ from harness.data.prepare import (
     write_tokens,
 )
 from harness.data.split import SIDES, load_split
-from harness.data.tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer, vocab_size
+from harness.data.tokenizer import (
+    TRAINED_FORMAT,
+    load_tokenizer,
+    tokenizer_hash,
+    train_tokenizer,
+    vocab_size,
+)
 from harness.errors import ConfigError
 from harness.paths import user_path
 from harness.runfolder import RunFolder
@@ -220,7 +226,8 @@ def _tokenizer_folder(corpus: Corpus, cache: Path) -> Path:
             f"data.path: {corpus.path} holds token ids: set data.tokenizer to the one that wrote "
             "them"
         )
-    return cache / f"tokenizer-{cache_key(format=FORMAT, corpus=corpus.identity())}"
+    key = cache_key(format=FORMAT, trained=TRAINED_FORMAT, corpus=corpus.identity())
+    return cache / f"tokenizer-{key}"
 
 
 def _trained_tokenizer(corpus: Corpus, cache: Path, report: Report) -> Path:

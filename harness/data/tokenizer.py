@@ -21,12 +21,15 @@ from harness.data.corpus import Corpus, Piece
 from harness.errors import ConfigError
 
 VOCAB_SIZE = 8192
+# Raise it whenever the same corpus would give other files.
+TRAINED_FORMAT = 2
+SENTENCEPIECE = "tokenizer.model"  # its file, as every reader of one calls it
 PIECES_AT_ONCE = 256  # what the tokenizer's threads share
 # Pieces converge long before: a larger corpus is thinned to about this much text.
 TRAINING_CHARS = 48_000_000
 # Long enough that runs of line breaks become pieces, short enough for SentencePiece's buffers.
 _SENTENCE_CHARS = 2000
-_SPACE = "\u2581"  # SentencePiece writes every space as this character
+SPACE = "\u2581"  # SentencePiece writes every space as this character
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
@@ -34,9 +37,12 @@ def train_tokenizer(corpus: Corpus, folder: Path) -> None:
     """Trains byte-pair pieces on the corpus and writes them as a Hugging Face tokenizer folder.
 
     Any text survives encoding and decoding: identity normalisation, bytes for characters without
-    a piece, every space kept, no prefix. The same text gives the same files.
+    a piece, every space kept, no prefix. The same text gives the same files. SentencePiece's own
+    model is one of them: converters take the pieces' scores from it.
     """
-    wrap(to_backend(train_model(corpus))).save_pretrained(folder)
+    model = train_model(corpus)
+    wrap(to_backend(model)).save_pretrained(folder)
+    (folder / SENTENCEPIECE).write_bytes(model)
 
 
 def train_model(corpus: Corpus) -> bytes:
@@ -92,7 +98,7 @@ def to_backend(model: bytes) -> Tokenizer:
     pieces = proto.ModelProto.FromString(model).pieces
     normal = proto.ModelProto.SentencePiece.NORMAL
     vocab = {
-        piece.piece.replace(_SPACE, " ") if piece.type == normal else piece.piece: number
+        piece.piece.replace(SPACE, " ") if piece.type == normal else piece.piece: number
         for number, piece in enumerate(pieces)
     }
     assert len(vocab) == len(pieces), "two pieces became one"

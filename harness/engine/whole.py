@@ -121,6 +121,7 @@ def read_weights(
         raise ConfigError(
             f"model.init_from={source}, for model.name={plan.run.model.name}: {error}"
         ) from error
+    empty.generation_config = model.generation_config  # stages have `empty` for the whole model
     return model, report
 
 
