@@ -10,7 +10,7 @@ import torch
 
 from harness.checkpoint.load import Checkpoint, newest_usable, verified
 from harness.checkpoint.store import Store
-from harness.data.tokenizer_files import brings_code
+from harness.data.kept_tokenizer import brings_code
 from harness.engine.processes import leave
 from harness.errors import ConfigError, ExitCode, RunStopped
 from harness.exporting import Wish, export

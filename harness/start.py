@@ -18,7 +18,7 @@ from harness.checkpoint.store import Retention, Store
 from harness.curriculum import Step
 from harness.data.batches import Batch
 from harness.data.build import Data, DataSpec, build_data
-from harness.data.tokenizer_files import save_generation, save_tokenizer
+from harness.data.kept_tokenizer import save_generation, save_tokenizer
 from harness.engine.processes import join
 from harness.errors import ConfigError, ExitCode
 from harness.fit import shortages_here

@@ -22,7 +22,7 @@ class Table:
     def __init__(self, value: object, file: object, key: str = "") -> None:
         self.file, self.key = file, key
         if not isinstance(value, Mapping):
-            self._refuse(key, value, "an object {...}")
+            self.refuse(key, value, "an object {...}")
         self.values: Mapping[object, object] = value
 
     def __contains__(self, key: object) -> bool:
@@ -32,57 +32,57 @@ class Table:
     def get(self, key: object) -> object:
         """The value, of any type."""
         if key not in self.values:
-            raise Unusable(f"{self.file} lacks {self._path(key)}")
+            raise Unusable(f"{self.file} lacks {self.path_of(key)}")
         return self.values[key]
 
     def table(self, key: object) -> Table:
         """An object."""
-        return Table(self.get(key), self.file, self._path(key))
+        return Table(self.get(key), self.file, self.path_of(key))
 
     def tables(self) -> Iterator[tuple[str, Table]]:
         """All values, as objects by name."""
         for key in self.values:
             if not isinstance(key, str):
-                self._refuse(self.key, key, "a name")
+                self.refuse(self.key, key, "a name")
             yield key, self.table(key)
 
     def row(self, key: object) -> list[object]:
         """An array."""
         value = self.get(key)
         if not isinstance(value, list | tuple):
-            self._refuse(self._path(key), value, "an array [...]")
+            self.refuse(self.path_of(key), value, "an array [...]")
         return list(value)
 
     def counts(self, key: object) -> tuple[int, ...]:
         """An array of counts."""
-        return tuple(self._count(self._path(key), value) for value in self.row(key))
+        return tuple(self._count(self.path_of(key), value) for value in self.row(key))
 
     def texts(self, key: object) -> tuple[str, ...]:
         """An array of texts."""
-        return tuple(self._text(self._path(key), value) for value in self.row(key))
+        return tuple(self._text(self.path_of(key), value) for value in self.row(key))
 
     def numbers(self, key: object) -> list[float]:
         """An array of finite numbers."""
-        return [self._number(self._path(key), value) for value in self.row(key)]
+        return [self._number(self.path_of(key), value) for value in self.row(key)]
 
     def count(self, key: object) -> int:
         """An integer of 0 or more."""
-        return self._count(self._path(key), self.get(key))
+        return self._count(self.path_of(key), self.get(key))
 
     def text(self, key: object) -> str:
         """A string."""
-        return self._text(self._path(key), self.get(key))
+        return self._text(self.path_of(key), self.get(key))
 
     def number(self, key: object) -> float:
         """A finite number."""
-        return self._number(self._path(key), self.get(key))
+        return self._number(self.path_of(key), self.get(key))
 
     def loss(self, key: object) -> float | None:
         """A number, perhaps not finite, or null."""
         value = self.get(key)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return value
-        return float(self._number(self._path(key), value))
+        return float(self._number(self.path_of(key), value))
 
     def all_numbers(self, key: object) -> None:
         """Require an object with nothing but finite numbers."""
@@ -90,33 +90,35 @@ class Table:
         for name in table.values:
             table.number(name)
 
-    def _path(self, key: object) -> str:
+    def refuse(self, key: str, value: object, expected: str) -> NoReturn:
+        """Raise Unusable for a value that is not what was expected."""
+        raise Unusable(f"{self.file}: {key or 'it'} is {_short(value)}, not {expected}")
+
+    def path_of(self, key: object) -> str:
+        """A key with those that lead to it: `state.step`."""
         return f"{self.key}.{key}" if self.key else str(key)
 
     def _count(self, key: str, value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-            self._refuse(key, value, "a count")
+            self.refuse(key, value, "a count")
         return value
 
     def _text(self, key: str, value: object) -> str:
         if not isinstance(value, str):
-            self._refuse(key, value, "a string")
+            self.refuse(key, value, "a string")
         return value
 
     def _number(self, key: str, value: object) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
-            self._refuse(key, value, "a finite number")
+            self.refuse(key, value, "a finite number")
         if not -_MOST <= value <= _MOST:  # nan neither
-            self._refuse(key, value, "a finite number")
+            self.refuse(key, value, "a finite number")
         return value
-
-    def _refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        raise Unusable(f"{self.file}: {key or 'it'} is {_short(value)}, not {expected}")
 
 
 def _short(value: object) -> str:
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested too deep; an integer of too many digits
+    except (RuntimeError, ValueError):  # nested too deep; an integer of too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

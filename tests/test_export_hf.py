@@ -127,6 +127,21 @@ def test_a_damaged_checkpoint_is_not_exported(
 
 
 @pytest.mark.slow
+def test_what_is_no_file_of_a_tokenizer_is_not_shared(
+    copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that somebody else made may hold links to files of the user who exports it."""
+    secret = tmp_path / "secret"
+    secret.write_text("not to be shared")
+    (copy.tokenizer_dir / "vocab.txt").symlink_to(secret)
+    (copy.tokenizer_dir / "code.py").write_text("raise SystemExit")
+    assert main([str(copy.path), "--out", str(tmp_path / "export"), "--no-check"]) == 0
+    assert f"not copied from {copy.tokenizer_dir}: code.py, vocab.txt" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "export").iterdir())
+    assert names == sorted(path.name for path in copy.export_dir.iterdir())
+
+
+@pytest.mark.slow
 def test_a_run_without_steps_is_exported_too(data: list[str], tmp_path: Path) -> None:
     """And a pipeline: no rank has the whole model."""
     run = RunFolder(tmp_path / "run")

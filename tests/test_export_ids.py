@@ -60,7 +60,7 @@ def test_sentencepieces_model_is_kept_and_exported(run: RunFolder) -> None:
 def test_what_the_weights_brought_stays(
     run: RunFolder, zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ends of turns, temperatures; under pipeline stages, too, where no rank has the whole model."""
+    """Ends of turns, temperatures; also where no rank has the whole model."""
     model = tmp_path / "model"
     run.export_dir.rename(model)
     path = model / "generation_config.json"

@@ -83,11 +83,16 @@ class _Attack:
         return os.mkdir, (str(self.target),)
 
 
+OPTIM, MODEL_FILE = (
+    f"global_step1/zero_pp_rank_0_mp_rank_00_{kind}_states.pt" for kind in ("optim", "model")
+)
+
+
 def _checkpoint(folder: Path, **optimizer: Any) -> Path:
     """As the Trainer would have left it, of one rank and one parameter."""
-    engine = folder / "checkpoint-1" / "global_step1"
-    engine.mkdir(parents=True)
-    (folder / "checkpoint-1" / "config.json").write_text(json.dumps(MODEL))
+    path = folder / "checkpoint-1"
+    (path / "global_step1").mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(MODEL))
     model = {"param_shapes": [{"w": torch.Size([2, 3])}], "buffer_names": [], "module": {}}
     share = {
         "zero_stage": 3,
@@ -96,11 +101,119 @@ def _checkpoint(folder: Path, **optimizer: Any) -> Path:
         "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(6)}}, "param_groups": []},
         **optimizer,
     }
-    torch.save(
-        {"optimizer_state_dict": share}, engine / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    )
-    torch.save(model, engine / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": share, "ds_config": {}}, path / OPTIM)
+    torch.save(model, path / MODEL_FILE)
     return folder
+
+
+def change(path: Path, key: str, value: object) -> None:
+    """Set the value of a dotted key of a pickle; GONE takes it away."""
+    content = torch.load(path, weights_only=True)
+    *way, last = [int(word) if word.isdigit() else word for word in key.split(".")]
+    place: Any = content
+    for word in way:
+        place = place[word]
+    place[last] = value
+    if value is GONE:
+        del place[last]
+    torch.save(content, path)
+
+
+GONE = object()
+STATE = "optimizer_state_dict"
+ODD = [
+    *((OPTIM, STATE, value) for value in (GONE, None, 3, [])),
+    *((OPTIM, f"{STATE}.zero_stage", value) for value in ("3", None, 7, -1, [3], torch.ones(2))),
+    *((OPTIM, f"{STATE}.partition_count", value) for value in ("1", None, [], ["x"], -1)),
+    *((OPTIM, f"{STATE}.fp32_flat_groups", value) for value in (GONE, 3, "x", [3], {}, [None])),
+    (OPTIM, f"{STATE}.fp32_flat_groups.0", torch.zeros(6, dtype=torch.complex64)),
+    (OPTIM, f"{STATE}.fp32_flat_groups.0", torch.eye(6).to_sparse()),
+    (OPTIM, f"{STATE}.fp32_flat_groups.0", torch.zeros(1).expand(10**12)),
+    *((OPTIM, f"{STATE}.{STATE}", value) for value in (GONE, 3, {}, {"state": 3})),
+    *((OPTIM, f"{STATE}.{STATE}.state", value) for value in ({1: {}}, {0: 3}, {}, [{}])),
+    *((OPTIM, f"{STATE}.{STATE}.state.0.step", value) for value in ("x", None, [1], float("nan"))),
+    (OPTIM, f"{STATE}.{STATE}.state.0.exp_avg", torch.zeros(5)),
+    *((OPTIM, "ds_config", value) for value in (3, "x", {"bf16": 3}, {"fp16": [1]})),
+    *((MODEL_FILE, "param_shapes", value) for value in (GONE, 3, [3], [{"w": 3}], [{"w": ["x"]}])),
+    *((MODEL_FILE, "param_shapes.0.w", value) for value in ([-2, -3], None, torch.Size([7]))),
+    *((MODEL_FILE, "buffer_names", value) for value in (GONE, 3, [3])),
+    *((MODEL_FILE, "module", value) for value in (GONE, 3, None)),
+    *((MODEL_FILE, "global_steps", value) for value in ("x", -1, [1], 2.5)),
+    *((MODEL_FILE, "frozen_param_shapes", value) for value in (3, {"f": 3}, {"f": [2]})),
+]
+
+
+@pytest.mark.parametrize(("file", "key", "value"), ODD)
+def test_a_harmless_dict_of_another_make_is_named_by_file_and_key(
+    file: str, key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
+    change(source / file, key, value)
+    assert main([str(source), "--out", str(tmp_path / "new")]) == 77
+    error = capsys.readouterr().err
+    assert str(source / "global_step1") in error
+    assert not list((tmp_path / "new").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("value", [{"f": [2]}, {"f": [3]}])
+def test_frozen_weights_are_whole(
+    value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
+    change(source / MODEL_FILE, "frozen_param_shapes", value)
+    change(source / MODEL_FILE, "frozen_param_fragments", {"f": torch.ones(2)})
+    code = main([str(source), "--out", str(tmp_path / "new")])
+    assert code == (0 if value == {"f": [2]} else 77), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "7", "null", "{}", '{"model_type": 3}', "\x00"),
+        '{"a": ' * 100_000 + "1" + "}" * 100_000,
+    ],
+)
+def test_a_config_of_another_make_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
+    (source / "config.json").write_text(text)
+    assert main([str(source), "--out", str(tmp_path / "new")]) == 2
+    assert str(source / "config.json") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [OPTIM, MODEL_FILE, "config.json"])
+def test_nobody_waits_for_a_pipe(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
+    (source / file).unlink()
+    os.mkfifo(source / file)
+    assert main([str(source), "--out", str(tmp_path / "new")]) == (2 if ".json" in file else 77)
+    assert f"{source / file} is a pipe, not a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("state.json", text) for text in ("{", "{}", '{"state": {"step": "x"}}', "[]")),
+        *(("plan.json", text) for text in ("{", "{}", "[]", '{"model_config": 3}')),
+        ("plan.json", '{"model_config": {"model_type": "llama"}, "precision": "fp64"}'),
+    ],
+)
+def test_a_record_of_another_make_is_named(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    (checkpoint / "engine").mkdir(parents=True)
+    state = {"step": 1, "samples": 8, "tokens": 64}
+    (checkpoint / "state.json").write_text(json.dumps({"state": state}))
+    plan = tmp_path / "run" / "plan.json"
+    plan.write_text(json.dumps({"model_config": {"model_type": "llama"}}))
+    path = plan if name == "plan.json" else checkpoint / name
+    path.write_text(text)
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "new")]) == 2
+    assert str(path) in capsys.readouterr().err
 
 
 def test_a_planted_call_is_refused_and_not_made(

@@ -19,14 +19,13 @@ import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.files import (
     Entry,
-    Unusable,
     Written,
+    from_index,
     to_index,
     write_bytes,
     write_fragments,
@@ -34,7 +33,8 @@ from harness.checkpoint.files import (
 from harness.checkpoint.load import verified
 from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest, TrainState
 from harness.checkpoint.store import Store
-from harness.errors import ConfigError, ExitCode
+from harness.data.tokenizer_files import copy_tokenizer
+from harness.errors import ConfigError, ExitCode, Unusable
 from harness.runfolder import RunFolder
 from tools.importing.native import Native
 from tools.importing.source import Source, find_source
@@ -89,10 +89,9 @@ def import_checkpoint(source: Source, run: RunFolder) -> Path:
     verified(path)
     if source.plan is not None:
         run.plan_path.write_text(json.dumps(source.plan, indent=2) + "\n", encoding="utf-8")
-    if source.tokenizer and not run.tokenizer_dir.exists():
+    if any(source.tokenizer.glob("tokenizer*")) and not run.tokenizer_dir.exists():
         run.tokenizer_dir.mkdir()
-        for file in source.tokenizer:
-            shutil.copy(file, run.tokenizer_dir)
+        copy_tokenizer(source.tokenizer, run.tokenizer_dir)
     return path
 
 
@@ -103,7 +102,9 @@ def _write(folder: Path, native: Native, manifest: Manifest) -> None:
     for number, fragments in enumerate(native.by_rank()):
         written, here = write_fragments(folder, number, fragments)
         files, entries = [*files, *written], [*entries, *here]
-    files.append(write_bytes(folder / INDEX, json.dumps(to_index(entries)).encode()))
+    index = to_index(entries)
+    list(from_index(index, native.folder))  # frozen weights are counted nowhere else
+    files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
     write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
 
 
@@ -113,7 +114,7 @@ def _manifest(source: Source, native: Native) -> Manifest:
     plan = source.plan or {}
     return Manifest(
         state=source.state or state,
-        precision=plan.get("precision") or _precision(native.ds_config),
+        precision=plan.get("precision") or native.precision,
         model_config=source.model_config,
         data_fingerprint=plan.get("data_fingerprint"),
         engine=native.scalars,
@@ -126,11 +127,6 @@ def _manifest(source: Source, native: Native) -> Manifest:
             "versions": {name: version(name) for name in ("torch", "transformers")},
         },
     )
-
-
-def _precision(ds_config: dict[str, Any]) -> str:
-    on = [name for name in ("bf16", "fp16") if (ds_config.get(name) or {}).get("enabled")]
-    return on[0] if on else "fp32"
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,15 +1,10 @@
-"""A tokenizer's folder: what is kept of one with a run, and what of that goes into an export."""
+"""The files of a tokenizer's folder, copied without links, code and whatever else lies there."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-from sentencepiece import sentencepiece_model_pb2 as sentencepiece_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from harness.data.tokenizer import SENTENCEPIECE, SPACE
 from harness.errors import Unusable
 from harness.regular_file import open_regular
 
@@ -22,51 +17,6 @@ _NAMES = (
     *("normalizer.json", "tekken.json", GENERATION),
 )
 _TEMPLATES = "additional_chat_templates"  # a folder of *.jinja
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files, with the SentencePiece model that it came from, if it is one.
-
-    Converters to other formats (llama.cpp's) take the pieces' scores from that file alone.
-    """
-    tokenizer.save_pretrained(folder)
-    source = getattr(tokenizer, "vocab_file", None)
-    if source and Path(source).is_file() and not (folder / SENTENCEPIECE).exists():
-        model = Path(source).read_bytes()
-        if has_pieces_of(tokenizer, model):
-            (folder / SENTENCEPIECE).write_bytes(model)
-
-
-def save_generation(model: PreTrainedModel, folder: Path, parent: Path | None) -> None:
-    """Write how a model generates, where its weights came with that, beside the tokenizer.
-
-    `parent`: the same folder of the run whose checkpoint the weights come from.
-    """
-    config = getattr(model, "generation_config", None)
-    if config is not None and not config._from_model_config:
-        config.to_json_file(folder / GENERATION)
-    elif parent is not None and (parent / GENERATION).is_file():
-        shutil.copyfile(parent / GENERATION, folder / GENERATION)
-
-
-def has_pieces_of(tokenizer: PreTrainedTokenizerBase, model: bytes) -> bool:
-    """Whether `model` is a SentencePiece model whose pieces have the tokenizer's ids."""
-    proto: Any = sentencepiece_model  # its classes are made at run time
-    try:
-        pieces = proto.ModelProto.FromString(model).pieces
-    except Exception:  # protobuf's DecodeError, of whichever of its implementations is installed
-        return False
-    ids = tokenizer.get_vocab()
-    # Spaces are spaces in a tokenizer trained here, and SentencePiece's character in all others.
-    return bool(pieces) and all(
-        number in (ids.get(piece.piece), ids.get(piece.piece.replace(SPACE, " ")))
-        for number, piece in enumerate(pieces)
-    )
-
-
-def brings_code(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer's class came with its files, and runs only where that is trusted."""
-    return type(tokenizer).__module__.startswith("transformers_modules.")
 
 
 def copy_tokenizer(source: Path, folder: Path, with_code: bool = False) -> list[str]:

@@ -12,82 +12,102 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.files import Unusable
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
-from tools.importing.pickles import read
+from harness.errors import Unusable
+from harness.table import Table
+from tools.importing.pickles import read, tensor_of
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_STEP = "step"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one data rank saved. `states`: of its optimizer, one per flat tensor of `flats`."""
+    """What one data rank saved: `parts`, by kind, of each of the optimizer's flat tensors."""
 
     number: int
-    optimizer: dict[str, Any]
-    flats: list[torch.Tensor]
-    states: list[dict[str, Any]]
+    optimizer: Table
+    parts: list[dict[str, torch.Tensor]]
+    steps: list[float]
 
-    def tensors(self, flat: int, start: int, numel: int) -> dict[str, torch.Tensor]:
+    def numel(self, flat: int) -> int:
+        """Elements of one flat tensor."""
+        return self.parts[flat][WEIGHT].numel()
+
+    def tensors(self, flat: int, start: int, numel: int, name: str) -> dict[str, torch.Tensor]:
         """Elements [start, start + numel) of one flat tensor, and of its moments."""
-        state = self.states[flat]
-        moments = {k: v for k, v in state.items() if k != "step" and torch.is_tensor(v) and v.ndim}
-        parts = {WEIGHT: self.flats[flat], **moments}
-        return {kind: tensor.view(-1).narrow(0, start, numel) for kind, tensor in parts.items()}
+        if start + numel > self.numel(flat):
+            raise Unusable(
+                f"{self.optimizer.file} holds {self.numel(flat)} elements where {name} goes beyond"
+            )
+        return {kind: tensor.narrow(0, start, numel) for kind, tensor in self.parts[flat].items()}
 
 
 class Native:
     """Opens nothing that asks for code. Raises Unusable where it is not whole, or of another kind.
 
-    `stage`: 1, 2 or 3. `ds_config`: the JSON that it was trained with.
+    `stage`: 1, 2 or 3. `precision`: of the JSON that it was trained with.
     """
 
     def __init__(self, folder: Path) -> None:
-        found = {m: path for path in folder.iterdir() if (m := _OPTIM.fullmatch(path.name))}
-        self._optim = {int(match[1]): path for match, path in found.items()}
-        if {int(match[2]) for match in found} - {0} or any(folder.glob("layer_*")):
+        matches = {m: path for path in folder.iterdir() if (m := _OPTIM.fullmatch(path.name))}
+        self._optim = {int(match[1]): path for match, path in matches.items()}
+        if {int(match[2]) for match in matches} - {0} or any(folder.glob("layer_*")):
             raise Unusable(f"{folder} was split over pipeline stages or tensors: not imported")
-        if not found:
+        if not matches:
             raise Unusable(f"{folder} has no *_optim_states.pt of ZeRO 1, 2 or 3")
         first = read(self._optim[min(self._optim)])
-        state = first["optimizer_state_dict"]
-        self.stage, self.ds_config = int(state.get("zero_stage", 1)), first.get("ds_config", {})
-        counts = state.get("partition_count", len(self._optim))
-        self.ranks = counts if isinstance(counts, int) else max(counts)
+        state = first.table("optimizer_state_dict")
+        self.stage = int(state.count("zero_stage")) if "zero_stage" in state else 1
+        if self.stage not in (1, 2, 3):
+            state.refuse(state.path_of("zero_stage"), self.stage, "1, 2 or 3")
+        self.precision = _precision(first)
+        self.ranks = _ranks(state, len(self._optim))
         if sorted(self._optim) != list(range(self.ranks)):
             raise Unusable(
                 f"{folder} was saved by {self.ranks} ranks, but has the files of "
                 f"{', '.join(map(str, sorted(self._optim)))}"
             )
-        self._folder = folder
-        model = self.model = self._model_states(0)
-        groups = model["param_shapes"] or []
-        self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
-        self.scalars = _scalars(model, self._rank(0))
+        self.folder = folder
+        self.model = self._model_states(0)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for group in self.model.row("param_shapes") if self.model.get("param_shapes") else ():
+            self.shapes |= _shapes(Table(group, self.model.file, "param_shapes"))
+        self.scalars = _scalars(self.model, self._rank(0))
 
     def by_rank(self) -> Iterator[list[Fragment]]:
         """What each rank saved, one rank after the other; padding is left out.
 
         Raises Unusable when together they lack something.
         """
-        held: Counter[str] = Counter()
+        saved: Counter[str] = Counter()
         for number in range(self.ranks):
             rank = self._rank(number)
-            own = [*(self._zero3(rank) if self.stage == 3 else self._zero12(rank, held))]
-            held.update({fragment.name: fragment.numel for fragment in own})
+            own = [*(self._zero3(rank) if self.stage == 3 else self._zero12(rank, saved))]
+            saved.update({fragment.name: fragment.numel for fragment in own})
             yield [*own, *self._frozen(number), *(self._buffers() if number == 0 else ())]
         for name, shape in self.shapes.items():
-            if held[name] != math.prod(shape):
-                raise Unusable(f"{self._folder} has {held[name]} elements of {name} {shape}")
+            if saved[name] != math.prod(shape):
+                raise Unusable(f"{self.folder} has {saved[name]} elements of {name} {shape}")
 
     def _zero12(self, rank: Rank, before: Counter[str]) -> Iterator[Fragment]:
         """The flat groups are cut into equal shares: a parameter goes on in the next rank's."""
-        for flat, places in enumerate(rank.optimizer["param_slice_mappings"]):
-            for name, place in places.items():
-                tensors = rank.tensors(flat, place.start, place.numel)
-                yield Fragment(name, self.shapes[name], before[name], tensors)
+        mappings = rank.optimizer.row("param_slice_mappings")
+        for flat, places in enumerate(mappings[: len(rank.parts)]):
+            table = Table(places, rank.optimizer.file, f"param_slice_mappings.{flat}")
+            for name in table.values:
+                value = table.get(name)
+                place = Table(getattr(value, "__dict__", value), table.file, table.path_of(name))
+                start, numel = place.count("start"), place.count("numel")
+                tensors = rank.tensors(flat, start, numel, str(name))
+                yield Fragment(str(name), self._shape(str(name), rank), before[str(name)], tensors)
+
+    def _shape(self, name: str, rank: Rank) -> tuple[int, ...]:
+        if name not in self.shapes:
+            raise Unusable(f"{rank.optimizer.file} holds {name}, which {self.model.file} lacks")
+        return self.shapes[name]
 
     def _zero3(self, rank: Rank) -> Iterator[Fragment]:
         """Every parameter is cut into equal shares, which follow each other in the flat tensors."""
@@ -95,17 +115,17 @@ class Native:
         for name, shape in self.shapes.items():
             numel = math.prod(shape)
             share = math.ceil(numel / self.ranks)
-            if start == rank.flats[flat].numel() and flat + 1 < len(rank.flats):
+            if start == rank.numel(flat) and flat + 1 < len(rank.parts):
                 flat, start = flat + 1, 0
             offset = share * rank.number
             own = min(share, numel - offset)
-            if start + share > rank.flats[flat].numel():
+            if start + share > rank.numel(flat):
                 raise Unusable(
-                    f"rank {rank.number} in {self._folder} holds {rank.flats[flat].numel()} "
+                    f"rank {rank.number} in {self.folder} holds {rank.numel(flat)} "
                     f"elements where {name} {shape} goes beyond"
                 )
             if own > 0:
-                yield Fragment(name, shape, offset, rank.tensors(flat, start, own))
+                yield Fragment(name, shape, offset, rank.tensors(flat, start, own, name))
             start += share
 
     def _frozen(self, rank: int) -> Iterator[Fragment]:
@@ -113,42 +133,113 @@ class Native:
         if self.stage != 3 and rank > 0:
             return
         model = self._model_states(rank)
-        for name, shape in (model.get("frozen_param_shapes") or {}).items():
-            held = model["frozen_param_fragments"][name].view(-1)
-            offset = held.numel() * rank if self.stage == 3 else 0
-            own = min(held.numel(), math.prod(shape) - offset)
+        if not ("frozen_param_shapes" in model and model.get("frozen_param_shapes")):
+            return
+        weights = model.table("frozen_param_fragments")
+        for name, shape in _shapes(model.table("frozen_param_shapes")).items():
+            weight = tensor_of(weights, name)
+            offset = weight.numel() * rank if self.stage == 3 else 0
+            own = min(weight.numel(), math.prod(shape) - offset)
             if own > 0:
-                yield Fragment(name, tuple(shape), offset, {WEIGHT: held[:own].float()})
+                yield Fragment(name, shape, offset, {WEIGHT: weight[:own].float()})
 
     def _buffers(self) -> Iterator[Fragment]:
-        for name in self.model["buffer_names"]:
-            if name in self.model["module"]:
-                buffer = self.model["module"][name]
-                yield Fragment(name, tuple(buffer.shape), 0, {BUFFER: buffer.reshape(-1)})
+        module = self.model.table("module")
+        for name in self.model.texts("buffer_names"):
+            if name in module:
+                buffer = tensor_of(module, name)
+                shape = tuple(module.get(name).shape)  # type: ignore[attr-defined]
+                yield Fragment(name, shape, 0, {BUFFER: buffer})
 
-    def _model_states(self, rank: int) -> dict[str, Any]:
+    def _model_states(self, rank: int) -> Table:
         prefix = f"zero_pp_rank_{rank}_" if self.stage == 3 else ""
-        return read(self._folder / f"{prefix}mp_rank_00_model_states.pt")
+        return read(self.folder / f"{prefix}mp_rank_00_model_states.pt")
 
     def _rank(self, number: int) -> Rank:
-        optimizer = read(self._optim[number])["optimizer_state_dict"]
+        optimizer = read(self._optim[number]).table("optimizer_state_dict")
         zero3 = self.stage == 3
-        base = optimizer.get("optimizer_state_dict" if zero3 else "base_optimizer_state")
-        flats = optimizer.get("fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups")
-        if not isinstance(base, dict) or not flats or len(base["state"]) != len(flats):
+        base_key = "optimizer_state_dict" if zero3 else "base_optimizer_state"
+        flats_key = "fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"
+        if not isinstance(optimizer.get(base_key), dict) or not optimizer.get(flats_key):
             raise Unusable(f"{self._optim[number]} holds its optimizer in a way not known here")
-        return Rank(number, optimizer, flats, [base["state"][n] for n in range(len(flats))])
+        base = optimizer.table(base_key)
+        states = base.table("state")
+        flats = Table(
+            dict(enumerate(optimizer.row(flats_key))), optimizer.file, optimizer.path_of(flats_key)
+        )
+        if len(states.values) != len(flats.values):
+            raise Unusable(f"{self._optim[number]} holds its optimizer in a way not known here")
+        steps = _steps([states.table(n) for n in flats.values])
+        if not zero3 and "param_groups" in base:
+            groups = dict(enumerate(base.row("param_groups")))
+            steps += _steps([Table(g, base.file, "param_groups") for g in groups.values()])
+        return Rank(number, optimizer, [_parts(flats, states, n) for n in flats.values], steps)
 
 
-def _scalars(model: dict[str, Any], rank: Rank) -> dict[str, dict[str, Any]]:
+def _parts(flats: Table, states: Table, number: object) -> dict[str, torch.Tensor]:
+    """One flat tensor, and the optimizer's moments of it."""
+    weight, state = tensor_of(flats, number), states.table(number)
+    moments = {
+        str(kind): tensor_of(state, kind)
+        for kind, value in state.values.items()
+        if kind != _STEP and isinstance(value, torch.Tensor) and value.ndim
+    }
+    for kind, moment in moments.items():
+        if moment.numel() != weight.numel():
+            raise Unusable(
+                f"{state.file}: {state.path_of(kind)} has {moment.numel()} elements, its weights "
+                f"are {weight.numel()} elements"
+            )
+    return {WEIGHT: weight, **moments}
+
+
+def _steps(tables: list[Table]) -> list[float]:
+    """The optimizer's own count of steps, wherever it is."""
+    steps = []
+    for table in tables:
+        if _STEP in table:
+            value = table.get(_STEP)
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            steps.append(Table({_STEP: value}, table.file, table.key).number(_STEP))
+    return steps
+
+
+def _shapes(table: Table) -> dict[str, tuple[int, ...]]:
+    """Parameters' shapes, by name."""
+    return {str(name): table.counts(name) for name in table.values}
+
+
+def _ranks(state: Table, files: int) -> int:
+    """How many data ranks saved: one number, or one per parameter group."""
+    key = "partition_count"
+    if key not in state:
+        return files
+    if isinstance(state.get(key), int):
+        return state.count(key)
+    return max(state.counts(key), default=0)
+
+
+def _precision(first: Table) -> str:
+    """Of the DeepSpeed JSON that was saved along, where it was."""
+    if "ds_config" not in first:
+        return "fp32"
+    config = first.table("ds_config")
+    for name in ("bf16", "fp16"):
+        if name in config and config.get(name) and config.table(name).values.get("enabled"):
+            return name
+    return "fp32"
+
+
+def _scalars(model: Table, rank: Rank) -> dict[str, dict[str, Any]]:
     """Counters, loss scaling and the optimizer's steps, as the manifest holds them."""
-    scaler = getattr(rank.optimizer.get("loss_scaler"), "__dict__", {})
+    scaler = getattr(rank.optimizer.values.get("loss_scaler"), "__dict__", {})
     if "cur_iter" not in scaler:  # a scale that the JSON gives, which does not change
         scaler = {}
-    groups = (rank.optimizer.get("base_optimizer_state") or {}).get("param_groups", [])
-    steps = [held["step"] for held in (*rank.states, *groups) if "step" in held]
+    scaling = Table(scaler, rank.optimizer.file, "loss_scaler")
+    counters = {n: model.count(n) if model.values.get(n) else 0 for n in _COUNTERS}
     return {
-        "counters": {name: int(model.get(name) or 0) for name in _COUNTERS},
-        "loss_scaling": {name: scaler[name] for name in _SCALER if name in scaler},
-        "optimizer": {"step": float(steps[0])} if steps else {},
+        "counters": counters,
+        "loss_scaling": {name: scaling.number(name) for name in _SCALER if name in scaling},
+        "optimizer": {_STEP: float(rank.steps[0])} if rank.steps else {},
     }

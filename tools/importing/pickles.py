@@ -6,12 +6,14 @@ Its few classes are replaced by plain ones of the same name here, so that DeepSp
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from harness.checkpoint.tensor_file import DTYPES
 from harness.errors import Unusable
+from harness.regular_file import open_regular
+from harness.table import Table
 
 
 class Plain:
@@ -30,13 +32,14 @@ ALLOWED: dict[str, type] = {
 }
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What torch.save wrote to `path`; its tensors stay on disk until they are used.
+def read(path: Path) -> Table:
+    """The dict that torch.save wrote to `path`; its tensors stay on disk until they are used.
 
     Raises Unusable, before anything is unpickled, where it asks for anything else than tensors,
     plain values and ALLOWED; and where it is no such file.
     """
     try:
+        open_regular(path, links=True).close()  # nobody writes to a pipe that torch would wait for
         asked = get_unsafe_globals_in_checkpoint(path)
         refused = sorted(set(asked) - set(ALLOWED))
         if refused:
@@ -51,6 +54,16 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file fails in many ways
         problem = str(error).splitlines()[0] if str(error) else ""
         raise Unusable(f"{path} cannot be read: {type(error).__name__}: {problem}") from None
-    if not isinstance(content, dict):
-        raise Unusable(f"{path} holds no state of a DeepSpeed engine")
-    return content
+    return Table(content, path)
+
+
+def tensor_of(table: Table, key: object) -> torch.Tensor:
+    """A flat tensor with all its elements in the file. Raises Unusable where there is none."""
+    value = table.get(key)
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        table.refuse(table.path_of(key), value, "a tensor")
+    if value.dtype not in DTYPES or value.device.type != "cpu":
+        table.refuse(table.path_of(key), f"{value.dtype} on {value.device}", "a tensor of numbers")
+    if value.nbytes > value.untyped_storage().nbytes():
+        table.refuse(table.path_of(key), tuple(value.shape), "the shape of what the file holds")
+    return value.detach().reshape(-1)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.manifest import TrainState
+from harness.checkpoint.manifest import PRECISIONS, TrainState
 from harness.config import run_and_step
-from harness.errors import ConfigError
+from harness.errors import ConfigError, Unusable
+from harness.regular_file import read_json
+from harness.table import Table
 
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "*.model", "vocab.*")
+_MOST_JSON_BYTES = 2**26
 
 
 @dataclass(frozen=True)
 class Source:
     """`engine`: DeepSpeed's folder. `plan`: plan.json of a run of the harness; None of others.
+    `tokenizer`: the folder that holds its files, beside others.
 
     `state` is complete for a run of the harness; else its samples are DeepSpeed's count, and its
     tokens what the Trainer counted.
@@ -28,7 +30,7 @@ class Source:
     state: TrainState | None
     plan: dict[str, Any] | None
     model_config: dict[str, Any]
-    tokenizer: list[Path]
+    tokenizer: Path
 
 
 def find_source(text: str) -> Source:
@@ -47,11 +49,14 @@ def find_source(text: str) -> Source:
     if step is not None and step not in numbered:
         raise ConfigError(f"{run} has checkpoints of steps {sorted(numbered)}, not of {step}")
     path = numbered[step if step is not None else max(numbered)] if numbered else run
-    if (path / "state.json").is_file() and (path / "engine").is_dir():
-        return _of_the_harness(path)
     folders = [p for p in path.glob("global_step*") if p.is_dir()]
-    if len(folders) == 1:
-        return _of_the_trainer(path, folders[0])
+    try:
+        if (path / "state.json").is_file() and (path / "engine").is_dir():
+            return _of_the_harness(path)
+        if len(folders) == 1:
+            return _of_the_trainer(path, folders[0])
+    except Unusable as error:  # of a JSON file, which its user can mend
+        raise ConfigError(str(error)) from error
     raise ConfigError(
         f"{path} is no checkpoint known here: the harness's hold state.json and engine/, the "
         "Trainer's one folder global_stepN"
@@ -61,23 +66,25 @@ def find_source(text: str) -> Source:
 def _of_the_harness(path: Path) -> Source:
     run = path.parent.parent
     plan = _json(run / "plan.json")
-    state = TrainState(**_json(path / "state.json")["state"])
-    return Source(
-        path, path / "engine", state, plan, plan["model_config"], _tokenizer(run / "export")
-    )
+    if "precision" in plan and (precision := plan.text("precision")) not in PRECISIONS:
+        plan.refuse("precision", precision, f"one of {', '.join(PRECISIONS)}")
+    given = _json(path / "state.json").table("state")
+    state = TrainState(given.count("step"), given.count("samples"), given.count("tokens"))
+    config = _model_config(plan.table("model_config"))
+    return Source(path, path / "engine", state, dict(plan.values), config, run / "export")
 
 
 def _of_the_trainer(path: Path, engine: Path) -> Source:
-    return Source(path, engine, None, None, _json(path / "config.json"), _tokenizer(path))
+    return Source(path, engine, None, None, _model_config(_json(path / "config.json")), path)
 
 
-def _tokenizer(folder: Path) -> list[Path]:
-    return sorted({path for pattern in _TOKENIZER for path in folder.glob(pattern)})
+def _model_config(table: Table) -> dict[str, Any]:
+    table.text("model_type")
+    return dict(table.values)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> Table:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    return value
+        return Table(read_json(path, _MOST_JSON_BYTES, links=True), path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
