@@ -80,6 +80,8 @@ class DataConfig(Section):
 
     path: Text | None = None
     """Text, .jsonl, a folder of them, or a .bin/.idx pair; None reads Python's own library."""
+    format: Literal["text", "jsonl"] | None = None
+    """What its files are, whatever they are called; None: what their names say."""
     tokenizer: Text | None = None
     """Folder or hub id of a Hugging Face tokenizer; None trains one, or uses the corpus's."""
     seq_len: Annotated[int, Field(ge=2)] = 128

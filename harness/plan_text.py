@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.ds_config import offloaded_to
+from harness.errors import ConfigError
 from harness.fit import memory_line, shortages_here
+from harness.plan_data import glance
 from harness.planning.shape import num_parameters, parameters_by_kind
 from harness.planning.stages import bubble, layers_per_stage
 from harness.swap_space import swap_problems
@@ -25,12 +26,16 @@ def describe(plan: Plan) -> str:
     if plan.estimate:
         short = shortages_here(plan.estimate, plan.world.local_rank, plan.run.run.dir)
     short += swap_problems(plan)
-    path = plan.run.data.path
-    if path and not any(Path(path + end).expanduser().exists() for end in ("", ".bin", ".idx")):
-        short.append(f"data.path is {path}, which does not exist here")
-    verdict = f"{'this machine':<{_LABEL_WIDTH}}{'; '.join(short) or 'can hold it'}"
+    try:
+        data = glance(plan.run.data)
+    except ConfigError as error:  # elsewhere it may be another: said, not refused
+        data = "not readable here"
+        short += error.problems
+    verdict = row("this machine", "; ".join(short) or "can hold it")
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
-    return "\n".join([summary(plan), verdict, "", title, json.dumps(plan.deepspeed, indent=2)])
+    return "\n".join(
+        [summary(plan), row("data", data), verdict, "", title, json.dumps(plan.deepspeed, indent=2)]
+    )
 
 
 def summary(plan: Plan) -> str:
@@ -48,7 +53,12 @@ def summary(plan: Plan) -> str:
         ("memory", memory_line(plan.estimate) if plan.estimate else "not estimated"),
         *(("note", _note(event)) for event in plan.events),
     ]
-    return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}" for label, text in rows)
+    return "\n".join(row(label, text) for label, text in rows)
+
+
+def row(label: str, text: str) -> str:
+    """A line of a summary."""
+    return f"{label:<{_LABEL_WIDTH}}{text}"
 
 
 def _model(plan: Plan) -> str:

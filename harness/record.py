@@ -18,6 +18,7 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
         **plan.to_json(),
         "total_steps": total_steps,
         "data_fingerprint": data.fingerprint,
+        "data": {"documents": data.documents, "tokens": data.tokens, "begins": data.begins},
         "versions": {name: version(name) for name in packages},
         "git_commit": git_commit(),
     }

@@ -30,7 +30,7 @@ from harness.live_memory import MemoryCheck
 from harness.lr_and_batch import Schedule
 from harness.metrics import Meter, Progress, clock
 from harness.plan import Plan
-from harness.plan_text import summary
+from harness.plan_text import row, summary
 from harness.planning.memory.host import checkpoint_bytes
 from harness.probe import check_probe
 from harness.record import plan_record
@@ -140,6 +140,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     forced = _check_fit(plan)
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
     data = data or build_data(spec, progress.say)
+    progress.say(row("data", data.summary()))
     total_steps = _total_steps(plan, data)
     device = join(plan.world, plan.run.guard.hang_first_s)
     record = plan_record(plan, data, total_steps)
@@ -173,7 +174,8 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         )
         watchdog.folder, watchdog.on_hang = folder.heartbeats_dir, run.hangs
         try:
-            _begin(run, record, [*plan.events, *forced, *engine.events], beginning)
+            events = [*plan.events, *data.events(), *forced, *engine.events]
+            _begin(run, record, events, beginning)
         except BaseException as error:
             run.failed(error)
             run.ended("failed", getattr(error, "code", 1))

@@ -31,11 +31,12 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "config": "config config_file config_sections config_conduct",
+        "corpus": "corpus_files file_kinds token_index",
         "ds_config": "ds_config",
         "reading": "regular_file table tensor_header",
     },
     {
-        "plan": "plan plan_text plan_curriculum plan_kernels plan_model plan_optimizer "
+        "plan": "plan plan_text plan_data plan_curriculum plan_kernels plan_model plan_optimizer "
         "plan_pipeline plan_weights command model_config ds_adopt ds_resolve estimate fit "
         "swap_space",
         "runfolder": "runfolder",

@@ -433,8 +433,8 @@ def test_the_text_says_where_the_data_is_not(tmp_path):
     (tmp_path / "tokens.bin").touch()
     for path, said in (("tokens", False), ("tokens.bin", False), ("texts", True)):
         text = plan({}, f"data.path={tmp_path / path}").describe()
-        assert (f"data.path is {tmp_path / path}, which does not exist here" in text) is said
-    assert "does not exist here" not in plan({}).describe()
+        assert (f"data.path: {tmp_path / path} does not exist" in text) is said
+    assert "does not exist" not in plan({}).describe()
 
 
 def test_describe_spells_out_what_will_happen():

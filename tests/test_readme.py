@@ -47,8 +47,8 @@ INSTEAD = {
 # runs/first has so many steps before any command; two commands go on with it.
 FIRST_STEPS = 2
 STEPS = {"train.steps=200": 3, "train.steps=300": 4}
-# Lines of a plan that begin so depend on the CPU at hand.
-OF_THE_CPU = ("spread", "note", "memory", "this machine")
+# Lines of a plan that begin so depend on the CPU at hand, or on its Python.
+OF_THE_CPU = ("spread", "note", "memory", "data", "this machine")
 
 
 @pytest.fixture(scope="module")

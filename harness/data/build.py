@@ -39,8 +39,12 @@ from harness.data.tokenizer import (
     vocab_size,
 )
 from harness.errors import ConfigError
+from harness.file_kinds import Format
 from harness.paths import user_path
+from harness.plan_data import shortened
 from harness.runfolder import RunFolder
+
+_FIRST_TOKENS = 64  # more than a line that is shown
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class DataSpec:
     model_vocab_size: int | None = None
     """None: the tokenizer's."""
     trust_remote_code: bool = False
+    format: Format | None = None
+    """What the files of `path` are; None: what their names say."""
     shuffle_targets: bool = False
     """Control experiment: targets drawn from all over the split, so nothing can be learned."""
 
@@ -80,6 +86,7 @@ class DataSpec:
             seed=run.train.seed,
             model_vocab_size=model_config.get("vocab_size"),
             trust_remote_code=trust_remote_code,
+            format=data.format,
         )
 
 
@@ -101,6 +108,29 @@ class Data:
     fingerprint: str
     """Hash of the token ids, of how they lie in documents, and of the tokenizer."""
     corpus: Corpus
+    documents: int
+    begins: str
+    """The first line of the first document, as the tokenizer gives it back."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of both splits, with separators."""
+        return self.train.tokens + self.held_out.tokens
+
+    def summary(self) -> str:
+        """What is read, in a line that shows whether it is what was meant."""
+        left_out = f"; left out: {self.corpus.left_out}" if self.corpus.left_out else ""
+        return (
+            f"{self.corpus.path}: {self.documents:,} documents, {self.tokens:,} tokens, of which "
+            f"{self.held_out.tokens:,} are held out; the first begins {self.begins!r}{left_out}"
+        )
+
+    def events(self) -> list[dict[str, str]]:
+        """What the record of a run should say of its data."""
+        if not self.corpus.left_out:
+            return []
+        message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
+        return [{"kind": "left_out", "message": message}]
 
     @property
     def vocab_size(self) -> int:
@@ -172,7 +202,13 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     order = order_key(facts.fingerprint)
     train = Stream(packed["train"], spec.seed, order, document_mask=document_mask)
     held_out = Stream(packed["held_out"], 0, order, document_mask=document_mask)
-    return Data(train, held_out, tokenizer, facts.fingerprint, corpus)
+    begins = _first_line(tokens, tokenizer)
+    return Data(train, held_out, tokenizer, facts.fingerprint, corpus, facts.documents, begins)
+
+
+def _first_line(tokens: IndexedTokens, tokenizer: PreTrainedTokenizerBase) -> str:
+    ids = tokens.ids.block(0, min(len(tokens.ids), _FIRST_TOKENS))
+    return shortened(str(tokenizer.decode([*ids[ids < vocab_size(tokenizer)].tolist()])))
 
 
 def cached_fingerprint(spec: DataSpec) -> str | None:
@@ -193,7 +229,7 @@ def _open(spec: DataSpec) -> tuple[Corpus, list[object], Path]:
     """The corpus, its identity, and the cache."""
     cache = user_path("data.cache_dir", spec.cache_dir) if spec.cache_dir else default_cache()
     try:
-        corpus = find_corpus(spec.path)
+        corpus = find_corpus(spec.path, spec.format)
         return corpus, corpus.identity(), cache
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error

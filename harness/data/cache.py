@@ -39,16 +39,19 @@ def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> P
     left and the next process in line tries for itself. Raises ConfigError if the cache cannot be
     written.
     """
-    if folder.is_dir():
-        return folder
     try:
+        if folder.is_dir():
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_name(f"{folder.name}.lock").open("a") as lock:
             is_alone = _acquire(lock, report)
             if not folder.is_dir():
                 _build(folder, build, is_alone)
     except OSError as error:
-        raise ConfigError(f"data.cache_dir: cannot write under {folder.parent}: {error}") from error
+        raise ConfigError(
+            f"data.cache_dir: cannot use {folder.parent}: {error}; name a folder with room, which "
+            "you may write"
+        ) from error
     return folder
 
 

@@ -1,28 +1,25 @@
-"""Where text comes from, and its documents in a fixed order."""
+"""The documents of a corpus, in a fixed order."""
 
 from __future__ import annotations
 
+import codecs
 import json
-import os
 import re
 import sys
-import sysconfig
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Literal
 
+from harness.corpus_files import TOPICS, CorpusFiles, find_files
 from harness.errors import ConfigError
+from harness.file_kinds import NO_UTF_8, Format, reads_lines, why_not_utf_8
 
-Kind = Literal["library", "text", "indexed"]
-MAX_PROBLEMS = 20
+# A report names so many problems, and lines of one problem; it ends with so many lines in all.
+MAX_PROBLEMS, _NAMED_LINES, _MAX_LINES = 20, 5, 1000
 # Longer documents are read and tokenised in pieces of about this many characters.
 PIECE_CHARS = 1 << 17
-_SKIPPED_FOLDERS = {"dist-packages", "idle_test", "idlelib", "site-packages", "test", "tests"}
-# A dict of manual pages: read as prose, one document each, after all sources.
-_TOPICS = Path("pydoc_data", "topics.py")
 # Tokenizers join a space to the word after it, not to the word before: a cut there changes no id.
 _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 
@@ -37,96 +34,87 @@ class Piece:
     is_last: bool = True
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Files that hold documents. `path` is the prefix of the pair when `kind` is "indexed"."""
-
-    kind: Kind
-    path: Path
-    files: tuple[Path, ...]
+class Corpus(CorpusFiles):
+    """Files whose documents are read."""
 
     def identity(self) -> list[object]:
         """Changes whenever the documents may have changed: names, sizes, modification times."""
         stats = [(str(file), file.stat()) for file in self.files]
         return [
-            self.kind,
+            self.kind if self.format is None else f"{self.kind} as {self.format}",
             sys.version if self.kind == "library" else "",
             [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
         ]
 
-    def num_bytes(self) -> int:
-        """Size of all files together."""
-        return sum(file.stat().st_size for file in self.files)
-
     def pieces(self) -> Iterator[Piece]:
-        """Every document in order, as pieces; raises ConfigError with up to MAX_PROBLEMS of the
-        lines that cannot be read, each with file and line."""
-        problems: list[str] = []
+        """Every document in order, as pieces.
+
+        Raises ConfigError with up to MAX_PROBLEMS problems, each with its file and lines.
+        """
+        problems = Problems()
         for file in self.files:
             try:
-                if file.suffix == ".jsonl":
+                if reads_lines(file, self.format):
                     yield from _json_lines(file, problems)
                 elif self.kind == "library":
                     yield from _library_file(file)
                 else:
                     yield from _text_file(file)
-            except (OSError, UnicodeDecodeError) as error:
-                problems.append(f"data.path: cannot read {file}: {error}")
-            if len(problems) >= MAX_PROBLEMS:
+            except UnicodeDecodeError as error:
+                problems.add(file, f"{error}; it {why_not_utf_8(file)}")
+            except OSError as error:
+                problems.add(file, str(error))
+            if problems.are_enough:
                 break
-        if problems:
-            raise ConfigError(problems)
+        if problems.lines:
+            raise ConfigError(problems.texts())
 
     def name_of(self, document: int) -> str:
         """The file of a document; "" where that takes reading them all."""
-        if self.kind == "indexed" or any(file.suffix == ".jsonl" for file in self.files):
+        if self.kind == "indexed" or any(reads_lines(file, self.format) for file in self.files):
             return ""
         return str(self.files[min(document, len(self.files) - 1)])
 
 
-def find_corpus(path: str | None) -> Corpus:
-    """What `data.path` names: None is Python's library; raises ConfigError if there is no text."""
-    if path is None:
-        return _library()
-    given = Path(path).expanduser()
-    is_half = given.suffix in (".bin", ".idx")
-    prefix = given.with_suffix("") if is_half else given
-    pair = (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
-    if is_half or (not given.exists() and any(file.exists() for file in pair)):
-        return Corpus("indexed", prefix, pair)
-    if not given.exists():
-        raise ConfigError(f"data.path: {path} does not exist (nor {pair[0].name} beside it)")
-    files = (given,) if given.is_file() else tuple(_files_under(given))
-    if not any(file.stat().st_size for file in files):
-        raise ConfigError(f"data.path: {path} is empty: {len(files)} files, 0 bytes")
-    return Corpus("text", given, files)
+def find_corpus(path: str | None, format: Format | None = None) -> Corpus:
+    """The corpus that `data.path` names; raises ConfigError as find_files does."""
+    return Corpus(**vars(find_files(path, format)))
 
 
-def _files_under(folder: Path) -> list[Path]:
-    inside = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
-    visible = [file for file in inside if not any(part.startswith(".") for part in file.parts)]
-    return [folder / file for file in sorted(visible, key=lambda file: file.parts)]
+@dataclass
+class Problems:
+    """What cannot be read: lines (0 for a whole file) by file and message."""
+
+    lines: dict[tuple[Path, str], list[int]] = field(default_factory=dict)
+
+    def add(self, file: Path, message: str, line: int = 0) -> None:
+        """Note one more."""
+        self.lines.setdefault((file, message), []).append(line)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether the report has become long, or its cause plain."""
+        total = sum(map(len, self.lines.values()))
+        return len(self.lines) >= MAX_PROBLEMS or total >= _MAX_LINES
+
+    def texts(self) -> list[str]:
+        """A sentence for each message of a file."""
+        return [_problem(*of, lines) for of, lines in self.lines.items()]
 
 
-def _library() -> Corpus:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    kept = []
-    for folder, folders, names in os.walk(root):
-        # Not entered: site-packages alone may hold a hundred times as many files.
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
-        inside = Path(folder).relative_to(root)
-        kept += [inside / name for name in names if name.endswith(".py")]
-    if not kept:
-        raise ConfigError(
-            f"data.path: this Python keeps no sources under {root}; give a file or folder of text"
-        )
-    ordered = sorted(kept, key=lambda file: (file == _TOPICS, file.parts))
-    files = tuple(root / file for file in ordered)
-    return Corpus("library", root, files)
+def _problem(file: Path, message: str, lines: list[int]) -> str:
+    if lines == [0]:
+        return f"data.path: cannot read {file}: {message}"
+    more = ""
+    if len(lines) > 1:
+        others = ", ".join(map(str, lines[1:_NAMED_LINES]))
+        more = f" (so are lines {others}{' and more' if len(lines) > _NAMED_LINES else ''}; "
+        more += f"{len(lines)}{' or more' if len(lines) >= _MAX_LINES else ''} in all)"
+    return f"data.path: {file}:{lines[0]}: {message}{more}"
 
 
 def _library_file(file: Path) -> Iterator[Piece]:
-    if file.parts[-2:] != _TOPICS.parts:
+    if file.parts[-2:] != TOPICS.parts:
         with tokenize.open(file) as source:
             yield Piece(source.read())
         return
@@ -135,34 +123,48 @@ def _library_file(file: Path) -> Iterator[Piece]:
 
 
 def _text_file(file: Path) -> Iterator[Piece]:
-    """One document, as it is: line ends are kept."""
-    with file.open(encoding="utf-8", newline="") as opened:
-        held = ""
+    """One document, as it is: line ends are kept, a byte order mark is not."""
+    with file.open(encoding="utf-8-sig", newline="") as opened:
+        unread = ""
         while block := opened.read(PIECE_CHARS):
-            held += block
-            if len(held) > PIECE_CHARS:
-                found = _CUT.search(held, len(held) // 2)
-                cut = found.start() if found else len(held)
-                yield Piece(held[:cut], is_last=False)
-                held = held[cut:]
-        yield Piece(held)
+            unread += block
+            if len(unread) > PIECE_CHARS:
+                cut = _cut(unread, len(unread) // 2, len(unread))
+                yield Piece(unread[:cut], is_last=False)
+                unread = unread[cut:]
+        yield Piece(unread)
 
 
-def _json_lines(file: Path, problems: list[str]) -> Iterator[Piece]:
-    """One document per line; blank lines are none. Problems are added to the list given."""
+def _cut(text: str, start: int, end: int) -> int:
+    """A place in [start, end] where a cut changes no id; `end` where there is none."""
+    place = _CUT.search(text, start, end)
+    return place.start() if place else end
+
+
+def _json_lines(file: Path, problems: Problems) -> Iterator[Piece]:
+    """One document per line; blank lines are none. Problems are added to those given."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            text = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
+            if not text:
                 continue
             try:
-                yield from _document_of(json.loads(line.strip().decode()))
+                yield from _document_of(json.loads(text.decode()))
+            except UnicodeDecodeError as error:
+                if number == 1 and (why := why_not_utf_8(file)) != NO_UTF_8:
+                    return problems.add(file, f"it {why}")
+                problems.add(file, str(error), number)
+            except json.JSONDecodeError as error:
+                problems.add(file, f"is no JSON: {error.msg} at column {error.colno}", number)
+            except RecursionError:
+                problems.add(file, "is JSON that is nested too deeply", number)
             except ValueError as error:
-                problems.append(f"data.path: {file}:{number}: {error}")
-                if len(problems) >= MAX_PROBLEMS:
-                    return
+                problems.add(file, str(error), number)
+            if problems.are_enough:
+                return None
 
 
-def _document_of(value: object) -> list[Piece]:
+def _document_of(value: object) -> Iterator[Piece]:
     """The pieces of one line's JSON value; ValueError says what is wrong with it."""
     if not isinstance(value, dict):
         raise ValueError(f"must be an object, not {type(value).__name__}")
@@ -170,12 +172,32 @@ def _document_of(value: object) -> list[Piece]:
     if keys not in (["text"], ["prompt", "completion"]):
         raise ValueError(
             "needs either text, or prompt and completion; "
-            f"it has {', '.join(map(repr, value)) or 'no keys'}"
+            f"it has {', '.join(map(repr, value)) or 'no keys'}{_renaming(value)}"
         )
     for key in keys:
         if not isinstance(value[key], str):
             raise ValueError(f"{key} must be a string, not {type(value[key]).__name__}")
         value[key].encode()  # a lone surrogate, "\ud800", is valid JSON and no text
     if keys == ["text"]:
-        return [Piece(value["text"])]
-    return [Piece(value["prompt"], is_prompt=True, is_last=False), Piece(value["completion"])]
+        yield from _pieces_of(value["text"])
+    else:
+        yield from _pieces_of(value["prompt"], is_prompt=True)
+        yield from _pieces_of(value["completion"])
+
+
+def _renaming(value: dict[str, object]) -> str:
+    """How the only text of a line becomes its "text"."""
+    texts = [key for key in value if isinstance(value[key], str) and key.isidentifier()]
+    if len(texts) != 1 or {"prompt", "completion"} & value.keys():
+        return ""
+    return f": jq -c '{{text: .{texts[0]}}}' FILE > NEW makes {texts[0]} the text"
+
+
+def _pieces_of(text: str, is_prompt: bool = False) -> Iterator[Piece]:
+    """One string, cut as a file of text is; a prompt does not end its document."""
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        cut = _cut(text, start + PIECE_CHARS // 2, start + PIECE_CHARS)
+        yield Piece(text[start:cut], is_prompt, is_last=False)
+        start = cut
+    yield Piece(text[start:], is_prompt, is_last=not is_prompt)

@@ -1,13 +1,7 @@
-"""Tokens on disk: Megatron's PREFIX.bin (ids) and PREFIX.idx (where each document lies).
-
-The layout of the .idx is that of Megatron-LM's MMapIndexedDataset: 9 bytes of magic, uint64
-version, uint8 type of the ids, uint64 sequences, uint64 document bounds; then int32 tokens of each
-sequence, int64 byte offset of each sequence, and int64 bounds of the documents in sequences.
-"""
+"""Tokens on disk: Megatron's PREFIX.bin (ids) and PREFIX.idx (where each document lies)."""
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,11 +11,8 @@ from numpy.typing import NDArray
 
 from harness.data.token_file import TokenFile
 from harness.errors import ConfigError
+from harness.token_index import HEADER, MAGIC, TYPES, read_header
 
-MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-# uint16 is 6 in DeepSpeed and 8 in Megatron-LM, where 6 and 7 are floats.
-_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<u2", 7: "<u4", 8: "<u2"}
 _UINT16, _INT32 = 6, 4
 
 
@@ -43,37 +34,18 @@ class IndexedTokens:
             ) from error
 
     def _open(self) -> None:
-        idx_bytes = self.idx_path.stat().st_size
-        if idx_bytes < _HEADER.size:
-            raise ConfigError(
-                f"{self.idx_path} is truncated: {idx_bytes} bytes, its header has {_HEADER.size}"
-            )
-        with self.idx_path.open("rb") as file:
-            header = file.read(_HEADER.size)
-        magic, version, code, sequences, bounds = _HEADER.unpack(header)
-        if magic != MAGIC or version != 1 or code not in _TYPES:
-            raise ConfigError(
-                f"{self.idx_path} is no Megatron index: it begins with {header[:18]!r}, not with "
-                f"{MAGIC!r}, version 1 and a type from {min(_TYPES)} to {max(_TYPES)}"
-            )
-        if not sequences:
-            raise ConfigError(f"{self.idx_path} is empty: it describes no sequence")
-        if bounds < 2:
-            raise ConfigError(
-                f"{self.idx_path} describes {sequences} sequences and the end of no document: "
-                "whatever wrote it must end each document (builder.end_document())"
-            )
-        offsets_at = _HEADER.size + 4 * sequences
-        bounds_at = offsets_at + 8 * sequences
-        self._require_size(self.idx_path, idx_bytes, bounds_at + 8 * bounds)
+        header = read_header(self.idx_path)
+        offsets_at = HEADER.size + 4 * header.sequences
+        bounds_at = offsets_at + 8 * header.sequences
+        self._require_size(self.idx_path, header.num_bytes, bounds_at + 8 * header.bounds)
         index = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r"))
-        self._sizes = index[_HEADER.size : offsets_at].view("<i4")
+        self._sizes = index[HEADER.size : offsets_at].view("<i4")
         self._offsets = index[offsets_at:bounds_at].view("<i8")
         self._bounds = index[bounds_at:].view("<i8")
-        dtype = np.dtype(_TYPES[code])
+        dtype = np.dtype(TYPES[header.code])
         end = int(self._offsets[-1]) + int(self._sizes[-1]) * dtype.itemsize
         if self.bin_bytes != end:
-            self._require_width(dtype, code)
+            self._require_width(dtype, header.code)
         self._require_size(self.bin_path, self.bin_bytes, end)
         if not end:
             raise ConfigError(f"{self.bin_path} is empty (0 bytes)")
@@ -131,7 +103,7 @@ def write_indexed(
     sequence are held in memory.
     """
     code = _UINT16 if vocab_size < 65500 else _INT32
-    dtype = np.dtype(_TYPES[code])
+    dtype = np.dtype(TYPES[code])
     sizes, bounds = array("i"), array("q", [0])
     with Path(f"{prefix}.bin").open("wb") as file:
         for ids, ends_document in sequences:
@@ -141,6 +113,6 @@ def write_indexed(
                 bounds.append(len(sizes))
     offsets = np.r_[0, np.cumsum(sizes, dtype=np.int64)[:-1]] * dtype.itemsize
     with Path(f"{prefix}.idx").open("wb") as file:
-        file.write(_HEADER.pack(MAGIC, 1, code, len(sizes), len(bounds)))
+        file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(bounds)))
         for column, width in ((sizes, "<i4"), (offsets, "<i8"), (bounds, "<i8")):
             file.write(np.asarray(column, dtype=width).tobytes())

@@ -9,7 +9,7 @@ from typing import Any
 from sentencepiece import sentencepiece_model_pb2 as sentencepiece_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from harness.data.tokenizer import SENTENCEPIECE, SPACE
+from harness.data.tokenizer import SENTENCEPIECE, SPACE, write_tokenizer
 from harness.data.tokenizer_files import GENERATION
 
 
@@ -18,7 +18,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
     Converters to other formats (llama.cpp's) take the pieces' scores from that file alone.
     """
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(tokenizer, folder)
     source = getattr(tokenizer, "vocab_file", None)
     if source and Path(source).is_file() and not (folder / SENTENCEPIECE).exists():
         model = Path(source).read_bytes()

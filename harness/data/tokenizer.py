@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -19,12 +21,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from harness.data.corpus import Corpus, Piece
 from harness.errors import ConfigError
+from harness.paths import user_path
 
 VOCAB_SIZE = 8192
 # Raise it whenever the same corpus would give other files.
 TRAINED_FORMAT = 2
 SENTENCEPIECE = "tokenizer.model"  # its file, as every reader of one calls it
-PIECES_AT_ONCE = 256  # what the tokenizer's threads share
+# What the tokenizer's threads share: at most so many pieces, of so many characters together, since
+# a tokenizer takes a hundred bytes for each of them.
+PIECES_AT_ONCE, _CHARS_AT_ONCE = 256, 1 << 22
 # Pieces converge long before: a larger corpus is thinned to about this much text.
 TRAINING_CHARS = 48_000_000
 # Long enough that runs of line breaks become pieces, short enough for SentencePiece's buffers.
@@ -41,8 +46,21 @@ def train_tokenizer(corpus: Corpus, folder: Path) -> None:
     model is one of them: converters take the pieces' scores from it.
     """
     model = train_model(corpus)
-    wrap(to_backend(model)).save_pretrained(folder)
+    write_tokenizer(wrap(to_backend(model)), folder)
     (folder / SENTENCEPIECE).write_bytes(model)
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes a Hugging Face tokenizer folder; OSError where the disk is full or read-only."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the class that tokenizers raises for whatever Rust's writing says
+        number = re.search(r"\(os error ([0-9]+)\)$", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
 def train_model(corpus: Corpus) -> bytes:
@@ -129,6 +147,8 @@ def load_tokenizer(
     source: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """AutoTokenizer's, from a folder or hub id; ConfigError if there is none or it has no eos."""
+    if str(source).startswith("~"):  # anything else may be a hub id
+        source = user_path("data.tokenizer", str(source))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever the file at fault provokes
@@ -163,7 +183,7 @@ def encoded(
     with ThreadPoolExecutor(max_workers=1) as encoder:
 
         def begun() -> tuple[list[Piece], Future[list[list[int]]]]:
-            group = list(islice(pieces, PIECES_AT_ONCE))
+            group = _next_group(pieces)
             return group, encoder.submit(encode, tokenizer, [piece.text for piece in group])
 
         group, ids = begun()
@@ -171,6 +191,17 @@ def encoded(
             coming = begun()
             yield group, ids.result()
             group, ids = coming
+
+
+def _next_group(pieces: Iterator[Piece]) -> list[Piece]:
+    """The next pieces that are encoded together; none at the end."""
+    group, characters = [], 0
+    for piece in islice(pieces, PIECES_AT_ONCE):
+        group.append(piece)
+        characters += len(piece.text)
+        if characters >= _CHARS_AT_ONCE:
+            break
+    return group
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:

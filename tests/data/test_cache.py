@@ -7,12 +7,17 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from harness.data import cache
 from harness.data.cache import build_once, cache_key
+from harness.data.tokenizer import write_tokenizer
 from harness.errors import ConfigError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -162,11 +167,42 @@ def test_a_finished_folder_is_only_opened(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot write under /proc/nowhere"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot use /proc/nowhere"):
         build_once(Path("/proc/nowhere/made"), build_slowly, print)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot write under .*file"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot use .*file"):
         build_once(tmp_path / "file" / "made", build_slowly, print)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+def test_a_cache_that_may_not_be_entered_is_named(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o700)
+    results = SPAWN.Queue()
+    stranger = SPAWN.Process(target=as_nobody, args=(tmp_path / "closed" / "cache", results))
+    stranger.start()
+    assert "data.cache_dir: cannot use" in results.get(timeout=60)
+    stranger.join()
+
+
+def as_nobody(cache: Path, results: multiprocessing.Queue) -> None:
+    os.setuid(65534)
+    try:
+        build_once(cache / "made", build_slowly, print)
+    except ConfigError as error:
+        results.put(str(error))
+    except BaseException as error:
+        results.put(repr(error))
+
+
+def test_a_full_disk_is_named_whoever_writes(small_disk: Path) -> None:
+    """The tokenizer's file is written by Rust, whose error is a bare Exception."""
+    (small_disk / "filler").write_bytes(bytes((6 << 20) - (16 << 10)))
+    words = [f"word{number}" for number in range(20_000)]
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="word0")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot use .*No space left on device"):
+        build_once(small_disk / "made", partial(write_tokenizer, tokenizer), print)
+    assert sorted(file.name for file in small_disk.iterdir()) == ["filler", "made.lock"]
 
 
 def test_keys_tell_everything_apart() -> None:

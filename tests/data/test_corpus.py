@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sysconfig
@@ -116,7 +117,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         f"{path}:{number}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 11)
     ]
     expected = [
-        "delimiter: line 1 column",
+        "is no JSON: Expecting ',' delimiter at column 18",
         "object, not list",
         "'txt'",
         "text must be a string, not int",
@@ -131,8 +132,63 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
 
 
 def test_a_thousand_bad_lines_make_a_short_report(write_jsonl: Callable[..., Path]) -> None:
-    path = write_jsonl(*range(1000))
-    assert len(problems(find_corpus(str(path)))) == corpus_module.MAX_PROBLEMS
+    path = write_jsonl(*range(2000), {"content": "x", "n": 1})
+    assert problems(find_corpus(str(path))) == [
+        f"data.path: {path}:1: must be an object, not int (so are lines 2, 3, 4, 5 and more; "
+        "1000 or more in all)"
+    ]
+    path = write_jsonl({"text": "fine"}, {"content": "x", "n": 1}, {"n": 2, "content": "y"})
+    (first, second) = problems(find_corpus(str(path)))
+    assert first.endswith(
+        "'content', 'n': jq -c '{text: .content}' FILE > NEW makes content the text"
+    )
+    assert second.startswith(f"data.path: {path}:3: needs either text, or prompt and completion")
+    many = write_jsonl(*({f"key {number}": "x"} for number in range(100)))
+    assert len(problems(find_corpus(str(many)))) == corpus_module.MAX_PROBLEMS
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    content = '{"text": "é"}' if name == "a.jsonl" else "é"
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert documents(find_corpus(str(tmp_path / name))) == ["é"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "gzip"])
+def test_lines_in_another_encoding_make_one_problem(tmp_path: Path, encoding: str) -> None:
+    text = '{"text": "many"}\n' * 100
+    content = gzip.compress(text.encode()) if encoding == "gzip" else text.encode(encoding)
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (problem,) = problems(find_corpus(str(tmp_path / "a.jsonl")))
+    advice = {"gzip": "it is compressed: gunzip -k FILE", "utf-16": "it is UTF-16: iconv"}
+    assert advice[encoding] in problem
+
+
+def test_json_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000)
+    (problem,) = problems(find_corpus(str(tmp_path / "a.jsonl")))
+    assert problem.endswith("a.jsonl:1: is JSON that is nested too deeply")
+
+
+@pytest.mark.parametrize("keys", [("text",), ("prompt", "completion")])
+@pytest.mark.parametrize("separator", ["a word", "x"])
+def test_a_long_line_is_read_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+    write_jsonl: Callable[..., Path],
+    keys: tuple[str, ...],
+    separator: str,
+) -> None:
+    monkeypatch.setattr(corpus_module, "PIECE_CHARS", 100)
+    value = {key: separator.join(f"{key} {n} é" for n in range(500)) for key in keys}
+    corpus = find_corpus(str(write_jsonl(value, value)))
+    pieces = list(corpus.pieces())
+    assert max(len(piece.text) for piece in pieces) <= 100
+    assert documents(corpus) == ["".join(value.values())] * 2
+    prompt = "".join(piece.text for piece in pieces if piece.is_prompt)
+    assert prompt == value.get("prompt", "") * 2
+    if separator == "a word":
+        starts = {f"{key} 0" for key in keys}
+        assert all(piece.text.startswith((" word", *starts)) for piece in pieces)
 
 
 def test_files_that_are_no_text_are_named(tmp_path: Path) -> None:

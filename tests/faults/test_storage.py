@@ -184,7 +184,9 @@ def pair(trial: Trial) -> Path:
 @pytest.mark.fault("changed data")
 def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Trial) -> None:
     """Every id but the separator, in a file of the same size with the same .idx."""
-    trial.start("train.steps=2")
+    first = trial.start("train.steps=2")
+    assert f"data           {pair.with_suffix('')}: 200 documents, " in first.output
+    assert " are held out; the first begins '" in first.output
     ids = np.fromfile(pair, np.uint16)
     np.where(ids == 2, ids, 7).astype(np.uint16).tofile(pair)
     refused = trial.start(code=2)

@@ -1,0 +1,60 @@
+"""The header of a Megatron .idx, which says where each document of a .bin lies.
+
+The layout is that of Megatron-LM's MMapIndexedDataset: 9 bytes of magic, uint64 version, uint8 type
+of the ids, uint64 sequences, uint64 document bounds; then int32 tokens of each sequence, int64 byte
+offset of each sequence, and int64 bounds of the documents in sequences.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+# uint16 is 6 in DeepSpeed and 8 in Megatron-LM, where 6 and 7 are floats.
+TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<u2", 7: "<u4", 8: "<u2"}
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """What the first bytes of an .idx say."""
+
+    code: int
+    """Key of TYPES."""
+    sequences: int
+    bounds: int
+    """One more than there are documents."""
+    num_bytes: int
+    """Size of the file."""
+
+    @property
+    def id_bytes(self) -> int:
+        """Size of an id in the .bin."""
+        return int(TYPES[self.code][2:])
+
+
+def read_header(path: Path) -> IndexHeader:
+    """The header of an .idx that holds documents; ConfigError for anything else, or OSError."""
+    num_bytes = path.stat().st_size
+    if num_bytes < HEADER.size:
+        raise ConfigError(f"{path} is truncated: {num_bytes} bytes, its header has {HEADER.size}")
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+    magic, version, code, sequences, bounds = HEADER.unpack(header)
+    if magic != MAGIC or version != 1 or code not in TYPES:
+        raise ConfigError(
+            f"{path} is no Megatron index: it begins with {header[:18]!r}, not with {MAGIC!r}, "
+            f"version 1 and a type from {min(TYPES)} to {max(TYPES)}"
+        )
+    if not sequences:
+        raise ConfigError(f"{path} is empty: it describes no sequence")
+    if bounds < 2:
+        raise ConfigError(
+            f"{path} describes {sequences} sequences and the end of no document: whatever wrote it "
+            "must end each document (builder.end_document())"
+        )
+    return IndexHeader(code, sequences, bounds, num_bytes)
