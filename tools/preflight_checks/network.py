@@ -116,7 +116,8 @@ def _measure(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
     links.stage = "connecting"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=meeting.store,
+        # Of its own: waiting for a rank that does not come, it locks out whoever shares the store.
+        store=meeting.store.clone(),
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=_NCCL_PATIENCE_S),
