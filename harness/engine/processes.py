@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 
 from harness.errors import ConfigError
+from harness.planning.port import is_free, slurm_port
 from harness.planning.world import World
 
 _BEYOND_THE_WATCHDOG_S = 600.0  # that collectives wait longer than it, to dump stacks and report
@@ -21,14 +22,20 @@ _BEYOND_THE_WATCHDOG_S = 600.0  # that collectives wait longer than it, to dump 
 def set_environment(world: World) -> None:
     """Set what torch and DeepSpeed read from the environment, whichever launcher started `world`:
     who is who, where the ranks meet, and how many threads each has.
+
+    Raises ConfigError on rank 0 where they would meet at a port that is taken.
     """
     address, port = "127.0.0.1", 29500
     if world.world_size == 1:
         port = _free_port()
     elif world.launcher == "slurm":
         address = _slurm_address(os.environ) or address
-        # Jobs that share a node must not meet at one port.
-        port = 20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 10000
+        port = slurm_port()
+        if world.rank == 0 and "MASTER_PORT" not in os.environ and not is_free(port):
+            raise ConfigError(
+                f"port {port} of {socket.gethostname()}, where the ranks would meet, is taken: "
+                "start again (another srun has another port), or set MASTER_PORT to a free one"
+            )
     os.environ.setdefault("MASTER_ADDR", address)
     os.environ.setdefault("MASTER_PORT", str(port))
     os.environ["RANK"] = str(world.rank)
