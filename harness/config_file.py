@@ -25,7 +25,7 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
     problems: list[str] = []
     tree: dict[str, Any] = {}
     try:
-        tree = _read_toml(Path(path)) if path is not None else {}
+        tree = read_toml(Path(path)) if path is not None else {}
     except ConfigError as error:
         problems += error.problems
     origins = {key: str(path) for key, _ in flat(tree)}
@@ -56,7 +56,8 @@ def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
         raise ConfigError([_sentence(item, origins) for item in error.errors()]) from None
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return a run config as it is written. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

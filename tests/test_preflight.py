@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +17,8 @@ from harness.config import RunConfig
 from harness.plan import Plan, make_plan
 from harness.planning.memory.inputs import GIB
 from harness.planning.world import World
-from tools.preflight_checks import report
+from tests.two_ranks import REPOSITORY
+from tools.preflight_checks import environment, report
 from tools.preflight_checks.flight import Facts, judge
 from tools.preflight_checks.machine import Machine
 from tools.preflight_checks.network import BETWEEN, Links, bus_gb_per_s, pair_rounds, ring_rounds
@@ -256,6 +263,23 @@ def test_a_rank_that_does_not_report_is_named() -> None:
     found = row("reports", [*healthy()[:3], None])
     assert (found.verdict, found.found) == ("FAIL", "none from n4 (rank 3)")
     assert report.code([found]) == 2
+
+
+def test_a_library_that_torch_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    problem = "libcudart.so.12: cannot open shared object file"
+    (tmp_path / "torch/__init__.py").write_text(f"raise OSError({problem!r})")
+    command = [sys.executable, REPOSITORY / "tools/preflight.py", "--environment"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"{sys.executable} cannot import torch: OSError: {problem}\n"
+
+
+def test_what_is_looked_for_is_what_is_installed() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    declared = {re.split("[<>=]", line)[0] for line in project["dependencies"]}
+    assert set(environment.NEEDED) - declared == {"tomllib"}
 
 
 def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:

@@ -99,6 +99,15 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     assert "1 of 2 ranks did not come within 8 s: 1" in ended.outputs[0]
 
 
+def test_a_rank_without_the_environment_says_so(tmp_path: Path) -> None:
+    bare = f"if rank == 1: sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n{NODES}"
+    ended = fly(tmp_path, what=bare, limit_s=16)
+    assert ended.codes == [2, 2]
+    named = f"cannot look: n2: {sys.executable} cannot import torch, deepspeed, transformers"
+    assert ended.outputs[1].startswith(named)
+    assert "1 of 2 ranks did not come within 8 s: 1" in ended.outputs[0]
+
+
 def test_a_network_that_hangs_ends_in_time_with_the_rank_named(
     data: list[str], tmp_path: Path
 ) -> None:
@@ -114,6 +123,22 @@ if rank == 1:
     assert found["verdict"] == "FAIL"
     assert "not finished after" in found["found"]
     assert "with rank 0" in found["found"]
+
+
+def test_a_rank_that_python_cannot_reach_ends_itself(data: list[str], tmp_path: Path) -> None:
+    """Killed from outside, it would hide the others' code."""
+    hangs = """
+import ctypes, torch
+if rank == 1:
+    torch.mm = lambda *_, **__: ctypes.PyDLL(None).sleep(1000)
+"""
+    shorter = f"import tools.preflight as tool; tool._GRACE_S = 12.0\n{NODES}\n{hangs}"
+    what = f"{shorter}\nsys.exit(tool.main(sys.argv[1:]))"
+    words = (*data, "--json", f"run.dir={tmp_path / 'run'}")
+    ended = fly(tmp_path, *words, what=what, limit_s=16)
+    assert ended.codes == [2, 1]
+    assert verdicts(ended)["reports"]["found"] == "none from n2 (rank 1)"
+    assert "measure_machine" in ended.outputs[1]
 
 
 def test_a_disk_that_is_too_small_fails(data: list[str], small_disk: Path, tmp_path: Path) -> None:

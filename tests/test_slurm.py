@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.planning.port import slurm_port
 from harness.runfolder import RunFolder
 from tests.private_slurm import CannotStart, PrivateSlurm
 from tests.two_ranks import REPOSITORY, events, run_ranks, train_command, wait_for, write_corpus
@@ -22,13 +24,17 @@ from tests.two_ranks import REPOSITORY, events, run_ranks, train_command, wait_f
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 STEPS = 20
 # In the place of harness/train.py, where the script's own decisions are tested. Each start of the
-# job does what its word says: waits for a signal, crashes after it saved that checkpoint, or ends
-# with that code.
+# job does what its word says: waits for a signal, without a handler for it if it is deaf, crashes
+# after it saved that checkpoint, or ends with that code.
 STAND_IN = """
 import os, pathlib, signal, sys, time
 
-said = dict(word.split("=", 1) for word in sys.argv[1:])
+said = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
 what = said["starts"].split(",")[int(os.environ.get("SLURM_RESTART_COUNT", 0))]
+print("meets at", os.environ["MASTER_PORT"], flush=True)
+if what == "deaf":
+    print("waits", flush=True)
+    time.sleep(100)
 if what == "waits":
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(75))
@@ -39,7 +45,12 @@ if what.startswith("step"):
     sys.exit(1)
 sys.exit(int(what))
 """
-SITE = f"export PATH={Path(sys.executable).parent}:$PATH CPU_RANKS_PER_NODE=1 PREFLIGHT=0\n"
+PYTHON = f"export PATH={Path(sys.executable).parent}:$PATH\n"
+# A node on which Python finds no installed package.
+BARE_NODE = f"""#!/bin/bash
+[[ $SLURMD_NODENAME == n2 ]] && exec {sys.executable} -S "$@"
+exec {sys.executable} "$@"
+"""
 # Steps that take long enough to be stopped in the middle.
 LONGER = ("data.seq_len=128", "train.global_batch=16", f"train.steps={STEPS}", "eval.every=0")
 
@@ -78,13 +89,31 @@ def submit(slurm: PrivateSlurm, folder: Path, *arguments: str) -> str:
     return sbatch(slurm, folder, REPOSITORY, "--nodes=2", "--time=30", SCRIPT, *arguments)
 
 
-def submit_stand_in(slurm: PrivateSlurm, folder: Path, starts: str, minutes: int = 30) -> str:
-    """Submit the shipped script on one node, from a folder where STAND_IN is what it starts."""
-    for file, text in (("harness/train.py", STAND_IN), ("slurm/site.env", SITE)):
-        (folder / file).parent.mkdir(parents=True)
-        (folder / file).write_text(text)
-    options = ("--nodes=1", f"--time={minutes}")
-    return sbatch(slurm, folder, folder, *options, SCRIPT, f"starts={starts}", "run.dir=run")
+def clone_of(folder: Path, site: str) -> Path:
+    """A clone in `folder` with the shipped script, where STAND_IN is what it starts."""
+    clone = folder / "a clone"
+    for path, text in (
+        ("harness/train.py", STAND_IN),
+        ("slurm/site.env", site),
+        ("slurm/train.sbatch", SCRIPT.read_text()),
+    ):
+        (clone / path).parent.mkdir(parents=True, exist_ok=True)
+        (clone / path).write_text(text)
+    (clone / "tools").symlink_to(REPOSITORY / "tools")
+    return clone
+
+
+def submit_stand_in(
+    slurm: PrivateSlurm,
+    folder: Path,
+    starts: str,
+    *options: str,
+    words: tuple[str, ...] = ("run.dir=run",),
+) -> str:
+    """Submit the shipped script on one node, from outside its clone."""
+    script = clone_of(folder, f"{PYTHON}PREFLIGHT=0\n") / "slurm/train.sbatch"
+    options = ("--nodes=1", "--time=30", *options)
+    return sbatch(slurm, folder, folder, *options, script, f"starts={starts}", *words)
 
 
 def sbatch(slurm: PrivateSlurm, folder: Path, cwd: Path, *words: object) -> str:
@@ -155,9 +184,59 @@ def test_a_wrong_config_is_not_requeued(
 def test_a_config_that_only_the_run_refuses_is_not_requeued(
     slurm: PrivateSlurm, tmp_path: Path
 ) -> None:
-    job = submit_stand_in(slurm, tmp_path, "2,0")
+    """Nor because of what an earlier attempt left in the run folder, which the config names."""
+    (tmp_path / "run/heartbeats").mkdir(parents=True)
+    (tmp_path / "run/heartbeats/hang.json").write_text("{}")
+    (tmp_path / "my.toml").write_text('[run]\ndir = "run"\n')
+    job = submit_stand_in(slurm, tmp_path, "2,0", words=("--config", "my.toml"))
     wait_for(partial(ended, slurm, job), f"job {job} to end", 120)
     assert codes(tmp_path) == [2], said_by(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_finds_its_run_folder_and_a_free_port(slurm: PrivateSlurm, tmp_path: Path) -> None:
+    """The run config of the folder where it was submitted says where; the port is taken."""
+    (tmp_path / "my.toml").write_text('[run]\ndir = "from the file"\n')
+    words = ("--config=my.toml",)
+    job = submit_stand_in(slurm, tmp_path, "1,0", "--hold", words=words)
+    taken = slurm_port({"SLURM_JOB_ID": job})
+    with socket.create_server(("127.0.0.1", taken)):
+        slurm.run("scontrol", "release", job)
+        wait_for(partial(ended, slurm, job), f"job {job} to end", 120)
+    assert codes(tmp_path) == [1, 0], said_by(tmp_path)
+    ports = [int(port) for port in re.findall(r"meets at (\d+)", said_by(tmp_path))]
+    assert ports[0] == taken + 1
+    assert ports[1] not in (taken, taken + 1)  # another attempt, another port
+    assert (tmp_path / "from the file/endings").read_text() == f"job {job} after none\n"
+    assert "run.dir=" not in said_by(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_node_without_the_environment_is_named_and_nobody_waits(
+    slurm: PrivateSlurm, tmp_path: Path
+) -> None:
+    (tmp_path / "python").write_text(BARE_NODE)
+    (tmp_path / "python").chmod(0o755)
+    clone = clone_of(tmp_path, f"export PATH={tmp_path}:$PATH\n")
+    options = ("--nodes=2", "--time=30", clone / "slurm/train.sbatch")
+    job = sbatch(slurm, tmp_path, tmp_path, *options, "starts=0", "run.dir=run")
+    wait_for(partial(ended, slurm, job), f"job {job} to end", 59)  # less than any rank would wait
+    said = said_by(tmp_path)
+    assert f"n2: {sys.executable} cannot import torch, deepspeed" in said
+    assert "n1:" not in said
+    assert said.count("not started: mend Python there (slurm/site.env)") == 1
+    assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", job)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_script_without_its_clone_says_so(slurm: PrivateSlurm, tmp_path: Path) -> None:
+    script = tmp_path / "train.sbatch"
+    script.write_text(SCRIPT.read_text())
+    job = sbatch(slurm, tmp_path, tmp_path, "--nodes=1", script)
+    wait_for(partial(ended, slurm, job), f"job {job} to end", 60)
+    assert f"n1 sees no {tmp_path}/harness/train.py" in said_by(tmp_path)
+    assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", job)
 
 
 @pytest.mark.slow
@@ -184,7 +263,7 @@ def side_by_side(
     crashing, limited = (tmp_path_factory.mktemp(name) / "job" for name in ("crash", "limit"))
     jobs = [
         submit_stand_in(slurm, crashing, "1,step-00000007,1,1,1,0"),
-        submit_stand_in(slurm, limited, "waits,0", minutes=1),
+        submit_stand_in(slurm, limited, "waits,0", "--time=1"),
     ]
     wait_for(lambda: all(ended(slurm, job) for job in jobs), f"jobs {jobs} to end", 300)
     return crashing, limited
@@ -203,9 +282,11 @@ def test_the_time_limit_is_seen_coming(side_by_side: tuple[Path, Path]) -> None:
     assert codes(limited) == [75, 0], said_by(limited)
 
 
-def cancelled(slurm: PrivateSlurm, folder: Path, *options: str) -> list[int]:
+def cancelled(
+    slurm: PrivateSlurm, folder: Path, *options: str, starts: str = "waits,0"
+) -> list[int]:
     """The codes of a job that `scancel` was called for while it ran."""
-    job = submit_stand_in(slurm, folder, "waits,0")
+    job = submit_stand_in(slurm, folder, starts)
     wait_for(lambda: "waits" in said_by(folder), "the start", 60)
     slurm.run("scancel", *options, job)
     wait_for(partial(ended, slurm, job), f"job {job} to end", 60)
@@ -217,6 +298,15 @@ def test_a_term_to_the_script_lets_the_ranks_save_before_it_requeues(
     slurm: PrivateSlurm, tmp_path: Path
 ) -> None:
     assert cancelled(slurm, tmp_path, "--signal=TERM", "--batch") == [75, 0], said_by(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_warning_that_kills_ranks_while_they_start_requeues_the_job(
+    slurm: PrivateSlurm, tmp_path: Path
+) -> None:
+    stopped = cancelled(slurm, tmp_path, "--signal=USR1", "--batch", starts="deaf,0")
+    assert stopped == [75, 0], said_by(tmp_path)
+    assert not (tmp_path / "run/endings").exists()  # no attempt without progress
 
 
 @pytest.mark.slow
@@ -277,6 +367,9 @@ def test_fine_tuning_outlives_a_hang_and_a_kill_and_branches_off(
     hung, killed, done = end_of(slurm, job, tmp_path / "job")
     assert (hung, done) == (78, 0), said_by(tmp_path / "job")
     assert killed not in (0, 2, 75, 78)
+    assert re.search(
+        r"ended with \d+; newest checkpoint: step-0000000[1-9]", said_by(tmp_path / "job")
+    )
     (hang,) = events(run, "hang")
     assert re.search(r"rank 1 on .*: stopped, gone", hang["message"])
     assert len(events(run, "resumed")) == 2

@@ -14,6 +14,7 @@ falls out of line is named by node and rank. Nothing is built, and nothing stays
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -22,10 +23,13 @@ from typing import NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.command import parse_command
 from harness.errors import ExitCode
+from tools.preflight_checks.environment import environment_problem, host_name
 
 LIMIT_S = 120.0
+# A rank that hangs where Python cannot reach it ends itself so long after the limit: were it killed
+# from outside, that would be the preflight's exit code.
+_GRACE_S = 30.0
 _INTERRUPTED = 130  # as shells have it
 
 
@@ -41,9 +45,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--limit-s", type=float, default=LIMIT_S, metavar="SECONDS", help="for all of it (120)"
     )
+    parser.add_argument(
+        "--environment", action="store_true", help="only: is Python complete on this node?"
+    )
     args, rest = parser.parse_known_args(argv)
     if args.limit_s <= 0:
         parser.error(f"--limit-s {args.limit_s:g}: it must be greater than 0")
+    if problem := environment_problem():
+        who = "" if args.environment else f"cannot look: {host_name()}: "
+        print(f"{who}{problem}", file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    if args.environment:
+        return int(ExitCode.DONE)
+    from harness.command import parse_command  # pydantic from here on
+
     command = parse_command(rest)
     # Who does not come is said below, once; torch would add a stack of C++ for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -51,6 +66,7 @@ def main(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1):  # a batch system's, and the batch script's
         signal.signal(number, _end)
+    faulthandler.dump_traceback_later(args.limit_s + _GRACE_S, exit=True)
     try:
         return fly(command, args.json, args.limit_s)
     except (Absent, ValueError) as error:
@@ -58,6 +74,8 @@ def main(argv: list[str]) -> int:
         return int(getattr(error, "code", ExitCode.BAD_CONFIG))
     except KeyboardInterrupt:
         return _INTERRUPTED
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _end(number: int, _: object) -> NoReturn:

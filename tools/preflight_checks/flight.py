@@ -18,8 +18,9 @@ from harness.metrics import Progress
 from harness.plan import Plan
 from harness.plan_text import spread
 from harness.planning.world import World
+from tools.preflight_checks.environment import host_name
 from tools.preflight_checks.machine import Machine, free_gpu_bytes, machine_rows, measure_machine
-from tools.preflight_checks.meeting import Absent, Deadline, Meeting, absent, host_name, meet
+from tools.preflight_checks.meeting import Absent, Deadline, Meeting, absent, meet
 from tools.preflight_checks.network import Links, measure_links, network_rows
 from tools.preflight_checks.report import Row, as_json, by_text, code, count, grouped, table, who
 from tools.preflight_checks.sameness import Seen, clock_row, look, sameness_rows

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from harness.engine.processes import set_environment
 from harness.errors import ExitCode
 from harness.planning.world import World
+from tools.preflight_checks.environment import host_name
 from tools.preflight_checks.report import who
 
 _POLL_S = (0.01, 0.2)  # the first pause, and the longest
@@ -33,11 +33,6 @@ class Absent(Exception):
     def __init__(self, message: str, code: int = ExitCode.BAD_CONFIG) -> None:
         super().__init__(message)
         self.code = int(code)
-
-
-def host_name() -> str:
-    """As the scheduler calls this node, so that it can be drained by this name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @dataclass(frozen=True)

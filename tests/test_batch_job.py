@@ -1,0 +1,169 @@
+"""What the batch script asks: where the run is, and whether the job goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.runfolder import RunFolder
+from tools import batch_job
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a run config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text('[run]\ndir = "from the file"\n')
+    (tmp_path / "torn.toml").write_text("[run\n")
+    (tmp_path / "other.toml").write_text("run = 3\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--config my.toml run.dir=a run.dir=b", "b"),
+        ("--config=my.toml model.name=tiny ds.bf16.enabled=true", "from the file"),
+        ("run.dir=3", "3"),  # for the preflight to refuse
+        ("model.name=tiny --deepspeed ds_configs/zero3.json", None),
+        ("--config torn.toml", None),
+        ("--config other.toml", None),
+        ("--config none.toml run.dir=a", "a"),
+    ],
+)
+def test_the_run_folder_is_where_train_puts_it(
+    folder: Path, words: str, answer: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch_job.main(["run-dir", *words.split()]) == 0
+    assert capsys.readouterr().out == (f"{folder / answer}\n" if answer else "\n")
+
+
+def test_a_home_is_expanded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    batch_job.main(["run-dir", "run.dir=~/x"])
+    assert capsys.readouterr().out == "/home/me/x\n"
+
+
+def run_of(folder: Path, attempt: int, code: int | None, hung: bool = False) -> RunFolder:
+    """A run folder as an attempt left it."""
+    run = RunFolder(folder / "run")
+    run.heartbeats_dir.mkdir(parents=True)
+    run.status_path.write_text(json.dumps({"attempt": attempt, "code": code, "step": 3}))
+    if hung:
+        (run.heartbeats_dir / "hang.json").write_text("{}")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("code", "warned", "recorded", "hung", "expected"),
+    [
+        (137, False, None, False, 137),  # a rank was killed, and rank 0 with it
+        (137, False, 75, False, 75),  # killed late
+        (137, False, 76, False, 76),
+        (137, False, 0, False, 137),  # not all of it was done
+        (137, False, None, True, 78),
+        (1, False, 1, False, 1),
+        (138, True, None, False, 75),  # the warning killed ranks that were starting
+        (1, True, 1, False, 75),
+        (1, True, 76, False, 76),
+        (2, True, None, False, 2),
+        (0, True, 0, False, 0),
+        (74, False, None, True, 74),
+    ],
+)
+def test_the_code_that_says_most_is_the_jobs(
+    tmp_path: Path, code: int, warned: bool, recorded: int | None, hung: bool, expected: int
+) -> None:
+    run = run_of(tmp_path, 2, recorded, hung)
+    assert batch_job.final_code("train.py", code, run, 1, warned) == expected
+
+
+@pytest.mark.parametrize("code", [1, 2, 77, 137])
+def test_what_an_earlier_attempt_left_says_nothing(tmp_path: Path, code: int) -> None:
+    run = run_of(tmp_path, 2, 78, hung=True)
+    assert batch_job.final_code("train.py", code, run, 2, warned=False) == code
+
+
+@pytest.mark.parametrize(
+    ("code", "warned", "expected"), [(137, False, 2), (2, False, 2), (1, False, 1), (138, True, 75)]
+)
+def test_a_rank_killed_in_the_preflight_is_no_reason_to_try_again(
+    tmp_path: Path, code: int, warned: bool, expected: int
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    assert batch_job.final_code("preflight.py", code, run, 0, warned) == expected
+
+
+@pytest.mark.parametrize("text", ["", "{", None])
+def test_a_status_that_cannot_be_read_says_nothing(tmp_path: Path, text: str | None) -> None:
+    """Nor does a run folder that is a file: both are the run's to report."""
+    path = tmp_path / "status.json"
+    path.write_text(text or "")
+    run = RunFolder(path if text is None else tmp_path)
+    assert batch_job.read_status(run) == {}
+
+
+def verdicts(folder: Path, warned: bool, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The answers after six equal ends."""
+    words = [
+        "verdict",
+        "train.py",
+        "1",
+        str(folder / "run"),
+        "0",
+        *(["--warned"] if warned else []),
+    ]
+    for _ in range(6):
+        assert batch_job.main(words) == (75 if warned else 1)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("warned", "left_s", "requeues"),
+    [
+        (False, 9000.0, 3),
+        (True, 300.0, 3),  # the time limit does not leave the time for one step
+        (True, 301.0, 6),
+        (True, None, 6),
+    ],
+)
+def test_a_job_without_progress_is_requeued_three_times_unless_somebody_stopped_it(
+    tmp_path: Path,
+    warned: bool,
+    left_s: float | None,
+    requeues: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(batch_job, "slurm_seconds_left", lambda: left_s)
+    answers = ["requeue"] * requeues + [""] * (6 - requeues)
+    assert verdicts(tmp_path, warned, capsys) == answers
+    if requeues < 6:  # a newer checkpoint, and it begins anew
+        (tmp_path / "run/checkpoints/step-00000080").mkdir(parents=True)
+        assert verdicts(tmp_path, warned, capsys) == answers
+
+
+def test_the_end_names_the_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, 2, None)  # its step, 3, is that of the start
+    for name in ("step-00000008", "step-00000080", ".unfinished-step-00000088"):
+        (run.checkpoints_dir / name).mkdir(parents=True)
+    batch_job.main(["verdict", "train.py", "137", str(run.path), "1"])
+    assert capsys.readouterr().err.endswith(
+        "train.py ended with 137; newest checkpoint: step-00000080\n"
+    )
+
+
+def test_what_cannot_be_counted_is_not_requeued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/endings").mkdir(parents=True)
+    assert batch_job.main(["verdict", "train.py", "1", str(tmp_path / "run"), "0"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "\n"
+    assert "Is a directory: " in said.err

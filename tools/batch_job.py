@@ -1,0 +1,166 @@
+"""Answers the questions of slurm/train.sbatch. Nothing here imports torch.
+
+    python tools/batch_job.py run-dir --config my.toml model.name=llama-1b
+    python tools/batch_job.py port
+    python tools/batch_job.py attempt runs/first
+    python tools/batch_job.py verdict train.py 137 runs/first 1
+
+run-dir: where the arguments of harness/train.py put the run; an empty line where neither the
+command line nor the run config says so. port: where ranks can meet whose first one is started on
+this node. attempt: how often the run was started. verdict: what to do when srun has ended with that
+code, and the run had been started so often before; "requeue" or an empty line, with the job's exit
+code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.assignments import assign_all
+from harness.command import DS_PREFIX, Command, parse_command
+from harness.config_file import read_toml
+from harness.errors import ConfigError, ExitCode
+from harness.guard.time_left import slurm_seconds_left
+from harness.paths import user_path
+from harness.planning.port import free_port, slurm_port
+from harness.runfolder import RunFolder
+
+MOST_REQUEUES = 3  # with no newer checkpoint in between
+LATE_S = 300.0  # Slurm's own warning comes at most so long before the time limit
+# No other attempt would do better.
+FINAL = {
+    ExitCode.DONE,
+    ExitCode.BAD_CONFIG,
+    ExitCode.CANNOT_SAVE,
+    ExitCode.DIVERGED,
+    ExitCode.NO_CHECKPOINT,
+}
+_KILLED = 128  # and the signal's number
+
+
+def main(argv: list[str]) -> int:
+    """argv -> the answer on standard output -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    questions = parser.add_subparsers(dest="question", required=True)
+    questions.add_parser("run-dir", add_help=False)
+    questions.add_parser("port")
+    questions.add_parser("attempt").add_argument("run", type=RunFolder)
+    verdict = questions.add_parser("verdict")
+    verdict.add_argument("program", choices=("preflight.py", "train.py"))
+    verdict.add_argument("code", type=int)
+    verdict.add_argument("run", type=RunFolder)
+    verdict.add_argument("attempt_before", type=int)
+    verdict.add_argument("--warned", action="store_true", help="the job was told to end soon")
+    args, words = parser.parse_known_args(argv)
+    if args.question == "run-dir":
+        print(run_dir(parse_command(words)))
+    elif args.question == "port":
+        print(free_port(slurm_port()))
+    elif args.question == "attempt":
+        print(read_status(args.run).get("attempt", 0))
+    else:
+        return _verdict(args)
+    return 0
+
+
+def run_dir(command: Command) -> str:
+    """Return the absolute run.dir of a command line of train.py; empty where none is set.
+
+    Whatever else is wrong with the run config is reported by those that read all of it.
+    """
+    tree: dict[str, Any] = {}
+    if command.config_path is not None:
+        with suppress(ConfigError):
+            tree = read_toml(command.config_path)
+    assign_all(tree, (text for text in command.assignments if not text.startswith(DS_PREFIX)))
+    section = tree.get("run")
+    text = section.get("dir") if isinstance(section, dict) else None
+    if text is None:
+        return ""
+    try:
+        return str(user_path("run.dir", str(text)).absolute())
+    except ConfigError:
+        return str(text)
+
+
+def read_status(run: RunFolder) -> dict[str, Any]:
+    """Return status.json; empty where there is none, or none that can be read."""
+    try:
+        return run.read_status() or {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _verdict(args: argparse.Namespace) -> int:
+    """Print "requeue" where the job is to go on later; returns the job's exit code."""
+    code = final_code(args.program, args.code, args.run, args.attempt_before, args.warned)
+    newest = max((path.name for path in args.run.checkpoints_dir.glob("step-*")), default="none")
+    ended = f"{args.program} ended with {code}"
+    if args.program == "preflight.py":
+        ended += ": not started"
+    say(f"{datetime.now():%Y-%m-%dT%H:%M:%S} {ended}; newest checkpoint: {newest}")
+    # A warning long before the time limit (pre-emption, scancel) says nothing about the run.
+    left_s = slurm_seconds_left() if args.warned else None
+    counts = not args.warned or (left_s is not None and left_s <= LATE_S)
+    again = code not in FINAL and not (counts and is_stuck(args.run.path, newest))
+    print("requeue" if again else "")
+    return code
+
+
+def final_code(program: str, code: int, run: RunFolder, attempt_before: int, warned: bool) -> int:
+    """Return the job's exit code. `code`: srun's, the highest of all ranks, which a rank that was
+    killed hides; `warned`: the ranks were told to stop, perhaps before they could know how.
+    """
+    if program == "preflight.py":
+        if warned:
+            return ExitCode.STOPPED  # no step was done: the job is requeued as it is
+        return ExitCode.BAD_CONFIG if code > _KILLED else code  # who was killed has been named
+    if code in FINAL:
+        return code
+    if warned:
+        code = ExitCode.STOPPED
+    status = read_status(run)
+    if status.get("attempt", 0) == attempt_before:
+        return code  # this attempt did not come to the run folder: what lies there is older
+    if (run.heartbeats_dir / "hang.json").exists():
+        code = ExitCode.HANG
+    recorded = status.get("code")
+    return recorded if recorded in {*ExitCode} - {ExitCode.DONE} else code
+
+
+def is_stuck(folder: Path, newest: str) -> bool:
+    """Count an end of this job after its `newest` checkpoint, and return whether it was the last
+    one allowed. The count begins anew with a newer checkpoint, and in another job.
+    """
+    ending = f"job {os.environ.get('SLURM_JOB_ID')} after {newest}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "endings").open("a+", encoding="utf-8") as file:
+            file.write(f"{ending}\n")
+            file.seek(0)
+            count = file.read().splitlines().count(ending)
+    except OSError as error:  # what cannot be counted would be requeued for ever
+        say(f"{folder}: {error}: not requeued")
+        return True
+    if count > MOST_REQUEUES:
+        say(f"ended {count} times without progress: not requeued")
+    return count > MOST_REQUEUES
+
+
+def say(text: str) -> None:
+    """Write a line of the job's log; standard output is for the answer."""
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
