@@ -22,6 +22,9 @@ def unigram_and_bigram_nats(
     those of the target alone, and those given the token before it."""
     before, target = _pairs(train)
     held_before, held_target = _pairs(held_out)
+    # A pair of files may hold ids that its tokenizer lacks and the model has.
+    largest = max(int(ids.max()) for ids in (before, target, held_before, held_target))
+    vocab_size = max(vocab_size, largest + 1)
     counts = np.bincount(target, minlength=vocab_size) + 1.0  # add-one: no id has probability 0
     unigram = counts[held_target] / counts.sum()
     seen, times = np.unique(before * vocab_size + target, return_counts=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from harness.config import RunConfig, run_and_step
 from harness.data.baselines import unigram_and_bigram_nats
 from harness.data.batches import Stream
-from harness.data.cache import Report, build_once, cache_key, default_cache
+from harness.data.cache import Report, build_once, cache_key, cached_array, default_cache
 from harness.data.corpus import Corpus, find_corpus
 from harness.data.fingerprint import order_key
 from harness.data.indexed import IndexedTokens
@@ -173,7 +173,7 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     if corpus.kind != "indexed":
         folder = cache / f"tokens-{key}"
         build_once(folder, lambda path: write_tokens(corpus, tokenizer, path, report), report)
-        prefix, prompts = folder / TOKENS, np.load(folder / PROMPTS, mmap_mode="r")
+        prefix, prompts = folder / TOKENS, cached_array(folder / PROMPTS, np.dtype("i4"))
     tokens = IndexedTokens(prefix)
     folder = build_once(
         _split_folder(cache, key, spec),

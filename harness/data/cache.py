@@ -17,14 +17,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+from numpy.typing import NDArray
+
 from harness.errors import ConfigError
+from harness.paths import user_path
 
 Report = Callable[[str], None]
 
 
 def default_cache() -> Path:
     """$XDG_CACHE_HOME/harness, else ~/.cache/harness."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harness"
+    cache = os.environ.get("XDG_CACHE_HOME") or user_path("data.cache_dir", "~/.cache")
+    return Path(cache) / "harness"
 
 
 def cache_key(**parts: Any) -> str:
@@ -53,6 +58,28 @@ def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> P
             "you may write"
         ) from error
     return folder
+
+
+def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> NDArray[Any]:
+    """The array of a finished folder, as a memory map of one dimension, or of `rows` rows.
+
+    Raises ConfigError where it was damaged since.
+    """
+    try:
+        array = np.asarray(np.load(path, mmap_mode="r"))
+    except Exception as error:  # numpy raises whatever the damage provokes in its parser
+        raise damaged(path, error) from error
+    if array.dtype != dtype or array.shape[:-1] != (() if rows is None else (rows,)):
+        raise damaged(path, f"it holds {array.shape} {array.dtype}")
+    return array
+
+
+def damaged(path: Path, problem: object) -> ConfigError:
+    """The error for a file of a finished folder that cannot be read."""
+    return ConfigError(
+        f"data.cache_dir: {path} cannot be read ({problem}): remove {path.parent}, which is then "
+        "built again"
+    )
 
 
 def _acquire(lock: TextIO, report: Report) -> bool:

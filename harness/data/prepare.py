@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.cache import Report
+from harness.data.cache import Report, damaged
 from harness.data.corpus import Corpus
 from harness.data.fingerprint import combined, first_outside, survey
 from harness.data.indexed import IndexedTokens, write_indexed
@@ -96,8 +96,11 @@ def write_split(
 
 
 def read_facts(folder: Path) -> SplitFacts:
-    """What write_split wrote."""
-    return SplitFacts(**json.loads((folder / SPLIT_FACTS).read_text()))
+    """What write_split wrote; ConfigError where that was damaged since."""
+    try:
+        return SplitFacts(**json.loads((folder / SPLIT_FACTS).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise damaged(folder / SPLIT_FACTS, error) from error
 
 
 def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) -> None:

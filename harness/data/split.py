@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.data.cache import cached_array
 from harness.data.indexed import IndexedTokens
 from harness.data.order import mix
 from harness.errors import ConfigError
@@ -51,7 +52,7 @@ class Split:
 
 def load_split(folder: Path, side: str) -> Split:
     """Opens what write_splits wrote for "train" or "held_out"."""
-    return Split(*np.asarray(np.load(folder / f"{side}.npy", mmap_mode="r")))
+    return Split(*cached_array(folder / f"{side}.npy", np.dtype("i8"), rows=4))
 
 
 def stores_separator(tokens: IndexedTokens, starts: NDArray[np.int64], eos_id: int) -> bool:

@@ -315,6 +315,31 @@ def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path, write_jsonl: Callable[
     assert "has 70001 ids" in problem
 
 
+@pytest.mark.parametrize("name", ["prompts.npy", "train.npy", "held_out.npy", "split.json"])
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\1\0v\0{'descr': '<i8'", b'{"a": 1}'])
+def test_a_cache_that_was_damaged_is_named(
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    tokenizer_dir: str,
+    name: str,
+    content: bytes,
+) -> None:
+    path = write_jsonl(*({"text": text(n)} for n in range(20)))
+    opened(path, tmp_path, tokenizer=tokenizer_dir)
+    (file,) = (tmp_path / "cache").rglob(name)
+    file.write_bytes(content)
+    (problem,) = refused(path, tmp_path, tokenizer=tokenizer_dir)
+    assert problem.startswith(f"data.cache_dir: {file} cannot be read (")
+    assert problem.endswith(f"): remove {file.parent}, which is then built again")
+
+
+def test_baselines_count_ids_that_the_tokenizer_lacks(tmp_path: Path, tokenizer_dir: str) -> None:
+    documents = [[10, 11, 9000 + number, 2] * 20 for number in range(40)]
+    pair = write_pair(tmp_path / "pair", documents)
+    data = opened(pair, tmp_path, tokenizer=tokenizer_dir, model_vocab_size=10_000)
+    assert 0 < data.bigram_nats < data.unigram_nats
+
+
 def test_a_pair_needs_its_tokenizer(tmp_path: Path) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"pair.{suffix}").write_bytes(b"MMIDIDX")

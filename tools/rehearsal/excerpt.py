@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.data.corpus import find_corpus
+from harness.file_kinds import Format
 
 MOST_BYTES = 4 * 2**20
 MOST_FILES = 256
 
 
-def excerpt(path: str, folder: Path) -> str:
+def excerpt(path: str, folder: Path, format: Format | None = None) -> str:
     """`path` itself, where it is small or holds token ids, which are read where they lie; else a
     copy under `folder` of the first lines of its first files, with their names.
 
     Raises ConfigError where there is no text, as a run would.
     """
-    corpus = find_corpus(path)
+    corpus = find_corpus(path, format)
     if corpus.kind == "indexed" or corpus.num_bytes() <= MOST_BYTES:
         return path
     files = corpus.files[:MOST_FILES]

@@ -277,8 +277,9 @@ def _data(real: Plan, folder: Path) -> dict[str, str]:
     """The first part of the job's data, its tokens kept with the rehearsal; and its tokenizer."""
     found = {}
     if real.run.data.path is not None:
-        found["data.path"] = excerpt(real.run.data.path, folder / "data")
-        if find_corpus(found["data.path"]).path.is_relative_to(folder):
+        format = real.run.data.format
+        found["data.path"] = excerpt(real.run.data.path, folder / "data", format)
+        if find_corpus(found["data.path"], format).path.is_relative_to(folder):
             found["data.cache_dir"] = str(folder / "cache")
     if (tokenizer := _tokenizer(real)) is not None:
         found["data.tokenizer"] = tokenizer
