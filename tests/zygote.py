@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import inspect
 import json
 import math
 import os
@@ -188,7 +189,9 @@ def _fork(rank: int, port: int, job: dict[str, Any]) -> int:
             from tests.faults.plant import plant
 
             plant(job["fault"], rank)
-        code = importlib.import_module(job["main"]).main(job["args"])
+        sys.argv = [job["main"], *job["args"]]  # some tools look there
+        command = importlib.import_module(job["main"]).main
+        code = command(job["args"]) if inspect.signature(command).parameters else command()
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:  # as the interpreter would

@@ -14,7 +14,7 @@ _PLANNING = {
     "--gpus-per-node": ["4", "8"],
     "--gpu": ["h100-80", "a100-40"],
     "--micro-batch": ["1", "2"],
-    "--seq-len": ["128", "4096"],
+    "--seq-len": ["128", "1024"],
     "--accumulation": ["1", "4"],
     "--checkpointing": ["none", "full"],
     "--deepspeed": ["zero1.json", "zero2.json", "zero3.json", "zero3_offload.json", "fp16.json"],

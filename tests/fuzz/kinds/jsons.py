@@ -64,7 +64,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}},
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1,
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": "auto",
                        "total_num_steps": "auto"},
         },
         "gradient_clipping": 1.0,

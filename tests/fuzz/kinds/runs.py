@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +94,7 @@ def _spoiled(draw: random.Random, path: Path) -> str:
     if way == 1:
         return spoil_file(draw, path)
     if name == "lock":
-        owner = {"pid": os.getpid(), "host": "elsewhere", "job": None, "since": "2026-01-01"}
+        owner = {"pid": 1, "host": "elsewhere", "job": None, "since": "2026-01-01"}
         note = spoil(draw, owner)
         path.write_text(to_json(owner), encoding="utf-8", errors="surrogatepass")
         return f"lock: {note}"
