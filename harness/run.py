@@ -12,7 +12,7 @@ from harness.checkpoint.load import Checkpoint, newest_usable, verified
 from harness.checkpoint.store import Store
 from harness.data.kept_tokenizer import brings_code
 from harness.engine.processes import leave
-from harness.errors import ConfigError, ExitCode, RunStopped
+from harness.errors import ExitCode, RunStopped
 from harness.exporting import Wish, export
 from harness.live_memory import is_out_of_memory
 from harness.metrics import monitor_events
@@ -174,11 +174,7 @@ def evaluate(run: Run) -> float | None:
         sums += run.engine.eval_batch(batches[start : start + EVALUATED_AT_ONCE])
     loss, tokens = run.engine.sum_over_ranks(sums).tolist()
     run.meter.restart()
-    if not tokens:
-        raise ConfigError(
-            f"the {samples} held-out samples hold no target, only prompts: raise eval.samples (now "
-            f"{plan.run.eval.samples}), data.held_out or data.seq_len"
-        )
+    assert tokens, "build requires a target in the samples of an evaluation"
     run.held_out_nats = loss / tokens
     return run.held_out_nats
 

@@ -141,6 +141,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
     data = data or build_data(spec, progress.say)
     progress.say(row("data", data.summary()))
+    _require_targets(plan, data)
     total_steps = _total_steps(plan, data)
     device = join(plan.world, plan.run.guard.hang_first_s)
     record = plan_record(plan, data, total_steps)
@@ -182,6 +183,16 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
             raise
         unless_built.pop_all()
     return run
+
+
+def _require_targets(plan: Plan, data: Data) -> None:
+    """Raises ConfigError where an evaluation would be the mean of nothing."""
+    samples = min(plan.run.eval.samples, data.held_out.samples)
+    if not data.held_out.targets_in(0, samples):
+        raise ConfigError(
+            f"the {samples} held-out samples hold no target, only prompts: raise eval.samples (now "
+            f"{plan.run.eval.samples}), data.held_out or data.seq_len"
+        )
 
 
 def _total_steps(plan: Plan, data: Data) -> int:

@@ -197,6 +197,19 @@ def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Tri
     assert "data_fingerprint" in [change["key"] for change in resumed["changes"]]
 
 
+@pytest.mark.fault("data without a target")
+def test_held_out_samples_without_a_target_are_refused_before_anything_is_written(
+    trial: Trial, write_jsonl: Callable[..., Path]
+) -> None:
+    """One prompt fills all that an evaluation reads."""
+    values = [{"prompt": "a prompt of many words " * 3000, "completion": "x"} for _ in range(2)]
+    tokenizer = next(Path(trial.data[1].partition("=")[2]).glob("tokenizer-*[!k]"))
+    more = (f"data.path={write_jsonl(*values)}", f"data.tokenizer={tokenizer}")
+    refused = trial.start(*more, code=2)
+    assert "the 8 held-out samples hold no target, only prompts: raise eval" in refused.output
+    assert not trial.path.exists()
+
+
 @pytest.mark.fault("data cut while it is read")
 def test_a_file_of_tokens_that_shrinks_is_named_by_all_ranks(
     pair: Path, trial: Trial, undisturbed: RunFolder
