@@ -126,7 +126,8 @@ def _manifest(content: Table) -> Manifest:
     checksum = content.text("checksum")
     if checksum != _checksum({**content.values, "checksum": ""}):
         raise Unusable(f"{content.file} does not match its own checksum")
-    state, engine, watch = (content.table(key) for key in ("state", "engine", "watch"))
+    state, engine = content.table("state"), content.table("engine")
+    watch = content.table("watch") if "watch" in content else Table({}, content.file)
     for section in ("counters", "loss_scaling", "optimizer"):
         engine.all_numbers(section)
     _check_watch(watch)
