@@ -16,10 +16,14 @@ from harness.checkpoint.load import Checkpoint
 from harness.data.special_ids import SpecialIds
 from harness.data.tokenizer import load_tokenizer
 from harness.data.tokenizer_files import GENERATION, copy_tokenizer
-from harness.errors import ConfigError
+from harness.errors import ConfigError, Unusable
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.probe import TOLERANCES, stored_probe
+from harness.regular_file import read_json
+from harness.table import Table
+
+_MOST_GENERATION_BYTES = 2**24
 
 
 class ExportDiffers(Exception):
@@ -61,8 +65,9 @@ def export(
     try:
         config = hf_config(manifest.model_config, wish.source, wish.trust_remote_code)
         model = skeleton(config, DTYPES[dtype], "eager", wish.trust_remote_code)
-    except ValueError as error:
-        raise ConfigError(f"{checkpoint.path}: {error}") from error
+    except Exception as error:  # transformers raises whatever the config at fault provokes
+        problem = f"its model cannot be built: {type(error).__name__}: {error}"
+        raise ConfigError(f"{checkpoint.path}: {problem}") from error
     with replacing(folder) as unfinished:
         notes, generation = _put_tokenizer(tokenizer, unfinished, model, wish)
         write_model(unfinished, model, checkpoint.reader(), wish.shard_bytes, progress)
@@ -108,10 +113,10 @@ def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        stored = json.loads(path.read_bytes())
-        return {**stored, **ids.in_place_of(stored)}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{GENERATION} beside the tokenizer cannot be read: {error}") from error
+        stored = Table(read_json(path, _MOST_GENERATION_BYTES), GENERATION).as_json()
+    except Unusable as error:
+        raise ConfigError(f"beside the tokenizer: {error}") from error
+    return {**stored, **ids.in_place_of(stored)}
 
 
 def _checked(checkpoint: Checkpoint, folder: Path, dtype: str, wish: Wish) -> str:

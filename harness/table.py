@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from harness.errors import Unusable
 
@@ -25,9 +25,19 @@ class Table:
             self.refuse(key, value, "an object {...}")
         self.values: Mapping[object, object] = value
 
+    def as_json(self) -> dict[str, Any]:
+        """All of it, whose keys are strings."""
+        for key in self.values:
+            self._text(f"a key of {self.key or 'it'}", key)
+        return {str(key): value for key, value in self.values.items()}
+
     def __contains__(self, key: object) -> bool:
         """Whether there is a value, null included."""
         return key in self.values
+
+    def has(self, key: object) -> bool:
+        """Whether there is a value that is not null."""
+        return self.values.get(key) is not None
 
     def get(self, key: object) -> object:
         """The value, of any type."""

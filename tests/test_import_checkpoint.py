@@ -135,6 +135,7 @@ ODD = [
     (OPTIM, f"{STATE}.{STATE}.state.0.exp_avg", torch.zeros(5)),
     *((OPTIM, "ds_config", value) for value in (3, "x", {"bf16": 3}, {"fp16": [1]})),
     *((MODEL_FILE, "param_shapes", value) for value in (GONE, 3, [3], [{"w": 3}], [{"w": ["x"]}])),
+    (MODEL_FILE, "param_shapes", torch.ones(2)),
     *((MODEL_FILE, "param_shapes.0.w", value) for value in ([-2, -3], None, torch.Size([7]))),
     *((MODEL_FILE, "buffer_names", value) for value in (GONE, 3, [3])),
     *((MODEL_FILE, "module", value) for value in (GONE, 3, None)),

@@ -54,7 +54,8 @@ class Checkpoint:
         tensors = {}
         for key in keys:
             dtype, shape = reader.dtype(key), reader.shape(key)
-            if dtype != torch.int64 or len(shape) != 2 or shape != reader.shape(keys[0]):
+            fits = len(shape) == 2 and 0 not in shape and shape == reader.shape(keys[0])
+            if dtype != torch.int64 or not fits:
                 raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, which is no batch")
             tensors[key] = torch.empty(shape, dtype=dtype)
             reader.read(key, 0, tensors[key].view(-1))
@@ -62,7 +63,9 @@ class Checkpoint:
         for key, tensor in tensors.items():
             ids = tensor[tensor != _IGNORED] if key == "labels" else tensor
             end = tensor.shape[1] if key == "position_ids" else vocabulary
-            if isinstance(end, int) and not bool(((ids >= 0) & (ids < end)).all()):
+            if not ids.numel() or not isinstance(end, int):
+                continue
+            if not 0 <= int(ids.min()) <= int(ids.max()) < end:
                 raise Unusable(f"{path} holds {key} that are not all from 0 to {end - 1}")
         return tensors
 

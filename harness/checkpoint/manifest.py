@@ -142,13 +142,13 @@ def _manifest(content: Table) -> Manifest:
     return Manifest(
         state=TrainState(state.count("step"), state.count("samples"), state.count("tokens")),
         precision=precision,
-        model_config=dict(model_config.values),
+        model_config=model_config.as_json(),
         data_fingerprint=content.get("data_fingerprint"),
-        engine={name: dict(section.values) for name, section in engine.tables()},
+        engine={name: section.as_json() for name, section in engine.tables()},
         probe_loss=probe_loss,
         held_out_loss=content.loss("held_out_loss"),
-        about=dict(content.table("about").values),
-        watch=dict(watch.values),
+        about=content.table("about").as_json(),
+        watch=watch.as_json(),
         files=files,
         checksum=checksum,
     )

@@ -22,7 +22,7 @@ class SpecialIds:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
         """A tokenizer's."""
-        added = tokenizer.added_tokens_decoder.items()
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         special = {*tokenizer.all_special_ids, *(number for number, t in added if t.special)}
         return cls(
             tokenizer.bos_token_id,

@@ -172,6 +172,7 @@ IDS = torch.arange(4).view(1, 4)
         to_safetensors({"input_ids": IDS, "labels": torch.arange(5).view(1, 5)}),
         to_safetensors({"input_ids": torch.arange(4), "labels": torch.arange(1, 5)}),
         to_safetensors({"input_ids": 9 * IDS, "labels": IDS.clone()}),
+        to_safetensors({"input_ids": IDS[:0], "labels": IDS[:0].clone()}),
         to_safetensors({"input_ids": IDS, "labels": IDS - 1}),
         to_safetensors({"input_ids": IDS, "labels": IDS.clone(), "position_ids": IDS + 1}),
         to_safetensors({"input_ids": IDS, "labels": IDS.clone()})[:-8],

@@ -73,7 +73,9 @@ class Native:
         self.folder = folder
         self.model = self._model_states(0)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for group in self.model.row("param_shapes") if self.model.get("param_shapes") else ():
+        for group in (
+            self.model.row("param_shapes") if self.model.get("param_shapes") is not None else ()
+        ):
             self.shapes |= _shapes(Table(group, self.model.file, "param_shapes"))
         self.scalars = _scalars(self.model, self._rank(0))
 
@@ -133,7 +135,7 @@ class Native:
         if self.stage != 3 and rank > 0:
             return
         model = self._model_states(rank)
-        if not ("frozen_param_shapes" in model and model.get("frozen_param_shapes")):
+        if not model.has("frozen_param_shapes"):
             return
         weights = model.table("frozen_param_fragments")
         for name, shape in _shapes(model.table("frozen_param_shapes")).items():
@@ -160,7 +162,7 @@ class Native:
         zero3 = self.stage == 3
         base_key = "optimizer_state_dict" if zero3 else "base_optimizer_state"
         flats_key = "fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"
-        if not isinstance(optimizer.get(base_key), dict) or not optimizer.get(flats_key):
+        if not isinstance(optimizer.get(base_key), dict) or not optimizer.row(flats_key):
             raise Unusable(f"{self._optim[number]} holds its optimizer in a way not known here")
         base = optimizer.table(base_key)
         states = base.table("state")
@@ -226,7 +228,8 @@ def _precision(first: Table) -> str:
         return "fp32"
     config = first.table("ds_config")
     for name in ("bf16", "fp16"):
-        if name in config and config.get(name) and config.table(name).values.get("enabled"):
+        enabled = config.table(name).values.get("enabled") if config.has(name) else False
+        if isinstance(enabled, bool | str) and enabled:
             return name
     return "fp32"
 
@@ -237,7 +240,7 @@ def _scalars(model: Table, rank: Rank) -> dict[str, dict[str, Any]]:
     if "cur_iter" not in scaler:  # a scale that the JSON gives, which does not change
         scaler = {}
     scaling = Table(scaler, rank.optimizer.file, "loss_scaler")
-    counters = {n: model.count(n) if model.values.get(n) else 0 for n in _COUNTERS}
+    counters = {n: model.count(n) if model.has(n) else 0 for n in _COUNTERS}
     return {
         "counters": counters,
         "loss_scaling": {name: scaling.number(name) for name in _SCALER if name in scaling},

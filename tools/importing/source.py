@@ -71,7 +71,7 @@ def _of_the_harness(path: Path) -> Source:
     given = _json(path / "state.json").table("state")
     state = TrainState(given.count("step"), given.count("samples"), given.count("tokens"))
     config = _model_config(plan.table("model_config"))
-    return Source(path, path / "engine", state, dict(plan.values), config, run / "export")
+    return Source(path, path / "engine", state, plan.as_json(), config, run / "export")
 
 
 def _of_the_trainer(path: Path, engine: Path) -> Source:
@@ -80,7 +80,7 @@ def _of_the_trainer(path: Path, engine: Path) -> Source:
 
 def _model_config(table: Table) -> dict[str, Any]:
     table.text("model_type")
-    return dict(table.values)
+    return table.as_json()
 
 
 def _json(path: Path) -> Table:
