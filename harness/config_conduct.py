@@ -15,6 +15,7 @@ from harness.config_sections import (
     Section,
     Text,
 )
+from harness.paths import user_path
 
 
 class EvalConfig(Section):
@@ -156,6 +157,12 @@ class RunFolderConfig(Section):
 
     dir: Text | None = None
     """Run folder; None makes a new one under runs/. A folder that holds a run resumes it."""
+
+    @field_validator("dir")
+    @classmethod
+    def _without_home(cls, value: str | None) -> str | None:
+        """No shell expands ~ behind a "="."""
+        return value and str(user_path("run.dir", value))
 
 
 class ResumeConfig(Section):

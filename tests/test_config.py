@@ -186,3 +186,11 @@ def test_every_key_is_described_with_its_default():
     assert [line.partition(" = ")[0] for line in lines] == known_keys()
     assert any(line.startswith("train.global_batch = 48 ") for line in lines)
     assert all(line.endswith(".") for line in lines)
+
+
+def test_run_dir_may_begin_with_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_run_config(None, ["run.dir=~/x"]).run.dir == "/home/me/x"
+    assert load_run_config(None).run.dir is None
+    with pytest.raises(ConfigError, match="run.dir is ~nobody-here/x"):
+        load_run_config(None, ["run.dir=~nobody-here/x"])
