@@ -192,5 +192,5 @@ def test_run_dir_may_begin_with_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert load_run_config(None, ["run.dir=~/x"]).run.dir == "/home/me/x"
     assert load_run_config(None).run.dir is None
-    with pytest.raises(ConfigError, match="run.dir is ~nobody-here/x"):
+    with pytest.raises(ConfigError, match=r"run\.dir is ~nobody-here/x"):
         load_run_config(None, ["run.dir=~nobody-here/x"])
