@@ -12,16 +12,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.ds_config import offloaded_to
-from harness.engine import quirks, swap
+from harness.engine import operators, quirks, swap
 from harness.engine.empty import empty_model
 from harness.engine.matrices import Matrices
 from harness.engine.optimizers import Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine, StageModule
+from harness.engine.processes import raise_together
 from harness.engine.stages import build_stage
 from harness.engine.state import inner_optimizer
 from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
-from harness.errors import ConfigError
 from harness.models.depth import drop_layers
 from harness.models.kernels import use_liger
 from harness.models.pieces import decoder_layers
@@ -45,6 +45,7 @@ def build_engine(
     model must heed. `blank`: the weights come from a checkpoint, and are zeros until then.
     Raises ConfigError where the model or its weights do not fit the plan.
     """
+    config, fallbacks = _with_buildable_optimizer(plan)
     empty = empty_model(plan, trust_remote_code, document_mask)
     parameters = described_parameters(empty)  # while its shapes are whole
     stage, groups_before = None, quirks.process_groups()
@@ -63,7 +64,6 @@ def build_engine(
         use_liger(model)
     if plan.run.model.compile:
         _compile_layers(model, plan.zero_stage)
-    config, fallbacks = _with_buildable_optimizer(plan)
     groups = _parameter_groups(plan, parameters, model)
     engine, *_ = deepspeed.initialize(
         model=handed,
@@ -124,7 +124,8 @@ def _parameter_groups(
 def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The resolved JSON, with torch's Adam where DeepSpeed's cannot be compiled, and the event.
 
-    Raises ConfigError for CPU offload without a compiler: only DeepSpeed's CPU Adam steps there.
+    It is compiled here, before the model is built. Raises ConfigError where that fails, and for CPU
+    offload without a compiler: only DeepSpeed's CPU Adam steps there. Collective.
     """
     config = plan.deepspeed
     optimizer = config["optimizer"]
@@ -132,13 +133,23 @@ def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str
         return config, []
     offloaded = offloaded_to(config, "optimizer") != "none"
     lacking = quirks.compiled_adam_available("cpu" if offloaded else plan.world.accelerator)
-    if lacking is None:
-        return config, []
     if offloaded:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer needs DeepSpeed's compiled CPU Adam, but "
-            f"{lacking}; install a C++ compiler and ninja (apt install g++ ninja-build), or "
-            f"remove offload_optimizer"
-        )
+        raise_together(_offload_problem(lacking))
+        return config, []
+    if lacking is None:
+        raise_together(operators.problem_of("FusedAdamBuilder"))
+        return config, []
     event = {"kind": "fallback", "what": "torch Adam instead of DeepSpeed's", "why": lacking}
     return quirks.with_torch_adam(config), [event]
+
+
+def _offload_problem(lacking: str | None) -> str | None:
+    """Why CPU Adam, which is compiled here, cannot step on this rank; else None."""
+    needs = "zero_optimization.offload_optimizer needs DeepSpeed's compiled CPU Adam"
+    if lacking is not None:
+        return (
+            f"{needs}, but {lacking}; install a C++ compiler and ninja (apt install g++ "
+            "ninja-build), or remove offload_optimizer"
+        )
+    problem = operators.problem_of("CPUAdamBuilder")
+    return problem and f"{needs}: {problem}"

@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import socket
+import sys
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -86,11 +87,11 @@ def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
     import deepspeed
     from deepspeed.utils import logger
 
-    from harness.engine import quirks
+    from harness.engine import operators, quirks
 
     logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
     quirks.silence()
-    quirks.outlive_killed_builds()
+    operators.watch_builds(_say if world.rank == 0 else lambda text: None)
     quirks.without_shared_memory()
     quirks.leave_muon_uncompiled()
     quirks.forget_releases_with_the_trace()
@@ -101,6 +102,10 @@ def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
     if world.accelerator == "cpu":
         quirks.allow_fp16_on_any_cpu()
     return device
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def first_host(nodelist: str) -> str:

@@ -7,7 +7,6 @@ fails after an upgrade, its workaround can go.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import inspect
 import io
@@ -18,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 from torch.nn import functional
-from torch.utils import cpp_extension
 
 
 def compiled_adam_available(accelerator: str) -> str | None:
@@ -295,42 +293,6 @@ def silence() -> None:
     from deepspeed.runtime import bf16_optimizer
 
     bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
-
-
-class _Baton:
-    """torch's FileBaton, held by the kernel instead of by the file being there."""
-
-    def __init__(self, lock_file_path: str, **_waiting: Any) -> None:
-        self._path = Path(lock_file_path)
-        self._file: IO[str] | None = None
-
-    def try_acquire(self) -> bool:
-        file = self._path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return False
-        self._file = file
-        return True
-
-    def wait(self) -> None:
-        with contextlib.suppress(FileNotFoundError), self._path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-
-    def release(self) -> None:
-        assert self._file is not None, "release without acquire"
-        self._path.unlink(missing_ok=True)
-        self._file.close()
-
-
-def outlive_killed_builds() -> None:
-    """Let a process killed while it loads a compiled operator block nobody.
-
-    torch takes the presence of a file for a lock; after a kill every later run on the machine
-    waits for it to vanish, for ever and without a word.
-    """
-    cpp_extension.FileBaton = _Baton
 
 
 def without_shared_memory() -> None:

@@ -1,0 +1,151 @@
+"""Compiled operators: who builds, who waits, and what is said when a build fails."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.engine import operators
+from harness.engine.operators import _Baton
+from harness.errors import ConfigError
+from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command, wait_for
+
+BUILDS = """
+import sys
+from harness.engine import operators
+from torch.utils import cpp_extension
+operators.watch_builds(lambda text: print(text, flush=True))
+cpp_extension.load(name="planted", sources=[sys.argv[1]], is_python_module=False)
+print("loaded", flush=True)
+"""
+STARTS_NOT = "echo 'planted.h:1: error: nothing works' >&2; exit 1"
+COMPILES_NOT = f'case "$*" in *ersion*) exec c++ "$@";; esac; {STARTS_NOT}'
+
+
+def compiler(folder: Path, script: str) -> str:
+    """A c++ that does something else."""
+    folder.mkdir()
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def source(folder: Path) -> Path:
+    path = folder / "planted.cpp"
+    path.write_text('extern "C" int planted() { return 1; }\n')
+    return path
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
+    started, real = tmp_path / "started", shutil.which("c++")
+    waits = f'case "$*" in *ersion*) ;; *) touch {started}; sleep 300;; esac; exec {real} "$@"'
+    command = [sys.executable, "-c", BUILDS, str(source(tmp_path))]
+    builders, log = [], tmp_path / "second.log"
+    for cxx in (compiler(tmp_path / "slow", waits), real):
+        variables = environment(
+            TORCH_EXTENSIONS_DIR=str(tmp_path), PYTHONPATH=str(REPOSITORY), CXX=cxx
+        )
+        with log.open("wb") as output:
+            builder = subprocess.Popen(
+                command, env=variables, stdout=output, stderr=output, start_new_session=True
+            )
+        builders.append(builder)
+        wait_for(lambda: started.exists(), "the first compiler", 120)
+    first, second = builders
+    wait_for(lambda: "waiting for another process" in log.read_text(), "the second", 120)
+    os.killpg(first.pid, signal.SIGKILL)
+    assert second.wait(120) == 0, log.read_text()
+    first.wait()
+    said = log.read_text().splitlines()
+    assert said[0].startswith(f"compiling DeepSpeed's planted in {tmp_path}/planted")
+    assert said[1].startswith("waiting for another process, which builds in")
+    assert said[2].startswith("planted was ready after")
+    assert said[3] == "loaded"
+
+
+def test_who_waits_locks_what_others_see(tmp_path: Path) -> None:
+    """Its last holder removes the file: a lock on that one would keep nobody out."""
+    path = tmp_path / "lock"
+    first, second, waits = _Baton(str(path)), _Baton(str(path)), threading.Event()
+    second._say = lambda text: waits.set()
+    assert first.try_acquire()
+    thread = threading.Thread(target=second.try_acquire)
+    thread.start()
+    assert waits.wait(60)
+    first.release()
+    thread.join(60)
+    with path.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    second.release()
+    assert not path.exists()
+
+
+def test_without_locks_the_file_itself_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    first, second = (_Baton(str(tmp_path / "lock")) for _ in range(2))
+    assert first.try_acquire()
+    assert not second.try_acquire()
+    first.release()
+    second.wait()
+    assert second.try_acquire()
+
+
+@pytest.mark.parametrize("script", [STARTS_NOT, COMPILES_NOT])
+def test_a_build_that_fails_is_told_in_the_compilers_last_words(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path / "bin", script))
+    build = {"build_directory": str(tmp_path), "is_python_module": False}
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="nothing works") as caught:
+        operators._load(said.append, name="planted", sources=[str(source(tmp_path))], **build)
+    assert max(map(len, str(caught.value).splitlines())) < 400
+    assert len(said) == 1
+
+
+@pytest.mark.slow
+def test_a_broken_compiler_ends_a_run_with_code_2(tmp_path: Path, data: list[str]) -> None:
+    cxx = compiler(tmp_path / "bin", COMPILES_NOT)
+    json = REPOSITORY / "ds_configs" / "zero2_offload.json"
+    command = train_command(f"--deepspeed={json}", *data, f"run.dir={tmp_path / 'run'}")
+    variables = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "CXX": cxx}
+    ended = run_ranks(command, tmp_path / "logs", env=variables)
+    assert ended.codes == [2, 2], ended.output
+    assert "Traceback" not in ended.output
+    first, second = ended.outputs
+    assert "compiling DeepSpeed's cpu_adam" in first
+    assert "compiling DeepSpeed's" not in second
+    for output in ended.outputs:
+        assert "offload_optimizer needs DeepSpeed's compiled CPU Adam" in output
+        assert "planted.h:1: error: nothing works" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_there_already_is_loaded_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another installation may have built it: it is built again, and then somebody says so."""
+    monkeypatch.setattr(operators, "PATIENCE_S", 0.05)
+    (tmp_path / "there.so").touch()
+    said: list[str] = []
+    for seconds in (0.0, 1.0):
+        monkeypatch.setattr(operators, "_torch_load", lambda *_, s=seconds, **__: time.sleep(s))
+        operators._load(said.append, name="there", build_directory=str(tmp_path))
+        assert [text.split()[0] for text in said] == (["compiling", "there"] if seconds else [])
