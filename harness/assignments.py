@@ -8,24 +8,43 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
+from harness.bounds import MAX_DEPTH, beyond_bounds
+
 COMMAND_LINE = "command line"
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Key and value, split at the first "="; raises ValueError for a text without the two."""
+    """Key and value, split at the first "=".
+
+    Raises ValueError for a text without the two, and for a value beyond the bounds of a config.
+    """
     key, equals, value = text.partition("=")
     key = key.strip()
-    if not equals or not all(key.split(".")):
+    names = key.split(".")
+    if not equals or not all(names):
         raise ValueError(f"{text!r} is not key=value, as in train.steps=100")
-    return key, parse_value(value.strip())
+    if len(names) > MAX_DEPTH:
+        raise ValueError(f"{names[0]}... has {len(names):,} parts: no key has that many")
+    try:
+        parsed = parse_value(value.strip())
+    except ValueError as error:
+        raise ValueError(f"{key} is {error}") from None
+    if problem := beyond_bounds({key: parsed}):
+        raise ValueError(problem)
+    return key, parsed
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value; a bare word, or what TOML would read as a date, is a string."""
+    """A TOML value; a bare word, or what TOML would read as a date, is a string.
+
+    Raises ValueError for an integer of thousands of digits, and for thousands of brackets.
+    """
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except (RecursionError, ValueError):
+        raise ValueError(f"{text[:20]}..., too large or too deep to be read") from None
     value = table["value"]
     return text if len(table) > 1 or isinstance(value, datetime.date | datetime.time) else value
 
@@ -66,12 +85,16 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + name, value
 
 
+# So like a name that it is meant: train.stpes has 0.8, lora and lr 0.67.
+_NEAR = 0.8
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of an error sentence: "; did you mean X?", or nothing where no name is like `word`.
 
     The last part of a dotted name counts most: a long common section would make all keys of it
-    look alike. Where none is like it, a few that share half of its words are: batch_size may mean
-    global_batch or micro_batch.
+    look alike. Where none is like it, a few that have all of its words are, but for "size":
+    batch_size may mean global_batch or micro_batch.
     """
     names = list(names)
 
@@ -80,10 +103,11 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
         return SequenceMatcher(None, last, other).ratio(), SequenceMatcher(None, word, name).ratio()
 
     def words(name: str) -> set[str]:
-        return set(name.rpartition(".")[2].split("_"))
+        return set(name.rpartition(".")[2].replace("-", "_").split("_"))
 
     nearest = max(names, key=likeness, default="")
-    if likeness(nearest)[0] >= 0.6:
+    if likeness(nearest)[0] >= _NEAR:
         return f"; did you mean {nearest}?"
-    sharing = [name for name in names if len(words(name) & words(word)) >= len(words(word)) / 2]
+    telling = words(word) - {"size", ""}
+    sharing = [name for name in names if telling and telling <= words(name)]
     return f"; did you mean {' or '.join(sharing)}?" if 1 <= len(sharing) <= 3 else ""

@@ -13,8 +13,10 @@ from typing import Any
 from harness.assignments import assign_all, did_you_mean
 from harness.config import RunConfig, described_keys, known_keys
 from harness.config_file import load_run_config
+from harness.ds_check import own_key, own_names
 from harness.ds_config import Source, read_ds_json
 from harness.errors import ConfigError
+from harness.paths import expanded_path
 from harness.plan import Plan, check_json, make_plan
 from harness.planning.world import World
 
@@ -55,6 +57,13 @@ class _Keys(argparse.Action):
         parser.exit()
 
 
+def _path(text: str) -> Path:
+    try:
+        return Path(expanded_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error}") from None
+
+
 def parse_command(argv: Sequence[str] | None = None) -> Command:
     """Parse the command line; argparse exits with code 2 and a message for what it does not know.
 
@@ -70,7 +79,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     parser.add_argument(
         "--deepspeed",
         dest="deepspeed_path",
-        type=Path,
+        type=_path,
         default=DEFAULT_DS_JSON,
         metavar="JSON",
         help="how the run is spread (default: ds_configs/zero1.json)",
@@ -78,7 +87,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     parser.add_argument(
         "--config",
         dest="config_path",
-        type=Path,
+        type=_path,
         metavar="TOML",
         help="what is learned: a run config",
     )
@@ -122,7 +131,16 @@ def _hint(option: str, known: list[str]) -> str:
         return " (the launcher's: write it before harness/train.py)"
     name = option.lstrip("-").replace("-", "_")
     keys = [key for key in known_keys() if name in (key, key.rpartition(".")[2])]
-    return f" (write {keys[0]}=VALUE)" if keys else did_you_mean(option, known)
+    if keys:
+        return f" (write {keys[0]}=VALUE)"
+    begun = next((name for name in known if option.startswith(name)), None)
+    return f"; did you mean {begun}?" if begun else did_you_mean(option, known)
+
+
+def _own_name(assignment: str) -> str:
+    """`key=value` for the JSON, with the key's own name: it takes the place of the file's."""
+    key, equals, value = assignment.partition("=")
+    return own_key(key.strip()) + equals + value
 
 
 def plan_from(
@@ -141,7 +159,9 @@ def plan_from(
     ds: dict[str, Any] | None = None
     run_texts = [text for text in command.assignments if not text.startswith(DS_PREFIX)]
     ds_texts = [
-        text[len(DS_PREFIX) :] for text in command.assignments if text.startswith(DS_PREFIX)
+        _own_name(text[len(DS_PREFIX) :])
+        for text in command.assignments
+        if text.startswith(DS_PREFIX)
     ]
     try:
         run = load_run_config(command.config_path, run_texts)
@@ -149,6 +169,7 @@ def plan_from(
         problems += error.problems
     try:
         ds = read_ds_json(command.deepspeed_path)
+        problems += own_names(ds, Source(str(command.deepspeed_path)))
     except ConfigError as error:
         problems += error.problems
     assigned, wrong = assign_all(ds or {}, ds_texts)

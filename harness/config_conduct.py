@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from harness.config_sections import (
     Count,
     CountOrZero,
+    PathText,
     Positive,
     PositiveOrZero,
     Section,
@@ -131,7 +132,7 @@ class GuardConfig(Section):
     alone; for the others the host reads both values in every step, and waits for them."""
     spike_sigma: Positive = 6.0
     """Standard deviations above the mean from which a step is a spike."""
-    spike_window: Annotated[int, Field(ge=8)] = 128
+    spike_window: Annotated[int, Field(ge=8, le=10**6)] = 128
     """Steps (under log: logged ones) that a step is compared with, once a quarter is there."""
     max_rollbacks: CountOrZero = 3
     """Rollbacks of a run; one more stops it with code 76."""
@@ -155,7 +156,7 @@ class GuardConfig(Section):
 class RunFolderConfig(Section):
     """Where the run lives."""
 
-    dir: Text | None = None
+    dir: PathText | None = None
     """Run folder; None makes a new one under runs/. A folder that holds a run resumes it."""
 
     @field_validator("dir")
@@ -168,7 +169,7 @@ class RunFolderConfig(Section):
 class ResumeConfig(Section):
     """What a run goes on from, and what may change."""
 
-    from_: Text | None = None
+    from_: PathText | None = None
     """RUN or RUN@STEP: branch off another run's checkpoint into a new run.dir."""
     allow: list[str] = Field(default_factory=list)
     """Keys that may differ from the run being resumed: resume.allow=optim.lr,data.path."""

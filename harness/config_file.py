@@ -12,9 +12,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.assignments import COMMAND_LINE, assign_all, did_you_mean, flat
+from harness.bounds import MAX_FILE_BYTES, beyond_bounds, shortened
 from harness.config import RunConfig, known_keys, origin_of
 from harness.config_sections import LENGTHS
 from harness.errors import ConfigError
+from harness.foreign import foreign_config, top_level_keys
+from harness.regular_file import read_regular
 
 
 def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) -> RunConfig:
@@ -58,8 +61,10 @@ def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return a run config as it is written. Raises ConfigError."""
+    text = ""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_regular(path, MAX_FILE_BYTES, links=True).decode()
+        tree = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(
             f"there is no run config {path}: give --config an existing file"
@@ -67,9 +72,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"at line (\d+)", str(error))
         line = f":{where.group(1)}" if where else ""
-        raise ConfigError(f"{path}{line} is not valid TOML: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
+        problem = foreign_config(path, top_level_keys(text), "run")
+        raise ConfigError(problem or f"{path}{line} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"run config {path} is nested too deep to be read") from None
+    except (OSError, ValueError) as error:
         raise ConfigError(f"run config {path} cannot be read: {error}") from None
+    if problem := beyond_bounds(tree):
+        raise ConfigError(f"run config {path}: {problem}")
+    if problem := foreign_config(path, tree, "run"):
+        raise ConfigError(problem)
+    return tree
 
 
 _FORMS = {
@@ -95,4 +108,4 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
     if item["type"] == "value_error":  # raised by a validator of ours, over a whole section
         return f"{item['ctx']['error']} ({origin})"
     wrong = item["msg"].replace("Input should be", "it must be")
-    return f"{key} is {item['input']!r} ({origin}): {wrong}{_FORMS.get(item['type'], '')}"
+    return f"{key} is {shortened(item['input'])} ({origin}): {wrong}{_FORMS.get(item['type'], '')}"

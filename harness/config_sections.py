@@ -6,23 +6,48 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from harness.curriculum import Curriculum
 from harness.lr_and_batch import DECAYS
+from harness.paths import expanded_path
 from harness.planning.optimizers import OPTIMIZERS
 
 # Keys of which at most one may be given.
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
 DEFAULT_STEPS = 100
 
-Count = Annotated[int, Field(gt=0)]
-CountOrZero = Annotated[int, Field(ge=0)]
+MAX_COUNT = 2**53
+"""Up to here a float counts without rounding."""
+MAX_SAMPLES = 2**31 - 1
+
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Samples = Annotated[int, Field(gt=0, le=MAX_SAMPLES)]
 Positive = Annotated[float, Field(gt=0)]
 PositiveOrZero = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _path(value: str) -> str:
+    try:
+        return expanded_path(value)
+    except ValueError as error:
+        raise PydanticCustomError("path", "{problem}", {"problem": str(error)}) from None
+
+
+PathText = Annotated[Text, AfterValidator(_path)]
+"""A path with its `~` expanded; what may be a hub id or a preset's name, too, stays as it is."""
 
 
 def key_of(field: str) -> str:
@@ -48,9 +73,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The decoder to train."""
 
-    name: Text = "tiny"
+    name: PathText = "tiny"
     """Its shape only: a preset, a config.json, a folder that holds one, or a hub id."""
-    init_from: Text | None = None
+    init_from: PathText | None = None
     """Folder, hub id, or RUN or RUN@STEP of ours, whose weights to start from; None: fresh ones."""
     checkpointing: Literal["none", "full"] = "none"
     """Recompute activations in the backward pass: of no layer, or of every decoder layer."""
@@ -78,21 +103,21 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What it reads."""
 
-    path: Text | None = None
+    path: PathText | None = None
     """Text, .jsonl, a folder of them, or a .bin/.idx pair; None reads Python's own library."""
     format: Literal["text", "jsonl"] | None = None
     """What its files are, whatever they are called; None: what their names say."""
-    tokenizer: Text | None = None
+    tokenizer: PathText | None = None
     """Folder or hub id of a Hugging Face tokenizer; None trains one, or uses the corpus's."""
-    seq_len: Annotated[int, Field(ge=2)] = 128
+    seq_len: Annotated[int, Field(ge=2, le=MAX_SAMPLES)] = 128
     """Length of a sample, tokens."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Fraction of the documents kept for evaluation."""
     document_mask: bool | None = None
     """Tokens attend only within their own document; None: on for prompt/completion data."""
-    cache_dir: Text | None = None
+    cache_dir: PathText | None = None
     """Where tokenised corpora are kept; None is the user's cache folder."""
-    prefetch: CountOrZero = 2
+    prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
     """Batches prepared ahead of the step that needs them."""
 
 
@@ -106,11 +131,11 @@ class TrainConfig(Section):
     """Tokens to train on, rounded up to whole steps."""
     epochs: Positive | None = None
     """Passes over the training split, rounded up to whole steps."""
-    global_batch: Count = 48
+    global_batch: Samples = 48
     """Samples per optimizer step over all ranks."""
-    micro_batch: Count | None = None
+    micro_batch: Samples | None = None
     """Samples a rank takes at once; None: the largest divisor of global_batch / data ranks <= 8."""
-    seed: CountOrZero = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of the initial weights, the data order and dropout."""
     label_smoothing: Probability = 0.0
     """Share of a target's probability that is spread over the vocabulary (arXiv 1512.00567); the
@@ -135,9 +160,9 @@ class TrainConfig(Section):
 class RampConfig(Section):
     """Smaller batches and shorter sequences at the start. Nothing is read twice or left out."""
 
-    batch_from: Count | None = None
+    batch_from: Samples | None = None
     """Samples of the first step, which rise to train.global_batch over ramp.batch_tokens."""
-    batch_step: Count | None = None
+    batch_step: Samples | None = None
     """Samples by which they rise at a time; None: batch_from."""
     batch_tokens: Count | None = None
     """Tokens over which they rise, in equal parts."""
@@ -205,7 +230,7 @@ class OptimConfig(Section):
     """Part of all steps that wsd spends decaying."""
     power: Positive = 2.0
     """Of polynomial: how much faster it falls at first than at the end; 1 is linear."""
-    cycles: Count = 4
+    cycles: Annotated[int, Field(gt=0, le=10_000)] = 4
     """Times that cosine_restarts falls, from the maximum each time."""
     cycle_growth: Annotated[float, Field(ge=1)] = 1.0
     """How many times as long as the last each of these is."""

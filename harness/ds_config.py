@@ -1,43 +1,25 @@
-"""The DeepSpeed JSON: reading it, and checking each of its keys against what DeepSpeed knows.
-
-Unlike DeepSpeed itself, which drops what it does not understand at most levels, an unknown key is
-an error here.
-"""
+"""The DeepSpeed JSON: reading it, its values, and the rules of what is refused or changed."""
 
 from __future__ import annotations
 
 import functools
 import json
-import math
-import operator
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.assignments import COMMAND_LINE, did_you_mean
+from harness.assignments import COMMAND_LINE, assign
+from harness.bounds import MAX_FILE_BYTES, beyond_bounds, shortened
 from harness.errors import ConfigError
+from harness.foreign import foreign_config, top_level_keys
+from harness.regular_file import read_regular
 
 AUTO = "auto"
 _KEYS_FILE = Path(__file__).with_name("ds_keys.json")
 _REFUSED_FILE = Path(__file__).with_name("ds_refused.toml")
-
-_PYTHON_TYPES: dict[str, Any] = {
-    "array": list,
-    "boolean": bool,
-    "integer": int,
-    "null": type(None),
-    "number": (int, float),
-    "object": Mapping,
-    "string": str,
-}
-_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "minimum": ("at least", operator.ge),
-    "above": ("above", operator.gt),
-    "maximum": ("at most", operator.le),
-}
 
 
 @dataclass(frozen=True)
@@ -95,7 +77,9 @@ def literal(ds: Mapping[str, Any], key: str) -> Any:
 
 
 def read_ds_json(path: str | Path) -> dict[str, Any]:
-    """The file as a dict. Raises ConfigError: missing, not JSON, not an object, duplicate keys."""
+    """The file as a dict. Raises ConfigError: missing, not JSON, not an object, duplicate keys,
+    beyond the bounds of a config, another program's config.
+    """
     problems: list[str] = []
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,8 +88,9 @@ def read_ds_json(path: str | Path) -> dict[str, Any]:
                 problems.append(f"{path} has {key} {times} times in one object: keep one of them")
         return dict(pairs)
 
+    text = ""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular(Path(path), MAX_FILE_BYTES, links=True).decode()
         content = json.loads(
             text, object_pairs_hook=without_duplicates, parse_constant=_no_constant
         )
@@ -116,11 +101,18 @@ def read_ds_json(path: str | Path) -> dict[str, Any]:
         ) from None
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
-        raise ConfigError(f"{where} is not valid JSON: {error.msg}") from None
+        problem = foreign_config(path, top_level_keys(text), "deepspeed")
+        raise ConfigError(problem or f"{where} is not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"DeepSpeed JSON {path} is nested too deep to be read") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"DeepSpeed JSON {path} cannot be read: {error}") from None
+    if problem := beyond_bounds(content):
+        raise ConfigError(f"DeepSpeed JSON {path}: {problem}")
     if not isinstance(content, dict):
-        problems.append(f"DeepSpeed JSON {path} holds {content!r}, not an object {{...}}")
+        problems.append(f"DeepSpeed JSON {path} holds {shortened(content)}, not an object {{...}}")
+    elif problem := foreign_config(path, content, "deepspeed"):
+        raise ConfigError(problem)
     if problems:
         raise ConfigError(problems)
     return dict(content)
@@ -139,58 +131,21 @@ def normalized(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def take_wrong_keys(ds: dict[str, Any], source: Source) -> list[str]:
-    """Remove every unknown or ill-typed key, at any level, in place; returns what is wrong.
-
-    What is left can be checked all the same.
-    """
-    return list(_take_wrong(ds, ds_keys(), "", source))
-
-
-def _take_wrong(
-    values: dict[str, Any], section: Mapping[str, Any], prefix: str, source: Source
-) -> Iterator[str]:
-    known = section["keys"]
-    for name, value in list(values.items()):
-        key = prefix + name
-        where = source.of(key)
-        wrong = None
-        if name not in known:
-            if not section.get("free"):
-                hint = did_you_mean(key, [prefix + other for other in known])
-                wrong = f"{key} ({where}) is not a key that DeepSpeed knows{hint}"
-        elif modern := known[name].get("same_as") or known[name].get("replaced_by"):
-            wrong = f"{key} ({where}) is an old name: use {prefix}{modern}"
-        elif "keys" in known[name] and isinstance(value, dict):
-            yield from _take_wrong(value, known[name], f"{key}.", source)
-        elif must_be := _must_be(value, known[name]):
-            wrong = f"{key} is {value!r} ({where}): it must be {must_be}"
-        if wrong:
-            del values[name]
-            yield wrong
-
-
-def _must_be(value: Any, node: Mapping[str, Any]) -> str | None:
-    """What the value of a known key must be instead, None where it is fine."""
-    if "keys" in node:
-        return None if value is None and node.get("nullable") else "an object {...}"
-    if value == AUTO:
-        return None
-    if not any(_is_a(kind, value) for kind in node["type"]):
-        return " or ".join(node["type"])
-    if "choices" in node and value is not None and value not in node["choices"]:
-        return "one of " + ", ".join(map(repr, node["choices"]))
-    if _is_a("number", value):
-        if not math.isfinite(value):
-            return "a finite number"
-        for bound, (words, holds) in _BOUNDS.items():
-            if bound in node and not holds(value, node[bound]):
-                return f"{words} {node[bound]}"
-    return None
-
-
-def _is_a(kind: str, value: Any) -> bool:
-    return isinstance(value, _PYTHON_TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
+def changes(
+    ds: dict[str, Any],
+    source: Source,
+    accelerator: str = "cuda",
+    wrong_keys: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """Write what rules put in the place of a value, in place; returns an event for each."""
+    events = []
+    for rule in refused():
+        if "instead" in rule and _applies(rule, ds, accelerator, wrong_keys):
+            key, value = rule["key"], value_of(ds, rule["key"])
+            assign(ds, key, rule["instead"])
+            message = f"{key} is {rule['instead']!r}, not {value!r} ({source.of(key)}): "
+            events.append({"kind": "changed", "json_key": key, "message": message + rule["why"]})
+    return events
 
 
 def refusals(
@@ -206,20 +161,26 @@ def refusals(
     """
     problems = []
     for rule in refused():
-        if rule.get("on", accelerator) != accelerator:
-            continue
-        wanted, unless = rule.get("when", {}), rule.get("unless", {})
-        if (
-            not wanted.keys() & wrong_keys
-            and all(_is_among(ds, key, values) for key, values in wanted.items())
-            and not any(_is_among(ds, key, values) for key, values in unless.items())
-        ):
+        if "instead" not in rule and _applies(rule, ds, accelerator, wrong_keys):
             key = rule["key"]
             value = literal(ds, key)
-            given = value_of(ds, key) if value is None else value
-            problem = f"{key} is {given!r} ({source.of(key)}): {rule['why']}"
+            shown = value_of(ds, key) if value is None else value
+            problem = f"{key} is {shown!r} ({source.of(key)}): {rule['why']}"
             problems.append((problem, rule.get("estimated", False)))
     return problems
+
+
+def _applies(
+    rule: Mapping[str, Any], ds: Mapping[str, Any], accelerator: str, wrong_keys: Collection[str]
+) -> bool:
+    """Whether a rule's conditions hold, none of them about a key that was removed."""
+    wanted, unless = rule.get("when", {}), rule.get("unless", {})
+    return (
+        rule.get("on", accelerator) == accelerator
+        and not wanted.keys() & wrong_keys
+        and all(_is_among(ds, key, values) for key, values in wanted.items())
+        and not any(_is_among(ds, key, values) for key, values in unless.items())
+    )
 
 
 def _is_among(ds: Mapping[str, Any], key: str, values: list[Any]) -> bool:

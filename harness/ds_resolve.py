@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from harness.assignments import flat
+from harness.assignments import assign, flat
 from harness.config import RunConfig
 from harness.ds_config import AUTO, Source, ds_keys, literal, offloaded_to, value_of
 from harness.lr_and_batch import Batch
@@ -115,6 +115,9 @@ def fill_in(
         ds["optimizer"]["params"]["torch_adam"] = True  # the same, without a minute's compilation
     ds.pop("scheduler", None)  # the loop sets the learning rate of every step itself
     ds["steps_per_print"] = literal(ds, "steps_per_print") or NEVER_PRINT_STEPS
+    if literal(ds, "timers.throughput.enabled") is None:
+        # It waits for the device twice in every micro-batch, for numbers that nobody reads.
+        assign(ds, "timers.throughput.enabled", False)
     zero = ds.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
     if hidden_size is not None:

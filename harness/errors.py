@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 
+_MOST_CHARACTERS = 2_000
+"""Of a problem as it is printed."""
+
 
 class ExitCode(IntEnum):
     """What the process returns; batch scripts decide from it whether to requeue.
@@ -37,13 +40,21 @@ class ConfigError(ValueError):
 
     def _report(self) -> str:
         if len(self.problems) == 1:
-            return self.problems[0]
-        numbered = [f"  {n}. {problem}" for n, problem in enumerate(self.problems, 1)]
+            return _readable(self.problems[0])
+        numbered = [f"  {n}. {_readable(problem)}" for n, problem in enumerate(self.problems, 1)]
         return "\n".join([f"{len(self.problems)} problems:", *numbered])
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         """Pickle by the problems: the report alone would come back as one problem."""
         return type(self), (self.problems,)
+
+
+def _readable(problem: str) -> str:
+    """A problem without the middle of a value that fills the screen."""
+    if len(problem) <= _MOST_CHARACTERS:
+        return problem
+    half = _MOST_CHARACTERS // 2
+    return f"{problem[:half]} ... {problem[-half:]}"
 
 
 class NoCheckpoint(ConfigError):

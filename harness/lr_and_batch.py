@@ -105,6 +105,12 @@ class Schedule:
         return min(1.0, max(0, step - first) / max(1, self.total_steps - first))
 
 
+def _divisors(number: int) -> list[int]:
+    """Every divisor, in order."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
+
+
 @dataclass(frozen=True)
 class Batch:
     """global_batch = micro_batch x grad_accum x data ranks; the first two in samples."""
@@ -142,8 +148,7 @@ class Batch:
             )
         per_rank = global_batch // data_ranks
         smallest = per_rank if quantum is None else quantum // data_ranks
-        legal_sizes = [size for size in range(1, smallest + 1) if smallest % size == 0]
-        accums = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        legal_sizes, accums = _divisors(smallest), _divisors(per_rank)
         for key, size, legal_ones in (
             ("train.micro_batch", micro_batch, legal_sizes),
             ("gradient_accumulation_steps", grad_accum, accums),

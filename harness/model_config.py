@@ -6,7 +6,6 @@ id.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -14,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from harness.assignments import did_you_mean
+from harness.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config import RunConfig, run_and_step
-from harness.errors import ConfigError
+from harness.errors import ConfigError, Unusable
+from harness.model_values import DROPOUT_ENDINGS, value_problems
+from harness.regular_file import read_json
 
 PRESETS = Path(__file__).with_name("presets")
 
 # What a config.json may leave out; the file says what its tables mean.
 _UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
-DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
 # So like a preset that it is meant: the nearest hub id without a "/", gpt2-xl, has 0.63.
 _NEAR = 0.8
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
@@ -51,7 +52,10 @@ def load_model_config(run: RunConfig) -> tuple[dict[str, Any], str]:
     if problems:
         raise ConfigError(problems)
     config = _merged(config, run.model.overrides)
-    return {**config, **_dropouts(config, run)}, source
+    config |= _dropouts(config, run)
+    if problems := list(value_problems(config, run, source)):
+        raise ConfigError(problems)
+    return config, source
 
 
 def find_model_config(
@@ -65,7 +69,10 @@ def find_model_config(
     run_plan = run_and_step(name)[0] / "plan.json"
     if run_plan.is_file():
         saved = _read_config(run_plan, name)
-        return saved["model_config"], saved["model_source"]
+        config, source = saved.get("model_config"), saved.get("model_source")
+        if not (isinstance(config, dict) and isinstance(source, str)):
+            raise ConfigError(f"{key} is {name!r} ({origin}): {run_plan} holds no model")
+        return config, source
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")):
@@ -84,9 +91,11 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_json(path, MAX_FILE_BYTES, links=True)
+    except (OSError, Unusable) as error:
         raise ConfigError(f"model.name is {name!r}, but {path} cannot be read: {error}") from None
+    if problem := beyond_bounds(config):
+        raise ConfigError(f"model.name is {name!r}, but in {path} {problem}")
     if not isinstance(config, dict):
         raise ConfigError(f"model.name is {name!r}, but {path} holds no object {{...}}")
     return config

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from harness.errors import ConfigError
 
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4095
+
 
 def user_path(key: str, text: str) -> Path:
     """The path that `key` names, with ~ and ~user expanded; ConfigError where it cannot be one."""
-    if "\0" in text:
-        raise ConfigError(f"{key} is {text!r}: no path holds a NUL character")
     try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        user = Path(text).parts[0]
-        raise ConfigError(f"{key} is {text}: this machine knows no home of {user}") from None
+        return Path(expanded_path(text))
+    except ValueError as error:
+        raise ConfigError(f"{key} is {text[:60]!r}: {error}") from None
+
+
+def expanded_path(text: str) -> str:
+    """A path with ~ and ~user expanded; any other text, such as a hub id, stays as it is.
+
+    Raises ValueError for a path that no file can have.
+    """
+    if "\0" in text:
+        raise ValueError("no path holds a NUL character")
+    if text.startswith("~"):
+        try:
+            text = str(Path(text).expanduser())
+        except RuntimeError:
+            user = text.partition("/")[0]
+            raise ValueError(f"this machine knows no home of {user}") from None
+    if len(os.fsencode(text)) > _MAX_PATH_BYTES:
+        raise ValueError(f"a path has {_MAX_PATH_BYTES:,} bytes at most")
+    if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in text.split("/")):
+        raise ValueError(f"the name of a file or folder has {_MAX_NAME_BYTES} bytes at most")
+    return text

@@ -15,14 +15,8 @@ from typing import Any
 from harness.config import RunConfig
 from harness.curriculum import Curriculum
 from harness.ds_adopt import adopt
-from harness.ds_config import (
-    Source,
-    literal,
-    normalized,
-    refusals,
-    take_wrong_keys,
-    value_of,
-)
+from harness.ds_check import check_keys
+from harness.ds_config import Source, changes, literal, normalized, refusals, value_of
 from harness.ds_resolve import (
     Precision,
     fill_in,
@@ -35,6 +29,7 @@ from harness.errors import ConfigError
 from harness.estimate import estimate
 from harness.lr_and_batch import Batch, Schedule
 from harness.plan_curriculum import curriculum_notes, curriculum_of, curriculum_problems
+from harness.plan_folder import run_dir_problems
 from harness.plan_kernels import kernel_notes, kernel_problems
 from harness.plan_model import attention_problems, find_model
 from harness.plan_optimizer import optimizer_problems, rate_notes
@@ -162,6 +157,7 @@ def make_plan(
     problems += attention_problems(run, world)
     problems += run.profile.problems(run.train.num_steps(curriculum, run.data.seq_len))
     problems += optimizer_problems(run, ds, ds_source)
+    problems += run_dir_problems(run)
     model = find_model(run)
     run, config, shape = model.run, model.config, model.shape
     events += model.events
@@ -222,17 +218,18 @@ def check_json(
     Returns what is right of it with its precision decided, that precision, events and problems.
     """
     ds: dict[str, Any] = normalized(ds_json)
-    problems = take_wrong_keys(ds, source)
-    precision, events, wrong = resolve_precision(ds, world, source)
+    check = check_keys(ds, source)
+    precision, events, problems = resolve_precision(ds, world, source)
     fill_in_swap_folder(ds)
-    wrong += secondary_problems(ds, world, source)
-    wrong_keys = {problem.partition(" ")[0] for problem in problems}  # each begins with its key
-    for problem, estimated in refusals(ds, source, world.accelerator, wrong_keys):
+    problems += secondary_problems(ds, world, source)
+    events = [*check.events(), *events]
+    events += changes(ds, source, world.accelerator, check.wrong_keys)
+    for problem, estimated in refusals(ds, source, world.accelerator, check.wrong_keys):
         if estimated and estimating:
             events.append({"kind": NOT_TRAINED, "message": problem})
         else:
-            wrong.append(problem)
-    return ds, precision, events, [*problems, *wrong]
+            problems.append(problem)
+    return ds, precision, events, [*check.problems, *problems]
 
 
 def _grid(ds: Mapping[str, Any], world: World, source: Source, problems: list[str]) -> Grid:

@@ -8,6 +8,9 @@ from typing import Any
 from harness.config import RunConfig
 from harness.curriculum import Curriculum
 
+MAX_RISES = 10_000
+"""Of the batch: each is a piece of every count of steps."""
+
 
 def curriculum_of(run: RunConfig) -> Curriculum:
     """What ramp.* comes to, where `curriculum_problems` has none."""
@@ -62,6 +65,9 @@ def curriculum_problems(run: RunConfig) -> Iterator[str]:
                 f"{asked}, from which steps of {step} (ramp.batch_step) do not reach "
                 f"train.global_batch {batch}: set that to {below} or {below + step}"
             )
+        elif (rises := (batch - ramp.batch_from) // step) > MAX_RISES:
+            least = -(-step * rises // MAX_RISES)
+            yield f"{asked}, and rises {rises:,} times: set ramp.batch_step to {least} or more"
     if ramp.length_from is not None:
         halved = [seq_len >> n for n in range(1, seq_len.bit_length()) if not seq_len % 2**n]
         legal = [length for length in halved if length >= 2]

@@ -166,8 +166,10 @@ def _learning_rate(plan: Plan) -> str:
 
 
 def _note(event: Mapping[str, Any]) -> str:
+    if "message" in event:
+        return str(event["message"])
     if event["kind"] == "adopted":
         return f"{event['key']} = {event['value']!r}, from the JSON's {event['json_key']}"
     if event["kind"] == "override":
         return f"{event['json_key']} is {event['value']!r}, not the JSON's {event['was']!r}"
-    return str(event["message"])
+    return str(event)

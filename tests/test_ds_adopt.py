@@ -21,7 +21,8 @@ def adopted(ds, *assignments):
 
 
 def test_a_literal_wins_over_our_default_and_is_an_event():
-    result = adopted({"optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.99]}}})
+    params = {"lr": 3e-5, "betas": [0.9, 0.99], "weight_decay": 0.1}
+    result = adopted({"optimizer": {"type": "AdamW", "params": params}})
     assert result.problems == []
     assert (result.run.optim.lr, result.run.optim.betas) == (3e-5, (0.9, 0.99))
     assert result.run.origin("optim.lr") == "ds.json: optimizer.params.lr"
@@ -134,6 +135,65 @@ def test_clipping_by_value_and_a_norm_in_the_json_conflict():
     assert problem.startswith("optim.clip_norm and optim.clip_value exclude each other")
     assert problem.endswith("(command line, ds.json: gradient_clipping)")
     assert adopted({"gradient_clipping": 0.0}, "optim.clip_value=0.5").problems == []
+
+
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("section", "optim"),
+    [
+        ({"type": "AdamW"}, ADAMW),
+        ({"type": "AdamW", "params": {"lr": 2e-5}}, {**ADAMW, "lr": 2e-5}),
+        ({"type": "Adam", "params": {"eps": 1e-6}}, {**ADAMW, "eps": 1e-6}),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, {**ADAMW, "weight_decay": 0.01}),
+        ({"type": "Lion"}, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+        ({"type": "SGD"}, {"lr": 1e-3, "momentum": 0, "weight_decay": 0.0}),
+        ({"type": "Adagrad"}, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+        ({"type": "Muon"}, {"lr": 3e-3, "momentum": 0.95, "eps": 1e-10, "weight_decay": 0.0}),
+        ({"params": {"lr": 2e-5}}, {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+        ({"type": "AdamW", "params": {"weight_decay": "auto"}}, {**ADAMW, "weight_decay": 0.1}),
+    ],
+)
+def test_what_an_optimizers_section_leaves_out_is_deepspeeds_default(section, optim):
+    result = adopted({"optimizer": section})
+    assert result.problems == []
+    assert {key: getattr(result.run.optim, key) for key in optim} == optim
+    assert result.run.optim.momentum_used == optim.get("momentum", result.run.optim.momentum_used)
+
+
+def test_a_default_of_deepspeed_is_noted_and_gives_way_to_the_user():
+    ds = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
+    run, events, problems = adopted(ds, "optim.betas=[0.9,0.98]")
+    assert problems == []
+    assert run.optim.betas == (0.9, 0.98)
+    (event,) = events
+    assert (event["key"], event["value"]) == ("optim.weight_decay", 0.0)
+    assert event["message"] == (
+        "optim.weight_decay = 0.0, DeepSpeed's default for AdamW: the JSON has no "
+        "optimizer.params.weight_decay"
+    )
+    assert run.origin("optim.weight_decay") == "ds.json: DeepSpeed's default for AdamW"
+
+
+@pytest.mark.parametrize(
+    ("kind", "optim"),
+    [
+        ("WarmupLR", {"lr": 3e-3, "warmup_steps": 1000, "warmup_type": "log"}),
+        ("WarmupDecayLR", {"lr": 1e-3, "warmup_steps": 1000, "warmup_type": "log"}),
+        ("WarmupCosineLR", {"lr": 3e-3, "warmup_steps": 1000, "min_lr_ratio": 1e-4}),
+    ],
+)
+def test_what_a_schedulers_section_leaves_out_is_deepspeeds_default(kind, optim):
+    run, _, problems = adopted({"scheduler": {"type": kind}})
+    assert problems == []
+    assert {key: getattr(run.optim, key) for key in optim} == optim
+
+
+def test_momentum_that_the_user_chose_keeps_its_own_default():
+    run, _, problems = adopted({"optimizer": {"type": "SGD"}}, "optim.name=momentum")
+    assert problems == []
+    assert run.optim.momentum_used == 0.9
 
 
 def test_warmup_decay_is_adopted():

@@ -24,20 +24,21 @@ ROOT = Path(__file__).parents[1]
 # file imports lower floors and its own room.
 FLOORS: list[dict[str, str]] = [
     {
-        "errors": "errors paths",
-        "assignments": "assignments",
+        "errors": "errors paths regular_file",
+        "assignments": "assignments bounds foreign",
         "lr_and_batch": "lr_and_batch curriculum",
         "planning": "planning",
     },
     {
         "config": "config config_file config_sections config_conduct",
         "corpus": "corpus_files file_kinds token_index",
-        "ds_config": "ds_config",
-        "reading": "regular_file table tensor_header",
+        "ds_config": "ds_config ds_check",
+        "reading": "table tensor_header",
     },
     {
-        "plan": "plan plan_text plan_data plan_curriculum plan_kernels plan_model plan_optimizer "
-        "plan_pipeline plan_weights command model_config ds_adopt ds_resolve estimate fit "
+        "plan": "plan plan_text plan_data plan_curriculum plan_folder plan_kernels plan_model "
+        "plan_optimizer plan_pipeline plan_weights command model_config model_values ds_adopt "
+        "ds_resolve estimate fit "
         "swap_space",
         "runfolder": "runfolder",
     },

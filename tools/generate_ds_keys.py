@@ -7,8 +7,11 @@ engine know its keys without importing it. Run again after a DeepSpeed upgrade:
 
 A section is {"keys": {...}}, with "free": true where any further key is taken. A key is
 {"type": [JSON types], "default": ...} with, where DeepSpeed states them, "choices", "minimum",
-"above", "maximum", "same_as" (another spelling) and "replaced_by" (deprecated). A number that
-DeepSpeed does not bound is at least 0, unless its default is negative itself.
+"above" and "maximum". A number that DeepSpeed does not bound is at least 0, unless its default is
+negative itself. Other keys are {"same_as": another name of the key}, {"replaced_by": the key in its
+place, "becomes": what true is there} for what is deprecated, and {"removed": DeepSpeed's message}.
+
+"defaults" holds what DeepSpeed takes for parameters that an optimizer or a scheduler section lacks.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import enum
 import inspect
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -27,15 +31,21 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # some defaults depend on it, and it is quieter
 
 import deepspeed
+import torch
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
 from deepspeed.inference.config import WeightQuantConfig
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
 from deepspeed.runtime.config import (
+    _REMOVED_TOP_LEVEL_CONFIG_KEYS,
+    _REMOVED_ZERO_CONFIG_KEYS,
     DeepSpeedConfig,
     DtypeEnum,
     HybridEngineConfig,
@@ -43,6 +53,7 @@ from deepspeed.runtime.config import (
 )
 from deepspeed.runtime.constants import GRADIENT_ALLREDUCE_OP_SUPPORTED
 from deepspeed.runtime.data_pipeline.config import get_data_efficiency_config
+from deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 from deepspeed.runtime.model_checkpointing.config import (
     get_checkpoint_config,
     get_checkpoint_writer_config,
@@ -131,6 +142,22 @@ _JSON_TYPES: dict[Any, str] = {
     type(None): "null",
 }
 _ANY = sorted(set(_JSON_TYPES.values()))
+# The classes that DeepSpeed makes of an optimizer's type, whose defaults agree.
+_OPTIMIZERS: dict[str, tuple[type, ...]] = {
+    "adamw": (FusedAdam, DeepSpeedCPUAdam),
+    "adam": (FusedAdam, DeepSpeedCPUAdam),
+    "adamw, torch_adam": (torch.optim.AdamW,),
+    "adam, torch_adam": (torch.optim.Adam,),
+    "lion": (FusedLion, DeepSpeedCPULion),
+    "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+    "sgd": (torch.optim.SGD,),
+    "adafactor": (torch.optim.Adafactor,),
+}
+# MuonWithAuxAdam's, but for its two learning rates: optim.lr is another measure.
+_MUON = {"momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0}
+_SCHEDULERS = (WarmupLR, WarmupDecayLR, WarmupCosineLR)
+_LEARNED = ("lr", "betas", "eps", "momentum", "weight_decay")
+_SCHEDULED = ("warmup_max_lr", "warmup_num_steps", "warmup_type", "cos_min_ratio")
 
 Node = dict[str, Any]
 
@@ -165,7 +192,43 @@ def build_keys() -> Node:
     for key, default in sorted({**top.asked, **_READ_ELSEWHERE, **sections}.items()):
         keys[key] = sections.get(key) or _leaf(key, default)
     keys["bfloat16"] = {"same_as": "bf16"}
-    return {"deepspeed": deepspeed.__version__, "keys": keys}
+    keys |= _removed(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    keys["zero_optimization"]["keys"] |= _removed(_REMOVED_ZERO_CONFIG_KEYS)
+    defaults = {"optimizer": _optimizer_defaults(), "scheduler": _scheduler_defaults()}
+    return {"deepspeed": deepspeed.__version__, "keys": keys, "defaults": defaults}
+
+
+def _removed(messages: Mapping[str, str]) -> Node:
+    """The keys that DeepSpeed refuses by name, with its message but for the link."""
+    link = re.compile(r"\s*See https\S+\s*$")
+    return {key: {"removed": link.sub("", text).strip()} for key, text in messages.items()}
+
+
+def _optimizer_defaults() -> dict[str, dict[str, Any]]:
+    """What the optimizers' classes learn with by default, by DeepSpeed's name in lower case."""
+    defaults = {}
+    for name, classes in _OPTIMIZERS.items():
+        first, *others = [_defaults(kind, _LEARNED) for kind in classes]
+        assert all(first == other for other in others), f"{name}: {first}, {others}"
+        defaults[name] = {key: value for key, value in first.items() if key in _taken(name)}
+    return {**defaults, "muon": _MUON}
+
+
+def _taken(name: str) -> tuple[str, ...]:
+    """Adafactor's eps is another thing: two numbers."""
+    return tuple(key for key in _LEARNED if (name, key) != ("adafactor", "eps"))
+
+
+def _scheduler_defaults() -> dict[str, dict[str, Any]]:
+    return {kind.__name__: _defaults(kind, _SCHEDULED) for kind in _SCHEDULERS}
+
+
+def _defaults(kind: type, names: tuple[str, ...]) -> dict[str, Any]:
+    """The defaults of a class's arguments among `names`, without those that are None."""
+    arguments = inspect.signature(kind).parameters
+    values = {name: arguments[name].default for name in names if name in arguments}
+    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+    return {name: value for name, value in plain.items() if value is not None}
 
 
 def _sections() -> dict[str, Node]:
@@ -257,6 +320,9 @@ def _from_model(model: type[BaseModel]) -> Node:
         if isinstance(extra, dict) and extra.get("deprecated"):
             new = model.model_fields.get(extra["new_param"])
             node["replaced_by"] = (new and new.alias) or extra["new_param"]
+            if extra.get("set_new_param", True):
+                becomes = extra.get("new_param_fn", lambda value: value)(True)
+                node["becomes"] = _set_fields(becomes)
         keys[field.alias or name] = _bounded(node)
         if field.alias and field.alias != name:
             keys[name] = {"same_as": field.alias}
@@ -286,6 +352,13 @@ def _from_annotation(annotation: Any, default: Any) -> Node:
             kinds += [_JSON_TYPES[origin]] if origin in _JSON_TYPES else _ANY
     node: Node = {"type": list(dict.fromkeys(kinds)), "default": default}
     return node | ({"choices": list(dict.fromkeys(choices))} if choices else {})
+
+
+def _set_fields(value: Any) -> Any:
+    """A config model as the section that makes it; any other value as it is."""
+    return (
+        value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -16,23 +16,35 @@ def empty_model(
 ) -> PreTrainedModel:
     """The skeleton of the plan's model, in the run's precision.
 
-    Raises ConfigError for a model or an attention that transformers refuses, and for one that would
-    ignore document boundaries.
+    Raises ConfigError for a model or an attention that transformers refuses or cannot build, and
+    for one that would ignore document boundaries.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)  # else every default is logged twice
+    # A model config's values reach all of transformers, which may raise anything.
     try:
         config = hf_config(plan.model_config, plan.model_source, trust_remote_code)
-    except ValueError as error:
-        raise ConfigError(f"model.name={plan.run.model.name}: {error}") from error
+    except Exception as error:
+        raise ConfigError(_unbuildable(plan, error)) from error
     try:
         model = skeleton(
             config, DTYPES[plan.precision], plan.run.model.attention, trust_remote_code
         )
     except ValueError as error:  # an attention implementation that the architecture lacks
         raise ConfigError(f"model.attention={plan.run.model.attention}: {error}") from error
+    except Exception as error:
+        raise ConfigError(_unbuildable(plan, error)) from error
     if document_mask:
         _require_document_mask(plan, model)
     return model
+
+
+def _unbuildable(plan: Plan, error: Exception) -> str:
+    """What transformers says of the model, and which keys it may be about."""
+    said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    problem = f"model.name={plan.run.model.name}: transformers cannot build it: {said}"
+    if overrides := plan.run.model.overrides:
+        problem += f" (model.overrides: {', '.join(overrides)})"
+    return problem
 
 
 def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:

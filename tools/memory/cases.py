@@ -140,7 +140,9 @@ _OPTIMIZERS = [
 
 
 def all_cases() -> list[Case]:
-    """Every combination that the harness runs: most of stage 0 in half precision it refuses."""
+    """Every combination that the harness runs: not most of stage 0 in half precision, which it
+    runs as stage 1.
+    """
     runs = {
         "zero0": {"fp32"},
         "pipeline_zero0": {"fp32", "bf16"},

@@ -1,0 +1,56 @@
+"""Bounds of what users write in configs: nesting, numbers, texts. Beyond them nothing is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_FILE_BYTES = 4 * 2**20
+"""Of a config: what people write has some kilobytes."""
+MAX_DEPTH = 64
+"""Tables and arrays within each other."""
+MAX_INTEGER = 2**63 - 1
+"""The largest that a TOML integer may be, and that a tensor takes."""
+_SHOWN = 300
+
+
+def beyond_bounds(tree: Any) -> str | None:
+    """What in a parsed config is too deep, too large or no text; None where nothing is.
+
+    The value itself is not shown: it may be a million characters long.
+    """
+    level, depth = [("", tree)], 0
+    while level:
+        if depth > MAX_DEPTH:
+            return f"{_place(level)} is nested more than {MAX_DEPTH} deep"
+        inner = []
+        for key, value in level:
+            if isinstance(value, dict):
+                for name, item in value.items():
+                    if problem := _bad_text(name):
+                        return f"a key in {key or 'it'} {problem}"
+                    inner.append((f"{key}.{name}" if key else name, item))
+            elif isinstance(value, list):
+                inner += [(key, item) for item in value]
+            elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+                return f"{key} is an integer of more than 64 bits"
+            elif isinstance(value, str) and (problem := _bad_text(value)):
+                return f"{key} {problem}"
+        level, depth = inner, depth + 1
+    return None
+
+
+def _place(level: list[tuple[str, Any]]) -> str:
+    key = level[0][0]
+    return key if len(key) <= 60 else key[:60] + "..."
+
+
+def _bad_text(text: str) -> str | None:
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        return "has bytes that are not UTF-8"
+    return "has a null character" if "\0" in text else None
+
+
+def shortened(value: Any) -> str:
+    """A value as Python writes it, without the middle of a long one."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 4 :]}"

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from harness.bounds import MAX_DEPTH, beyond_bounds, shortened
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"a": nested(5), "b": {"c": 2**63 - 1}}, None),
+        ({"a": nested(MAX_DEPTH + 1)}, "a is nested more than 64 deep"),
+        ({"a": {"b": nested(100_000)}}, "a.b is nested more than 64 deep"),
+        ({"a": [1, -(2**70)]}, "a is an integer of more than 64 bits"),
+        ({"a": 16**6000}, "a is an integer of more than 64 bits"),
+        ({"a": "\udcff"}, "a has bytes that are not UTF-8"),
+        ({"a": {"\udcff": 1}}, "a key in a has bytes that are not UTF-8"),
+        ({"a": "x\0"}, "a has a null character"),
+    ],
+)
+def test_what_is_beyond_the_bounds_of_a_config(tree, said):
+    assert beyond_bounds(tree) == said
+
+
+def test_a_long_value_is_shown_without_its_middle():
+    assert shortened("abc") == "'abc'"
+    assert len(shortened("a" * 10**6)) < 400
