@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from harness.bounds import MAX_DEPTH, beyond_bounds
+from harness.bounds import MAX_DEPTH, beyond_bounds, parsed_toml
 
 COMMAND_LINE = "command line"
 
@@ -40,10 +40,10 @@ def parse_value(text: str) -> Any:
     Raises ValueError for an integer of thousands of digits, and for thousands of brackets.
     """
     try:
-        table = tomllib.loads(f"value = {text}")
+        table = parsed_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    except (RecursionError, ValueError):
+    except ValueError:
         raise ValueError(f"{text[:20]}..., too large or too deep to be read") from None
     value = table["value"]
     return text if len(table) > 1 or isinstance(value, datetime.date | datetime.time) else value
@@ -87,6 +87,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 # So like a name that it is meant: train.stpes has 0.8, lora and lr 0.67.
 _NEAR = 0.8
+_LONGEST = 100  # characters: no key has that many
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
@@ -96,7 +97,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     look alike. Where none is like it, a few that have all of its words are, but for "size":
     batch_size may mean global_batch or micro_batch.
     """
-    names = list(names)
+    names = list(names) if len(word) <= _LONGEST else []
 
     def likeness(name: str) -> tuple[float, float]:
         last, other = word.rpartition(".")[2], name.rpartition(".")[2]

@@ -1,7 +1,9 @@
-"""Bounds of what users write in configs: nesting, numbers, texts. Beyond them nothing is checked."""
+"""Bounds of what users write in configs: nesting, numbers, texts; nothing beyond is looked at."""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from typing import Any
 
 MAX_FILE_BYTES = 4 * 2**20
@@ -10,7 +12,19 @@ MAX_DEPTH = 64
 """Tables and arrays within each other."""
 MAX_INTEGER = 2**63 - 1
 """The largest that a TOML integer may be, and that a tensor takes."""
+_DOTTED = re.compile(r"""[\w"'-]++(?:\s*+\.\s*+[\w"'-]++)*+""")
 _SHOWN = 300
+
+
+def parsed_toml(text: str) -> dict[str, Any]:
+    """A TOML text as a dict; raises tomllib.TOMLDecodeError, and ValueError beyond the bounds."""
+    # Of a key with n parts tomllib keeps all n beginnings: gigabytes, for a text of a megabyte.
+    if any(match[0].count(".") > MAX_DEPTH for match in _DOTTED.finditer(text)):
+        raise ValueError(f"a key in it has more than {MAX_DEPTH} parts: it is too deep")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def beyond_bounds(tree: Any) -> str | None:

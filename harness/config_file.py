@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.assignments import COMMAND_LINE, assign_all, did_you_mean, flat
-from harness.bounds import MAX_FILE_BYTES, beyond_bounds, shortened
+from harness.bounds import MAX_FILE_BYTES, beyond_bounds, parsed_toml, shortened
 from harness.config import RunConfig, known_keys, origin_of
 from harness.config_sections import LENGTHS
 from harness.errors import ConfigError
@@ -64,7 +64,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     text = ""
     try:
         text = read_regular(path, MAX_FILE_BYTES, links=True).decode()
-        tree = tomllib.loads(text)
+        tree = parsed_toml(text)
     except FileNotFoundError:
         raise ConfigError(
             f"there is no run config {path}: give --config an existing file"
@@ -74,8 +74,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         line = f":{where.group(1)}" if where else ""
         problem = foreign_config(path, top_level_keys(text), "run")
         raise ConfigError(problem or f"{path}{line} is not valid TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"run config {path} is nested too deep to be read") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"run config {path} cannot be read: {error}") from None
     if problem := beyond_bounds(tree):

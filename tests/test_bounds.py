@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.bounds import MAX_DEPTH, beyond_bounds, shortened
+from harness.bounds import MAX_DEPTH, beyond_bounds, parsed_toml, shortened
 
 
 def nested(depth):
@@ -27,6 +27,18 @@ def nested(depth):
 )
 def test_what_is_beyond_the_bounds_of_a_config(tree, said):
     assert beyond_bounds(tree) == said
+
+
+@pytest.mark.parametrize(
+    "text", [".".join("a" * 10**6), "[" + ".".join("a" * 70) + "]", "x = {" + "a ." * 70 + "a = 1}"]
+)
+def test_a_key_of_too_many_parts_is_not_parsed(text):
+    with pytest.raises(ValueError, match="more than 64 parts"):
+        parsed_toml(text)
+
+
+def test_a_text_without_dots_is_looked_through_once():
+    assert parsed_toml(f'a = "{"b" * 10**6}"\n[c.d]\ne.f = 1')["c"] == {"d": {"e": {"f": 1}}}
 
 
 def test_a_long_value_is_shown_without_its_middle():

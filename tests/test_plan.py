@@ -123,6 +123,18 @@ def test_a_json_of_the_hugging_face_trainer_works_unchanged():
     assert made.schedule(20).lr(20) == made.run.optim.lr
 
 
+def test_the_throughput_timer_is_off_unless_the_json_sets_it():
+    """It waits for the device twice in every micro-batch."""
+    for timers in ({}, {"throughput": {}}, {"throughput": {"enabled": "auto"}}):
+        made = plan({"timers": timers})
+        assert made.deepspeed["timers"] == {"throughput": {"enabled": False}}
+        assert made.to_json()["deepspeed"]["timers"] == {"throughput": {"enabled": False}}
+        assert '"enabled": false' in made.describe().partition('"throughput"')[2][:40]
+    made = plan({"timers": {"throughput": {"enabled": True, "synchronized": False}}})
+    assert made.deepspeed["timers"] == {"throughput": {"enabled": True, "synchronized": False}}
+    assert plan({}).deepspeed["timers"] == {"throughput": {"enabled": False}}
+
+
 def test_only_deepspeeds_own_meaning_of_auto_survives():
     ds = {"pipeline": {"stages": "auto"}, "zero_optimization": {"stage": 1, "overlap_comm": "auto"}}
     resolved = plan(ds).deepspeed

@@ -1,0 +1,30 @@
+"""A model config's values that transformers alone trips over."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.command import parse_command, plan_from
+from harness.engine.empty import empty_model
+from harness.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.overrides.hidden_act=silu_", "silu_"),
+        ("model.overrides.rope_scaling={type='x'}", "KeyError: 'x'"),
+        ("model.overrides.rope_scaling={rope_type=3}", "rope_scaling"),
+        ("model.overrides.initializer_range=-1.0", "smaller or equal to 1.0, got -1.0"),
+        ("model.overrides.layer_types=['nowhere']", "layer_types"),
+        ("model.overrides.eos_token_id='x'", "eos_token_id"),
+    ],
+)
+def test_what_transformers_cannot_build_is_one_report(word, said):
+    plan = plan_from(parse_command([word]), {"DS_ACCELERATOR": "cpu"})
+    with pytest.raises(ConfigError) as caught:
+        empty_model(plan, trust_remote_code=False)
+    (problem,) = caught.value.problems
+    assert problem.startswith("model.name=tiny: transformers cannot build it: ")
+    assert said in problem
+    assert problem.endswith(f"(model.overrides: {word.split('.')[2].partition('=')[0]})")
