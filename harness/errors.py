@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -74,3 +76,27 @@ class RunStopped(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+class CannotSave(Exception):
+    """Something of the run could not be written: its disk is full, read-only or gone."""
+
+    code = ExitCode.CANNOT_SAVE
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_FULL_TEXTS = (*(os.strerror(n) for n in _FULL), *(f"(os error {n})" for n in _FULL))
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether an exception, or what it was raised from, says that a disk is full or read-only.
+
+    By its text too: libraries in other languages, and shutil, raise classes without an errno.
+    """
+    while error is not None:
+        if isinstance(error, CannotSave) or any(text in str(error) for text in _FULL_TEXTS):
+            return True
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.export import SHARD_BYTES, Progress, opened, replacing, write_model
+from harness.checkpoint.export import (
+    SHARD_BYTES,
+    Progress,
+    check_room,
+    opened,
+    replacing,
+    write_model,
+)
 from harness.checkpoint.load import Checkpoint
 from harness.data.special_ids import SpecialIds
 from harness.data.tokenizer import load_tokenizer
@@ -57,7 +64,7 @@ def export(
 
     `tokenizer`: a folder whose files are copied, where there is one, and whose special ids the
     model gets. One process calls it; nothing else is needed: no GPU, no DeepSpeed. Raises
-    ExportDiffers with both losses, and ConfigError.
+    ExportDiffers with both losses, ConfigError, and CannotSave where there is no room for it.
     """
     manifest = checkpoint.manifest
     dtype = wish.dtype or manifest.precision
@@ -69,6 +76,8 @@ def export(
         problem = f"its model cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(f"{checkpoint.path}: {problem}") from error
     with replacing(folder) as unfinished:
+        files = [path for path in tokenizer.rglob("*") if path.is_file()]
+        check_room(unfinished, model, sum(path.stat().st_size for path in files))
         notes, generation = _put_tokenizer(tokenizer, unfinished, model, wish)
         write_model(unfinished, model, checkpoint.reader(), wish.shard_bytes, progress)
         if generation is not None:

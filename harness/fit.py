@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.planning.memory.changes import helpful_changes
-from harness.planning.memory.inputs import GIB
+from harness.planning.memory.inputs import GIB, as_size
 from harness.planning.memory.timeline import Estimate
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -52,8 +52,8 @@ def _short_disk(needed: int, run_dir: Path) -> list[str]:
     if needed <= free:
         return []
     return [
-        f"a checkpoint needs {_gib(needed)}, but {_gib(free)} are free in {folder}: make room, or "
-        "choose another run.dir; plan.force=true tries it all the same"
+        f"a checkpoint needs {as_size(needed)}, but {as_size(free)} are free in {folder}: make "
+        "room, or choose another run.dir; plan.force=true tries it all the same"
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any, TextIO
@@ -138,8 +139,14 @@ class Progress:
         if self.live:
             text = "\r" + text.ljust(self._width)
             self._width = 0 if keep else len(text) - 1
-        self.stream.write(text + ("\n" if keep else ""))
-        self.stream.flush()
+        try:
+            self.stream.write(text + ("\n" if keep else ""))
+            self.stream.flush()
+        except OSError:  # a closed terminal, a log on a full disk: the records say the same
+            self.enabled = False
+            # What is left in the buffer would make Python end with a code of its own.
+            with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+                os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:

@@ -13,6 +13,7 @@ from harness.checkpoint.resume import branch_problems, changed_keys, resume_prob
 from harness.config import run_and_step
 from harness.errors import ConfigError, NoCheckpoint, Unusable
 from harness.plan import Plan
+from harness.records import Unreadable
 from harness.runfolder import RunFolder
 
 
@@ -20,12 +21,14 @@ from harness.runfolder import RunFolder
 class Beginning:
     """What a run goes on from. `kind`: resumed (this run), branched (another one) or weights (of
     another one, for a run that begins at step 0). `problems`: newer checkpoints that are unusable.
+    `damages`: records that cannot be read, and that the run goes on without.
     """
 
     checkpoint: Checkpoint | None = None
     kind: str = "new"
     changes: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    damages: list[str] = field(default_factory=list)
 
 
 def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
@@ -46,9 +49,13 @@ def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
 
 def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | None:
     """The newest usable checkpoint of the run in run.dir; None where it has none yet."""
-    saved = _of_rank_0(folder.read_plan())
-    problems = resume_problems(saved, record, plan.run.resume.allow) if saved else []
+    saved, damage = _of_rank_0(_plan_of(folder))
     checkpoint, unusable = newest_usable(folder.checkpoints_dir)
+    if damage is not None and checkpoint is not None:  # the checkpoint says the most of it
+        about = checkpoint.manifest
+        data = {"model_config": about.model_config, "data_fingerprint": about.data_fingerprint}
+        saved = {**record, "run": {}, **data}
+    problems = resume_problems(saved, record, plan.run.resume.allow) if saved else []
     if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
         problems.append(
             f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
@@ -61,7 +68,8 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
             raise NoCheckpoint([f"{folder.path} has no usable checkpoint: {p}" for p in unusable])
         return None
     changes = changed_keys(saved, record) if saved else []
-    return Beginning(checkpoint, "resumed", changes, unusable)
+    damages = [damage] if damage else []
+    return Beginning(checkpoint, "resumed", changes, unusable, damages)
 
 
 def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
@@ -70,7 +78,7 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
     own = plan.run.run.dir
     if own is not None and Path(own).expanduser().resolve() == run.resolve():
         raise ConfigError(f"resume.from={text} is run.dir itself: give the branch its own run.dir")
-    saved = _of_rank_0(RunFolder(run).read_plan())
+    saved, damage = _of_rank_0(_plan_of(RunFolder(run)))
     checkpoint = _checkpoint_of(text, "resume.from")
     before = saved or {
         "model_config": checkpoint.manifest.model_config,
@@ -85,7 +93,8 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
         )
     if problems:
         raise ConfigError([f"resume.from={text}: {problem}" for problem in problems])
-    return Beginning(checkpoint, "branched", changed_keys(before, record))
+    damages = [damage] if damage else []
+    return Beginning(checkpoint, "branched", changed_keys(before, record), damages=damages)
 
 
 def _checkpoint_of(text: str, key: str) -> Checkpoint:
@@ -115,6 +124,26 @@ def load_into(engine: Any, checkpoint: Checkpoint, weights_only: bool = False) -
     engine.refresh_weights()
     if not weights_only:
         engine.restore_scalars(checkpoint.manifest.engine)
+
+
+def _plan_of(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
+    """A run's plan.json, and what is wrong with it: a checkpoint is whole without."""
+    try:
+        plan = folder.read_plan()
+    except Unreadable as error:
+        return None, str(error)
+    if plan is None or _has_sections(plan):
+        return plan, None
+    return None, f"{folder.plan_path} is damaged: it is no plan of a run"
+
+
+def _has_sections(plan: dict[str, Any]) -> bool:
+    """Whether what a resume compares is of the types that it has in a plan."""
+    run, ds = plan.get("run"), plan.get("deepspeed", {})
+    sections = [run, ds, *(run.values() if isinstance(run, dict) else ())]
+    if not all(isinstance(section, dict) for section in sections):
+        return False
+    return isinstance(ds.get("bf16", {}), dict)
 
 
 def _of_rank_0(value: Any) -> Any:

@@ -12,7 +12,7 @@ from harness.checkpoint.load import Checkpoint, newest_usable, verified
 from harness.checkpoint.store import Store
 from harness.data.kept_tokenizer import brings_code
 from harness.engine.processes import leave
-from harness.errors import ExitCode, RunStopped
+from harness.errors import CannotSave, ExitCode, RunStopped, is_full_disk
 from harness.exporting import Wish, export
 from harness.live_memory import is_out_of_memory
 from harness.metrics import monitor_events
@@ -39,40 +39,47 @@ SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baseline
 
 
 def train(run: Run) -> ExitCode:
-    """Train to the last step, or to a stop; the run folder then says how it ended."""
-    outcome, code = "failed", 1
+    """Train to the last step, or to a stop, which all ranks do together: they then leave the
+    process group, and the run folder says how the run ended.
+
+    What this raises is this rank's alone, and for `ending_together` to tell the others.
+    """
+    outcome: Outcome = "done"
+    code, message = ExitCode.DONE, None
     try:
         if run.state.step == run.total_steps and run.folder.export_dir.exists():
             run.progress.say("nothing is left to do")
         else:
             _train(run)
             _finish(run)
-        outcome, code = "done", ExitCode.DONE
     except RunStopped as stop:
-        code = stop.code
-        outcome = _OUTCOMES[code]
-        run.event(outcome, step=run.state.step, message=stop.message)
+        outcome, code, message = _OUTCOMES[stop.code], stop.code, stop.message
+        try:
+            run.event(outcome, step=run.state.step, message=message)
+        except CannotSave as error:  # must not hide what ends the run, on all ranks
+            run.progress.say(str(error))
         again = ""
         if outcome == "stopped":
             again = f"; the same command with run.dir={run.folder.path} resumes it"
-        run.progress.say(f"{outcome} at step {run.state.step}: {stop.message}{again}")
+        run.progress.say(f"{outcome} at step {run.state.step}: {message}{again}")
     except BaseException as error:
-        code = getattr(error, "code", 1)
+        if run.watchdog.hung:  # another rank ended first, and its connections with it
+            run.watchdog.join()  # which ends this process
         if is_out_of_memory(error):
             explain_out_of_memory(run)
-        run.failed(error)
         raise
-    finally:
-        run.ended(outcome, code)
-        run.guard.close(wait=outcome != "failed")
-        leave()
-        run.watchdog.close()
-    return ExitCode(code)
+    run.ended(outcome, code, message)
+    run.guard.close(wait=outcome != "failed")
+    leave()
+    run.watchdog.close()
+    return code
 
 
 def _train(run: Run) -> None:
     """Take all steps, some of them again where the run goes back to a checkpoint."""
     watch, first_step = Watch(run), run.state.step + 1
+    run.guard.stop_if_asked()
+    run.guard.request.trains()
     try:
         while True:
             try:
@@ -207,20 +214,36 @@ def _finish(run: Run) -> None:
         )
         run.progress.say(f"sample: {text!r}")
     if plan.run.save.export:
-        checkpoint = _last_checkpoint(run)
-        run.watchdog.close()  # an export takes its time
-        if run.is_writer:
-            wish = Wish(
-                check=plan.shape is not None and num_parameters(plan.shape) <= CHECKED_PARAMETERS,
-                source=plan.model_source,
-                trust_remote_code=run.engine.module.is_remote_code()
-                or brings_code(run.data.tokenizer),
-            )
-            folder = run.folder.export_dir
+        _export(run)
+
+
+def _export(run: Run) -> None:
+    """Export the last checkpoint on rank 0, while the others wait, however long it takes. Raises
+    RunStopped (cannot save) on all ranks where the disk is full: what was trained is saved.
+    """
+    plan, folder, problem = run.plan, run.folder.export_dir, None
+    checkpoint = _last_checkpoint(run)
+    run.watchdog.close()  # an export takes its time
+    if run.is_writer:
+        wish = Wish(
+            check=plan.shape is not None and num_parameters(plan.shape) <= CHECKED_PARAMETERS,
+            source=plan.model_source,
+            trust_remote_code=run.engine.module.is_remote_code() or brings_code(run.data.tokenizer),
+        )
+        try:
             checked = export(checkpoint, folder, run.folder.tokenizer_dir, wish)
             run.progress.say(f"exported {folder}; {checked}")
-        # srun ends those that are left a minute after the first: all ranks end together.
-        run.guard.wait_for_all()
+        except Exception as error:
+            if not is_full_disk(error):
+                raise
+            problem = str(error)
+    # srun ends those that are left a minute after the first: all ranks end together.
+    if (problem := run.guard.told_by_rank_0(problem)) is not None:
+        raise RunStopped(
+            ExitCode.CANNOT_SAVE,
+            f"all steps are done, and {checkpoint.path} is whole, but it could not be exported "
+            f"({problem}): make room, then run: python tools/export_hf.py {run.folder.path}",
+        )
 
 
 def _last_checkpoint(run: Run) -> Checkpoint:

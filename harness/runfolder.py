@@ -4,7 +4,7 @@
       plan.json          what was decided before the run
       metrics.jsonl      one line per logged step
       events.jsonl       one line per thing that should not pass unnoticed
-      status.json        outcome, code, step, attempt, time
+      status.json        outcome, code, step, attempt, message, time
       checkpoints/step-00001000/
       export/            the Hugging Face model
       profile/           a closer look at a few steps
@@ -18,19 +18,25 @@ Reading needs nothing but `RunFolder(path)`; writing needs `open()`, which only 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import math
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from harness.errors import ConfigError
+from harness.errors import CannotSave
+from harness.folder_lock import release, take_lock
+from harness.records import (
+    Unreadable,
+    as_line,
+    as_text,
+    is_count,
+    read_lines,
+    read_object,
+    writing,
+)
 
 Outcome = Literal["running", "done", "stopped", "failed", "diverged"]
 
@@ -50,7 +56,10 @@ class RunFolder:
         self.profile_dir = self.path / "profile"
         self.heartbeats_dir = self.path / "heartbeats"
         self.attempt = 0
-        """Which attempt at the run this process is, from 1; 0 until `open`."""
+        """Which attempt at the run this process is, from 1; 0 until `open`. Ranks that do not open
+        the folder are told."""
+        self.damaged: list[str] = []
+        """Records that `open` could not read, and does not need."""
         self._lock: IO[str] | None = None
 
     # --- writing: between open() and close(), by one process ---
@@ -65,39 +74,77 @@ class RunFolder:
         cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock, stale = _take_lock(self.path / "lock")
-        last = self.read_status() or {"attempt": 0, "step": 0}
-        self.attempt = last["attempt"] + 1
+        self._lock, stale = take_lock(self.path / "lock")
         for path in (self.metrics_path, self.events_path):
             with path.open("a+b") as file:
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
+        last_attempt, last_step = self._last()
+        self.attempt = last_attempt + 1
         shutil.rmtree(self.heartbeats_dir, ignore_errors=True)
-        self.heartbeats_dir.mkdir()
-        self.write_status("running", None, last["step"])
+        self.heartbeats_dir.mkdir(exist_ok=True)
+        self.write_status("running", None, last_step)
         return stale
 
     def close(self) -> None:
         """Release the lock.  Does nothing when the folder is not open."""
-        if self._lock is not None:
-            self._lock.truncate(0)
-            self._lock.close()
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):  # on a read-only disk it keeps this process's name
+                release(lock)
+
+    def sync(self) -> None:
+        """Wait until the lines of metrics.jsonl and events.jsonl are on disk."""
+        for path in (self.metrics_path, self.events_path, self.path):
+            with writing(path):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Replace plan.json."""
+        self._assert_open()
         self._replace(self.plan_path, plan)
 
-    def write_status(self, outcome: Outcome, code: int | None, step: int) -> None:
-        """Replace status.json: how the run stands, its exit code if it ended, its last step."""
+    def write_status(
+        self, outcome: Outcome, code: int | None, step: int, message: str | None = None
+    ) -> None:
+        """Replace status.json: how the run stands, its exit code if it ended, its last step or,
+        while it runs, that of its newest checkpoint, and why it did not end well.
+        """
+        self._assert_open()
+        self._write_status(outcome, code, step, message)
+
+    def write_failure(self, code: int, step: int, message: str) -> None:
+        """Set the status to failed, from any rank: rank 0 may be the one that is gone.
+
+        Does nothing where the run has ended otherwise, or another attempt at it has begun.
+        """
+        with contextlib.suppress(Unreadable):
+            status = self.read_status()
+            if status and (status["outcome"], status["attempt"]) != ("running", self.attempt):
+                return
+        self._write_status("failed", code, step, message)
+
+    def _write_status(
+        self, outcome: Outcome, code: int | None, step: int, message: str | None
+    ) -> None:
         status = {
             "outcome": outcome,
             "code": None if code is None else int(code),
             "step": step,
             "attempt": self.attempt,
+            "message": message,
             "time": _now(),
         }
-        self._replace(self.status_path, status)
+        try:
+            self._replace(self.status_path, status)
+        except CannotSave:  # on a full disk the old file's block is still there
+            with writing(self.status_path), self.status_path.open("r+", encoding="utf-8") as file:
+                file.write(as_text(status))
+                file.truncate()
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl; `attempt` comes first, and `step` must be in it."""
@@ -116,23 +163,29 @@ class RunFolder:
         line = {"time": _now(), "attempt": self.attempt, "kind": kind, "rank": rank, **fields}
         # A full disk, or a node that does not see the folder, must not hide what is being recorded.
         with contextlib.suppress(OSError), self.events_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            file.write(as_line(line))
 
     def _append(self, path: Path, record: dict[str, Any]) -> None:
         self._assert_open()
-        line = json.dumps(_finite(record), allow_nan=False)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        line = as_line(record)
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(line)
 
     def _replace(self, path: Path, value: dict[str, Any]) -> None:
         """Write a JSON file so that a reader or a crash meets the old one or the new one, whole."""
-        self._assert_open()
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        text = as_text(value)
+        temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+        with writing(path):
+            try:
+                with temporary.open("w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
 
     def _assert_open(self) -> None:
         assert self._lock, f"{self.path} is not open for writing; only rank 0 opens it"
@@ -140,17 +193,20 @@ class RunFolder:
     # --- reading: by anybody, at any time, also while the run writes ---
 
     def read_plan(self) -> dict[str, Any] | None:
-        """plan.json, or None where no run was planned."""
-        return _read_json(self.plan_path)
+        """plan.json, or None where no run was planned. Raises Unreadable where it is damaged."""
+        return read_object(self.plan_path)
 
     def read_status(self) -> dict[str, Any] | None:
-        """status.json, or None where no run was started."""
-        return _read_json(self.status_path)
+        """status.json, or None where no run was started. Raises Unreadable where it is damaged."""
+        status = read_object(self.status_path)
+        if status is not None and not all(is_count(status.get(n)) for n in ("attempt", "step")):
+            raise Unreadable(f"{self.status_path} is damaged: it names no attempt or no step")
+        return status
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """What is known of each step, by step: a step done again replaces what it was."""
         by_step: dict[int, dict[str, Any]] = {}
-        for line in _read_lines(self.metrics_path):
+        for line in read_lines(self.metrics_path, "step"):
             # A line of an evaluation alone, made up for after a stop, adds to its step's.
             known = {} if "loss" in line else by_step.get(line["step"], {})
             by_step[line["step"]] = {**known, **line}
@@ -158,51 +214,19 @@ class RunFolder:
 
     def read_events(self) -> list[dict[str, Any]]:
         """All events, in the order in which they happened."""
-        return list(_read_lines(self.events_path))
+        return list(read_lines(self.events_path, "kind"))
 
-
-def _take_lock(path: Path) -> tuple[IO[str], str | None]:
-    """The locked file, held until it is closed, and the dead owner that it was taken over from.
-
-    The kernel's lock ends with its process, however that ends.  Between hosts it need not hold, so
-    the file also names its owner: one on another host is believed to live, unless it was this very
-    Slurm job before it was requeued.  The file is emptied at release, never deleted: two processes
-    must not lock two files of one name.
-    """
-    file = path.open("a+", encoding="utf-8")
-    job = os.environ.get("SLURM_JOB_ID")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = False
-    except OSError as error:
-        held = isinstance(error, BlockingIOError)  # others: a filesystem without such locks
-    file.seek(0)
-    owner = _owner(file.read())
-    if owner and owner["host"] != socket.gethostname():
-        held = held or owner["job"] is None or owner["job"] != job
-    said = (
-        "process {pid} on {host}, Slurm job {job}, since {since}".format(**owner) if owner else None
-    )
-    if held:
-        file.close()
-        raise ConfigError(
-            f"run.dir = {path.parent} is being written by {said or 'another process'}: wait for "
-            f"it, choose another run.dir, or, if it is dead, delete {path}"
-        )
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": _now()}
-    file.truncate(0)
-    file.write(json.dumps(owner))
-    file.flush()
-    return file, said
-
-
-def _owner(text: str) -> dict[str, Any] | None:
-    """Whom a lock file names; None for nobody, or a writer that died naming itself."""
-    try:
-        owner: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return owner
+    def _last(self) -> tuple[int, int]:
+        """The last attempt and its step; from the lines where status.json is damaged."""
+        try:
+            status = self.read_status()
+        except Unreadable as error:
+            self.damaged.append(str(error))
+            lines = [*read_lines(self.metrics_path, "step"), *self.read_events()]
+            attempts = [line["attempt"] for line in lines if is_count(line.get("attempt"))]
+            steps = [line["step"] for line in lines if is_count(line.get("step"))]
+            return max(attempts, default=0), max(steps, default=0)
+        return (status["attempt"], status["step"]) if status else (0, 0)
 
 
 def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path = "runs") -> Path:
@@ -228,31 +252,3 @@ def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path 
 def _now() -> str:
     """Now as UTC ISO 8601, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _finite(value: Any) -> Any:
-    """Floats that JSON has no word for become "nan", "inf", "-inf": visible, and still JSON."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return value
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The finished lines of a .jsonl file; what follows the last newline is still being written."""
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)

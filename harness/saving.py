@@ -65,6 +65,7 @@ def _record(run: Run, saved: Saved) -> None:
         removed=saved.removed,
     )
     if run.is_writer:
+        run.folder.write_status("running", None, saved.step)
         samples = run.state.samples
         run.engine.write_monitors(
             [

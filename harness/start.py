@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from harness.checkpoint.export import export_problem, replacing
 from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
@@ -19,11 +20,13 @@ from harness.curriculum import Step
 from harness.data.batches import Batch
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.kept_tokenizer import save_generation, save_tokenizer
-from harness.engine.processes import join
-from harness.errors import ConfigError, ExitCode
+from harness.engine.processes import alarm, join
+from harness.errors import CannotSave, ConfigError, ExitCode, is_full_disk
 from harness.fit import shortages_here
+from harness.guard.alarm import Failure
 from harness.guard.pulse import Limits, Pulse
 from harness.guard.signals import StopGuard
+from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Watchdog
 from harness.live_memory import MemoryCheck
@@ -97,53 +100,69 @@ class Run:
         """
         longest = self.pulse.longest_s
         if self.is_writer and self.time_left.is_last_step(longest("step"), longest("save")):
-            self.guard.received = self.guard.received or "the time limit"
+            self.guard.request.ask("the time limit")
         return self.guard.agree(self.saver.written)
 
     def hangs(self, report: dict[str, Any] | None) -> None:
-        """The watchdog's last words, from its own thread: this process ends next."""
+        """Final report, written from the watchdog's thread: this process ends next."""
+        rank, step, message = self.plan.world.rank, self.state.step, "the ranks hang"
         if report is not None:
-            self.folder.append_failure(
-                self.plan.world.rank, "hang", step=self.state.step, message=report["message"]
-            )
-        if self.is_writer:
-            self.folder.write_status("failed", ExitCode.HANG, self.state.step)
+            message = report["message"]
+            self.folder.append_failure(rank, "hang", step=step, message=message)
+        if report is not None or self.is_writer:  # rank 0 may be the one that hangs
+            self.folder.write_failure(ExitCode.HANG, step, message)
 
-    def failed(self, error: BaseException) -> None:
-        """Record on this rank, whichever it is, what went wrong."""
-        message = f"{type(error).__name__}: {error}"
-        self.folder.append_failure(self.plan.world.rank, step=self.state.step, message=message)
+    def fails(self, failure: Failure) -> None:
+        """Record what ends all ranks, on the rank that failed; and on rank 0, which sees the folder
+        also where that one does not. This process ends next.
+        """
+        step = self.state.step
+        if failure.rank == self.plan.world.rank:
+            self.folder.append_failure(failure.rank, step=step, message=failure.message)
+        if failure.rank == self.plan.world.rank or self.is_writer:
+            self.folder.write_failure(failure.code, step, failure.message)
+        self.folder.close()
 
-    def ended(self, outcome: Outcome, code: int) -> None:
-        """Record how the run ended, and let go of its folder."""
-        if self.watchdog.hung:  # another rank ended first, and its connections with it
-            outcome, code = "failed", ExitCode.HANG
+    def ended(self, outcome: Outcome, code: int, message: str | None = None) -> None:
+        """Record how the run ended, with all ranks, and let go of its folder."""
         if self.is_writer:
             try:
-                self.folder.write_status(outcome, code, self.state.step)
-            except OSError as error:  # a full disk must not hide what ended the run
-                self.progress.say(f"status.json could not be written: {error}")
+                self.folder.write_status(outcome, code, self.state.step, message)
+            except CannotSave as error:  # must not hide what ended the run
+                self.progress.say(str(error))
             self.folder.close()
 
 
-def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None) -> Run:
+def build(
+    plan: Plan,
+    trust_remote_code: bool = False,
+    data: Data | None = None,
+    request: StopRequest | None = None,
+) -> Run:
     """Make everything that the loop needs; resumes the run that `run.dir` already holds.
 
     What is wrong with data, model or folder raises ConfigError on every rank, before the run
-    folder is written. `data` takes the place of what the plan names.
+    folder is written. `data` takes the place of what the plan names. `request`: signals are noted
+    there already; where one comes, all ranks raise RunStopped as soon as they meet.
     """
+    request = request or StopRequest()
     progress = Progress(enabled=plan.world.rank == 0)
     progress.say(summary(plan))
     time_left = _time_left(plan)
-    if lacking := swap_problems(plan):
+    if lacking := [*swap_problems(plan), *_foreign_export(plan)]:
         raise ConfigError(lacking)
     forced = _check_fit(plan)
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
-    data = data or build_data(spec, progress.say)
+    with contextlib.suppress(StopAsked), request.breaks_off():
+        data = data or build_data(spec, progress.say)
+    with request.joins():
+        device = join(plan.world, plan.run.guard.hang_first_s)
+    guard = StopGuard(plan.world.world_size, request)
+    guard.stop_if_asked()
+    assert data is not None, "nothing but a request to stop breaks it off"
     progress.say(row("data", data.summary()))
     _require_targets(plan, data)
     total_steps = _total_steps(plan, data)
-    device = join(plan.world, plan.run.guard.hang_first_s)
     record = plan_record(plan, data, total_steps)
     pulse, watchdog = _watched(plan)
     with contextlib.ExitStack() as unless_built:
@@ -154,7 +173,8 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
         blank = beginning.checkpoint is not None
         engine = build_engine(plan, device, trust_remote_code, data.train.document_mask, blank)
         memory = MemoryCheck(plan, device)
-        folder = _open_folder(plan)
+        guard.stop_if_asked()  # a large model takes minutes; the folder is as it was
+        folder = _open_folder(plan, progress.say)
         progress.total_steps = total_steps
         run = Run(
             plan=plan,
@@ -164,7 +184,7 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
             saver=_saver(plan, folder),
             schedule=plan.schedule(total_steps),
             total_steps=total_steps,
-            guard=StopGuard(plan.world.world_size),
+            guard=guard,
             pulse=pulse,
             watchdog=watchdog,
             time_left=time_left,
@@ -174,13 +194,9 @@ def build(plan: Plan, trust_remote_code: bool = False, data: Data | None = None)
             state=TrainState(),
         )
         watchdog.folder, watchdog.on_hang = folder.heartbeats_dir, run.hangs
-        try:
-            events = [*plan.events, *data.events(), *forced, *engine.events]
-            _begin(run, record, events, beginning)
-        except BaseException as error:
-            run.failed(error)
-            run.ended("failed", getattr(error, "code", 1))
-            raise
+        alarm().on_end = run.fails
+        events = [*plan.events, *data.events(), *forced, *engine.events]
+        _begin(run, record, events, beginning)
         unless_built.pop_all()
     return run
 
@@ -240,15 +256,17 @@ def _begin(
     if (left_s := run.time_left.seconds) is not None:
         run.event("time_limit", seconds_left=left_s)
         run.progress.say(f"time limit in {clock(left_s)}: saved and ended before")
+    for damage in beginning.damages:
+        run.event("damaged_record", message=damage)
+        run.progress.say(f"not needed, not used: {damage}")
     for problem in beginning.problems:
         run.event("unusable_checkpoint", message=problem)
         run.progress.say(f"not used: {problem}")
     if run.is_writer and not run.folder.tokenizer_dir.exists():  # so that exports need no data
-        save_tokenizer(run.data.tokenizer, run.folder.tokenizer_dir)
         parent = beginning.checkpoint and RunFolder(beginning.checkpoint.path.parents[1])
-        save_generation(
-            run.engine.module, run.folder.tokenizer_dir, parent and parent.tokenizer_dir
-        )
+        with replacing(run.folder.tokenizer_dir) as unfinished:
+            save_tokenizer(run.data.tokenizer, unfinished)
+            save_generation(run.engine.module, unfinished, parent and parent.tokenizer_dir)
     checkpoint, kind = beginning.checkpoint, beginning.kind
     if checkpoint is None:
         if run.folder.attempt > 1:
@@ -272,6 +290,15 @@ def _begin(
     run.progress.say(f"{kind} {checkpoint.path.name} of {run.total_steps} steps")
 
 
+def _foreign_export(plan: Plan) -> list[str]:
+    """What keeps the export from being made, found before the run and not after it."""
+    run_dir = plan.run.run.dir
+    if not plan.run.save.export or run_dir is None:
+        return []
+    problem = export_problem(RunFolder(run_dir).export_dir)
+    return [f"save.export: {problem}, or set save.export=false"] if problem else []
+
+
 def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     """Refuse what this machine cannot hold; under plan.force it is an event instead."""
     if plan.estimate is None:
@@ -285,10 +312,11 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
 def _saver(plan: Plan, folder: RunFolder) -> Saver:
     wish = plan.run.save
     keep = Retention(wish.keep, wish.keep_every, wish.keep_best)
-    return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep)
+    # The lines of the steps that a checkpoint holds are never written again.
+    return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep, folder.sync)
 
 
-def _open_folder(plan: Plan) -> RunFolder:
+def _open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
     """Choose and open the run folder on rank 0; all ranks know its path or its refusal."""
 
     def choose() -> RunFolder:
@@ -298,16 +326,26 @@ def _open_folder(plan: Plan) -> RunFolder:
         taken_from = folder.open()
         if taken_from is not None:
             folder.append_event("stale_lock", owner=str(taken_from))
+        for problem in folder.damaged:
+            folder.append_event("damaged_record", message=problem)
+            say(f"not needed, not used: {problem}")
         return folder
 
-    folder, path = None, [None, None]
+    folder: RunFolder | None = None
+    told: list[Any] = [None, 0, None, ExitCode.BAD_CONFIG]
     if plan.world.rank == 0:
         try:
             folder = choose()
-            path = [str(folder.path), None]
-        except (ConfigError, OSError) as error:
-            path = [None, f"run.dir={plan.run.run.dir}: {error}"]
-    dist.broadcast_object_list(path)
-    if path[1] is not None:
-        raise ConfigError(path[1])
-    return folder or RunFolder(path[0])
+            told[:2] = str(folder.path), folder.attempt
+        except (ConfigError, CannotSave, OSError) as error:
+            told[2] = f"run.dir={plan.run.run.dir}: {error}"
+            if is_full_disk(error):
+                told[3] = ExitCode.CANNOT_SAVE
+    dist.broadcast_object_list(told)
+    path, attempt, problem, code = told
+    if problem is not None:
+        raise CannotSave(problem) if code == ExitCode.CANNOT_SAVE else ConfigError(problem)
+    if folder is None:
+        folder = RunFolder(path)
+        folder.attempt = attempt
+    return folder

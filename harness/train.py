@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
 # As a script, Python puts harness/ itself on the path; the package is found from its parent.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.command import parse_command, plan_from
-from harness.errors import ConfigError
+from harness.guard.stop_request import StopRequest
 
 
 def main(argv: list[str]) -> int:
     """argv -> Plan -> run -> exit code."""
-    command = parse_command(argv)
-    try:
-        plan = plan_from(command)
-        if command.dry_run:
-            print(plan.describe())
-            return 0
-        from harness.run import build, train  # torch and DeepSpeed from here on
+    with contextlib.closing(StopRequest()) as request:  # before the imports that take seconds
+        from harness.command import parse_command, plan_from
+        from harness.errors import ConfigError, RunStopped
 
-        return int(train(build(plan, command.trust_remote_code)))
-    except ConfigError as error:
-        print(f"cannot train: {error}", file=sys.stderr)
-        return int(error.code)
+        command = parse_command(argv)
+        if command.dry_run:
+            request.close()  # Ctrl-C ends it as any command
+        try:
+            plan = plan_from(command)
+            if command.dry_run:
+                print(plan.describe())
+                return 0
+            from harness.engine.processes import ending_together  # torch and DeepSpeed from here on
+            from harness.run import build, train
+
+            with ending_together("cannot train"):
+                return int(train(build(plan, command.trust_remote_code, request=request)))
+        except RunStopped as stop:
+            print(f"stopped before the first step: {stop.message}", file=sys.stderr)
+            return int(stop.code)
+        except ConfigError as error:
+            print(f"cannot train: {error}", file=sys.stderr)
+            return int(error.code)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import errno
 import pickle
+import shutil
 
-from harness.errors import ConfigError, ExitCode
+import pytest
+
+from harness.errors import CannotSave, ConfigError, ExitCode, is_full_disk
 
 
 def test_one_problem_is_its_own_report():
@@ -18,3 +22,26 @@ def test_several_problems_are_numbered():
 def test_survives_the_way_to_another_process():
     problems = ["lr is nan", "steps is -1"]
     assert pickle.loads(pickle.dumps(ConfigError(problems))).problems == problems
+
+
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device", "x"),
+    OSError(errno.EROFS, "Read-only file system"),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    Exception("No space left on device (os error 28)"),  # of tokenizers
+    shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")]),
+    CannotSave("anything"),
+]
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
+def test_a_full_disk_is_known_by_its_number_or_its_text(error: Exception) -> None:
+    assert is_full_disk(error)
+    outer = RuntimeError("the writer failed")
+    outer.__cause__ = error
+    assert is_full_disk(outer)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "x"), RuntimeError("Connection closed")])
+def test_other_errors_are_no_full_disk(error: Exception) -> None:
+    assert not is_full_disk(error)

@@ -40,7 +40,7 @@ FLOORS: list[dict[str, str]] = [
         "plan_optimizer plan_pipeline plan_weights command model_config model_values ds_adopt "
         "ds_resolve estimate fit "
         "swap_space",
-        "runfolder": "runfolder",
+        "runfolder": "runfolder folder_lock records",
     },
     {
         "models": "models",

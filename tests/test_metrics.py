@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.metrics import Progress, monitor_events
+from tests.two_ranks import REPOSITORY
 
 LINE: dict[str, Any] = {
     "step": 5,
@@ -86,3 +90,14 @@ def test_monitors_get_what_is_known_by_samples() -> None:
     assert ("train/loss", 2.5, 40) in events
     assert ("train/eval_loss", 2.25, 40) in events
     assert "train/mfu" not in [name for name, _, _ in events]
+
+
+def test_a_console_that_is_gone_does_not_end_a_run() -> None:
+    """A closed terminal, or a log on a full disk; nor does what is left in its buffer."""
+    code = "from harness.metrics import Progress\nprogress = Progress(True)\n"
+    code += "for _ in range(3):\n    progress.say('x' * 10_000)\n"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, stdout=full, check=False
+        )
+    assert done.returncode == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import ConfigError
+from harness.errors import CannotSave, ConfigError
 from harness.runfolder import RunFolder, create_run_dir
 
 ROOT = Path(__file__).parents[1]
@@ -230,10 +232,107 @@ def test_a_half_written_line_is_skipped_by_readers_and_cut_at_reopening(tmp_path
     assert len(folder.events_path.read_text().splitlines()) == 1
 
 
-def test_a_broken_line_elsewhere_is_an_error(folder: RunFolder) -> None:
-    folder.events_path.write_text('{"kind": "a"}\n{"kind"\n{"kind": "b"}\n')
-    with pytest.raises(ValueError, match="Expecting"):
-        folder.read_events()
+def test_a_damaged_line_is_left_out_with_a_warning(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = [b'{"kind"', b"[1]", b"\xff\x00", b"[" * 100_000, b"{}"]
+    lines = [b'{"kind": "a"}', *damaged, b'{"kind": "b"}']
+    folder.events_path.write_bytes(b"".join(line + b"\n" for line in lines))
+    assert [event["kind"] for event in folder.read_events()] == ["a", "b"]
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == [
+        f"{folder.events_path}: line {number} is damaged and left out" for number in range(2, 7)
+    ]
+
+
+DAMAGES = [b"", b'{"attempt": 3, "st', b"null", b"[]", b"\xff\xfe", b"[" * 100_000, b'"status"']
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, b"{}", b'{"attempt": "3", "step": 2}'])
+def test_a_damaged_status_is_named_and_attempts_go_on(damage: bytes, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        folder.open()
+        folder.append_metrics({"step": 7})
+        folder.close()
+    folder.status_path.write_bytes(damage)
+    with pytest.raises(ConfigError, match=re.escape(str(folder.status_path))):
+        folder.read_status()
+    folder.open()
+    assert folder.attempt == 3
+    assert str(folder.status_path) in folder.damaged[0]
+    status = folder.read_status() or {}
+    assert (status["outcome"], status["attempt"], status["step"]) == ("running", 3, 7)
+    folder.close()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_plan_is_an_error_that_names_it(damage: bytes, folder: RunFolder) -> None:
+    folder.plan_path.write_bytes(damage)
+    with pytest.raises(ConfigError, match=re.escape(str(folder.plan_path))):
+        folder.read_plan()
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe\x00", b"[1]", b'{"host": 3}', b"[" * 100_000])
+def test_a_damaged_lock_file_is_nobodys(damage: bytes, tmp_path: Path) -> None:
+    (tmp_path / "lock").write_bytes(damage)
+    folder = RunFolder(tmp_path)
+    assert folder.open() is None
+    folder.close()
+
+
+def test_a_file_that_takes_no_more_is_named(folder: RunFolder) -> None:
+    for path, write in (
+        (folder.metrics_path, lambda: folder.append_metrics({"step": 1})),
+        (folder.events_path, lambda: folder.append_event("kind")),
+    ):
+        path.unlink()
+        path.symlink_to("/dev/full")
+        with pytest.raises(CannotSave, match=re.escape(f"{path} cannot be written (No space")):
+            write()
+        path.unlink()
+    folder.append_failure(1, message="has been suppressed where it could not be written")
+
+
+def test_a_status_is_written_over_the_old_one_where_there_is_no_room_for_another(
+    small_disk: Path,
+) -> None:
+    folder = RunFolder(small_disk / "run")
+    folder.open()
+    with (small_disk / "filler").open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(65536))
+    with pytest.raises(CannotSave, match=r"plan\.json cannot be written"):
+        folder.write_plan({"steps": 2})
+    folder.write_status("failed", 74, 7, "no room")
+    status = folder.read_status() or {}
+    assert (status["outcome"], status["step"], status["message"]) == ("failed", 7, "no room")
+    assert [path.name for path in folder.path.glob(".*")] == []
+    folder.close()
+
+
+def test_any_rank_says_that_the_run_failed_unless_it_has_ended(folder: RunFolder) -> None:
+    other = RunFolder(folder.path)
+    other.attempt = folder.attempt
+    other.write_failure(1, 5, "why")
+    status = folder.read_status() or {}
+    assert {"outcome": "failed", "code": 1, "step": 5, "message": "why"}.items() <= status.items()
+    other.write_failure(78, 5, "later")
+    assert folder.read_status() == status
+    folder.close()
+    folder.open()
+    other.write_failure(1, 5, "of an attempt before")
+    assert (folder.read_status() or {})["outcome"] == "running"
+
+
+def test_lines_are_on_disk_after_a_sync(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.append_metrics({"step": 1})
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+    )
+    folder.sync()
+    assert synced == [str(p) for p in (folder.metrics_path, folder.events_path, folder.path)]
 
 
 def test_a_line_is_on_disk_when_append_returns(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.load import checkpoint_of
 from harness.config import run_and_step
-from harness.errors import ConfigError, ExitCode, Unusable
+from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_disk
 from harness.exporting import ExportDiffers, Wish, export
 from harness.runfolder import RunFolder
 
@@ -39,12 +39,16 @@ def main(argv: list[str]) -> int:
     if not path.is_dir():
         parser.error(f"{path} is no folder: give the folder of a run (run.dir)")
     run = RunFolder(path)
+    try:
+        source = (run.read_plan() or {}).get("model_source")
+    except ConfigError as error:
+        return _fail(str(error), error.code)
     out = arguments.out or (run.export_dir if step is None else path / f"export-step-{step}")
     wish = Wish(
         dtype=arguments.dtype,
         shard_bytes=arguments.shard_size,
         check=not arguments.no_check,
-        source=(run.read_plan() or {}).get("model_source"),
+        source=source,
         trust_remote_code=arguments.trust_remote_code,
     )
     try:
@@ -56,12 +60,14 @@ def main(argv: list[str]) -> int:
         checked = export(checkpoint, out, run.tokenizer_dir, wish, Shown())
     except Unusable as error:
         return _fail(str(error), ExitCode.NO_CHECKPOINT)
+    except CannotSave as error:
+        return _fail(f"{error}: choose another folder (--out), or a smaller --dtype", error.code)
     except ConfigError as error:
         return _fail(str(error), error.code)
     except FileNotFoundError as error:
         return _fail(f"{error}: did the run remove it meanwhile?", ExitCode.NO_CHECKPOINT)
     except (ExportDiffers, OSError) as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), ExitCode.CANNOT_SAVE if is_full_disk(error) else 1)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing is left of it", 130)
     print(f"exported {out}; {checked}")

@@ -86,8 +86,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(problems)
         own = (f"run.dir={folder}", "save.export=false")
         plan = plan_from(Command(args.deepspeed, args.config, (*args.assignments, *own)))
-        with redirect_stdout(sys.stderr):  # progress
-            found = range_test(plan, args.lowest, args.highest, args.steps)
+        found = _on_all_ranks(plan, args.lowest, args.highest, args.steps, folder)
     except RunStopped as stop:
         print(stop.message, file=sys.stderr)
         return int(stop.code)
@@ -105,6 +104,18 @@ def main(argv: list[str]) -> int:
     return int(ExitCode.DONE)
 
 
+def _on_all_ranks(plan: Plan, lowest: float, highest: float, steps: int, folder: Path) -> Found:
+    """The range test; `folder` is removed also where a failure of this rank ends the process."""
+    from harness.engine.processes import ending_together
+
+    with ending_together("cannot look"), redirect_stdout(sys.stderr):  # progress
+        try:
+            return range_test(plan, lowest, highest, steps)
+        finally:
+            if plan.world.local_rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _temporary() -> Path:
     """A folder that all ranks of this launch name alike, and no other launch does."""
     launch = os.environ.get("MASTER_PORT") or os.getpid()
@@ -113,7 +124,6 @@ def _temporary() -> Path:
 
 def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
     """Take the steps on all ranks; raises ConfigError where the run cannot be built."""
-    from harness.engine.processes import leave
     from harness.run import build, seed_dropout
 
     run = build(plan)
@@ -148,7 +158,6 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
     finally:
         run.ended("stopped", ExitCode.DONE)
         run.guard.close(wait=False)
-        leave()
         run.watchdog.close()
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from harness.engine.processes import join, leave
+from harness.engine.processes import ending_together, join
 from harness.planning.world import World
 
 Job = TypeVar("Job")
@@ -42,7 +42,7 @@ def do_jobs(
     device = join(world)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled
-    try:
+    with ending_together():
         for number, (name, job) in enumerate(jobs.items(), 1):
             began = time.perf_counter()
             try:
@@ -55,5 +55,3 @@ def do_jobs(
                 keep(job, done)
                 seconds = time.perf_counter() - began
                 print(f"  {number}/{len(jobs)} {name} in {seconds:.1f} s", flush=True)
-    finally:
-        leave()

@@ -41,13 +41,17 @@ def main(argv: list[str]) -> int:
     if arguments.step < 1:
         parser.error(f"--step {arguments.step}: steps count from 1")
     folder = RunFolder(arguments.run)
-    plan = folder.read_plan()
-    if plan is None:
-        parser.error(f"{arguments.run} holds no plan.json: no run was started there")
-    run = RunConfig.model_validate(plan["run"])
+    try:
+        plan = folder.read_plan()
+        if plan is None:
+            parser.error(f"{arguments.run} holds no plan.json: no run was started there")
+        run, model_config = _planned(plan, folder.plan_path)
+    except ConfigError as error:
+        print(f"cannot show: {error}", file=sys.stderr)
+        return int(error.code)
     spec = DataSpec.of_run(
         run,
-        plan["model_config"],
+        model_config,
         trust_remote_code=arguments.trust_remote_code,
     )
     try:
@@ -75,6 +79,18 @@ def main(argv: list[str]) -> int:
             length = run.data.seq_len // reads.pieces
             print(f"each sample is read as {reads.pieces} sequences of {length} tokens (ramp.*)")
     return 0
+
+
+def _planned(plan: dict[str, Any], path: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """The run config and the model of a plan. Raises ConfigError where it does not hold them."""
+    try:
+        run = RunConfig.model_validate(plan["run"])
+        model_config = plan["model_config"]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: {error!r}") from error
+    if not isinstance(model_config, dict):
+        raise ConfigError(f"{path} is damaged: its model_config is no object")
+    return run, model_config
 
 
 def step_as_json(

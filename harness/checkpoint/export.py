@@ -20,7 +20,8 @@ from harness.checkpoint.fragment import BUFFER, WEIGHT
 from harness.checkpoint.hub_layout import HubLayout
 from harness.checkpoint.store import fsync
 from harness.checkpoint.tensor_file import TensorWriter
-from harness.errors import ConfigError
+from harness.errors import CannotSave, ConfigError
+from harness.planning.memory.inputs import as_size
 
 SHARD_BYTES = 4 * 10**9
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
@@ -32,8 +33,8 @@ def replacing(folder: Path) -> Iterator[Path]:
 
     Raises ConfigError where something else than an export has that name.
     """
-    if folder.exists() and not _is_export(folder):
-        raise ConfigError(f"{folder} exists and is no exported model: choose another folder")
+    if problem := export_problem(folder):
+        raise ConfigError(problem)
     folder.parent.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix=f".unfinished-{folder.name}-", dir=folder.parent))
     try:
@@ -46,7 +47,16 @@ def replacing(folder: Path) -> Iterator[Path]:
             unfinished.rename(folder)
         fsync(folder.parent)
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(place, ignore_errors=True)  # a read-only disk must not hide what happened
+
+
+def check_room(folder: Path, model: PreTrainedModel, beside_bytes: int) -> None:
+    """Raise CannotSave where the weights of `model`, and what is to lie beside them, do not fit."""
+    layout = HubLayout(model, piece_bytes=SHARD_BYTES)
+    needed = sum(t.nbytes for t in layout.tensors.values()) + beside_bytes
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CannotSave(f"the export needs {as_size(needed)}, but {as_size(free)} are free")
 
 
 def write_model(
@@ -60,7 +70,6 @@ def write_model(
 
     `model` has its parameters on meta, in the dtype to be written. Needs no memory beyond a piece
     of a tensor, or the few tensors that are converted together.
-    Raises ConfigError where there is no room.
     """
     layout = HubLayout(model, piece_bytes=shard_bytes // 8)
     split = split_torch_state_dict_into_shards(
@@ -68,12 +77,7 @@ def write_model(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
-    total, free = sum(t.nbytes for t in layout.tensors.values()), shutil.disk_usage(folder).free
-    if total > free:
-        raise ConfigError(
-            f"{folder.parent} has {free / 1e9:.2f} GB free, but the export needs "
-            f"{total / 1e9:.2f} GB: choose another folder, or a smaller dtype"
-        )
+    total = sum(t.nbytes for t in layout.tensors.values())
     _write_config(folder, model)
     files = {
         file: TensorWriter(folder / file, {name: layout.tensors[name] for name in names})
@@ -127,6 +131,13 @@ def _out_of_the_way(folder: Path, other: Path) -> Iterator[None]:
         if other.exists() and not folder.exists():
             other.rename(folder)
         raise
+
+
+def export_problem(folder: Path) -> str | None:
+    """Why an export may not take the place of what is there; None where it may."""
+    if not folder.exists() or _is_export(folder):
+        return None
+    return f"{folder} exists and is no exported model: move it away, or choose another folder"
 
 
 def _is_export(folder: Path) -> bool:

@@ -23,6 +23,15 @@ from harness.table import Table
 INDEX = "index.json"
 _OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files of all ranks
 FILE_BYTES = 2**30  # about as large as a file becomes; nothing larger is ever in memory twice
+_HASHING = ThreadPoolExecutor(1, thread_name_prefix="hashing")
+
+
+def start_hashing() -> None:
+    """Start the thread that a save hashes in, while there surely is memory for one.
+
+    Python waits for ever for a thread that cannot begin.
+    """
+    _HASHING.submit(int).result()
 
 
 @dataclass(frozen=True)
@@ -140,12 +149,12 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
     head, places = header(tensors)
     digest = hashlib.sha256()
     # Hashing in a thread of its own goes on while the disk takes the file.
-    with path.open("xb") as file, ThreadPoolExecutor(1) as beside:
-        hashed = [beside.submit(digest.update, head)]
+    with path.open("xb") as file:
+        hashed = [_HASHING.submit(digest.update, head)]
         file.write(head)
         for tensor in map(tensors.__getitem__, places):
             data = memoryview(tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy())
-            hashed.append(beside.submit(digest.update, data))
+            hashed.append(_HASHING.submit(digest.update, data))
             file.write(data)
             if tensor.device.type != "cpu":
                 hashed[-1].result()  # its copy goes before the next one comes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save as to_safetensors
 
-from harness.checkpoint.files import Written, merged, to_index, write_bytes, write_fragments
+from harness.checkpoint.files import (
+    Written,
+    merged,
+    start_hashing,
+    to_index,
+    write_bytes,
+    write_fragments,
+)
 from harness.checkpoint.fragment import Fragment
 from harness.checkpoint.manifest import INDEX, MANIFEST, PROBE, Manifest
 from harness.checkpoint.store import Retention, Store
 from harness.errors import ExitCode, RunStopped
+from harness.planning.memory.inputs import as_size
 
 
 @dataclass(frozen=True)
@@ -36,12 +44,12 @@ class Saved:
 
 @dataclass
 class _Pending:
-    """A save under way. The thread sets what it wrote, or why it could not."""
+    """A save under way. Whoever writes it sets what it wrote, or why it could not."""
 
     manifest: Manifest
     began: float
     stall_s: float
-    thread: threading.Thread | None = None
+    writing: Future[None] | None = None
     files: list[Written] = field(default_factory=list)
     index: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
@@ -54,11 +62,22 @@ class Saver:
     together in `finish`.
     """
 
-    def __init__(self, store: Store, rank: int, keep: Retention) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        keep: Retention,
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`before_publishing`: on rank 0, when a checkpoint is on disk and has not got its name."""
         self.store = store
         self.rank = rank
         self.keep = keep
+        self.before_publishing = before_publishing
         self._pending: _Pending | None = None
+        start_hashing()
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self._background.submit(int).result()  # started now, for the same reason
 
     @property
     def is_busy(self) -> bool:
@@ -69,7 +88,7 @@ class Saver:
     def written(self) -> bool:
         """Whether this rank has written all of a save that is to be finished."""
         pending = self._pending
-        return pending is not None and not (pending.thread and pending.thread.is_alive())
+        return pending is not None and not (pending.writing and not pending.writing.done())
 
     def start(
         self,
@@ -88,8 +107,7 @@ class Saver:
         pending = self._pending = _Pending(manifest, began, 0.0)
         if background:
             copies = [fragment.copied() for fragment in fragments]
-            pending.thread = threading.Thread(target=self._write, args=(pending, copies, probe))
-            pending.thread.start()
+            pending.writing = self._background.submit(self._write, pending, copies, probe)
         else:
             self._write(pending, fragments, probe)
         pending.stall_s = time.perf_counter() - began
@@ -104,8 +122,8 @@ class Saver:
         if pending is None:
             return None
         began = time.perf_counter()
-        if pending.thread is not None:
-            pending.thread.join()
+        if pending.writing is not None:
+            pending.writing.result()
         told: list[Any] = [None] * dist.get_world_size() if self.rank == 0 else []
         mine = pending.files, pending.index, pending.problem
         dist.gather_object(mine, told or None)  # for rank 0 alone: of a thousand ranks it is large
@@ -141,7 +159,7 @@ class Saver:
                 free = self.store.free_bytes()
                 total = sum(told)
                 if total > free:
-                    result = [f"it needs {total / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"]
+                    result = [f"it needs {as_size(total)}, {as_size(free)} are free"]
             except Exception as error:  # as in `finish`
                 result = [f"rank 0: {type(error).__name__}: {error}"]
         dist.broadcast_object_list(result)
@@ -169,6 +187,7 @@ class Saver:
         files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
         whole = replace(manifest, files=files)
         write_bytes(folder / MANIFEST, whole.to_bytes())
+        self.before_publishing()
         self.store.publish(step)
         try:
             return whole.bytes, [path.name for path in self.store.retain(self.keep, step)]

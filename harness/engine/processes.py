@@ -1,22 +1,28 @@
-"""The process group: joined before anything else, left tidily."""
+"""The process group: joined first, left by all ranks together, or ended by the one that fails."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import socket
 import sys
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
+from torch.distributed import distributed_c10d
 
-from harness.errors import ConfigError
+from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_full_disk
+from harness.guard.alarm import Alarm, Failure, exit_now
 from harness.planning.port import is_free, slurm_port
 from harness.planning.world import World
 
+_alarm: Alarm | None = None  # one, as torch's default group is
 _BEYOND_THE_WATCHDOG_S = 600.0  # that collectives wait longer than it, to dump stacks and report
 
 
@@ -98,7 +104,8 @@ def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
     patience = timedelta(seconds=max(3600.0, hang_first_s) + _BEYOND_THE_WATCHDOG_S)
     quirks.wait_in_every_group(patience)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=patience)
-    atexit.register(leave)  # otherwise Python would end gloo's threads in the middle of their work
+    _listen(world)
+    atexit.register(_leave_or_end)
     if world.accelerator == "cpu":
         quirks.allow_fp16_on_any_cpu()
     return device
@@ -136,9 +143,84 @@ def raise_together(problem: str | None) -> None:
 
 
 def leave() -> None:
-    """Leave the process group."""
+    """Leave the process group, as all ranks do when all is well."""
+    if _alarm is not None:
+        _alarm.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def ending_together(refusal: str = "cannot go on") -> Iterator[None]:
+    """Leave the process group at the end; a failure of this rank ends all ranks at once instead.
+
+    A rank that failed prints its traceback (`refusal` and the problems of a ConfigError), tells the
+    others its exit code and never destroys its group: NCCL waits there for kernels in which the
+    other ranks still wait for this one. RunStopped is raised by all ranks together, which leave.
+    Before `join` an exception is nobody else's.
+    """
+    try:
+        yield
+    except RunStopped:
+        leave()
+        raise
+    except BaseException as error:
+        if not torch.distributed.is_initialized():
+            raise
+        _end(error, refusal)
+    leave()
+
+
+def alarm() -> Alarm:
+    """The alarm of the group that this process has joined."""
+    assert _alarm is not None, "join comes first"
+    return _alarm
+
+
+def _end(error: BaseException, refusal: str) -> NoReturn:
+    """End all ranks with what this one has met."""
+    rank, code, text = torch.distributed.get_rank(), 1, f"{type(error).__name__}: {error}"
+    if isinstance(error, ConfigError):
+        code, text = error.code, str(error)
+    elif is_full_disk(error):
+        code, text = ExitCode.CANNOT_SAVE, f"cannot save: {error}{_place_of(error)}"
+    mine = Failure(rank, int(code), text)
+
+    def report(first: Failure) -> None:
+        if isinstance(error, ConfigError):  # mostly every rank's
+            if first is mine or first.message != text:
+                print(f"{refusal}: {error}", file=sys.stderr, flush=True)
+        elif first is not mine:  # mostly the echo of a connection that ended with the other rank
+            print(f"rank {rank} ends: {first}\nand here: {text}", file=sys.stderr, flush=True)
+        elif code == ExitCode.CANNOT_SAVE:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+
+    alarm().end(mine, report)
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of ours that was writing, where the message names no file."""
+    if isinstance(error, CannotSave) or getattr(error, "filename", None):
+        return ""
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if "/harness/" in f.filename]
+    return f" (in {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].name})" if lines else ""
+
+
+def _listen(world: World) -> None:
+    global _alarm
+    store = distributed_c10d._get_default_store().clone() if world.world_size > 1 else None
+    _alarm = Alarm(store, world.rank, world.world_size)
+    if store is not None:
+        _alarm.start()
+
+
+def _leave_or_end() -> None:
+    """At the end of the interpreter, which would end gloo's threads in the middle of their work."""
+    if hasattr(sys, "last_value"):  # an uncaught exception, already printed
+        exit_now(1)
+    leave()
 
 
 def _find_own_ninja() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# Ctrl-C; a batch system's end; a batch system's early warning.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from harness.errors import ExitCode, RunStopped
+from harness.guard.stop_request import StopRequest
 
 
 class StopGuard:
@@ -22,15 +20,27 @@ class StopGuard:
     flag, which is read one step later: no waiting, and all ranks read the same answer.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.received: str | None = None
+    def __init__(self, world_size: int, request: StopRequest | None = None) -> None:
+        self.request = request or StopRequest()
         # gloo, whatever the model talks over: the flags live on the host.
         # What does not end is the watchdog's to judge, not the group's.
         timeout = timedelta(days=30)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: Any = None
-        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+
+    @property
+    def received(self) -> str | None:
+        """What asked this rank to stop; None where nothing has."""
+        return self.request.received
+
+    def stop_if_asked(self) -> None:
+        """Raise RunStopped on all ranks where one of them was asked to stop. Waits for all."""
+        asked = torch.tensor(self.received is not None, dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
+        if asked:
+            raise RunStopped(ExitCode.STOPPED, f"asked to stop by {self.received or 'a rank'}")
 
     def agree(self, written: bool = False) -> tuple[bool, bool]:
         """Whether any rank had been asked to stop, and whether all had `written`, when this was
@@ -46,10 +56,12 @@ class StopGuard:
         )
         return agreed
 
-    def wait_for_all(self) -> None:
-        """Return when every rank has come here, however long one of them takes."""
+    def told_by_rank_0(self, text: str | None) -> str | None:
+        """Rank 0's `text` on every rank, however long rank 0 takes until it says it."""
+        told = [text]
         if self._group is not None:
-            dist.barrier(group=self._group)
+            dist.broadcast_object_list(told, group=self._group)
+        return told[0]
 
     def close(self, wait: bool = True) -> None:
         """Give the signals back. `wait`: let the reduction under way end; not after a failure,
@@ -57,8 +69,7 @@ class StopGuard:
         """
         if wait:
             self._read()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self.request.close()
 
     def _read(self) -> tuple[bool, bool]:
         if self._work is None:
@@ -67,6 +78,3 @@ class StopGuard:
         self._work = None
         stop, unwritten = self._flags.tolist()
         return bool(stop), not unwritten
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name

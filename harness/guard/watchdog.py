@@ -53,8 +53,8 @@ class Watchdog(threading.Thread):
         if self.is_alive():
             self.join()
         if self.folder is not None:
-            self._file(self.rank).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the last one takes the folder along
+                self._file(self.rank).unlink(missing_ok=True)
                 self.folder.rmdir()
 
     def run(self) -> None:

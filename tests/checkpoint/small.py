@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,10 +42,14 @@ def manifest(step: int, held_out_loss: float | None = None) -> Manifest:
 
 
 def save(
-    folder: Path, step: int, keep: Retention | None = None, held_out_loss: float | None = None
+    folder: Path,
+    step: int,
+    keep: Retention | None = None,
+    held_out_loss: float | None = None,
+    before_publishing: Callable[[], None] = lambda: None,
 ) -> Saved:
     """A checkpoint of `fragments(step)`."""
-    saver = Saver(Store(folder), 0, keep or Retention())
+    saver = Saver(Store(folder), 0, keep or Retention(), before_publishing)
     probe = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
     saver.start(manifest(step, held_out_loss), fragments(step), probe, background=False)
     saved = saver.finish()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint.store import Retention, Store
+from harness.errors import CannotSave, RunStopped
 from tests.checkpoint.small import save
 
 
@@ -85,3 +86,21 @@ def test_a_link_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "step-00000005").symlink_to(elsewhere)
     assert Store(tmp_path / "here").all() == []
+
+
+def test_records_are_synced_when_a_checkpoint_is_on_disk_and_has_no_name_yet(
+    tmp_path: Path,
+) -> None:
+    seen: list[str] = []
+    save(tmp_path, 3, before_publishing=lambda: seen.extend(p.name for p in tmp_path.iterdir()))
+    assert seen == [".unfinished-step-00000003"]
+
+
+def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise CannotSave("metrics.jsonl cannot be written")
+
+    with pytest.raises(RunStopped, match=r"metrics\.jsonl cannot be written") as stop:
+        save(tmp_path, 3, before_publishing=fails)
+    assert stop.value.code == 74
+    assert list(tmp_path.iterdir()) == []

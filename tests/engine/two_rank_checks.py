@@ -18,7 +18,7 @@ import torch
 
 from harness.ds_config import read_ds_json
 from harness.engine import quirks
-from harness.engine.processes import leave
+from harness.engine.processes import ending_together
 from harness.errors import ConfigError, RunStopped
 from tests.engine import bad_step_checks, optimizer_checks, pipeline_checks, stream_checks
 from tests.engine.rank import (
@@ -274,7 +274,7 @@ CHECKS = (
 
 
 def main() -> None:
-    try:
+    with ending_together():
         for check in CHECKS:
             try:
                 result = {"value": check()}
@@ -282,8 +282,6 @@ def main() -> None:
                 result = {"error": traceback.format_exc()}
             print(check.__name__, "failed" if "error" in result else "ended", flush=True)
             (OUT / f"{check.__name__}.{WORLD.rank}.json").write_text(json.dumps(result))
-    finally:
-        leave()
 
 
 if __name__ == "__main__":

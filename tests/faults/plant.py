@@ -1,8 +1,9 @@
 """Faults, planted into the real code of one rank: at a named place, the n-th time it is passed.
 
 {"rank": 1, "at": "after a file", "nth": 2, "do": "kill"}; `do`: kill (SIGKILL), term, usr1 (each
-signal twice), stop (SIGSTOP), sleep (for "seconds"), skip (what is about to begin there), fill or
-readonly (the file system at "mount"), truncate (half of "file").
+signal twice), hup, int, stop (SIGSTOP), sleep (for "seconds"), skip (what is about to begin there),
+raise, starve (no thread begins), fill or readonly (the file system at "mount"), full ("file" takes
+no more), truncate (half of "file"). "nccl": the process group is left as NCCL is.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import functools
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from tests.faults.spoil import spoil
 
@@ -25,6 +29,8 @@ def plant(fault: dict[str, Any], rank: int) -> None:
     if "spoil" in fault:
         spoil(fault["spoil"])
         return
+    if fault.get("nccl"):
+        _leave_as_nccl()
     if rank == fault.get("rank", 0):
         act = _Nth(fault.get("nth", 1), functools.partial(_do, fault))
         PLACES[fault["at"]](act)
@@ -76,6 +82,18 @@ def _do(fault: dict[str, Any]) -> None:
     match fault["do"]:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "full":
+            path = Path(fault["file"])
+            path.rename(path.with_name(f"{path.name}.whole"))
+            path.symlink_to("/dev/full")  # as if the disk had filled up with the last line
+        case "starve":
+            threading.Thread._bootstrap = _cannot_begin  # type: ignore[attr-defined]
+        case "raise":
+            raise RuntimeError("a planted failure of one rank")
+        case "hup":
+            os.kill(os.getpid(), signal.SIGHUP)
+        case "int":
+            os.kill(os.getpid(), signal.SIGINT)
         case "term" | "usr1":
             for _ in range(2):
                 os.kill(os.getpid(), getattr(signal, f"SIG{fault['do'].upper()}"))
@@ -93,6 +111,27 @@ def _do(fault: dict[str, Any]) -> None:
             os.truncate(fault["file"], os.path.getsize(fault["file"]) // 2)  # noqa: PTH202
         case "readonly":
             subprocess.run(["mount", "-o", "remount,ro", fault["mount"]], check=True)
+
+
+def _cannot_begin(_: threading.Thread) -> None:
+    """As in a process without address space left."""
+    raise MemoryError
+
+
+def _leave_as_nccl() -> None:
+    """gloo closes its connections and goes; NCCL's group waits for the kernels of all its ranks."""
+    leave = dist.destroy_process_group
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            store.add("leaving", 1)
+            with contextlib.suppress(dist.DistNetworkError):  # rank 0, whose it is, has gone on
+                while store.add("leaving", 0) < dist.get_world_size():
+                    time.sleep(0.1)
+        leave(group)
+
+    dist.destroy_process_group = destroy_process_group
 
 
 def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> None:
@@ -114,10 +153,12 @@ def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> Non
 
 
 def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
-    from harness import run, saving, watch
+    from harness import run, saving, start, watch
     from harness.checkpoint import files, save, store
     from harness.data import batches
+    from harness.engine import build
     from harness.engine.zero import ZeroEngine
+    from harness.runfolder import RunFolder
 
     def inside_a_file(act: Callable[[], None]) -> None:
         original = Path.open
@@ -165,6 +206,14 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         return place
 
     return {
+        "before the data": call(start, "build_data"),
+        "before joining": call(start, "join"),
+        "before the engine": call(build, "build_engine"),
+        "before the folder": call(start, "_open_folder"),
+        "before the plan": call(RunFolder, "write_plan"),
+        "keeping the tokenizer": call(start, "replacing"),
+        "a line of metrics": call(RunFolder, "append_metrics"),
+        "recording a save": call(saving, "_record"),
         "after the folder": call(store.Store, "make_unfinished", "after"),
         "after the room was checked": call(save.Saver, "_make_room", "after"),
         "inside a file": inside_a_file,

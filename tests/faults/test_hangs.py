@@ -37,6 +37,9 @@ def test_a_rank_that_is_stopped_is_named(rank: int, trial: Trial, undisturbed: R
     assert codes[1 - rank] == 78
     assert codes[rank] is None  # still stopped: what starts the ranks ends it
     check_report(trial.run, rf"rank {rank}.*: stopped, gone")
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"]) == ("failed", 78)
+    assert f"rank {rank}" in status["message"]
     trial.start(*WATCHED)
     check_survived(trial.run, undisturbed)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from harness.checkpoint.manifest import TrainState
 from harness.guard.pulse import Limits, Pulse
@@ -37,12 +38,16 @@ def test_ticks_are_as_rare_as_there_are_ranks() -> None:
     assert [Watchdog(pulse, 0, n).tick_s for n in (1, 64, 65, 1024)] == [1, 1, 2, 16]
 
 
-def test_what_a_hang_breaks_on_its_way_is_recorded_as_the_hang(tmp_path: Path) -> None:
-    """Another rank ended first: this one's collective fails before its watchdog ends it."""
-    folder = RunFolder(tmp_path / "run")
-    folder.open()
-    watchdog, state = SimpleNamespace(hung=True), TrainState(step=7)
-    run: Any = SimpleNamespace(watchdog=watchdog, is_writer=True, folder=folder, state=state)
-    Run.ended(cast(Run, run), "failed", 1)
-    status = json.loads(folder.status_path.read_text())
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_that_reports_a_hang_says_so_in_the_status(rank: int, tmp_path: Path) -> None:
+    """Rank 0, who writes it as a rule, may be the one that hangs."""
+    writer, folder = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    writer.open()
+    folder.attempt = writer.attempt
+    plan, state = SimpleNamespace(world=SimpleNamespace(rank=rank)), TrainState(step=7)
+    run: Any = SimpleNamespace(plan=plan, is_writer=rank == 0, folder=folder, state=state)
+    Run.hangs(cast(Run, run), {"message": "hang: rank 0"})
+    status = folder.read_status() or {}
     assert (status["outcome"], status["code"], status["step"]) == ("failed", 78, 7)
+    assert status["message"] == "hang: rank 0"
+    assert [event["attempt"] for event in folder.read_events()] == [1]

@@ -22,7 +22,7 @@ from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.config import RunConfig
 from harness.data.batches import Batch
-from harness.engine.processes import join, leave
+from harness.engine.processes import ending_together, join
 from harness.plan import make_plan
 from harness.planning.world import World
 from harness.probe import SAMPLES, loss_of
@@ -210,31 +210,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     world = World.from_environ()
-    try:
-        bench = Bench(world, args.stage, args.out)
-        for number in range(args.rounds + 1):
-            bench.round(number)
-            if number == 0:  # warms up
-                bench.seconds.clear()
-                bench.processor.clear()
-            elif world.rank == 0:
-                print(f"  stage {args.stage}: round {number} of {args.rounds}", flush=True)
-        parameters = sum(
-            getattr(p, "ds_numel", p.numel()) for p in bench.engine.module.parameters()
-        )
-        found = {
-            "seconds": bench.seconds,
-            "processor": bench.processor,
-            "bytes": bench.bytes,
-            "parameters": parameters,
-        }
-        if world.rank == 0:
-            (args.out / "speed.json").write_text(json.dumps(found))
-    except Exception:
-        (args.out / f"{world.rank}.error").write_text(traceback.format_exc())
-        raise
-    finally:
-        leave()
+    with ending_together():
+        try:
+            found = _measured(world, args.stage, args.rounds, args.out)
+            if world.rank == 0:
+                (args.out / "speed.json").write_text(json.dumps(found))
+        except Exception:
+            (args.out / f"{world.rank}.error").write_text(traceback.format_exc())
+            raise
+
+
+def _measured(world: World, stage: int, rounds: int, folder: Path) -> dict[str, Any]:
+    bench = Bench(world, stage, folder)
+    for number in range(rounds + 1):
+        bench.round(number)
+        if number == 0:  # warms up
+            bench.seconds.clear()
+            bench.processor.clear()
+        elif world.rank == 0:
+            print(f"  stage {stage}: round {number} of {rounds}", flush=True)
+    parameters = bench.engine.module.parameters()
+    return {
+        "seconds": bench.seconds,
+        "processor": bench.processor,
+        "bytes": bench.bytes,
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+    }
 
 
 if __name__ == "__main__":

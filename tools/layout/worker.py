@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.config import RunConfig
 from harness.data.batches import Batch
-from harness.engine.processes import join, leave
+from harness.engine.processes import ending_together, join
 from harness.plan import make_plan
 from harness.planning.world import World
 
@@ -88,14 +88,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rank = World.from_environ().rank
-    try:
-        shares = idle_shares(args.stages, args.micro_batches, args.out)
-        (args.out / f"{rank}.json").write_text(json.dumps(shares))
-    except Exception:
-        (args.out / f"{rank}.error").write_text(traceback.format_exc())
-        raise
-    finally:
-        leave()
+    with ending_together():
+        try:
+            shares = idle_shares(args.stages, args.micro_batches, args.out)
+            (args.out / f"{rank}.json").write_text(json.dumps(shares))
+        except Exception:
+            (args.out / f"{rank}.error").write_text(traceback.format_exc())
+            raise
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 from harness.config import RunConfig
 from harness.data.batches import Batch
-from harness.engine.processes import join, leave
+from harness.engine.processes import ending_together, join
 from harness.live_memory import live_storages
 from harness.plan import Plan, make_plan
 from harness.planning.world import World
@@ -91,7 +91,7 @@ def main() -> None:
     device = join(world)
     torch.manual_seed(0)
     model = args.out / "config.json"
-    try:
+    with ending_together():
         for values in json.loads(args.cases.read_text()):
             case = Case(**values)
             path = args.out / f"{case.name}.rank{world.rank}"
@@ -102,8 +102,6 @@ def main() -> None:
                 path.with_suffix(path.suffix + ".error").write_text(traceback.format_exc())
                 raise
             path.with_suffix(path.suffix + ".json").write_text(json.dumps(found))
-    finally:
-        leave()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from harness.command import Command, plan_from
 from harness.data.batches import Batch
-from harness.engine.processes import join, leave
+from harness.engine.processes import ending_together, join
 from harness.errors import ConfigError
 from harness.live_memory import is_out_of_memory
 from harness.plan import Plan
@@ -37,20 +37,20 @@ def main() -> None:
     parser.add_argument("assignments", nargs="*")
     args = parser.parse_args()
     found: dict[str, Any] = {}
-    try:
-        plan = plan_from(Command(args.deepspeed, assignments=tuple(args.assignments)))
-        found |= _expected(plan)
-        found |= timed(plan, args.warmup, args.steps)
-    except ConfigError as error:
-        found["refused"] = str(error)
-    except BaseException as error:
-        if not is_out_of_memory(error):
+    with ending_together():
+        try:
+            plan = plan_from(Command(args.deepspeed, assignments=tuple(args.assignments)))
+            found |= _expected(plan)
+            found |= timed(plan, args.warmup, args.steps)
+        except ConfigError as error:
+            found["refused"] = str(error)
+        except BaseException as error:
+            if is_out_of_memory(error):  # perhaps on this rank alone
+                found["error"] = f"out of memory: {str(error).splitlines()[0]}"
+                args.out.write_text(json.dumps(found))
             raise
-        found["error"] = f"out of memory: {str(error).splitlines()[0]}"
-    finally:
-        if int(found.get("rank", 0)) == 0 and found:
+        if int(found.get("rank", 0)) == 0:
             args.out.write_text(json.dumps(found))
-        leave()
 
 
 def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:

@@ -261,3 +261,8 @@ class Inputs:
     def parameters(self) -> int:
         """Elements of all parameters on one rank, unsharded."""
         return sum(tensor.numel for tensor in self.shape.tensors())
+
+
+def as_size(size: float) -> str:
+    """Bytes in GiB, or in MiB where that would be less than one: a small disk is not 0.00 GiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.2f} MiB"

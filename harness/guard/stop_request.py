@@ -1,0 +1,109 @@
+"""Signals that ask this process to stop, noted from its first line on. Standard library alone: it
+comes before the imports that take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from harness.errors import ExitCode
+
+# Ctrl-C; a batch system's end; a batch system's early warning; a terminal that is closed.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_IMPATIENT = (signal.SIGINT, signal.SIGTERM)
+_JOINING_S = 10.0  # for ranks that are all asked to stop while they meet, to agree that they do
+
+
+class StopAsked(BaseException):
+    """Breaks off what may be broken off: the process was asked to stop."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by what.
+
+    While ranks start, a second Ctrl-C or SIGTERM ends the process at once, and so does the first
+    where the other ranks do not come: nothing is lost yet. Once they train, a second signal changes
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._breaks_off = False
+        self._starting = True
+        self._joins = False
+        # What ignores SIGHUP was started to outlive its terminal (nohup).
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [n for n in STOP_SIGNALS if not (ignored and n == signal.SIGHUP)]
+        # Python runs handlers between two of its own instructions, and a rank that waits for the
+        # others executes none: the system writes the signals' numbers here as they come.
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._wakes_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        threading.Thread(target=self._watch, name="stop request", daemon=True).start()
+
+    def close(self) -> None:
+        """Give the signals back. Does nothing the second time."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._before:
+            signal.set_wakeup_fd(self._wakes_before)
+            os.close(self._write_end)  # which ends the thread
+        self._before = {}
+
+    def ask(self, reason: str) -> None:
+        """As if a signal had come, where none has yet."""
+        self.received = self.received or reason
+
+    def trains(self) -> None:
+        """From here on there is something to save: one request, one save, however often asked."""
+        self._starting = False
+
+    @contextlib.contextmanager
+    def breaks_off(self) -> Iterator[None]:
+        """Within it a request raises StopAsked, also one that has come before."""
+        self._breaks_off = True
+        try:
+            if self.received is not None:
+                raise StopAsked
+            yield
+        finally:
+            self._breaks_off = False
+
+    @contextlib.contextmanager
+    def joins(self) -> Iterator[None]:
+        """Within it this rank waits for the others, one of which may have ended."""
+        self._joins = True
+        try:
+            yield
+        finally:
+            self._joins = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.ask(signal.Signals(number).name)
+        if self._breaks_off:
+            self._breaks_off = False
+            raise StopAsked
+
+    def _watch(self) -> None:
+        impatience, since = 0, math.inf
+        while True:
+            wait_s = None if since == math.inf or not self._starting else 1.0
+            if select.select([self._read_end], [], [], wait_s)[0]:
+                numbers = os.read(self._read_end, 64)
+                if not numbers:
+                    break  # closed
+                impatience += sum(numbers.count(number) for number in _IMPATIENT)
+                since = min(since, time.monotonic()) if impatience else since
+            late = self._joins and time.monotonic() - since > _JOINING_S
+            if self._starting and (impatience > 1 or late):
+                os._exit(ExitCode.STOPPED)
+        os.close(self._read_end)

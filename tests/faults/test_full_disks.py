@@ -1,0 +1,94 @@
+"""A disk that is full outside of a save: code 74 on all ranks, one clear message, nothing lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.checks import check_survived, curve, newest
+from tests.faults.conftest import STEPS, Trial
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.fault("a full disk between two saves")
+@pytest.mark.parametrize(
+    ("place", "nth", "file"),
+    [("a line of metrics", 6, "metrics.jsonl"), ("recording a save", 2, "events.jsonl")],
+)
+def test_records_that_cannot_be_written_stop_the_run(
+    place: str, nth: int, file: str, trial: Trial, undisturbed: Any
+) -> None:
+    path = trial.path / file
+    ended = trial.start(code=74, rank=0, at=place, nth=nth, do="full", file=str(path), nccl=True)
+    assert "Traceback" not in ended.output
+    assert ended.outputs[0].count(f"{path} cannot be written (No space left on device)") == 1
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"]) == ("failed", 74)
+    assert str(path) in status["message"]
+    path.unlink()
+    path.with_name(f"{file}.whole").rename(path)
+    trial.start()
+    check_survived(trial.run, undisturbed)
+
+
+@pytest.mark.fault("a full disk while the run begins")
+@pytest.mark.parametrize("place", ["before the plan", "keeping the tokenizer"])
+def test_a_run_that_cannot_write_how_it_begins(
+    place: str, small_disk: Path, trial: Trial, undisturbed: Any
+) -> None:
+    trial.path = small_disk / "run"
+    ended = trial.start(code=74, at=place, do="fill", mount=str(small_disk))
+    assert "Traceback" not in ended.output
+    assert "No space left on device" in ended.outputs[0]
+    assert (trial.run.read_status() or {})["code"] == 74
+    (small_disk / "filler").unlink()
+    trial.start()
+    check_survived(trial.run, undisturbed, resumed=False)
+    assert (trial.run.tokenizer_dir / "tokenizer_config.json").stat().st_size
+
+
+@pytest.mark.fault("a full disk at the export")
+def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, trial: Trial) -> None:
+    trial.path = small_disk / "run"
+    words = ("save.export=true", "save.keep=1", "save.every=8")
+    fault = {"at": "exporting", "do": "fill", "mount": str(small_disk), "nccl": True}
+    ended = trial.start(*words, code=74, **fault)
+    assert "Traceback" not in ended.output
+    assert f"run: python tools/export_hf.py {trial.path}" in ended.outputs[0]
+    assert newest(trial.run).name == f"step-{STEPS:08d}"
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"], status["step"]) == ("failed", 74, STEPS)
+    assert list(trial.path.glob("*export*")) == []
+    before = curve(trial.run)
+    (small_disk / "filler").unlink()
+    trial.start(*words)
+    assert (trial.run.export_dir / "model.safetensors").exists()
+    assert curve(trial.run) == before
+
+
+@pytest.mark.fault("a file where the export goes")
+def test_a_file_named_export_is_found_before_training(trial: Trial) -> None:
+    trial.path.mkdir()
+    trial.run.export_dir.write_text("mine")
+    ended = trial.start("save.export=true", code=2)
+    assert f"save.export: {trial.run.export_dir} exists and is no exported model" in ended.output
+    assert [path.name for path in trial.path.iterdir()] == ["export"]
+
+
+@pytest.mark.fault("damaged status.json, plan.json and lock")
+def test_damaged_records_do_not_keep_a_run_from_going_on(finished: Trial, undisturbed: Any) -> None:
+    run = finished.run
+    run.status_path.write_text('{"outcome": "don')
+    run.plan_path.write_text("")
+    (run.path / "lock").write_bytes(b"\xff\xfe")
+    with run.metrics_path.open("a") as file:
+        file.write("\0\0\0\n")
+    ended = finished.start()
+    assert "Traceback" not in ended.output
+    for path in (run.status_path, run.plan_path):
+        assert f"not needed, not used: {path}" in ended.outputs[0]
+    assert curve(run) == curve(undisturbed)
+    assert (run.read_status() or {})["attempt"] == 2
