@@ -85,6 +85,18 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + name, value
 
 
+NAMED_AT_ONCE = 3
+"""Unknown keys that get a sentence each; more are gathered in one."""
+_LISTED = 8
+
+
+def listed(keys: Iterable[str]) -> str:
+    """A few keys by name, and how many more there are."""
+    keys = list(keys)
+    shown = ", ".join(keys[:_LISTED])
+    return shown if len(keys) <= _LISTED else f"{shown} and {len(keys) - _LISTED} more"
+
+
 # So like a name that it is meant: train.stpes has 0.8, lora and lr 0.67.
 _NEAR = 0.8
 _LONGEST = 100  # characters: no key has that many

@@ -16,7 +16,6 @@ from harness.config_sections import (
     Section,
     Text,
 )
-from harness.paths import user_path
 
 
 class EvalConfig(Section):
@@ -158,12 +157,6 @@ class RunFolderConfig(Section):
 
     dir: PathText | None = None
     """Run folder; None makes a new one under runs/. A folder that holds a run resumes it."""
-
-    @field_validator("dir")
-    @classmethod
-    def _without_home(cls, value: str | None) -> str | None:
-        """No shell expands ~ behind a "="."""
-        return value and str(user_path("run.dir", value))
 
 
 class ResumeConfig(Section):

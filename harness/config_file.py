@@ -11,7 +11,14 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.assignments import COMMAND_LINE, assign_all, did_you_mean, flat
+from harness.assignments import (
+    COMMAND_LINE,
+    NAMED_AT_ONCE,
+    assign_all,
+    did_you_mean,
+    flat,
+    listed,
+)
 from harness.bounds import MAX_FILE_BYTES, beyond_bounds, parsed_toml, shortened
 from harness.config import RunConfig, known_keys, origin_of
 from harness.config_sections import LENGTHS
@@ -56,7 +63,7 @@ def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree).with_origins(origins)
     except ValidationError as error:
-        raise ConfigError([_sentence(item, origins) for item in error.errors()]) from None
+        raise ConfigError(_sentences(error.errors(), origins)) from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -94,6 +101,25 @@ _FORMS = {
     "tuple_type": ", as in [0.9, 0.95]",
 }
 """How what pydantic expects is written."""
+
+
+def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[str]:
+    """A sentence for each, but one for many unknown keys of one origin that are like no other."""
+    sentences, unknown = [], dict[str, dict[str, str]]()
+    for item in items:
+        sentence, key = _sentence(item, origins), ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden" and "did you mean" not in sentence:
+            unknown.setdefault(origin_of(key, origins), {})[key] = sentence
+        else:
+            sentences.append(sentence)
+    for origin, by_key in unknown.items():
+        if len(by_key) <= NAMED_AT_ONCE:
+            sentences += by_key.values()
+        else:
+            sentences.append(
+                f"{len(by_key)} keys ({origin}) are none of the run config: {listed(by_key)}"
+            )
+    return sentences
 
 
 def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:

@@ -47,7 +47,8 @@ def _path(value: str) -> str:
 
 
 PathText = Annotated[Text, AfterValidator(_path)]
-"""A path with its `~` expanded; what may be a hub id or a preset's name, too, stays as it is."""
+"""A path with its `~` expanded, as no shell does behind a "="; a hub id or a preset's name, which
+it may be, too, stays as it is."""
 
 
 def key_of(field: str) -> str:

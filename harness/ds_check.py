@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.assignments import COMMAND_LINE, did_you_mean, flat
+from harness.assignments import COMMAND_LINE, NAMED_AT_ONCE, did_you_mean, flat, listed
 from harness.bounds import shortened
 from harness.ds_config import AUTO, Source, ds_keys
 
@@ -25,8 +25,6 @@ Event = dict[str, Any]
 _LEFTOVERS_FILE = Path(__file__).with_name("ds_leftovers.toml")
 _COMMENTS = ("_", "//", "#")
 """How keys begin that are remarks: JSON has no other place for them."""
-_NAMED_AT_ONCE = 3
-"""Unknown keys that get a sentence each; more are gathered in one."""
 
 _PYTHON_TYPES: dict[str, Any] = {
     "array": list,
@@ -72,7 +70,7 @@ class KeyCheck:
         if self.comments:
             reasons["a comment"] = self.comments
         return [
-            {"kind": "left_out", "message": f"{_listed(keys)} ({self.source.name}): {why}"}
+            {"kind": "left_out", "message": f"{listed(keys)} ({self.source.name}): {why}"}
             for why, keys in reasons.items()
         ]
 
@@ -84,12 +82,12 @@ def check_keys(ds: dict[str, Any], source: Source) -> KeyCheck:
     check = KeyCheck(source, own_names(ds, source))
     _check_section(ds, ds_keys(), "", check)
     where = f"({source.name})"
-    if len(check.unknown) <= _NAMED_AT_ONCE:
+    if len(check.unknown) <= NAMED_AT_ONCE:
         sentences = [f"{key} {where} is not a key that DeepSpeed knows" for key in check.unknown]
     else:
         sentences = [
             f"{len(check.unknown)} keys {where} are none that DeepSpeed knows: "
-            f"{_listed(check.unknown)}"
+            f"{listed(check.unknown)}"
         ]
     check.problems += sentences
     return check
@@ -264,8 +262,3 @@ def _all_keys() -> tuple[str, ...]:
         return found
 
     return tuple(keys(ds_keys(), ""))
-
-
-def _listed(keys: list[str]) -> str:
-    shown = ", ".join(keys[:8])
-    return shown if len(keys) <= 8 else f"{shown} and {len(keys) - 8} more"

@@ -192,5 +192,21 @@ def test_run_dir_may_begin_with_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert load_run_config(None, ["run.dir=~/x"]).run.dir == "/home/me/x"
     assert load_run_config(None).run.dir is None
-    with pytest.raises(ConfigError, match=r"run\.dir is ~nobody-here/x"):
+    with pytest.raises(ConfigError, match=r"run\.dir is '~nobody-here/x'"):
         load_run_config(None, ["run.dir=~nobody-here/x"])
+
+
+def test_a_key_like_no_other_has_no_hint():
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, ["lora.rank=8", "optim.lora=1"])
+    assert caught.value.problems == [
+        f"{key} (command line) is not a key of the run config" for key in ("optim.lora", "lora")
+    ]
+
+
+def test_many_unknown_keys_are_one_line_with_a_count():
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, [f"qqq{n}=1" for n in range(12)])
+    (problem,) = caught.value.problems
+    assert problem.startswith("12 keys (command line) are none of the run config: qqq0, qqq1, ")
+    assert problem.endswith(" and 4 more")
