@@ -29,7 +29,8 @@ cpp_extension.load(name="planted", sources=[sys.argv[1]], is_python_module=False
 print("loaded", flush=True)
 """
 STARTS_NOT = "echo 'planted.h:1: error: nothing works' >&2; exit 1"
-COMPILES_NOT = f'case "$*" in *ersion*) exec c++ "$@";; esac; {STARTS_NOT}'
+# Of a command only its flags say that it compiles: paths may hold any word.
+COMPILES_NOT = f'case " $* " in *" -c "*) {STARTS_NOT};; *) exec c++ "$@";; esac'
 
 
 def compiler(folder: Path, script: str) -> str:
@@ -50,7 +51,7 @@ def source(folder: Path) -> Path:
 @pytest.mark.slow
 def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
     started, real = tmp_path / "started", shutil.which("c++")
-    waits = f'case "$*" in *ersion*) ;; *) touch {started}; sleep 300;; esac; exec {real} "$@"'
+    waits = f'case " $* " in *" -c "*) touch {started}; sleep 300;; esac; exec {real} "$@"'
     command = [sys.executable, "-c", BUILDS, str(source(tmp_path))]
     builders, log = [], tmp_path / "second.log"
     for cxx in (compiler(tmp_path / "slow", waits), real):
