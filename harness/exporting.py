@@ -83,7 +83,7 @@ def export(
         if generation is not None:
             text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
             (unfinished / GENERATION).write_text(text, encoding="utf-8")
-        return "; ".join([_checked(checkpoint, unfinished, dtype, wish), *notes])
+        return "; ".join([*notes, _checked(checkpoint, unfinished, dtype, wish)])
 
 
 def _put_tokenizer(

@@ -27,12 +27,13 @@ _CONVERT = (
 )
 
 
-def weight_file_problems(source: str, named: object = None, ask_hub: bool = False) -> list[str]:
-    """What is wrong with the files that model.init_from names: those of a folder or, with
-    `ask_hub`, what the index of a hub id lists.
+def weight_file_problems(source: str, named: object = None, opens: bool = False) -> list[str]:
+    """What is wrong with the files that model.init_from names.
 
     Empty for a run of the harness, whose checkpoints have checks of their own. `named`: the value
-    of transformers_weights in the model's config, which takes the place of the usual file.
+    of transformers_weights in the model's config, which takes the place of the usual file. `opens`:
+    they are opened next; a plan alone may be made where a folder has no weights yet, and does not
+    ask the hub for the index of a model there.
     Raises ConfigError where `source` can be no path.
     """
     folder = user_path("model.init_from", source)
@@ -40,16 +41,16 @@ def weight_file_problems(source: str, named: object = None, ask_hub: bool = Fals
         if _has_checkpoints(run_and_step(source)[0]):
             return []
         if folder.is_dir():
-            problems = _folder_problems(folder, named)
+            problems = _folder_problems(folder, named, opens)
         else:
-            index = _hub_index(source) if ask_hub else None
+            index = _hub_index(source) if opens else None
             problems = [] if index is None else _index_problems(index)[1]
     except (Unusable, OSError) as error:
         problems = [str(error)]
     return [f"model.init_from is {source!r}: {problem}" for problem in _shortened(problems)]
 
 
-def _folder_problems(folder: Path, named: object) -> list[str]:
+def _folder_problems(folder: Path, named: object, opens: bool) -> list[str]:
     names = sorted(path.name for path in folder.iterdir())
     if "adapter_config.json" in names:
         return [f"{folder} holds an adapter: merge it into its model first (merge_and_unload)"]
@@ -65,7 +66,8 @@ def _folder_problems(folder: Path, named: object) -> list[str]:
     if file is None:
         pickle = next((name for name in _PICKLES if name in names), None)
         why = f"; {pickle} is a pickle, which is never opened: {_CONVERT}" if pickle else ""
-        return [f"{folder} holds neither {_WEIGHTS} nor {_INDEX}{why}"]
+        lacking = [f"{folder} holds neither {_WEIGHTS} nor {_INDEX}{why}"]
+        return lacking if opens or pickle else []
     files, problems = [folder / file], list[str]()
     if file.endswith(".index.json"):
         _require_inside(folder / file, folder)

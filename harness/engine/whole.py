@@ -95,7 +95,7 @@ def check_files(plan: Plan, empty: PreTrainedModel) -> None:
     source = plan.run.model.init_from
     assert source is not None
     named = getattr(empty.config, "transformers_weights", None)
-    raise_together("; ".join(weight_file_problems(source, named, ask_hub=True)) or None)
+    raise_together("; ".join(weight_file_problems(source, named, opens=True)) or None)
 
 
 def read_weights(
