@@ -31,7 +31,7 @@ from harness.lr_and_batch import Batch, Schedule
 from harness.plan_curriculum import curriculum_notes, curriculum_of, curriculum_problems
 from harness.plan_folder import run_dir_problems
 from harness.plan_kernels import kernel_notes, kernel_problems
-from harness.plan_model import attention_problems, find_model
+from harness.plan_model import attention_problems, expert_problems, find_model
 from harness.plan_optimizer import optimizer_problems, rate_notes
 from harness.plan_pipeline import by_memory, notes, num_stages, stage_bounds
 from harness.plan_text import describe
@@ -162,6 +162,7 @@ def make_plan(
     run, config, shape = model.run, model.config, model.shape
     events += model.events
     problems += model.problems
+    problems += expert_problems(config, precision, run.model.name)
     problems += kernel_problems(run, config.get("model_type"), num_stages(ds), world)
     stages, wrong = stage_bounds(ds, run, config, shape, ds_source)
     problems += wrong

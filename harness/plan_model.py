@@ -16,6 +16,7 @@ from harness.planning.shape import Shape
 from harness.planning.sizes import FAMILIES, UnknownArchitecture
 from harness.planning.world import World
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
 
 
@@ -54,6 +55,21 @@ def find_model(run: RunConfig) -> FoundModel:
     except ValueError as error:
         found.problems.append(f"model.name is {run.model.name!r} ({found.source}): {error}")
     return found
+
+
+def expert_problems(config: Mapping[str, Any], precision: str, name: str) -> Iterator[str]:
+    """Widths of experts that torch multiplies in no group (grouped_mm): rows of 16 bytes each."""
+    if not any(isinstance(config.get(key), int) for key in _EXPERT_COUNTS):
+        return
+    multiple = 4 if precision == "fp32" else 8
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    for key in ("hidden_size", inner):
+        width = config.get(key)
+        if isinstance(width, int) and width % multiple:
+            yield (
+                f"{name} has {key} {width}, but torch multiplies {precision} experts only where it "
+                f"is a multiple of {multiple}: set model.overrides.{key}"
+            )
 
 
 def attention_problems(run: RunConfig, world: World) -> Iterator[str]:

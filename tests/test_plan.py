@@ -521,3 +521,15 @@ def test_weights_that_are_not_there_are_blamed_on_their_own_key():
     assert (
         problem == "model.init_from is './nowhere' (command line): there is no such file or folder"
     )
+
+
+@pytest.mark.parametrize(
+    ("width", "ds", "multiple"), [(66, {}, 4), (68, {}, None), (68, BF16, 8), (72, BF16, None)]
+)
+def test_experts_of_a_width_that_torch_cannot_group_are_refused(width, ds, multiple):
+    words = ("model.name=mixtral-8x7b", f"model.overrides.intermediate_size={width}")
+    if multiple is None:
+        assert plan(ds, *words).shape
+        return
+    with pytest.raises(ConfigError, match=rf"intermediate_size {width}, but .* of {multiple}: set"):
+        plan(ds, *words)
