@@ -6,6 +6,7 @@ damaged file in the middle of its work.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -107,7 +108,8 @@ def _is_plain(name: str) -> bool:
 
 def _require_inside(path: Path, folder: Path) -> None:
     """Raise Unusable for a link that leads out of its folder, but for the hub's own cache."""
-    base, target = folder.resolve(), path.resolve()
+    # Unlike Path.resolve, this takes a link to itself, which is found where the file is opened.
+    base, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     blobs = base.parents[1] / "blobs" if base.parent.name == "snapshots" else base
     if not (target.is_relative_to(base) or target.is_relative_to(blobs)):
         raise Unusable(f"{path} is a link to {target}: put the file itself there")

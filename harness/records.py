@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import CannotSave, ConfigError, Unusable
-from harness.regular_file import read_json
+from harness.regular_file import open_regular, read_json
 
 _MOST_BYTES = 2**28
 _LOG = logging.getLogger(__name__)
@@ -64,10 +65,12 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def read_lines(path: Path, needed: str) -> Iterator[dict[str, Any]]:
     """The finished lines of a .jsonl file that are objects with the key `needed`; what follows the
     last newline is still being written.  Others are left out with a warning: a disk made them.
+
+    Raises Unreadable for anything else than a file.
     """
-    if not path.exists():
+    if (opened := _opened(path)) is None:
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(opened, encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.endswith("\n"):
                 return
@@ -79,6 +82,21 @@ def read_lines(path: Path, needed: str) -> Iterator[dict[str, Any]]:
                 yield line
             else:
                 _LOG.warning("%s: line %d is damaged and left out", path, number)
+
+
+def require_file(path: Path) -> None:
+    """Raise Unreadable where something else than a file is at `path`; nothing may be there."""
+    if (opened := _opened(path)) is not None:
+        opened.close()
+
+
+def _opened(path: Path) -> io.BufferedReader | None:
+    try:
+        return open_regular(path, links=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, Unusable) as error:
+        raise Unreadable(str(error)) from error
 
 
 def _finite(value: Any) -> Any:

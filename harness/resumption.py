@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
     """A checkpoint of another run, for a run with other hyperparameters."""
     run, _ = run_and_step(text)
     own = plan.run.run.dir
-    if own is not None and Path(own).expanduser().resolve() == run.resolve():
+    if own is not None and os.path.realpath(Path(own).expanduser()) == os.path.realpath(run):
         raise ConfigError(f"resume.from={text} is run.dir itself: give the branch its own run.dir")
     saved, damage = _of_rank_0(_plan_of(RunFolder(run)))
     checkpoint = _checkpoint_of(text, "resume.from")

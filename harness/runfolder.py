@@ -35,6 +35,7 @@ from harness.records import (
     is_count,
     read_lines,
     read_object,
+    require_file,
     writing,
 )
 
@@ -70,9 +71,11 @@ class RunFolder:
         What a killed writer left half-written at the end of a file is cut off.  Returns who that
         writer was, so that the caller can record it, or None.
 
-        Raises ConfigError when another process is writing here, and OSError where the folder
-        cannot be made.
+        Raises ConfigError when another process is writing here or a record is no file, and OSError
+        where the folder cannot be made.
         """
+        for path in (self.path / "lock", self.metrics_path, self.events_path):
+            require_file(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock, stale = take_lock(self.path / "lock")
         for path in (self.metrics_path, self.events_path):
@@ -204,7 +207,10 @@ class RunFolder:
         return status
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """What is known of each step, by step: a step done again replaces what it was."""
+        """What is known of each step, by step: a step done again replaces what it was.
+
+        Raises Unreadable where metrics.jsonl is no file.
+        """
         by_step: dict[int, dict[str, Any]] = {}
         for line in read_lines(self.metrics_path, "step"):
             # A line of an evaluation alone, made up for after a stop, adds to its step's.
@@ -213,7 +219,9 @@ class RunFolder:
         return [by_step[step] for step in sorted(by_step)]
 
     def read_events(self) -> list[dict[str, Any]]:
-        """All events, in the order in which they happened."""
+        """All events, in the order in which they happened. Raises Unreadable where events.jsonl is
+        no file.
+        """
         return list(read_lines(self.events_path, "kind"))
 
     def _last(self) -> tuple[int, int]:

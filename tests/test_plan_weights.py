@@ -148,6 +148,10 @@ def test_links_stay_in_their_folder_and_pipes_are_not_waited_for(name: str, tmp_
     os.mkfifo(folder / name)
     (problem,) = weight_file_problems(str(folder))
     assert "is a pipe, not a file" in problem
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)
+    (problem,) = weight_file_problems(str(folder))
+    assert f"{folder / name} is a link, where a file must be" in problem
 
 
 def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:

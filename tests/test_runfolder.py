@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import CannotSave, ConfigError
+from harness.records import Unreadable
 from harness.runfolder import RunFolder, create_run_dir
 
 ROOT = Path(__file__).parents[1]
@@ -279,6 +280,23 @@ def test_a_damaged_lock_file_is_nobodys(damage: bytes, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.open() is None
     folder.close()
+
+
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "events.jsonl"])
+def test_a_record_that_is_no_file_is_named_and_nothing_written(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    makers: list[Callable[[Path], object]] = [Path.mkdir, os.mkfifo]
+    makers += [lambda path: path.symlink_to("/dev/null"), lambda path: path.symlink_to(path.name)]
+    for make in makers:
+        make(run / name)
+        with pytest.raises(Unreadable, match=f"{name} is .*, (not a file|where a file must be)"):
+            RunFolder(run).open()
+        assert [path.name for path in run.iterdir()] == [name]
+        if name == "events.jsonl":
+            with pytest.raises(Unreadable, match=name):
+                RunFolder(run).read_events()
+        (run / name).rmdir() if (run / name).is_dir() else (run / name).unlink()
 
 
 def test_a_file_that_takes_no_more_is_named(folder: RunFolder) -> None:

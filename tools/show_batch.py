@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
         if plan is None:
             parser.error(f"{arguments.run} holds no plan.json: no run was started there")
         run, model_config = _planned(plan, folder.plan_path)
+        events = folder.read_events()
     except ConfigError as error:
         print(f"cannot show: {error}", file=sys.stderr)
         return int(error.code)
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
         )
         return int(ConfigError.code)
     step, curriculum = arguments.step, curriculum_of(run)
-    first = first_sample_of(folder.read_events(), step, curriculum)
+    first = first_sample_of(events, step, curriculum)
     reads = curriculum.at(first)
     if arguments.json:
         shown = step_as_json(data, step, reads.global_batch, first, reads.pieces)
