@@ -141,9 +141,12 @@ def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("~nosuchuser/x", "data.path is ~nosuchuser/x: this machine knows no home of ~nosuchuser"),
+        (
+            "~nosuchuser/x",
+            "data.path is '~nosuchuser/x': this machine knows no home of ~nosuchuser",
+        ),
         ("a\0b", "no path holds a NUL character"),
-        ("x" * 300, "File name too long"),
+        ("x" * 300, "the name of a file or folder has 255 bytes at most"),
     ],
 )
 def test_paths_that_cannot_be(path: str, said: str) -> None:

@@ -296,8 +296,8 @@ def test_text_whose_words_change_places_changes_the_fingerprint(
 
 def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
     (problem,) = refused(tmp_path / ("long" * 100), tmp_path)
-    assert problem.startswith("data.path: cannot read")
-    assert problem.endswith("File name too long")
+    assert problem.startswith("data.path is ")
+    assert "the name of a file or folder has 255 bytes at most" in problem
 
 
 def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:

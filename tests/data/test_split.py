@@ -84,5 +84,5 @@ def test_stored_separators_are_found(tmp_path: Path) -> None:
 
 
 def test_a_side_without_documents_would_be_seen(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match=r"train\.npy cannot be read .*which is then built again"):
         load_split(tmp_path, "train")
