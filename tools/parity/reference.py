@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_
 from tools.parity.samples import global_batch, rows, targets
 
 FP16_SCALE = 2.0**12
+ORDERS = 8
 
 
 @dataclass(frozen=True)
@@ -121,14 +125,25 @@ def train(way: Way, split: Split, balance: bool = True) -> Trajectory:
 
 
 def spread(way: Way) -> Difference:
-    """How far the plain loop is from itself when only the order of its sums changes.
+    """Return the largest distance of the plain loop from itself when only the order of its sums
+    changes.
 
-    Two trajectories over other splits of the same global batches. Without the balancing loss of a
-    mixture: that one is not a sum over samples, and another split is another loss.
+    ORDERS trajectories over the same global batches, each in another order of the samples and with
+    micro-batches of 1 to 8. Two such orders are too few: on some processors a third one differs by
+    five times as much. Without the balancing loss of a mixture: that one is not a sum over samples,
+    and another split is another loss.
     """
     base = train(way, Split.even(GLOBAL_BATCH), balance=False)
-    others = [train(way, Split.even(n), balance=False) for n in (4, 2)]
+    others = [train(way, split, balance=False) for split in _orders()]
     return Difference.largest([rounding(base), *(difference(other, base) for other in others)])
+
+
+def _orders() -> Iterator[Split]:
+    draw, samples = random.Random(SEED), list(range(GLOBAL_BATCH))
+    for micro_batch in itertools.islice(itertools.cycle((4, 2, 1, GLOBAL_BATCH)), ORDERS):
+        draw.shuffle(samples)
+        starts = range(0, GLOBAL_BATCH, micro_batch)
+        yield Split(tuple(tuple(samples[s : s + micro_batch]) for s in starts))
 
 
 def _groups(model: _Model) -> list[dict[str, Any]]:
