@@ -89,7 +89,8 @@ def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
 
 def _tensors() -> Iterator[torch.Tensor]:
     for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):
+        # A sparse tensor has no storage of its own, and no run has one.
+        if not issubclass(type(thing), torch.Tensor) or thing.layout != torch.strided:
             continue
         yield thing
         if thing.is_leaf and thing.grad is not None:

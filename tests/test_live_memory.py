@@ -53,3 +53,9 @@ def test_without_an_estimate_nothing_is_counted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(live_memory, "live_storages", lambda: pytest.fail("walked the heap"))
     check = MemoryCheck(plan, torch.device("cpu"))
     assert [check.step_done(step) for step in (1, 2, 3)] == [[], [], []]
+
+
+def test_a_sparse_tensor_is_passed_over() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert live_storages()
+    assert sparse.layout == torch.sparse_coo
