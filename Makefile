@@ -57,7 +57,8 @@ tables: setup
 		--out build/memory --markdown docs/memory_accuracy.md
 	$(VENV)/bin/python tools/rehearse.py --all --gpus 8 --ranks 2 model.name=llama-3-8b \
 		--markdown docs/rehearsal.md
-	SOAK=40 $(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
+	SOAK=200 SOAK_FOLDER=build/soak SOAK_MARKDOWN=docs/soak.md \
+		$(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
 	NVME=1 $(VENV)/bin/python -m pytest -q tests/test_swap_space.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_checkpoints.py --full \
 		--out build/checkpoints --markdown docs/checkpoints.md

@@ -10,6 +10,7 @@ what a rank may use.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -28,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.two_ranks import REPOSITORY, environment
 
 # What a bounded rank may use. RLIMIT_DATA counts memory that is written to, and not the libraries.
@@ -39,6 +42,7 @@ BOUNDS = {
 }
 OVERRAN = signal.SIGXCPU
 _TO_PRINT_STACKS_S = 2.0
+_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Zygote:
 
     def __init__(self, **variables: str) -> None:
         self.ports: list[int] = []  # where its runs met, which is in the names of what they share
+        self.left: list[str] = []  # commands of processes that outlived the ranks that began them
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.zygote"],
             cwd=REPOSITORY,
@@ -92,8 +97,9 @@ class Zygote:
         job |= {"main": main, "cwd": str(cwd) if cwd else None, "bounded": bounded}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        codes, seconds, port = json.loads(self._process.stdout.readline())
+        codes, seconds, port, left = json.loads(self._process.stdout.readline())
         self.ports.append(port)
+        self.left += left
         texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in texts]
         return Outcome(codes, outputs, seconds)
@@ -112,13 +118,14 @@ def main() -> None:
     import harness.engine.build
     import harness.run  # noqa: F401
 
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whoever a rank leaves is ours
     gc.collect()
     gc.freeze()  # what is imported need not be searched for tensors in every run
     for line in sys.stdin:
         print(json.dumps(_ranks(json.loads(line))), flush=True)
 
 
-def _ranks(job: dict[str, Any]) -> tuple[list[int | None], list[float], int]:
+def _ranks(job: dict[str, Any]) -> tuple[list[int | None], list[float], int, list[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -149,7 +156,19 @@ def _ranks(job: dict[str, Any]) -> tuple[list[int | None], list[float], int]:
         for pid in pids:  # each began a group of its own: nothing that it started outlives it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-    return [codes.get(pid) for pid in pids], [seconds.get(pid, math.inf) for pid in pids], port
+    left = _left_behind()
+    ended = [codes.get(pid) for pid in pids], [seconds.get(pid, math.inf) for pid in pids]
+    return *ended, port, left
+
+
+def _left_behind() -> list[str]:
+    """Commands of processes that ranks began and that did not end with them; ends those."""
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=2)
+    left = [f"{process.pid}: {' '.join(process.cmdline())}" for process in alive]
+    for process in alive:
+        process.kill()
+        process.wait()
+    return left
 
 
 def _bound(home: str) -> None:

@@ -199,6 +199,22 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
 
         _around(store.shutil, "rmtree", before=checkpoint)
 
+    def any_moment(act: Callable[[], None]) -> None:
+        """Each millisecond after the first micro-batch, wherever the process then is."""
+
+        def tick() -> None:
+            while True:
+                time.sleep(0.001)
+                act()
+
+        clock = threading.Thread(target=tick, daemon=True)
+
+        def started(*_: Any) -> None:
+            if clock.ident is None:
+                clock.start()
+
+        _around(ZeroEngine, "apply", before=started)
+
     def call(owner: Any, name: str, when: str = "before") -> Callable[[Callable[[], None]], None]:
         def place(act: Callable[[], None]) -> None:
             _around(owner, name, **{when: lambda *_: act()})
@@ -224,6 +240,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "before the pointer": fsync(3),
         "before retention": call(store.Store, "retain"),
         "during retention": removing,
+        "any moment": any_moment,
         "in a step": call(ZeroEngine, "apply"),
         "in an evaluation": call(run, "evaluate"),
         "before a save": call(saving, "probe_batch"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,10 @@ from harness.watch import Watch
 def spoil(spoils: dict[str, Any]) -> None:
     """`loss`: {first sample of a step: factor of its loss, on the last rank alone}; `flip`: step
     after which the last rank's last weight has one bit flipped; `ruin`: step after which that
-    weight is no number.
+    weight is no number; `nan`: how many steps this process takes until a loss is none, on the last
+    rank alone.
     """
+    steps = itertools.count(1)
     train_batch = Watch.train_batch
 
     def spoiled(watch: Watch, *arguments: Any) -> Any:
@@ -23,6 +26,8 @@ def spoil(spoils: dict[str, Any]) -> None:
         run = watch.run
         last = run.plan.world.rank == run.plan.world.world_size - 1
         factor = float(spoils.get("loss", {}).get(str(run.state.samples), 1.0)) if last else 1.0
+        if next(steps) == spoils.get("nan") and last:
+            factor = float("nan")
         forward, losses = zero.forward, pipeline.losses
 
         def scaled(*tensors: Any) -> Any:

@@ -1,0 +1,318 @@
+"""One run, interrupted again and again, each time going on in another layout: a story by a seed.
+
+Attempt n of a seed always has the same layout, kind of interruption and moment. What happened is
+kept attempt by attempt, in a folder: a story that was broken off goes on there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.checkpoint.load import verified
+from harness.data.build import DataSpec, build_data
+from harness.errors import Unusable
+from harness.runfolder import RunFolder
+from tests.faults.conftest import arguments
+from tests.two_ranks import SHARED_MEMORY, write_corpus
+from tests.zygote import Outcome, Zygote
+
+# (JSON, ranks): number of ranks, ZeRO stage, offload and pipeline split all change.
+LAYOUTS = [
+    *(("zero0", 2), ("zero1", 1), ("zero1", 2), ("zero1", 4), ("zero2", 2), ("zero3", 2)),
+    *(("zero3", 4), ("zero2_offload", 2), ("zero3_offload", 2), ("pipeline2", 2)),
+    *(("pipeline2", 4), ("pipeline4", 4)),
+]
+REFERENCE = "zero1 x2"
+REPEATED = 0.25
+# A step that is skipped is another curve: the first one ends the attempt. Rate and epsilon are such
+# that rounding stays rounding: with 3e-3 and 1e-8 Adam makes steps of it, and layouts are 1e-3
+# apart after 100 steps; so, 1e-7 after 200.
+WORDS = (
+    *("optim.lr=1e-3", "optim.eps=1e-6"),
+    *("optim.schedule=constant", "model.dropout=0.0", "ds.bf16.enabled=false"),
+    *("model.overrides.num_hidden_layers=4", "guard.max_bad_steps=1"),
+)
+PLACES = {  # how often a place is passed between two saves, at most
+    "in a step": 5,
+    "in an evaluation": 2,
+    "before a save": 2,
+    "inside a file": 3,
+    "after a file": 3,
+    "before the manifest": 2,
+    "before the rename": 2,
+    "after the rename": 2,
+    "before the pointer": 2,
+    "before retention": 2,
+    "recording a save": 2,
+    "a line of metrics": 4,
+    "any moment": 1500,  # milliseconds
+}
+ON_EVERY_RANK = ("in a step", "in an evaluation", "inside a file", "after a file", "any moment")
+STARTS = {  # -> on which ranks; a run that ended there took no step
+    **dict.fromkeys(("before the data", "before joining", "before the engine"), "any"),
+    **dict.fromkeys(("before the folder", "before the plan"), "first"),
+}
+HANGS = ("guard.hang_floor_s=6", "guard.hang_factor=10", "guard.hang_first_s=60")
+KINDS = {  # how often each is drawn
+    "kill": 8,
+    "term": 3,
+    "usr1": 2,
+    "hup": 2,
+    "int": 1,
+    "starting": 2,
+    "raise": 2,
+    "full disk": 3,
+    "damage": 4,
+    "nan": 3,
+    "hang": 1,
+}
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "a flipped bit": lambda data: (
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+    ),
+    "a cut file": lambda data: data[: len(data) // 2],
+    "an empty file": lambda data: b"",
+    "a lost file": lambda data: None,
+}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run, and how it is interrupted."""
+
+    number: int
+    json: str
+    ranks: int
+    kind: str
+    fault: dict[str, Any]
+    damage: str | None
+    """What is done to a file of the newest checkpoint before."""
+
+    @property
+    def layout(self) -> str:
+        """As the tables call it."""
+        return f"{self.json} x{self.ranks}"
+
+    @property
+    def expected(self) -> list[set[int | None]]:
+        """The exit codes that each rank may have."""
+        if self.fault.get("do") == "kill":
+            return [{-9} if rank == self.fault["rank"] else {1} for rank in range(self.ranks)]
+        codes = {"raise": 1, "full disk": 74, "nan": 76, "hang": 78}
+        return [{codes.get(self.kind, 75)}] * self.ranks
+
+
+@dataclass
+class Happened:
+    """What became of an attempt."""
+
+    number: int
+    layout: str
+    kind: str
+    damage: str | None
+    codes: list[int | None]
+    saved: int
+    """The step of the newest whole checkpoint before; 0 for none."""
+    start: str
+    """The checksum of its manifest."""
+    made: list[str]
+    """Checksums of the checkpoints that it left."""
+    before: int
+    """How many steps other attempts had executed."""
+    steps: list[int]
+    """Executed, in order."""
+    seconds: float
+
+
+def drawn(seed: int, number: int, disk: Path | None) -> Attempt:
+    """Attempt `number` of the story; `disk`: a file system to be filled, where there is one."""
+    draw = random.Random(f"{seed}:{number}")
+    # Now and then that of the attempt before, as after most interruptions elsewhere.
+    whose = number - (draw.random() < REPEATED)
+    json_name, ranks = random.Random(f"{seed}:{whose}:layout").choice(LAYOUTS)
+    kinds = {kind: often for kind, often in KINDS.items() if disk or kind != "full disk"}
+    (kind,) = draw.choices(list(kinds), list(kinds.values()))
+    place = draw.choice(list(PLACES))
+    rank = draw.randrange(ranks)
+    fault: dict[str, Any] = {"at": place, "nth": draw.randint(1, PLACES[place]), "do": kind}
+    fault["rank"] = rank if place in ON_EVERY_RANK else 0
+    damage = None
+    if kind == "damage":
+        fault["do"], damage = "kill", draw.choice(list(DAMAGES))
+    elif kind == "starting":
+        fault |= {"at": draw.choice(list(STARTS)), "nth": 1}
+        fault |= {"do": draw.choice(["term", "usr1", "hup", "int"])}
+        fault["rank"] = rank if STARTS[fault["at"]] == "any" else 0
+    elif kind == "nan":
+        fault = {"spoil": {"nan": draw.randint(1, 5)}}
+    elif kind == "hang":
+        fault = {"at": "in a step", "nth": draw.randint(5, 8), "do": "sleep", "seconds": 1000}
+        fault["rank"] = rank
+    elif kind == "full disk":
+        fault = {"at": "after the room was checked", "nth": draw.randint(1, 3), "do": "fill"}
+        fault |= {"rank": rank, "mount": str(disk)}
+    return Attempt(number, json_name, ranks, kind, fault, damage)
+
+
+class Story:
+    """The run and what happened to it, in a folder."""
+
+    def __init__(self, folder: Path, seed: int, zygote: Zygote) -> None:
+        self.folder, self.seed, self.zygote = folder, seed, zygote
+        folder.mkdir(parents=True, exist_ok=True)
+        self.disk = _small_disk(folder / "disk")
+        self.run, self._copy = RunFolder((self.disk or folder) / "run"), folder / "copy"
+        if self._copy.exists():  # of a story that was broken off
+            shutil.move(self._copy, self.run.path)
+        self.data = _data(folder)
+        self._kept = folder / f"attempts-{seed}.jsonl"
+        lines = self._kept.read_text().splitlines() if self._kept.exists() else []
+        self.happened = [Happened(**json.loads(line)) for line in lines]
+
+    def interrupt(self, times: int) -> None:
+        """Go on until the run was interrupted so often. Raises AssertionError at a problem."""
+        while len(self.happened) < times:
+            happened = self._attempt(drawn(self.seed, len(self.happened), self.disk))
+            with self._kept.open("a") as file:
+                file.write(json.dumps(asdict(happened)) + "\n")
+            self.happened.append(happened)
+
+    def end(self) -> int:
+        """Take two more steps, to the end; returns their number, of which the run then consists."""
+        last = max((step for happened in self.happened for step in happened.steps), default=0) + 2
+        ended = self.train(self.run, REFERENCE, "last", f"train.steps={last}")
+        assert set(ended.codes) == {0}, ended.output
+        return last
+
+    def undisturbed(self, steps: int) -> dict[str, RunFolder]:
+        """The same run in every layout of the story, begun at step 0 and left alone."""
+        runs = {}
+        for layout in sorted({REFERENCE, *(happened.layout for happened in self.happened)}):
+            run = RunFolder(self.folder / f"undisturbed {layout}")
+            shutil.rmtree(run.path, ignore_errors=True)
+            words = (f"train.steps={steps}", "save.every=0")
+            ended = self.train(run, layout, f"undisturbed {layout}", *words, limit_s=3600)
+            assert set(ended.codes) == {0}, ended.output
+            runs[layout] = run
+        return runs
+
+    def train(
+        self,
+        run: RunFolder,
+        layout: str,
+        name: str,
+        *words: str,
+        fault: dict[str, Any] | None = None,
+        limit_s: float = 180,
+    ) -> Outcome:
+        """Start the run in a layout."""
+        json_name, ranks = layout.split(" x")
+        every = arguments(run.path, self.data, *WORDS, *words, json=json_name)
+        return self.zygote.run(every, self.folder / "logs" / name, fault, int(ranks), limit_s)
+
+    def close(self) -> None:
+        """Give the small disk back; the run that was on it is kept."""
+        if self.disk:
+            if self.run.path.exists():
+                shutil.copytree(self.run.path, self._copy)
+            subprocess.run(["umount", "-l", str(self.disk)], check=True)
+
+    def _attempt(self, attempt: Attempt) -> Happened:
+        damage = self._damage(attempt)
+        before, known = self._whole(), self._executed()
+        saved = max(before, default=0)
+        words = ["train.steps=1000000", *(HANGS if attempt.kind == "hang" else ())]
+        began, name = time.monotonic(), f"attempt-{attempt.number}"
+        ended = self.train(self.run, attempt.layout, name, *words, fault=attempt.fault)
+        happened = Happened(
+            *(attempt.number, attempt.layout, attempt.kind, damage, ended.codes, saved),
+            start=before.get(saved, ""),
+            made=sorted({*self._whole().values()} - {*before.values()}),
+            before=len(known),
+            steps=self._executed()[len(known) :],
+            seconds=round(time.monotonic() - began, 2),
+        )
+        if self.disk:
+            (self.disk / "filler").unlink(missing_ok=True)
+        problems = self._problems(attempt, happened)
+        assert not problems, f"{problems}\n{attempt}\n{happened}\n{ended.output}"
+        return happened
+
+    def _problems(self, attempt: Attempt, happened: Happened) -> list[str]:
+        codes = zip(happened.codes, attempt.expected, strict=True)
+        outlived = self.zygote.left
+        first, steps = happened.saved + 1, happened.steps
+        left = [p.name for p in SHARED_MEMORY.iterdir() if f"_{self.zygote.ports[-1]}_" in p.name]
+        found = {
+            "an exit code that is none of these": not all(code in may for code, may in codes),
+            "a step done twice that was saved, or left out": steps
+            != list(range(first, first + len(steps))),
+            f"left in shared memory: {left}": bool(left),
+            f"processes that outlived their ranks: {outlived}": bool(outlived),
+            "a step after a stop while it started": attempt.kind == "starting" and bool(steps),
+            "no whole checkpoint is left": happened.saved > 0 and not self._whole(),
+        }
+        return [problem for problem, is_there in found.items() if is_there]
+
+    def _damage(self, attempt: Attempt) -> str | None:
+        """Damage a file of the newest checkpoint as the attempt says, if there is an older one."""
+        if attempt.damage is None or len(self._whole()) < 2:
+            return None
+        newest = max(self.run.checkpoints_dir.glob("step-*"))
+        draw = random.Random(f"{self.seed}:{attempt.number}:damage")
+        path = draw.choice(sorted(newest.iterdir()))
+        damaged = DAMAGES[attempt.damage](path.read_bytes())
+        if damaged is None:
+            path.unlink()
+        else:
+            path.write_bytes(damaged)
+        return f"{attempt.damage}: {newest.name}/{path.name}"
+
+    def _whole(self) -> dict[int, str]:
+        """Steps of the checkpoints that can be resumed from, and their checksums."""
+        whole = {}
+        for path in self.run.checkpoints_dir.glob("step-*"):
+            with contextlib.suppress(Unusable):
+                manifest = verified(path).manifest
+                whole[manifest.state.step] = manifest.checksum
+        return whole
+
+    def _executed(self) -> list[int]:
+        """The steps of all attempts, as they were executed."""
+        return [line["step"] for line in metrics_lines(self.run) if "loss" in line]
+
+
+def _small_disk(folder: Path) -> Path | None:
+    """A file system of 64 MB, where mounting one is permitted: a checkpoint has 3."""
+    folder.mkdir(exist_ok=True)
+    if os.path.ismount(folder):  # a story was killed
+        return folder
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    return None if done.returncode else folder
+
+
+def _data(folder: Path) -> list[str]:
+    corpus, cache = folder / "corpus", folder / "cache"
+    if not corpus.exists():
+        write_corpus(corpus)
+    build_data(DataSpec(path=str(corpus), cache_dir=str(cache)))
+    return [f"data.path={corpus}", f"data.cache_dir={cache}"]
+
+
+def metrics_lines(run: RunFolder) -> list[dict[str, Any]]:
+    """Every whole line of metrics.jsonl, of steps that were done again, too."""
+    if not run.metrics_path.exists():
+        return []
+    lines = run.metrics_path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
