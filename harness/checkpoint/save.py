@@ -203,5 +203,6 @@ class Saver:
         return RunStopped(
             ExitCode.CANNOT_SAVE,
             f"the checkpoint of step {step} could not be saved in {self.store.folder} ({problem}); "
-            f"the newest there is {kept[0] if kept else 'none'}: make room, or lower save.keep",
+            f"the newest there is {kept[0] if kept else 'none'}. If the disk is full, "
+            "make room or lower save.keep",
         )

@@ -108,8 +108,13 @@ class Attempt:
         """The exit codes that each rank may have."""
         if self.fault.get("do") == "kill":
             return [{-9} if rank == self.fault["rank"] else {1} for rank in range(self.ranks)]
-        codes = {"raise": 1, "full disk": 74, "nan": 76, "hang": 78}
-        return [{codes.get(self.kind, 75)}] * self.ranks
+        codes: dict[str, set[int | None]] = {
+            "raise": {1, 74},  # 74 where it was raised within a save
+            "full disk": {74},
+            "nan": {76},
+            "hang": {78},
+        }
+        return [codes.get(self.kind, {75})] * self.ranks
 
 
 @dataclass

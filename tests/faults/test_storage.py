@@ -113,7 +113,7 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
     words = ["save.keep=9", f"save.async={background}"]
     stopped = trial.start(*words, code=74)
     assert "could not be saved" in stopped.output
-    assert "make room, or lower save.keep" in stopped.output
+    assert "make room or lower save.keep" in stopped.output
     run, status = trial.run, trial.run.read_status() or {}
     assert (status["outcome"], status["code"]) == ("failed", 74)
     assert not list(run.checkpoints_dir.glob(".unfinished*"))
