@@ -68,6 +68,7 @@ class PipelineEngine(ZeroEngine):
         self._column_group = engine.mpu.get_pipe_parallel_group()
         if quirks.keeps_no_grad_norm(engine):
             quirks.count_every_stage(stage.parameters())
+        quirks.add_norms_over_stages_once(engine)
 
     @property
     def module(self) -> nn.Module:

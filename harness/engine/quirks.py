@@ -137,6 +137,26 @@ def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
         parameter.model_parallel = not parameter.ds_pipe_replicated
 
 
+def add_norms_over_stages_once(engine: Any) -> None:
+    """Let ZeRO-1 sum the gradient norm over pipeline stages once for all parameter groups.
+
+    DeepSpeed sums it group by group. Stages that have different numbers of groups (a rule of
+    optim.groups or Muon's matrices may fit some stages alone) would wait for each other for ever.
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "scaled_global_norm"):
+        return
+    norm_of_groups, over_stages = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def norm_of_stages(norm_type: int = 2) -> torch.Tensor:
+        with _replaced(optimizer, "_model_parallel_all_reduce", lambda tensor, op: None):
+            square = norm_of_groups(norm_type).square()  # infinity where one is not finite
+        over_stages(tensor=square, op=dist.ReduceOp.SUM)
+        return square.sqrt()
+
+    optimizer.scaled_global_norm = norm_of_stages
+
+
 LOGGED_COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce", "gather", "scatter"),

@@ -128,6 +128,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2-bf16": {**stage(2), **_BF16},
     "zero3-bf16": {**stage(3), **_BF16},
     "pipeline2": {**stage(0), "pipeline": {"stages": 2}},
+    "pipeline2-zero1": {**stage(1), "pipeline": {"stages": 2}},
     "pipeline2-zero1-bf16": {**stage(1), **_BF16, "pipeline": {"stages": 2}},
 }
 EXPERTS: dict[str, dict[str, Any]] = {f"zero{n}-experts": stage(n) for n in (0, 1, 3)}

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from harness.engine import quirks
 from harness.errors import ConfigError
 from tests.engine.rank import (
     DEVICE,
@@ -28,6 +29,17 @@ SGD = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}
 
 def pipeline(zero: int = 1, **json_keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": zero}, "pipeline": {"stages": 2}, **json_keys}
+
+
+_BF16 = {"bf16": {"enabled": True}}
+LAYOUTS = {
+    "zero0": pipeline(0),
+    "zero1": pipeline(1),
+    "zero0-bf16": pipeline(0, **_BF16),  # which runs as stage 1
+    "zero1-bf16": pipeline(1, **_BF16),
+    "zero1-bf16-fp32-sums": pipeline(1, **_BF16, data_types={"grad_accum_dtype": "fp32"}),
+    "zero1-fp16": pipeline(1, fp16={"enabled": True, "initial_scale_power": 8}),
+}
 
 
 def pipeline_weights() -> dict[str, Any]:
@@ -99,6 +111,51 @@ def pipeline_clips_stage_0() -> dict[str, float]:
     return found
 
 
+def pipeline_groups_of_one_stage() -> dict[str, Any]:
+    """Numbers of groups by stage; losses and norms of three steps in stages and unsplit."""
+    rules = [{"pattern": "lm_head", "lr_multiplier": 0.5}]
+    found: dict[str, Any] = {}
+    for name, ds in LAYOUTS.items():
+        engine = engine_of(ds, optim={**SGD, "groups": rules})
+        groups = [0] * WORLD.world_size
+        torch.distributed.all_gather_object(groups, len(engine.engine.optimizer.param_groups))
+        found[name] = {"groups": groups, "stages": losses_and_norms(engine)}
+        unsplit = engine_of({**ds, "pipeline": {}}, optim={**SGD, "groups": rules})
+        found[name]["unsplit"] = losses_and_norms(unsplit)
+    return found
+
+
+def losses_and_norms(engine: Any) -> list[list[float]]:
+    """Those of three steps; closes the engine."""
+    found = []
+    for number in range(3):
+        result = engine.train_batch(*share_of(engine, number), 0.1)
+        loss = engine.sum_over_ranks(result.loss_share.clone())
+        found.append([float(loss), float(result.grad_norm)])
+    engine.close()
+    return found
+
+
+def pipeline_sums_norms_by_group() -> dict[str, int]:
+    """How often a stage waits for the other one to know the gradient norm."""
+    engine = engine_of(
+        pipeline(1), optim={"groups": [{"pattern": "lm_head", "lr_multiplier": 0.5}]}
+    )
+    engine.accumulate(*share_of(engine))
+    optimizer, found = engine.engine.optimizer, {}
+    reduce = mock.Mock()  # waits for nobody
+    with mock.patch.object(type(optimizer), "_model_parallel_all_reduce", reduce):
+        for name in ("deepspeeds", "ours"):
+            vars(optimizer).pop("scaled_global_norm", None)
+            if name == "ours":
+                quirks.add_norms_over_stages_once(engine.engine)
+            reduce.reset_mock()
+            optimizer.scaled_global_norm()
+            found[name] = reduce.call_count
+    engine.close()
+    return found
+
+
 def pipeline_generates_and_trains_on() -> dict[str, Any]:
     """Logits after prompts of other lengths than the training's, then a step, against no stages."""
     found: dict[str, Any] = {}
@@ -152,8 +209,6 @@ def pipeline_leaves_its_grid() -> dict[str, list[Any]]:
     """(a grid, groups) that are left of a destroyed engine by DeepSpeed, and of a closed one."""
     from deepspeed.utils import groups
 
-    from harness.engine import quirks
-
     def left() -> list[Any]:
         return [groups.mpu is not None, len(quirks.process_groups() - before)]
 
@@ -166,8 +221,6 @@ def pipeline_leaves_its_grid() -> dict[str, list[Any]]:
 
 
 def pipeline_prints() -> dict[str, str]:
-    from harness.engine import quirks
-
     found = {}
     for name in ("ours", "deepspeeds"):
         quiet = quirks.printing_nothing if name == "ours" else contextlib.nullcontext
@@ -185,6 +238,8 @@ CHECKS = (
     pipeline_loads_given_weights,
     pipeline_clips_by_value,
     pipeline_clips_stage_0,
+    pipeline_groups_of_one_stage,
+    pipeline_sums_norms_by_group,
     pipeline_generates_and_trains_on,
     pipeline_recomputes,
     pipeline_families,

@@ -69,6 +69,17 @@ def test_stage_0_clips_by_the_norm_over_all_stages(result: Result) -> None:
         assert rank["ours"] == pytest.approx(rank["limit"], rel=1e-4)
 
 
+def test_parameter_groups_of_one_stage_alone_change_nothing(result: Result) -> None:
+    """A rule of `optim.groups` for the head."""
+    for rank in result("pipeline_groups_of_one_stage"):
+        assert rank.keys() > {"zero0", "zero1", "zero1-bf16"}
+        for layout, found in rank.items():
+            assert found["groups"] == [2, 3], layout
+            bit = 2**-8 if "16" in layout else 1e-5
+            for stages, unsplit in zip(found["stages"], found["unsplit"], strict=True):
+                assert stages == pytest.approx(unsplit, rel=bit), layout
+
+
 def test_logits_evaluation_and_losses_are_those_of_the_unsplit_model(result: Result) -> None:
     for rank in result("pipeline_generates_and_trains_on"):
         stages, whole = rank["stages"], rank["whole"]

@@ -248,6 +248,14 @@ def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage(
 
 
 @pytest.mark.slow
+def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once(
+    result: Callable[[str], list[Any]],
+) -> None:
+    assert [rank["deepspeeds"] for rank in result("pipeline_sums_norms_by_group")] == [2, 3]
+    assert [rank["ours"] for rank in result("pipeline_sums_norms_by_group")] == [1, 1]
+
+
+@pytest.mark.slow
 def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine(
     result: Callable[[str], list[Any]],
 ) -> None:
