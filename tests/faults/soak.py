@@ -148,6 +148,8 @@ def drawn(seed: int, number: int, disk: Path | None) -> Attempt:
     kinds = {kind: often for kind, often in KINDS.items() if disk or kind != "full disk"}
     (kind,) = draw.choices(list(kinds), list(kinds.values()))
     place = draw.choice(list(PLACES))
+    if kind == "raise" and place == "any moment":  # a thread's, which ends that thread alone
+        place = "in a step"
     rank = draw.randrange(ranks)
     fault: dict[str, Any] = {"at": place, "nth": draw.randint(1, PLACES[place]), "do": kind}
     fault["rank"] = rank if place in ON_EVERY_RANK else 0
