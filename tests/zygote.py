@@ -164,10 +164,12 @@ def _ranks(job: dict[str, Any]) -> tuple[list[int | None], list[float], int, lis
 def _left_behind() -> list[str]:
     """Commands of processes that ranks began and that did not end with them; ends those."""
     _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=2)
-    left = [f"{process.pid}: {' '.join(process.cmdline())}" for process in alive]
+    left = []
     for process in alive:
-        process.kill()
-        process.wait()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile
+            left.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            process.kill()
+            process.wait()
     return left
 
 
