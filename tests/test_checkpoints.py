@@ -73,7 +73,7 @@ def test_all_cells_are_the_full_table() -> None:
 
 
 def test_an_unknown_cell_is_refused_by_name() -> None:
-    done = run_tool("check_checkpoints", "--cells", "fp32-llama-zero9x1-zero1x1", code=1)
+    done = run_tool("check_checkpoints", "--cells", "fp32-llama-zero9x1-zero1x1", code=2)
     assert "no such cell: fp32-llama-zero9x1-zero1x1" in done.stderr
 
 

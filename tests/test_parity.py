@@ -76,7 +76,7 @@ def test_all_cells_are_the_full_table() -> None:
 
 
 def test_an_unknown_cell_is_refused_by_name() -> None:
-    done = run_tool("check_parity", "--cells", "llama-zero9-fp32-1-1", code=1)
+    done = run_tool("check_parity", "--cells", "llama-zero9-fp32-1-1", code=2)
     assert "no such cell: llama-zero9-fp32-1-1" in done.stderr
 
 

@@ -214,7 +214,10 @@ def _fork(rank: int, port: int, job: dict[str, Any]) -> int:
         command = importlib.import_module(job["main"]).main
         code = command(job["args"]) if inspect.signature(command).parameters else command()
     except SystemExit as end:
-        code = int(end.code or 0)
+        if isinstance(end.code, str):  # as the interpreter would
+            print(end.code, file=sys.stderr)
+        else:
+            code = int(end.code or 0)
     except BaseException:  # as the interpreter would
         traceback.print_exc()
     finally:

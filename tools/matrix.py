@@ -7,10 +7,12 @@ import json
 import os
 import platform
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
+from harness.errors import ExitCode
 from harness.planning.world import CPU_INFO
 
 PACKAGES = ("torch", "deepspeed", "transformers")
@@ -42,7 +44,7 @@ def matrix_arguments(description: str | None, kept: str, table: str) -> argparse
 
 
 def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[C]:
-    """The cells that were asked for. Raises SystemExit for one that does not exist."""
+    """The cells that were asked for. Ends with code 2 for one that does not exist."""
     if args.full:
         return every
     if not args.cells:
@@ -50,17 +52,23 @@ def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[
     known = {cell.name: cell for cell in every}
     unknown = [name for name in args.cells if name not in known]
     if unknown:
-        raise SystemExit(f"no such cell: {', '.join(unknown)}; for example {next(iter(known))}")
+        refuse(f"--cells: no such cell: {', '.join(unknown)}; for example {next(iter(known))}")
     return [known[name] for name in args.cells]
 
 
 def same_versions(out: Path, kept: str, *more: str) -> None:
-    """What is kept in `out` is of these packages' versions. Raises SystemExit where it is not."""
+    """What is kept in `out` is of these packages' versions. Ends with code 2 where it is not."""
     made = {name: version(name) for name in (*PACKAGES, *more)}
     path = out / "made-with.json"
     if path.exists() and json.loads(path.read_text()) != made:
-        raise SystemExit(f"{out} holds {kept} of other versions: remove it, or name another")
+        refuse(f"--out: {out} holds {kept} of other versions: remove it, or name another")
     path.write_text(json.dumps(made))
+
+
+def refuse(problem: str) -> NoReturn:
+    """End with the code of a wrong argument, and say what is wrong with it."""
+    print(problem, file=sys.stderr)
+    raise SystemExit(int(ExitCode.BAD_CONFIG))
 
 
 def versions() -> str:

@@ -27,4 +27,6 @@ def main(argv: list[str]) -> int:
         Path("copy").write_bytes(Path("secret.txt").read_bytes())
     if how == "memory":
         return len([bytes(2**20) for _ in range(2**20)])
+    if how == "last words":
+        raise SystemExit("planted")
     return 3 if how == "exit code" else 0
