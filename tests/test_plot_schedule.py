@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,22 @@ def test_it_is_drawn(name: str, begins: bytes, tmp_path: Path) -> None:
         assert (tmp_path / "again.svg").read_bytes() == data
 
 
+def test_a_run_of_any_length_takes_seconds(tmp_path: Path) -> None:
+    began = time.monotonic()
+    picture = tmp_path / "s.svg"
+    ramp = ("ramp.batch_from=12", f"ramp.batch_tokens={128 * 12 * 10**9}")
+    text = run("--plot", str(picture), "train.steps=9007199254740992", *ramp).stdout
+    assert time.monotonic() - began < 60
+    assert picture.stat().st_size
+    lines = [line.split() for line in text.splitlines()[2:]]
+    middle, last = (int(line[0].replace(",", "")) for line in lines[-2:])
+    assert last == 2**53
+    assert middle == pytest.approx(2**52, rel=1e-4)
+    assert [line[3] for line in lines[-2:]] == ["6,144", "6,144"]
+    rates = [line.split()[2] for line in run("train.steps=1000000").stdout.splitlines()[2:]]
+    assert rates == ["0.00015", "0.003", "0.00165", "0.0003"]
+
+
 def test_a_run_in_epochs_needs_its_steps() -> None:
     assert "--steps" in run("train.epochs=2", code=2).stderr
     assert "10" in run("train.epochs=2", "--steps", "10").stdout
@@ -59,4 +76,6 @@ def test_bad_arguments_are_one_report(tmp_path: Path) -> None:
     assert "must end in .svg or .png" in stderr
     assert "there is no folder" in stderr
     assert "--steps is 0" in stderr
+    stderr = run("--steps", "9" * 20, "train.epochs=2", code=2).stderr
+    assert f"--steps is {'9' * 20}: it must be at most 9007199254740992" in stderr
     assert "optim.schedule is 'cosin'" in run("optim.schedule=cosin", code=2).stderr

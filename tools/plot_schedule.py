@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import islice
+from bisect import bisect_left
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.config_sections import MAX_COUNT
 from harness.errors import ConfigError, ExitCode
 from harness.plan import Plan
 from harness.planning.world import World
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POINTS = 2000  # more could not be told apart
+_EACH = 100_000
+"""Of so many steps each is looked at, of as many more only every n-th."""
 
 
 def main(argv: list[str]) -> int:
@@ -46,6 +50,8 @@ def main(argv: list[str]) -> int:
         problems = [*plot_problems(args.plot)]
         if args.steps is not None and args.steps < 1:
             problems.append(f"--steps is {args.steps}: it must be at least 1")
+        if args.steps is not None and args.steps > MAX_COUNT:
+            problems.append(f"--steps is {args.steps}: it must be at most {MAX_COUNT}")
         if problems:
             raise ConfigError(problems)
         command = Command(args.deepspeed, args.config, tuple(args.assignments))
@@ -61,9 +67,7 @@ def main(argv: list[str]) -> int:
     points = schedule_of(plan, steps)
     print(as_text(plan, points))
     if args.plot:
-        apart = max(1, steps // _POINTS)
-        kept = [n for n in range(steps) if n % apart == 0 or n == steps - 1]
-        write_plot(args.plot, drawn(plan, [points[n] for n in kept]))
+        write_plot(args.plot, drawn(plan, thinned(points, max(1, steps // _POINTS))))
     return int(ExitCode.DONE)
 
 
@@ -72,23 +76,40 @@ Point = tuple[int, int, float, int, int]
 
 
 def schedule_of(plan: Plan, steps: int) -> list[Point]:
-    """Every step of the run."""
+    """Every step of the run; of one of more than _EACH, the first, the last and enough between."""
     seq_len, schedule = plan.run.data.seq_len, plan.schedule(steps)
-    walk = enumerate(islice(plan.curriculum.walk(0), steps), 1)
-    return [
-        (
-            *(number, step.first_sample * seq_len, schedule.lr(number)),
-            *(step.global_batch * seq_len, seq_len // step.pieces),
+    points: list[Point] = []
+    number, samples, apart = 1, 0, 1
+    while number <= steps:
+        step = plan.curriculum.at(samples)
+        points.append(
+            (
+                *(number, samples * seq_len, schedule.lr(number)),
+                *(step.global_batch * seq_len, seq_len // step.pieces),
+            )
         )
-        for number, step in walk
-    ]
+        if number >= _EACH:
+            apart = max(1, steps // _EACH)
+        taken = min(apart, steps - number) or 1
+        samples, number = plan.curriculum.samples_after(taken, samples), number + taken
+    return points
+
+
+def thinned(points: list[Point], apart: int) -> list[Point]:
+    """Those of steps that are so far apart, and the last."""
+    kept = [points[0]]
+    for point in points:
+        if point[0] >= kept[-1][0] + apart:
+            kept.append(point)
+    return kept if kept[-1] is points[-1] else [*kept, points[-1]]
 
 
 def as_text(plan: Plan, points: list[Point]) -> str:
     """The steps at which something begins or ends, one a line."""
     last = len(points) - 1
     peak = max(range(last + 1), key=lambda index: points[index][2])
-    chosen = {0, peak, last // 2, last}
+    middle = bisect_left(points, (points[last][0] + 1) // 2, key=itemgetter(0))
+    chosen = {0, peak, middle, last}
     chosen |= {n for n in range(1, last + 1) if points[n][3:] != points[n - 1][3:]}
     header = (
         f"{'step':>10} {'tokens before':>16} {'learning rate':>14} {'batch, tokens':>14} length"
