@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from harness.errors import CannotSave
+from harness.errors import CannotSave, ConfigError
 from harness.folder_lock import release, take_lock
 from harness.records import (
     Unreadable,
@@ -76,6 +76,9 @@ class RunFolder:
         """
         for path in (self.path / "lock", self.metrics_path, self.events_path):
             require_file(path)
+        heartbeats = self.heartbeats_dir
+        if (heartbeats.exists() or heartbeats.is_symlink()) and not heartbeats.is_dir():
+            raise ConfigError(f"{heartbeats} is no folder: remove it")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock, stale = take_lock(self.path / "lock")
         for path in (self.metrics_path, self.events_path):

@@ -53,6 +53,18 @@ def write_owner(path: Path, **changes: object) -> None:
     (path / "lock").write_text(json.dumps({**owner, **changes}))
 
 
+@pytest.mark.parametrize("kind", ["file", "pipe", "link"])
+def test_heartbeats_that_are_no_folder_are_refused_before_anything_is_written(
+    kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "heartbeats"
+    make = {"file": path.touch, "pipe": lambda: os.mkfifo(path)}
+    make.get(kind, lambda: path.symlink_to("nowhere"))()
+    with pytest.raises(ConfigError, match=f"{path} is no folder: remove it"):
+        RunFolder(tmp_path).open()
+    assert list(tmp_path.iterdir()) == [path]
+
+
 # --- lock ---
 
 
