@@ -65,6 +65,14 @@ class NoCheckpoint(ConfigError):
     code = ExitCode.NO_CHECKPOINT
 
 
+class NoRoom(ConfigError):
+    """Nothing is wrong with what the user wrote, but its place is on a disk that is full or
+    read-only: code 74, as for everything else that cannot be saved.
+    """
+
+    code = ExitCode.CANNOT_SAVE
+
+
 class Unusable(ValueError):
     """A file or checkpoint that cannot be used; the message names what is wrong with which file."""
 

@@ -8,7 +8,7 @@ Takes optimizer steps while the learning rate grows evenly in its logarithm from
 Smith does (arXiv 1506.01186), until the loss has gone up for good; then says which rate to try.
 Batches, layout, optimizer and clipping are the run's; weights are fresh, or those of
 model.init_from or resume.from. Nothing of it stays: the run folder is a temporary one. Exit code 0,
-2, or 75 after a signal.
+2, 74 where data.cache_dir has no room, or 75 after a signal.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"cannot look: {error}", file=sys.stderr)
-        return int(ExitCode.BAD_CONFIG)
+        return int(error.code)
     finally:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -20,8 +20,9 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, NoRoom, is_full_disk
 from harness.paths import user_path
+from harness.regular_file import open_regular
 
 Report = Callable[[str], None]
 
@@ -42,21 +43,22 @@ def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> P
 
     `build` writes into a private folder that is renamed when it returns; if it raises, nothing is
     left and the next process in line tries for itself. Raises ConfigError if the cache cannot be
-    written.
+    written: NoRoom if its disk is full or read-only.
     """
     try:
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+        with _opened(folder.with_name(f"{folder.name}.lock")) as lock:
             is_alone = _acquire(lock, report)
             if not folder.is_dir():
                 _build(folder, build, is_alone)
     except OSError as error:
-        raise ConfigError(
+        problem = (
             f"data.cache_dir: cannot use {folder.parent}: {error}; name a folder with room, which "
             "you may write"
-        ) from error
+        )
+        raise (NoRoom if is_full_disk(error) else ConfigError)(problem) from error
     return folder
 
 
@@ -66,6 +68,7 @@ def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> N
     Raises ConfigError where it was damaged since.
     """
     try:
+        open_regular(path, links=True).close()  # numpy would wait at a pipe
         array = np.asarray(np.load(path, mmap_mode="r"))
     except Exception as error:  # numpy raises whatever the damage provokes in its parser
         raise damaged(path, error) from error
@@ -80,6 +83,15 @@ def damaged(path: Path, problem: object) -> ConfigError:
         f"data.cache_dir: {path} cannot be read ({problem}): remove {path.parent}, which is then "
         "built again"
     )
+
+
+def _opened(path: Path) -> TextIO:
+    """A lock file, made if need be; OSError at once where a pipe is in its place."""
+
+    def at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK, 0o666)
+
+    return open(path, "a", opener=at_once)
 
 
 def _acquire(lock: TextIO, report: Report) -> bool:

@@ -13,13 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from harness.bounds import shortened
 from harness.data.cache import Report, damaged
 from harness.data.corpus import Corpus
 from harness.data.fingerprint import combined, first_outside, survey
 from harness.data.indexed import IndexedTokens, write_indexed
 from harness.data.split import stores_separator, write_splits
 from harness.data.tokenizer import encoded, tokenizer_hash, vocab_size
-from harness.errors import ConfigError
+from harness.errors import ConfigError, Unusable
+from harness.regular_file import read_json
 
 # Raise it whenever the same text would give other tokens, ...
 FORMAT = 3
@@ -27,6 +29,12 @@ FORMAT = 3
 SPLIT_FORMAT = 2
 TOKENS, PROMPTS, SPLIT_FACTS = "tokens", "prompts.npy", "split.json"
 _REPORT_EVERY_CHARS = 1 << 26
+_MOST_FACTS_BYTES = 2**20
+_FACT_TYPES: dict[str, type] = {
+    "fingerprint": str,
+    "add_separator": bool,
+    **dict.fromkeys(("documents", "lowest_id", "highest_id"), int),
+}
 _NO_TOKEN_ID = 1 << 24  # no vocabulary is as large
 
 
@@ -98,9 +106,13 @@ def write_split(
 def read_facts(folder: Path) -> SplitFacts:
     """What write_split wrote; ConfigError where that was damaged since."""
     try:
-        return SplitFacts(**json.loads((folder / SPLIT_FACTS).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        facts = read_json(folder / SPLIT_FACTS, _MOST_FACTS_BYTES, links=True)
+    except (OSError, Unusable) as error:
         raise damaged(folder / SPLIT_FACTS, error) from error
+    types = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
+    if not isinstance(facts, dict) or types != _FACT_TYPES:
+        raise damaged(folder / SPLIT_FACTS, f"it holds {shortened(facts)}")
+    return SplitFacts(**facts)
 
 
 def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,15 +11,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from harness.data import cache
-from harness.data.cache import build_once, cache_key
+from harness.data.cache import build_once, cache_key, cached_array
+from harness.data.prepare import read_facts
 from harness.data.tokenizer import write_tokenizer
-from harness.errors import ConfigError
+from harness.errors import ConfigError, NoRoom
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -200,9 +203,39 @@ def test_a_full_disk_is_named_whoever_writes(small_disk: Path) -> None:
     words = [f"word{number}" for number in range(20_000)]
     backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="word0")
-    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot use .*No space left on device"):
+    with pytest.raises(NoRoom, match=r"data\.cache_dir: cannot use .*No space left on device"):
         build_once(small_disk / "made", partial(write_tokenizer, tokenizer), print)
+    assert NoRoom.code == 74
     assert sorted(file.name for file in small_disk.iterdir()) == ["filler", "made.lock"]
+
+
+def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+    folder = tmp_path / "split"
+    folder.mkdir()
+    for path in (folder / "train.npy", folder / "split.json", tmp_path / "made.lock"):
+        os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"train\.npy cannot be read .*a pipe, not a file"):
+        cached_array(folder / "train.npy", np.dtype("i4"))
+    with pytest.raises(ConfigError, match=r"split\.json cannot be read .*a pipe, not a file"):
+        read_facts(folder)
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot use .*made\.lock"):
+        build_once(tmp_path / "made", build_slowly, print)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"documents": "x"}', "9" * 5000])
+def test_damaged_facts_of_a_split_are_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "split.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/split\.json cannot be read .*: remove"):
+        read_facts(tmp_path)
+
+
+def test_facts_of_another_type_are_named(tmp_path: Path) -> None:
+    facts = {"fingerprint": "a", "add_separator": True, "documents": 1, "lowest_id": 0}
+    (tmp_path / "split.json").write_text(json.dumps({**facts, "highest_id": 3}))
+    assert read_facts(tmp_path).highest_id == 3
+    (tmp_path / "split.json").write_text(json.dumps({**facts, "highest_id": "3"}))
+    with pytest.raises(ConfigError, match="'highest_id': '3'"):
+        read_facts(tmp_path)
 
 
 def test_keys_tell_everything_apart() -> None:
