@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 from harness.errors import ConfigError
@@ -17,6 +18,17 @@ def user_path(key: str, text: str) -> Path:
         return Path(expanded_path(text))
     except ValueError as error:
         raise ConfigError(f"{key} is {text[:60]!r}: {error}") from None
+
+
+def option_path(text: str) -> Path:
+    """The path in an option, for argparse, with ~ and ~user expanded."""
+    try:
+        text.encode()  # safetensors opens no other names
+        return Path(expanded_path(text))
+    except UnicodeEncodeError:
+        raise ArgumentTypeError(f"{text[:60]!r} has bytes that are not UTF-8") from None
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text[:60]!r}: {error}") from None
 
 
 def expanded_path(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.checkpoint.export import export_problem, replacing
+from harness.checkpoint.export import export_problem, replacing, sweep
 from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
@@ -264,6 +264,7 @@ def _begin(
         run.progress.say(f"not used: {problem}")
     if run.is_writer and not run.folder.tokenizer_dir.exists():  # so that exports need no data
         parent = beginning.checkpoint and RunFolder(beginning.checkpoint.path.parents[1])
+        sweep(run.folder.tokenizer_dir)  # after a kill while it was written
         with replacing(run.folder.tokenizer_dir) as unfinished:
             save_tokenizer(run.data.tokenizer, unfinished)
             save_generation(run.engine.module, unfinished, parent and parent.tokenizer_dir)

@@ -15,6 +15,7 @@ from harness.checkpoint.load import checkpoint_of
 from harness.runfolder import RunFolder
 from tests.engine.small import MODEL
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, run_ranks, train_command
+from tools import import_checkpoint
 from tools.import_checkpoint import main
 
 ELSEWHERE = REPOSITORY / "tests" / "trained_elsewhere.py"
@@ -154,6 +155,36 @@ def test_a_harmless_dict_of_another_make_is_named_by_file_and_key(
     error = capsys.readouterr().err
     assert str(source / "global_step1") in error
     assert not list((tmp_path / "new").glob("checkpoints/*"))
+
+
+def test_a_folder_within_a_file_is_a_wrong_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
+    (tmp_path / "file").write_text("mine")
+    assert main([str(source), "--out", str(tmp_path / "file" / "x")]) == 2
+    assert str(tmp_path / "file" / "x") in capsys.readouterr().err
+
+
+def test_after_an_interruption_the_same_command_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one in the middle of the tokenizer."""
+    source, new = _checkpoint(tmp_path / "source") / "checkpoint-1", tmp_path / "new"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_text("{}")
+
+    def interrupted(source: Path, folder: Path) -> list[str]:
+        (folder / "tokenizer.json").write_text((source / "tokenizer.json").read_text())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(import_checkpoint, "copy_tokenizer", interrupted)
+        assert main([str(source), "--out", str(new)]) == 130
+    assert not [path for path in new.rglob("*") if path.is_file()]
+    assert main([str(source), "--out", str(new)]) == 0
+    names = sorted(path.name for path in RunFolder(new).tokenizer_dir.iterdir())
+    assert names == ["tokenizer.json", "tokenizer_config.json"]
 
 
 @pytest.mark.parametrize("value", [{"f": [2]}, {"f": [3]}])

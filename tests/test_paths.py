@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 
 from harness.errors import ConfigError
-from harness.paths import expanded_path, user_path
+from harness.paths import expanded_path, option_path, user_path
 
 
 def test_a_path_is_expanded_and_a_name_stays(monkeypatch):
@@ -34,6 +35,14 @@ def test_a_path_is_expanded_and_a_name_stays(monkeypatch):
 def test_a_path_that_no_file_can_have(text, said):
     with pytest.raises(ValueError, match=said):
         expanded_path(text)
+
+
+@pytest.mark.parametrize("text", ["\udcff", "a" * 256, "a\0b", "~nosuchuser/x"])
+def test_a_path_in_an_option_can_be_one(text, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert option_path("~/x") == Path("/home/me/x")
+    with pytest.raises(ArgumentTypeError, match=r"UTF-8|255 bytes|NUL|no home"):
+        option_path(text)
 
 
 def test_a_path_of_a_key_is_expanded_or_refused_by_the_key(monkeypatch):

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from harness.checkpoint.export import replacing
 from harness.checkpoint.files import (
     Entry,
     Written,
@@ -34,7 +35,8 @@ from harness.checkpoint.load import verified
 from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest, TrainState
 from harness.checkpoint.store import Store
 from harness.data.tokenizer_files import copy_tokenizer
-from harness.errors import ConfigError, ExitCode, Unusable
+from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
+from harness.paths import option_path
 from harness.runfolder import RunFolder
 from tools.importing.native import Native
 from tools.importing.source import Source, find_source
@@ -45,11 +47,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", help="RUN, RUN@STEP, or a checkpoint's folder")
-    parser.add_argument("--out", type=Path, required=True, help="run folder, new or to be added to")
+    parser.add_argument("source", type=option_path, help="RUN, RUN@STEP, or a checkpoint's folder")
+    parser.add_argument(
+        "--out", type=option_path, required=True, help="run folder, also one that exists"
+    )
     arguments = parser.parse_args(argv)
     try:
-        source = find_source(arguments.source)
+        source = find_source(str(arguments.source))
         print(f"reading {source.path} ...", file=sys.stderr, flush=True)
         path = import_checkpoint(source, RunFolder(arguments.out))
     except Unusable as error:
@@ -57,7 +61,8 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         return _fail(str(error), error.code)
     except OSError as error:
-        return _fail(str(error), 1)
+        code = ExitCode.CANNOT_SAVE if is_full_disk(error) else ExitCode.BAD_CONFIG
+        return _fail(f"{error}: see to it, or choose another folder (--out)", code)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing is left of it", 130)
     step = int(path.name.removeprefix("step-"))
@@ -82,16 +87,18 @@ def import_checkpoint(source: Source, run: RunFolder) -> Path:
     folder = store.unfinished(step)
     try:
         _write(folder, native, manifest)
-        path = store.publish(step)
+        if any(source.tokenizer.glob("tokenizer*")) and not run.tokenizer_dir.exists():
+            with replacing(run.tokenizer_dir) as unfinished:
+                copy_tokenizer(source.tokenizer, unfinished)
+        if source.plan is not None:
+            written = run.plan_path.with_name(".plan.json")
+            written.write_text(json.dumps(source.plan, indent=2) + "\n", encoding="utf-8")
+            written.replace(run.plan_path)
+        path = store.publish(step)  # last: after a kill before it the same command begins again
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     verified(path)
-    if source.plan is not None:
-        run.plan_path.write_text(json.dumps(source.plan, indent=2) + "\n", encoding="utf-8")
-    if any(source.tokenizer.glob("tokenizer*")) and not run.tokenizer_dir.exists():
-        run.tokenizer_dir.mkdir()
-        copy_tokenizer(source.tokenizer, run.tokenizer_dir)
     return path
 
 

@@ -20,7 +20,7 @@ from harness.checkpoint.fragment import BUFFER, WEIGHT
 from harness.checkpoint.hub_layout import HubLayout
 from harness.checkpoint.store import fsync
 from harness.checkpoint.tensor_file import TensorWriter
-from harness.errors import CannotSave, ConfigError
+from harness.errors import CannotSave, ConfigError, is_full_disk
 from harness.planning.memory.inputs import as_size
 
 SHARD_BYTES = 4 * 10**9
@@ -31,12 +31,17 @@ Progress = Callable[[int, int], None]  # bytes written, bytes in all
 def replacing(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` that takes its name when all is well, and vanishes when not.
 
-    Raises ConfigError where something else than an export has that name.
+    Raises ConfigError where something else than an export has that name, or no folder can have it.
     """
     if problem := export_problem(folder):
         raise ConfigError(problem)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=f".unfinished-{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix=_unfinished(folder), dir=folder.parent))
+    except OSError as error:
+        if is_full_disk(error):
+            raise
+        raise ConfigError(f"{folder} cannot be made ({error}): choose another folder") from error
     try:
         unfinished = place / folder.name
         unfinished.mkdir()
@@ -48,6 +53,16 @@ def replacing(folder: Path) -> Iterator[Path]:
         fsync(folder.parent)
     finally:
         shutil.rmtree(place, ignore_errors=True)  # a read-only disk must not hide what happened
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a process that was killed within `replacing` left; nobody may be within it."""
+    for place in folder.parent.glob(f"{_unfinished(folder)}*"):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _unfinished(folder: Path) -> str:
+    return f".unfinished-{folder.name}-"
 
 
 def check_room(folder: Path, model: PreTrainedModel, beside_bytes: int) -> None:

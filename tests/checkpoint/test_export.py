@@ -174,6 +174,14 @@ def test_a_folder_of_the_user_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").exists()
 
 
+@pytest.mark.parametrize("place", ["file/x", "file/x/y", "file"])
+def test_a_folder_within_a_file_is_a_mistake(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=str(tmp_path / place)), replacing(tmp_path / place):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 MEASURE = """
 import json, re, sys
 from pathlib import Path

@@ -228,6 +228,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "before the folder": call(start, "_open_folder"),
         "before the plan": call(RunFolder, "write_plan"),
         "keeping the tokenizer": call(start, "replacing"),
+        "within the tokenizer": call(start, "save_tokenizer", "after"),
         "a line of metrics": call(RunFolder, "append_metrics"),
         "recording a save": call(saving, "_record"),
         "after the folder": call(store.Store, "make_unfinished", "after"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,31 @@ def test_a_run_that_cannot_write_how_it_begins(
     trial.start()
     check_survived(trial.run, undisturbed, resumed=False)
     assert (trial.run.tokenizer_dir / "tokenizer_config.json").stat().st_size
+
+
+@pytest.mark.fault("a full disk under the data's cache")
+def test_a_cache_without_room_is_no_mistake_of_the_config(small_disk: Path, trial: Trial) -> None:
+    trial.data = [trial.data[0], f"data.cache_dir={small_disk / 'cache'}"]
+    with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    ended = trial.start(code=74)
+    assert "Traceback" not in ended.output
+    assert "cannot train: data.cache_dir: cannot use " in ended.outputs[0]
+    assert "No space left on device" in ended.outputs[0]
+    assert not trial.path.exists()
+
+
+@pytest.mark.fault("a kill while the tokenizer is written")
+def test_a_tokenizer_is_there_whole_or_not_at_all(trial: Trial, undisturbed: Any) -> None:
+    trial.kill(0, "within the tokenizer", 1)
+    assert not trial.run.tokenizer_dir.exists()
+    assert list(trial.path.glob(".unfinished-*"))
+    trial.start()
+    check_survived(trial.run, undisturbed, resumed=False)
+    names = {path.name for path in undisturbed.tokenizer_dir.iterdir()}
+    assert {path.name for path in trial.run.tokenizer_dir.iterdir()} == names
+    assert not list(trial.path.glob(".unfinished-*"))
 
 
 @pytest.mark.fault("a full disk at the export")
