@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from harness.checkpoint.export import export_problem, replacing, sweep
 from harness.checkpoint.manifest import TrainState
@@ -21,7 +17,7 @@ from harness.data.batches import Batch
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.kept_tokenizer import save_generation, save_tokenizer
 from harness.engine.processes import alarm, join
-from harness.errors import CannotSave, ConfigError, ExitCode, is_full_disk
+from harness.errors import CannotSave, ConfigError, ExitCode
 from harness.fit import shortages_here
 from harness.guard.alarm import Failure
 from harness.guard.pulse import Limits, Pulse
@@ -32,13 +28,14 @@ from harness.guard.watchdog import Watchdog
 from harness.live_memory import MemoryCheck
 from harness.lr_and_batch import Schedule
 from harness.metrics import Meter, Progress, clock
+from harness.open_folder import open_folder
 from harness.plan import Plan
 from harness.plan_text import row, summary
 from harness.planning.memory.host import checkpoint_bytes
 from harness.probe import check_probe
 from harness.record import plan_record
 from harness.resumption import Beginning, find_beginning, load_into
-from harness.runfolder import Outcome, RunFolder, create_run_dir
+from harness.runfolder import Outcome, RunFolder
 from harness.swap_space import swap_problems
 
 
@@ -174,7 +171,7 @@ def build(
         engine = build_engine(plan, device, trust_remote_code, data.train.document_mask, blank)
         memory = MemoryCheck(plan, device)
         guard.stop_if_asked()  # a large model takes minutes; the folder is as it was
-        folder = _open_folder(plan, progress.say)
+        folder = open_folder(plan, progress.say)
         progress.total_steps = total_steps
         run = Run(
             plan=plan,
@@ -315,38 +312,3 @@ def _saver(plan: Plan, folder: RunFolder) -> Saver:
     keep = Retention(wish.keep, wish.keep_every, wish.keep_best)
     # The lines of the steps that a checkpoint holds are never written again.
     return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep, folder.sync)
-
-
-def _open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
-    """Choose and open the run folder on rank 0; all ranks know its path or its refusal."""
-
-    def choose() -> RunFolder:
-        json_name = Path(plan.deepspeed_source).stem
-        path = plan.run.run.dir or create_run_dir(plan.run.model.name, json_name, datetime.now())
-        folder = RunFolder(path)
-        taken_from = folder.open()
-        if taken_from is not None:
-            folder.append_event("stale_lock", owner=str(taken_from))
-        for problem in folder.damaged:
-            folder.append_event("damaged_record", message=problem)
-            say(f"not needed, not used: {problem}")
-        return folder
-
-    folder: RunFolder | None = None
-    told: list[Any] = [None, 0, None, ExitCode.BAD_CONFIG]
-    if plan.world.rank == 0:
-        try:
-            folder = choose()
-            told[:2] = str(folder.path), folder.attempt
-        except (ConfigError, CannotSave, OSError) as error:
-            told[2] = f"run.dir={plan.run.run.dir}: {error}"
-            if is_full_disk(error):
-                told[3] = ExitCode.CANNOT_SAVE
-    dist.broadcast_object_list(told)
-    path, attempt, problem, code = told
-    if problem is not None:
-        raise CannotSave(problem) if code == ExitCode.CANNOT_SAVE else ConfigError(problem)
-    if folder is None:
-        folder = RunFolder(path)
-        folder.attempt = attempt
-    return folder

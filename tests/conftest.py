@@ -84,6 +84,7 @@ def zygote() -> Iterator[Zygote]:
         process = Zygote(TMPDIR=temporary)
         yield process
         process.close()
+        assert process.left == []
         left = [path.name for path in Path(temporary).iterdir()]
         # Torch's own, and what a compiler leaves whose rank was killed while it waited for it.
         own = re.compile(r"torchinductor_|cc\w{6}\.")

@@ -52,7 +52,7 @@ FLOORS: list[dict[str, str]] = [
         "sampling": "sampling",
     },
     {"engine": "engine"},
-    {"run": "run start record noting verify saving resumption probe watch exporting"},
+    {"run": "run start open_folder record noting verify saving resumption probe watch exporting"},
     {"train": "train"},
 ]
 ROOMS = {

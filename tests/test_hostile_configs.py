@@ -127,7 +127,9 @@ def test_a_model_folder_of_a_run_without_its_model(tmp_path):
     ],
 )
 def test_what_is_large_but_possible_is_planned_in_no_time(words):
-    plan_from(parse_command(words), CPU).to_json()
+    plan = plan_from(parse_command(words), CPU)
+    recorded = json.loads(json.dumps(plan.to_json()))
+    assert recorded["run_set"].keys() >= {word.split("=")[0] for word in words}
 
 
 def test_a_ramp_of_too_many_rises_is_refused():

@@ -63,7 +63,7 @@ class Zygote:
 
     def __init__(self, **variables: str) -> None:
         self.ports: list[int] = []  # where its runs met, which is in the names of what they share
-        self.left: list[str] = []  # commands of processes that outlived the ranks that began them
+        self.left: list[str] = []  # processes that outlived their ranks: command, folder of logs
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.zygote"],
             cwd=REPOSITORY,
@@ -99,7 +99,7 @@ class Zygote:
         self._process.stdin.flush()
         codes, seconds, port, left = json.loads(self._process.stdout.readline())
         self.ports.append(port)
-        self.left += left
+        self.left += [f"{command} ({logs})" for command in left]
         texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in texts]
         return Outcome(codes, outputs, seconds)

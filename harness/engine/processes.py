@@ -187,6 +187,7 @@ def _end(error: BaseException, refusal: str) -> NoReturn:
     mine = Failure(rank, int(code), text)
 
     def report(first: Failure) -> None:
+        """Print this rank's failure, as a traceback only where nobody else failed before."""
         if isinstance(error, ConfigError):  # mostly every rank's
             if first is mine or first.message != text:
                 print(f"{refusal}: {error}", file=sys.stderr, flush=True)

@@ -49,6 +49,13 @@ class Trial:
         assert ended.codes == [code, code], ended.output
         return ended
 
+    def fill(self, disk: Path, *more: str, **fault: Any) -> Outcome:
+        """Train on `disk`, which is full from `fault` on, until all ranks end; then make room."""
+        self.path = disk / "run"
+        ended = self.start(*more, code=74, do="fill", mount=str(disk), **fault)
+        (disk / "filler").unlink()
+        return ended
+
     def hang(self, *more: str, fault: dict[str, Any]) -> list[int | None]:
         """The ranks' exit codes; None where one had to be ended."""
         words = arguments(self.path, self.data, *more)

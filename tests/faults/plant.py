@@ -225,7 +225,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "before the data": call(start, "build_data"),
         "before joining": call(start, "join"),
         "before the engine": call(build, "build_engine"),
-        "before the folder": call(start, "_open_folder"),
+        "before the folder": call(start, "open_folder"),
         "before the plan": call(RunFolder, "write_plan"),
         "keeping the tokenizer": call(start, "replacing"),
         "within the tokenizer": call(start, "save_tokenizer", "after"),

@@ -10,7 +10,8 @@ from statistics import median
 from typing import Any
 
 from harness.runfolder import RunFolder
-from tests.faults.soak import KINDS, REFERENCE, Happened, metrics_lines
+from tests.faults.soak import Happened, metrics_lines
+from tests.faults.soak_attempts import KINDS, REFERENCE
 from tools.matrix import versions
 
 TIMES = 5  # as between layouts in docs/checkpoints.md

@@ -56,4 +56,6 @@ def test_while_a_run_trains_its_status_names_the_newest_checkpoint(trial: Trial)
 def test_a_save_starts_no_thread(background: str, trial: Trial) -> None:
     """Python waits for ever for a thread that cannot begin."""
     fault = {"rank": 1, "at": "before a save", "nth": 1, "do": "starve"}
-    trial.start("train.steps=4", f"save.async={background}", code=0, **fault)
+    ended = trial.start("train.steps=4", f"save.async={background}", **fault)
+    assert ended.codes == [0, 0]
+    assert [event["step"] for event in events(trial.run, "saved")] == [2, 4]

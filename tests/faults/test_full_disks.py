@@ -40,12 +40,10 @@ def test_records_that_cannot_be_written_stop_the_run(
 def test_a_run_that_cannot_write_how_it_begins(
     place: str, small_disk: Path, trial: Trial, undisturbed: Any
 ) -> None:
-    trial.path = small_disk / "run"
-    ended = trial.start(code=74, at=place, do="fill", mount=str(small_disk))
+    ended = trial.fill(small_disk, at=place)
     assert "Traceback" not in ended.output
     assert "No space left on device" in ended.outputs[0]
     assert (trial.run.read_status() or {})["code"] == 74
-    (small_disk / "filler").unlink()
     trial.start()
     check_survived(trial.run, undisturbed, resumed=False)
     assert (trial.run.tokenizer_dir / "tokenizer_config.json").stat().st_size
@@ -78,10 +76,8 @@ def test_a_tokenizer_is_there_whole_or_not_at_all(trial: Trial, undisturbed: Any
 
 @pytest.mark.fault("a full disk at the export")
 def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, trial: Trial) -> None:
-    trial.path = small_disk / "run"
     words = ("save.export=true", "save.keep=1", "save.every=8")
-    fault = {"at": "exporting", "do": "fill", "mount": str(small_disk), "nccl": True}
-    ended = trial.start(*words, code=74, **fault)
+    ended = trial.fill(small_disk, *words, at="exporting", nccl=True)
     assert "Traceback" not in ended.output
     assert f"run: python tools/export_hf.py {trial.path}" in ended.outputs[0]
     assert newest(trial.run).name == f"step-{STEPS:08d}"
@@ -89,7 +85,6 @@ def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, tria
     assert (status["outcome"], status["code"], status["step"]) == ("failed", 74, STEPS)
     assert list(trial.path.glob("*export*")) == []
     before = curve(trial.run)
-    (small_disk / "filler").unlink()
     trial.start(*words)
     assert (trial.run.export_dir / "model.safetensors").exists()
     assert curve(trial.run) == before

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.checks import check_tidy
-from tests.faults.soak import PLACES, Story, drawn
+from tests.faults.soak import Story
+from tests.faults.soak_attempts import PLACES, drawn
 from tests.faults.soak_report import apart, markdown, redone
 from tests.zygote import Zygote
 

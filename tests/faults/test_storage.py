@@ -127,11 +127,8 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
 def test_a_disk_that_fills_up_during_a_save(
     small_disk: Path, trial: Trial, undisturbed: RunFolder
 ) -> None:
-    trial.path = small_disk / "run"
-    fault = {"at": "after the room was checked", "do": "fill", "mount": str(small_disk)}
-    stopped = trial.start(code=74, rank=1, nth=2, **fault)
+    stopped = trial.fill(small_disk, at="after the room was checked", rank=1, nth=2)
     assert "No space left on device" in stopped.output
-    (small_disk / "filler").unlink()
     trial.start()
     check_survived(trial.run, undisturbed)
 
