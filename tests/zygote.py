@@ -99,7 +99,8 @@ class Zygote:
         self._process.stdin.flush()
         codes, seconds, port, left = json.loads(self._process.stdout.readline())
         self.ports.append(port)
-        self.left += [f"{command} ({logs})" for command in left]
+        if None not in codes:  # a rank that is ended here cannot end its compiler
+            self.left += [f"{command} ({logs})" for command in left]
         texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in texts]
         return Outcome(codes, outputs, seconds)
