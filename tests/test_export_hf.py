@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,22 @@ def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_another_loss_is_no_good_one(
+    copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All files are as they were signed, yet the weights do not give the loss that was saved."""
+    checkpoint = checkpoint_of(str(copy.path))
+    off = replace(checkpoint.manifest, probe_loss=1000.0)
+    (checkpoint.path / "manifest.json").write_bytes(off.to_bytes())
+    words = [str(copy.path), "--out", str(tmp_path / "export")]
+    assert main(words) == 77
+    assert "saved with a loss of 1000 on its probe batch" in (error := capsys.readouterr().err)
+    assert "--no-check exports it anyway" in error
+    assert not (tmp_path / "export").exists()
+    assert main([*words, "--no-check"]) == 0
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_exported(
     copy: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +180,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         [str(tmp_path / "nothing")],
         [str(tmp_path), "--dtype", "int8"],
         [str(tmp_path), "--shard-size", "four"],
+        [str(tmp_path), "--shard-size", "9" * 400],
+        [str(tmp_path), "--out", "\udcff"],
+        ["~nosuchuser"],
         [f"{tmp_path}@3", "--step", "4"],
     ):
         with pytest.raises(SystemExit) as caught:
@@ -171,5 +192,49 @@ def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([str(tmp_path)]) == 77  # a folder without a checkpoint
 
 
+@pytest.mark.slow
+def test_a_folder_within_a_file_is_a_wrong_argument(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main([str(run.path), "--out", str(tmp_path / "file" / "x")]) == 2
+    assert f"{tmp_path / 'file' / 'x'} cannot be made" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+BROKEN = ["", "{", "[]", "null", '{"run": ', "\0", '{"run": ' + "9" * 5000 + "}", "{}" * 2]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_plan_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By both tools that read it."""
+    show_batch = import_module("tools.show_batch").main
+    (tmp_path / "plan.json").write_text(text)
+    for command in ([main, str(tmp_path)], [show_batch, str(tmp_path), "--step", "1"]):
+        tool, *words = command
+        assert tool(words) == 2
+        assert f"{tmp_path / 'plan.json'} " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"run": None}, {"run": {"optim": 3}}, {"model_config": []}, {"data_fingerprint": 7}],
+)
+def test_an_emptied_plan_is_named(
+    change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_batch = import_module("tools.show_batch").main
+    plan = {"run": {}, "model_config": {}, **change} if change else {}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert show_batch([str(tmp_path), "--step", "1"]) == 2
+    assert f"{tmp_path / 'plan.json'} is damaged" in capsys.readouterr().err
+
+
 def test_sizes() -> None:
+    for text in ("0", "0.5", "9" * 400, "four"):
+        with pytest.raises(ArgumentTypeError, match="is no size"):
+            _bytes(text)
     assert [_bytes(t) for t in ("4GB", "500mb", "1.5 k", "7")] == [4 * 10**9, 5 * 10**8, 1500, 7]

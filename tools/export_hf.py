@@ -19,10 +19,12 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from harness.bounds import MAX_INTEGER
 from harness.checkpoint.load import checkpoint_of
 from harness.config import run_and_step
 from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_disk
 from harness.exporting import ExportDiffers, Wish, export
+from harness.paths import option_path
 from harness.runfolder import RunFolder
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -32,7 +34,7 @@ def main(argv: list[str]) -> int:
     """argv -> a folder -> exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    path, step = run_and_step(arguments.run)
+    path, step = run_and_step(str(arguments.run))
     if step is not None and arguments.step not in (None, step):
         parser.error(f"{arguments.run} and --step {arguments.step} name two steps: leave one out")
     step = arguments.step if step is None else step
@@ -66,8 +68,11 @@ def main(argv: list[str]) -> int:
         return _fail(str(error), error.code)
     except FileNotFoundError as error:
         return _fail(f"{error}: did the run remove it meanwhile?", ExitCode.NO_CHECKPOINT)
-    except (ExportDiffers, OSError) as error:
-        return _fail(str(error), ExitCode.CANNOT_SAVE if is_full_disk(error) else 1)
+    except OSError as error:
+        code = ExitCode.CANNOT_SAVE if is_full_disk(error) else ExitCode.BAD_CONFIG
+        return _fail(f"{error}: see to it, or choose another folder (--out)", code)
+    except ExportDiffers as error:  # as a run that would go on from it is refused
+        return _fail(f"{error}; --no-check exports it anyway", ExitCode.NO_CHECKPOINT)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing is left of it", 130)
     print(f"exported {out}; {checked}")
@@ -78,13 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", help="run folder, or RUN@STEP")
+    parser.add_argument("run", type=option_path, help="run folder, or RUN@STEP")
     parser.add_argument("--step", type=int, help="of its checkpoints; default: the newest usable")
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="default: the run's precision"
     )
     parser.add_argument(
-        "--out", type=Path, help="default: RUN/export, or RUN/export-step-N with a step"
+        "--out", type=option_path, help="default: RUN/export, or RUN/export-step-N with a step"
     )
     parser.add_argument(
         "--shard-size", type=_bytes, default=4 * 10**9, help="of a file, e.g. 500MB; default: 4GB"
@@ -109,10 +114,10 @@ class Shown:
 
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if size <= 0:
+    size = float(found[1]) * _UNITS[found[2]] if found else 0
+    if not 1 <= size <= MAX_INTEGER:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 4GB or 500MB")
-    return size
+    return int(size)
 
 
 def _say(text: str) -> None:

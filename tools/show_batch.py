@@ -91,6 +91,8 @@ def _planned(plan: dict[str, Any], path: Path) -> tuple[RunConfig, dict[str, Any
         raise ConfigError(f"{path} is damaged: {error!r}") from error
     if not isinstance(model_config, dict):
         raise ConfigError(f"{path} is damaged: its model_config is no object")
+    if not isinstance(plan.get("data_fingerprint", ""), str):
+        raise ConfigError(f"{path} is damaged: its data_fingerprint is no text")
     return run, model_config
 
 
