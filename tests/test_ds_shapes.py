@@ -15,6 +15,7 @@ from harness.command import parse_command, plan_from
 from harness.errors import ConfigError
 from harness.plan import Plan
 from harness.planning.world import World
+from tests.trainer_json import ZERO_3
 
 Json = dict[str, Any]
 FP16 = {
@@ -52,18 +53,6 @@ STAGE_2 = {
     "reduce_bucket_size": 5e8,
     "contiguous_gradients": True,
 }
-STAGE_3 = {
-    "stage": 3,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
 CPU = {"device": "cpu", "pin_memory": True}
 AUTO_BF16 = {"bf16": {"enabled": "auto"}, "fp16": FP16}
 
@@ -76,7 +65,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
             **BATCH,
             "optimizer": ADAMW,
             "scheduler": WARMUP,
-            "zero_optimization": {**STAGE_3, "offload_optimizer": CPU, "offload_param": CPU},
+            "zero_optimization": {**ZERO_3, "offload_optimizer": CPU, "offload_param": CPU},
             "steps_per_print": 2000,
             "wall_clock_breakdown": False,
         },
@@ -104,7 +93,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
             **AUTO_BF16,
             **BATCH,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {**STAGE_3, "offload_optimizer": CPU},
+            "zero_optimization": {**ZERO_3, "offload_optimizer": CPU},
             "comms_config": {"verbose": False},
             "monitor_config": {"enabled": True, "tag": "mine"},
         },
@@ -142,7 +131,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
             "optimizer": ADAMW,
             "scheduler": WARMUP,
             "zero_optimization": {
-                **{key: value for key, value in STAGE_3.items() if "gather" not in key},
+                **{key: value for key, value in ZERO_3.items() if "gather" not in key},
                 "offload_optimizer": CPU,
                 "offload_param": CPU,
                 "gather_16bit_weights_on_model_save": True,
@@ -171,7 +160,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
         "bf16 has no loss scale",
     ),
     "BELLE, bfloat16": (
-        {"bfloat16": {"enabled": "auto"}, **BATCH, "zero_optimization": STAGE_3},
+        {"bfloat16": {"enabled": "auto"}, **BATCH, "zero_optimization": ZERO_3},
         None,
     ),
     "trlx, Apex in fp16": (
@@ -186,7 +175,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
     ),
     "FastChat, literals in auto": (
         {
-            "zero_optimization": {**STAGE_3, "offload_param": CPU, "offload_optimizer": CPU},
+            "zero_optimization": {**ZERO_3, "offload_param": CPU, "offload_optimizer": CPU},
             "bf16": {"enabled": True},
             **BATCH,
             "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}},
@@ -195,7 +184,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
     ),
     "WizardLM, a schedule of its own": (
         {
-            "zero_optimization": STAGE_3,
+            "zero_optimization": ZERO_3,
             "fp16": {**FP16, "enabled": True},
             **BATCH,
             "optimizer": ADAMW,
@@ -208,7 +197,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
             "bf16": {"enabled": "auto"},
             "optimizer": ADAMW,
             "scheduler": WARMUP_DECAY,
-            "zero_optimization": STAGE_3,
+            "zero_optimization": ZERO_3,
             **BATCH,
         },
         "optim.schedule = 'linear', from the JSON's scheduler.type",
@@ -229,7 +218,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
             "optimizer": ADAMW,
             "scheduler": WARMUP,
             "zero_optimization": {
-                **STAGE_3,
+                **ZERO_3,
                 "offload_optimizer": {"device": "none", "pin_memory": True},
                 "offload_param": {"device": "none", "pin_memory": True},
             },
@@ -262,7 +251,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
     "open-instruct, stage 3 of accelerate": (
         {
             "bf16": {"enabled": "auto"},
-            "zero_optimization": {**STAGE_3, "stage3_gather_16bit_weights_on_model_save": True},
+            "zero_optimization": {**ZERO_3, "stage3_gather_16bit_weights_on_model_save": True},
             **BATCH,
             "steps_per_print": 1e5,
         },
@@ -312,7 +301,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
             **AUTO_BF16,
             **BATCH,
             "zero_optimization": {
-                **STAGE_3,
+                **ZERO_3,
                 "zero_quantized_weights": True,
                 "zero_hpz_partition_size": 8,
                 "zero_quantized_gradients": True,

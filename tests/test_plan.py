@@ -16,6 +16,7 @@ from harness.errors import ConfigError
 from harness.lr_and_batch import Schedule
 from harness.plan import make_plan
 from harness.planning.world import World
+from tests.trainer_json import ZERO_3
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
@@ -40,18 +41,9 @@ HF_TRAINER_ZERO3 = {
         "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
     },
     "zero_optimization": {
-        "stage": 3,
+        **ZERO_3,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
     },
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",

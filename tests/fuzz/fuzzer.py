@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 from tests.fuzz.case import Base, Case, Kind, Place, is_valid
 from tests.fuzz.kinds.table import KINDS
-from tests.fuzz.rule import HANG, Fault, faults_of, files_in
+from tests.fuzz.rule import HANG, NOT_MADE, Fault, faults_of, files_in
 from tests.zygote import Outcome, Zygote
 
 LIMIT_S = 20.0
@@ -129,7 +129,11 @@ class Fuzzer:
         place = Place(self.folder / f"{name.kind}-{name.index}", self.base)
         remove(place.folder)
         place.folder.mkdir(parents=True)
-        case = made(name, place)
+        try:
+            case = made(name, place)
+        except Exception as error:  # a package or a right that this machine lacks
+            fault = Fault(NOT_MADE, f"this machine cannot make it: {type(error).__name__}: {error}")
+            return Tried(name, Case([], "not made"), Outcome([None], [], []), [fault])
         zygote = self._zygotes.get()
         try:
             result = tried(zygote, name, case, place, limit_s)

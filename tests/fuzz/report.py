@@ -1,26 +1,26 @@
-"""What the inputs led to, by kind."""
+"""What the inputs led to, by kind: exit codes and faults."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from harness.errors import ExitCode
 from tests.fuzz.fuzzer import Tried
 from tests.fuzz.kinds.table import KINDS
 from tests.fuzz.rule import EXECUTED, HANG, TRACEBACK
 
-_COLUMNS = {
+_CODES = {code: str(int(code)) for code in ExitCode}
+_COLUMNS: dict[str, Callable[[Tried], bool]] = {
     "inputs": lambda one: True,
-    "accepted": lambda one: one.code == 0,
-    "refused (2)": lambda one: one.code == ExitCode.BAD_CONFIG,
-    "77/74": lambda one: one.code in (ExitCode.NO_CHECKPOINT, ExitCode.CANNOT_SAVE),
-    "75/76": lambda one: one.code in (ExitCode.STOPPED, ExitCode.DIVERGED),
+    **{name: lambda one, code=code: one.code == code for code, name in _CODES.items()},
+    "other": lambda one: one.code not in _CODES,
     "tracebacks": lambda one: TRACEBACK in kinds_of(one),
     "hangs": lambda one: HANG in kinds_of(one),
     "executed": lambda one: EXECUTED in kinds_of(one),
     "other faults": lambda one: bool(kinds_of(one) - {TRACEBACK, HANG, EXECUTED}),
 }
+_REFUSALS = (ExitCode.BAD_CONFIG, ExitCode.CANNOT_SAVE, ExitCode.NO_CHECKPOINT)
 _FEW = 30  # below, shares say nothing
 
 
@@ -41,13 +41,17 @@ def table(counts: dict[str, Counter[str]]) -> str:
     """A line for each kind, and their sums, as Markdown."""
     rows = [*counts.items(), ("all", sum(counts.values(), Counter()))]
     lines = [
-        f"| {'kind':12} | " + " | ".join(_COLUMNS) + " |",
+        f"| {'kind':12} | " + " | ".join(f"{name:>{_width(name)}}" for name in _COLUMNS) + " |",
         "|---|" + "---:|" * len(_COLUMNS),
     ]
     for name, count in rows:
-        cells = (f"{count[column]:>{len(column)},}" for column in _COLUMNS)
+        cells = (f"{count[column]:>{_width(column)},}" for column in _COLUMNS)
         lines.append(f"| {name:12} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _width(column: str) -> int:
+    return max(len(column), 5)
 
 
 def unbalanced(counts: dict[str, Counter[str]]) -> list[str]:
@@ -56,8 +60,8 @@ def unbalanced(counts: dict[str, Counter[str]]) -> list[str]:
     for name, count in counts.items():
         kind, inputs = KINDS[name], count["inputs"]
         ends = {
-            "accepted": (count["accepted"], kind.accepted),
-            "refused": (count["refused (2)"] + count["77/74"], kind.refused),
+            "accepted": (count[_CODES[ExitCode.DONE]], kind.accepted),
+            "refused": (sum(count[_CODES[code]] for code in _REFUSALS), kind.refused),
         }
         if inputs >= _FEW:
             problems += [

@@ -11,6 +11,7 @@ from tests.zygote import OVERRAN, Outcome
 
 TRACEBACK, HANG, EXECUTED = "traceback", "hang", "executed"
 CODE, WRITTEN, LEAKED, NOT_ACCEPTED = "exit code", "written", "leaked", "not accepted"
+NOT_MADE = "not made"
 _SIGNS = (
     "Traceback (most recent call last)",
     "Fatal Python error",

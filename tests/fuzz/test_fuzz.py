@@ -16,8 +16,7 @@ from tests.zygote import Zygote
 
 # Of the seed that `make fuzz` begins with, so that a failure there is one here.
 SEED = 0
-LIGHT = {"config": 12, "words": 9, "json": 12, "arguments": 6, "cache": 1, "export": 1}
-HEAVY = {kind: 2 for kind in KINDS if kind not in LIGHT}
+INPUTS = {**dict.fromkeys(KINDS, 4), "config": 12, "words": 12, "json": 12, "arguments": 12}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +41,7 @@ def place(base: Base, tmp_path: Path) -> Place:
         ("written", rule.WRITTEN),
         ("leaked", rule.LEAKED),
         ("exit code", rule.CODE),
+        ("last words", rule.CODE),
     ],
 )
 def test_a_planted_fault_is_reported(zygote: Zygote, place: Place, how: str, kind: str) -> None:
@@ -49,6 +49,8 @@ def test_a_planted_fault_is_reported(zygote: Zygote, place: Place, how: str, kin
     case = Case([how, str(place.marker)], how, main="tests.fuzz.planted")
     result = tried(zygote, Name(SEED, "config", 0), case, place, limit_s=4)
     assert [fault.kind for fault in result.faults] == [kind], result.outcome.output
+    if how == "last words":
+        assert result.faults[0].message == "code 1: planted"
     if kind == rule.HANG:
         assert "planted.py" in result.outcome.output  # where it stood
 
@@ -73,6 +75,16 @@ def test_an_input_is_always_the_same(base: Base, tmp_path: Path) -> None:
             assert pictures[0] == pictures[1], (kind, index)
 
 
+def test_a_kind_that_this_machine_cannot_make_says_so(
+    zygote: Zygote, base: Base, tmp_path: Path
+) -> None:
+    without = Base(base.folder / "lost")
+    result = Fuzzer(tmp_path, without, [zygote]).one(Name(SEED, "tokenizer", 0))
+    assert [fault.kind for fault in result.faults] == [rule.NOT_MADE]
+    assert "this machine cannot make it: FileNotFoundError" in result.faults[0].message
+    assert counted([result])["tokenizer"]["other faults"] == 1
+
+
 def test_kinds_share_the_inputs() -> None:
     chosen = names(SEED, 1500)
     assert len(chosen) == 1500
@@ -83,7 +95,7 @@ def test_kinds_share_the_inputs() -> None:
 def test_the_table_says_what_hardly_passes_or_fails(zygote: Zygote, place: Place) -> None:
     fine = tried(zygote, Name(SEED, "config", 0), Case(["--keys"], "", valid=True), place)
     counts = counted([fine] * 40)
-    assert "| config       |     40 |       40 |" in table(counts)
+    assert "| config       |     40 |    40 |     0 |" in table(counts)
     assert unbalanced(counts) == ["config: 0 of 40 are refused, less than 10%"]
 
 
@@ -94,7 +106,7 @@ def test_the_first_of_each_kind_keep_the_rule(
 ) -> None:
     """More in `make fuzz`. The first is valid."""
     fuzzer = Fuzzer(tmp_path, base, [zygote])
-    count = {**LIGHT, **HEAVY}[kind]
-    assert count <= VALID_EVERY * 3
+    count = INPUTS[kind]
+    assert 3 <= count <= VALID_EVERY * 3
     for result in fuzzer.each([Name(SEED, kind, index) for index in range(count)]):
         assert result.faults == [], f"{result.name} ({result.case.note})\n{result.outcome.output}"

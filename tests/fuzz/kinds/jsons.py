@@ -12,6 +12,7 @@ from tests.fuzz.case import SMALL_BUCKET, Case, Place
 from tests.fuzz.files import replace_file
 from tests.fuzz.trees import spoil, spoil_text
 from tests.fuzz.values import hostile, to_json
+from tests.trainer_json import ZERO_3
 from tests.two_ranks import REPOSITORY
 
 _AUTO = dict.fromkeys(
@@ -41,18 +42,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
     "the Trainer's, ZeRO 3": {
         "bf16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "sub_group_size": 1e9,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
+        "zero_optimization": ZERO_3,
         "gradient_clipping": "auto",
         "steps_per_print": 2000,
         "wall_clock_breakdown": False,
