@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +132,12 @@ class Run:
             self.folder.close()
 
 
+def _give_up(rank: int) -> None:
+    """End all ranks: this one was asked twice to stop while it started."""
+    failure = Failure(rank, ExitCode.STOPPED, "asked twice to stop")
+    alarm().end(failure, lambda first: print(first, file=sys.stderr, flush=True))
+
+
 def build(
     plan: Plan,
     trust_remote_code: bool = False,
@@ -154,6 +162,7 @@ def build(
         data = data or build_data(spec, progress.say)
     with request.joins():
         device = join(plan.world, plan.run.guard.hang_first_s)
+    request.give_up = functools.partial(_give_up, plan.world.rank)
     guard = StopGuard(plan.world.world_size, request)
     guard.stop_if_asked()
     assert data is not None, "nothing but a request to stop breaks it off"

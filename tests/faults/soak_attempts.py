@@ -119,6 +119,8 @@ def drawn(seed: int, number: int, disk: Path | None) -> Attempt:
     elif kind == "starting":
         fault |= {"at": draw.choice(list(STARTS)), "nth": 1}
         fault |= {"do": draw.choice(["term", "usr1", "hup", "int"])}
+        if fault["do"] == "term" and fault["at"] in ("before the data", "before joining"):
+            fault["do"] = "int"  # asked twice, a rank that has not met the others ends alone
         fault["rank"] = rank if STARTS[fault["at"]] == "any" else 0
     elif kind == "nan":
         fault = {"spoil": {"nan": draw.randint(1, 5)}}

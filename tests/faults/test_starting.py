@@ -41,6 +41,14 @@ def test_a_signal_while_ranks_start_ends_all_with_75(
         assert not trial.path.exists()
 
 
+@pytest.mark.fault("two signals to a rank that starts")
+def test_two_signals_while_ranks_start_end_all_at_once(trial: Trial) -> None:
+    ended = trial.start(code=75, rank=1, at="before the engine", do="term")
+    assert "rank 1 failed: asked twice to stop" in ended.output
+    assert "Traceback" not in ended.output
+    assert not trial.path.exists()
+
+
 @pytest.mark.fault("SIGHUP to a rank that trains")
 def test_a_closed_terminal_stops_a_run_like_sigterm(trial: Trial) -> None:
     trial.start(code=75, rank=1, at="in a step", nth=3, do="hup")
