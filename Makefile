@@ -53,6 +53,8 @@ fuzz: setup
 tables: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_parity.py --full \
 		--out build/parity --markdown docs/parity.md
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_parity.py --self-test \
+		--markdown docs/parity_self_test.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/measure_memory.py --full \
 		--out build/memory --markdown docs/memory_accuracy.md
 	$(VENV)/bin/python tools/rehearse.py --all --gpus 8 --ranks 2 model.name=llama-3-8b \

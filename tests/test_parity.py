@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.run_tools import run_tool
 from tools.parity.cells import FEW, NVME, PRESETS, Cell, all_cells, covering_cells
 from tools.parity.measure import Difference, Trajectory, difference
 
-ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0)
+ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
@@ -31,6 +32,7 @@ def trajectory(**changes: object) -> Trajectory:
     values = {
         "losses": [3.0, 2.0],
         "norms": [1.0, 1.0],
+        "held_out": 2.0,
         "gradients": {"w": torch.ones(4)},
         "sgd_changes": {"w": torch.ones(4)},
     }
@@ -46,19 +48,18 @@ def test_the_layout_changes_nothing_that_is_learned() -> None:
 @pytest.mark.slow
 def test_every_planted_defect_is_caught() -> None:
     done = run_tool("check_parity", "--self-test")
-    assert "8 defects planted in up to 3 cells, 0 missed" in done.stdout
+    assert re.search(r"^39 defects planted in \d+ cells, 0 missed$", done.stdout, re.MULTILINE)
 
 
 def test_the_covering_set_holds_every_pair_that_can_occur() -> None:
-    every = [cell for cell in all_cells() if not (cell.refused or cell.layout in NVME)]
+    every = [cell for cell in all_cells() if cell.layout not in NVME]
     possible = set().union(*map(pairs, every))
     covered = set().union(*(pairs(cell) for cell in covering_cells()))
     assert covered == possible
 
 
-def test_the_covering_set_is_small_and_trains_whole() -> None:
-    assert len(covering_cells()) <= 41
-    assert not [cell.name for cell in covering_cells() if cell.refused]
+def test_the_covering_set_is_small() -> None:
+    assert len(covering_cells()) <= 45
 
 
 def test_all_cells_are_the_full_table() -> None:
@@ -86,6 +87,7 @@ def test_an_unknown_cell_is_refused_by_name() -> None:
         ({"losses": [float("nan"), 2.0]}, "initial_loss"),
         ({"losses": [3.0, float("nan")]}, "loss"),
         ({"norms": [1.0, float("nan")]}, "norm"),
+        ({"held_out": float("nan")}, "held_out"),
         ({"gradients": {"w": torch.full((4,), torch.nan)}}, "gradient"),
         ({"sgd_changes": {"w": torch.full((4,), torch.nan)}}, "sgd_change"),
     ],

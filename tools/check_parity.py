@@ -3,12 +3,13 @@
     python tools/check_parity.py                       # a covering set of cells
     python tools/check_parity.py --full --out FOLDER   # every cell; resumes where it stopped
     python tools/check_parity.py --cells llama-zero3-bf16-4-2
-    python tools/check_parity.py --self-test           # plants eight defects: each must be caught
+    python tools/check_parity.py --self-test           # plants defects: each must be caught
 
 A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),
-every parameter's gradient at step 0, the weights' change after one plain SGD step, and loss and
-gradient norm of 20 AdamW steps. A cell's tolerance is 5 times the spread of the plain loop against
-itself when only the order of its sums changes. Exit code 1 when a cell differs.
+every parameter's gradient at step 0, the weights' change after one plain SGD step, loss and
+gradient norm of 20 AdamW steps, and the held-out loss after them. A cell's tolerance is 5 times the
+spread of the plain loop against itself when only the order of its sums changes. Exit code 1 when a
+cell differs.
 """
 
 from __future__ import annotations
@@ -26,17 +27,11 @@ sys.path[0] = str(REPOSITORY)
 from tools.cpu_ranks import run_module
 from tools.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
 from tools.parity.cells import ARCHITECTURES, Cell, Job, all_cells, covering_cells
-from tools.parity.report import Row, markdown, terminal_line
+from tools.parity.report import Row, markdown, self_test_markdown, terminal_line
 
 TOLERANCE_FACTOR = 5.0
 CELLS_PER_LAUNCH = 40  # not all that engines leave behind is given back: threads pile up
 SELF_TEST_RANKS = 2
-PIPELINED_CELL = Cell("llama_tied", "pipe2_zero1", "fp32", 4, SELF_TEST_RANKS)
-SELF_TEST_CELLS = (
-    Cell("llama", "zero1", "fp32", 4, SELF_TEST_RANKS),
-    Cell("llama", "zero3", "fp32", 1, SELF_TEST_RANKS),
-    PIPELINED_CELL,
-)
 
 
 def main() -> int:
@@ -47,7 +42,7 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         same_versions(out, "trajectories")
         if args.self_test:
-            return _self_test(out)
+            return _self_test(out, args.markdown)
         rows = check(chosen(args, all_cells(), covering_cells()), out)
         if args.markdown:
             args.markdown.parent.mkdir(parents=True, exist_ok=True)
@@ -59,11 +54,10 @@ def main() -> int:
 
 def check(cells: list[Cell], out: Path) -> list[Row]:
     """Train what `out` does not hold yet, compare everything, print a line per cell."""
-    trained = [cell for cell in cells if cell.refused is None]
-    for ranks in sorted({cell.ranks for cell in trained}):
+    for ranks in sorted({cell.ranks for cell in cells}):
         missing = [
             Job(cell)
-            for cell in trained
+            for cell in cells
             if cell.ranks == ranks and not (out / f"{cell.name}.json").exists()
         ]
         for start in range(0, len(missing), CELLS_PER_LAUNCH):
@@ -84,21 +78,28 @@ def _compared(cells: Iterable[Cell], out: Path) -> list[Row]:
     return rows
 
 
-def _self_test(out: Path) -> int:
+def _self_test(out: Path, page: Path | None) -> int:
     """Plant each defect in turn; returns 0 when every one was caught, and nothing without one."""
-    from tools.parity.defects import DEFECTS, PIPELINE_DEFECTS
+    from tools.parity.defects.table import DEFECTS
 
-    trials: dict[str | None, tuple[Cell, ...]] = dict.fromkeys([None, *DEFECTS], SELF_TEST_CELLS)
-    trials |= dict.fromkeys(PIPELINE_DEFECTS, (PIPELINED_CELL,))
+    trials: dict[str | None, tuple[Cell, ...]] = {name: d.cells for name, d in DEFECTS.items()}
+    undamaged = tuple(dict.fromkeys(cell for cells in trials.values() for cell in cells))
+    trials = {None: undamaged} | trials
     folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
     jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
-    _launch(jobs, SELF_TEST_RANKS, out)
+    missing = [job for job in jobs if not (out / job.folder / f"{job.cell.name}.json").exists()]
+    for start in range(0, len(missing), CELLS_PER_LAUNCH):
+        _launch(missing[start : start + CELLS_PER_LAUNCH], SELF_TEST_RANKS, out)
     missed: list[str] = []
+    rows: dict[str | None, list[Row]] = {}
     for defect, cells in trials.items():
         print(f"planted: {defect or 'nothing'}")
-        for row in _compared(cells, out / folders[defect]):
+        rows[defect] = _compared(cells, out / folders[defect])
+        for row in rows[defect]:
             missed += is_missed(row.failures, defect, row.cell)
-    planted = f"{len(trials) - 1} defects planted in up to {len(SELF_TEST_CELLS)} cells"
+    if page:
+        page.write_text(self_test_markdown(rows))
+    planted = f"{len(DEFECTS)} defects planted in {len(jobs) - len(undamaged)} cells"
     return self_test_result(missed, planted)
 
 

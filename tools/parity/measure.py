@@ -18,6 +18,7 @@ class Trajectory:
 
     losses: list[float] = field(default_factory=list)  # nats; the first is the initial loss
     norms: list[float] = field(default_factory=list)
+    held_out: float = math.nan  # nats per target token, after the last step
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # at step 0
     sgd_changes: dict[str, torch.Tensor] = field(default_factory=dict)  # after one SGD step
 
@@ -26,7 +27,8 @@ class Trajectory:
         tensors = {f"gradient/{n}": t for n, t in self.gradients.items()}
         tensors |= {f"change/{n}": t for n, t in self.sgd_changes.items()}
         save_file({n: t.contiguous() for n, t in tensors.items()}, f"{path}.safetensors")
-        Path(f"{path}.json").write_text(json.dumps({"losses": self.losses, "norms": self.norms}))
+        numbers = {"losses": self.losses, "norms": self.norms, "held_out": self.held_out}
+        Path(f"{path}.json").write_text(json.dumps(numbers))
 
     @classmethod
     def load(cls, path: Path) -> Trajectory:
@@ -47,6 +49,7 @@ class Difference:
     sgd_change: float
     loss: float  # worst step
     norm: float
+    held_out: float
 
     def exceeds(self, tolerance: Difference) -> list[str]:
         """Names of the quantities that differ by more than the tolerance, or are not numbers."""
@@ -75,6 +78,7 @@ def rounding(reference: Trajectory) -> Difference:
         sgd_change=unit,
         loss=unit * max(reference.losses),
         norm=unit,
+        held_out=unit * reference.held_out,
     )
 
 
@@ -86,14 +90,19 @@ def difference(found: Trajectory, reference: Trajectory) -> Difference:
     steps = range(len(reference.losses))
     return Difference(
         initial_loss=abs(found.losses[0] - reference.losses[0]),
-        gradient=_worst_relative(found.gradients, reference.gradients),
-        sgd_change=_worst_relative(found.sgd_changes, reference.sgd_changes),
+        gradient=worst_relative(found.gradients, reference.gradients),
+        sgd_change=worst_relative(found.sgd_changes, reference.sgd_changes),
         loss=_worst(abs(found.losses[i] - reference.losses[i]) for i in steps),
         norm=_worst(abs(found.norms[i] / reference.norms[i] - 1) for i in steps),
+        held_out=abs(found.held_out - reference.held_out),
     )
 
 
-def _worst_relative(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+def worst_relative(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """Return the norm of the difference over that of the reference, of the worst parameter.
+
+    Raises ValueError naming the parameters that only one of them has.
+    """
     if found.keys() != reference.keys():
         raise ValueError(f"only in one of the two: {sorted(found.keys() ^ reference.keys())}")
     return _worst(

@@ -6,6 +6,7 @@ import torch
 
 from harness.data.batches import Batch
 from tools.parity.cells import GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE
+from tools.parity.recipe import HELD_OUT_SAMPLES
 
 DOCUMENT_TOKENS = 11  # does not divide SEQ_LEN: documents end in the middle of samples
 
@@ -34,6 +35,14 @@ def global_batch(step: int) -> Batch:
     for row in range(GLOBAL_BATCH):
         labels[row, : (row * row) % SEQ_LEN] = -100
     return Batch(tokens[:, :-1].contiguous(), labels, positions)
+
+
+def held_out() -> Batch:
+    """Samples that are evaluated and never trained on, (HELD_OUT_SAMPLES, SEQ_LEN) on the CPU."""
+    several = [global_batch(10_000 + number) for number in range(2)]
+    columns = zip(*((b.input_ids, b.labels, b.position_ids) for b in several), strict=True)
+    both = Batch(*(torch.cat(tensors) for tensors in columns))
+    return rows(both, list(range(HELD_OUT_SAMPLES)))
 
 
 def rows(batch: Batch, chosen: list[int]) -> Batch:

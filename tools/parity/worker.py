@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from harness.config import RunConfig
-from harness.data.batches import share_of_rank
+from harness.data import batches
+from harness.data.batches import Batch
 from harness.plan import Plan, make_plan
 from harness.planning.world import World
+from harness.run import Run, evaluate
+from tools.parity import recipe
 from tools.parity.cells import ATTENTION, GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
-from tools.parity.defects import planted
+from tools.parity.defects.table import planted
 from tools.parity.measure import Trajectory
-from tools.parity.recipe import BETAS, CLIP_NORM, EPS, LR, SEED, SGD_LR, WEIGHT_DECAY
-from tools.parity.samples import global_batch, rows, targets
+from tools.parity.recipe import SEED, SGD_LR, learning_rate
+from tools.parity.samples import global_batch, held_out, rows, targets
 from tools.rank_jobs import do_jobs, job_arguments
+
+if TYPE_CHECKING:
+    from harness.engine.zero import ZeroEngine
+
+ADAMW = {
+    "name": "adamw",
+    "lr": recipe.LR,
+    "betas": recipe.BETAS,
+    "eps": recipe.EPS,
+    "weight_decay": recipe.WEIGHT_DECAY,
+    "clip_norm": recipe.CLIP_NORM,
+    "groups": [
+        {
+            "pattern": recipe.GROUP_PATTERN,
+            "lr_multiplier": recipe.GROUP_LR_MULTIPLIER,
+            "weight_decay": recipe.GROUP_WEIGHT_DECAY,
+        }
+    ],
+}
 
 
 def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]) -> Plan:
@@ -36,13 +59,14 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
                 "steps": STEPS,
             },
             "optim": {"schedule": "constant", "warmup_steps": 0, **optim},
+            "eval": {"samples": recipe.HELD_OUT_SAMPLES},
         }
     )
     return make_plan(run, cell.deepspeed, world)
 
 
 def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> Trajectory:
-    """Gradients and one SGD step with one engine, then 20 AdamW steps with another."""
+    """Gradients and one SGD step with one engine; 20 AdamW steps and an evaluation with another."""
     from harness.engine.build import build_engine
 
     if cell.compiled:
@@ -60,22 +84,49 @@ def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> 
     result.sgd_changes = {name: after - before[name] for name, after in engine.masters()}
     engine.close()
 
-    adamw = {"name": "adamw", "lr": LR, "betas": BETAS, "eps": EPS}
-    adamw |= {"weight_decay": WEIGHT_DECAY, "clip_norm": CLIP_NORM}
-    engine = build_engine(make_cell_plan(cell, world, folder, adamw), device)
+    engine = build_engine(make_cell_plan(cell, world, folder, ADAMW), device)
     for step in range(STEPS):
         batch = global_batch(step)
-        done = engine.train_batch(_share(batch, cell, world.rank), targets(batch), LR)
+        mine, count = _share(batch, cell, world.rank), targets(batch)
+        done = engine.train_batch(mine, count, learning_rate(step))
         result.losses.append(float(engine.sum_over_ranks(done.loss_share)))
         result.norms.append(float(done.grad_norm))
+    result.held_out = _held_out_loss(engine)
     engine.close()
     return result
+
+
+def _held_out_loss(engine: ZeroEngine) -> float:
+    """Evaluate as every run does, with what an evaluation asks of a run."""
+    run = SimpleNamespace(
+        plan=engine.plan,
+        data=SimpleNamespace(held_out=_HeldOut()),
+        engine=engine,
+        state=SimpleNamespace(step=STEPS),
+        pulse=lambda *_: None,
+        stop_asked=lambda: (False, False),
+        meter=SimpleNamespace(restart=lambda: None),
+    )
+    loss = evaluate(cast(Run, run))
+    assert loss is not None
+    return loss
+
+
+class _HeldOut:
+    """The held-out samples as a stream, which begins anew where it ends."""
+
+    samples = recipe.HELD_OUT_SAMPLES
+
+    def batch(self, first_sample: int, micro_batch: int) -> Batch:
+        """Return consecutive samples."""
+        every = range(first_sample, first_sample + micro_batch)
+        return rows(held_out(), [sample % self.samples for sample in every])
 
 
 def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
     """This rank's micro-batches of a global batch, dealt as in every run."""
     data_rank = rank % cell.data_ranks  # pipeline stages are the outer axis
-    share = share_of_rank(0, GLOBAL_BATCH, cell.micro_batch, data_rank, cell.data_ranks)
+    share = batches.share_of_rank(0, GLOBAL_BATCH, cell.micro_batch, data_rank, cell.data_ranks)
     return [rows(batch, samples.tolist()) for samples in share]
 
 

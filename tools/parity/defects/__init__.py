@@ -1,0 +1,1 @@
+"""Defects for the gate to catch."""
