@@ -87,7 +87,7 @@ def redone(run: RunFolder, happened: list[Happened]) -> tuple[int, list[int]]:
                 continue
             for step in mine.keys() & theirs.keys():
                 pair = mine[step], theirs[step]
-                if None in (line["loss"] for line in pair):
+                if not all(isinstance(line["loss"], float) for line in pair):
                     continue  # NaN was planted
                 count += 1
                 if any(pair[0][name] != pair[1][name] for name in ("loss", "grad_norm")):
