@@ -175,6 +175,11 @@ class Story:
                 whole[manifest.state.step] = manifest.checksum
         return whole
 
+    @property
+    def executed(self) -> int:
+        """Steps of all attempts."""
+        return len(self._executed())
+
     def _executed(self) -> list[int]:
         """The steps of all attempts, as they were executed."""
         return [line["step"] for line in metrics_lines(self.run) if "loss" in line]

@@ -97,11 +97,10 @@ def redone(run: RunFolder, happened: list[Happened]) -> tuple[int, list[int]]:
 
 
 def markdown(
-    happened: list[Happened], seed: int, steps: int, worst: list[Apart], again: int
+    happened: list[Happened], seed: int, executed: int, steps: int, worst: list[Apart], again: int
 ) -> str:
-    """docs/soak.md."""
+    """docs/soak.md. `executed`: steps of all attempts, of which the run needed `steps`."""
     layouts = sorted({attempt.layout for attempt in happened})
-    executed = sum(len(attempt.steps) for attempt in happened) + 2
     minutes = sum(attempt.seconds for attempt in happened) / 60
     seconds = median(attempt.seconds for attempt in happened)
     lines = [

@@ -37,7 +37,7 @@ def test_a_run_survives_one_interruption_after_the_other(zygote: Zygote, tmp_pat
         again, differ = redone(story.run, story.happened)
         assert differ == []
         check_tidy(story.run)
-        text = markdown(story.happened, SEED, steps, worst, again)
+        text = markdown(story.happened, SEED, story.executed, steps, worst, again)
     print(text)
     if path := os.environ.get("SOAK_MARKDOWN"):
         Path(path).write_text(text)
