@@ -61,6 +61,6 @@ tables: setup
 		--markdown docs/rehearsal.md
 	SOAK=200 SOAK_FOLDER=build/soak SOAK_MARKDOWN=docs/soak.md \
 		$(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
-	NVME=1 $(VENV)/bin/python -m pytest -q tests/test_swap_space.py
+	NVME=1 $(VENV)/bin/python -m pytest -q tests/plan/test_swap_space.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_checkpoints.py --full \
 		--out build/checkpoints --markdown docs/checkpoints.md

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from harness.errors import CannotSave, ConfigError
-from harness.folder_lock import release, take_lock
-from harness.records import (
+from harness.files.folder_lock import release, take_lock
+from harness.files.records import (
     Unreadable,
     as_line,
     as_text,

@@ -15,8 +15,9 @@ from harness.guard.stop_request import StopRequest
 def main(argv: list[str]) -> int:
     """argv -> Plan -> run -> exit code."""
     with contextlib.closing(StopRequest()) as request:  # before the imports that take seconds
-        from harness.command import parse_command, plan_from
         from harness.errors import ConfigError, RunStopped
+        from harness.plan.command import parse_command, plan_from
+        from harness.plan.text import describe
 
         command = parse_command(argv)
         if command.dry_run:
@@ -24,10 +25,10 @@ def main(argv: list[str]) -> int:
         try:
             plan = plan_from(command)
             if command.dry_run:
-                print(plan.describe())
+                print(describe(plan))
                 return 0
             from harness.engine.processes import ending_together  # torch and DeepSpeed from here on
-            from harness.run import build, train
+            from harness.loop import build, train
 
             with ending_together("cannot train"):
                 return int(train(build(plan, command.trust_remote_code, request=request)))

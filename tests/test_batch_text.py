@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data.build import Data, DataSpec, build_data
 from tools.batch_text import show_step
 

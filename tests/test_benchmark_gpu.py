@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from harness.command import DEFAULT_DS_JSON
-from harness.config_file import load_run_config
-from harness.plan import make_plan
-from harness.planning.shape import flops_per_token
-from harness.planning.world import World
+from harness.config.run_file import load_run_config
+from harness.layout.shape import flops_per_token
+from harness.layout.world import World
+from harness.plan.command import DEFAULT_DS_JSON
+from harness.plan.make import make_plan
 from tests.run_tools import run_tool
 from tests.two_ranks import SMALL_MODEL
 from tools import benchmark_gpu

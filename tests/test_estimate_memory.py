@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.planning.memory.inputs import PHASES
+from harness.estimate.inputs import PHASES
 from tests.run_tools import run_tool
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.checkpoint.load import checkpoint_of
-from harness.exporting import ExportDiffers, Wish, export
+from harness.run.exporting import ExportDiffers, Wish, export
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
 from tools.export_hf import _bytes, main

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from harness.config import RunConfig
-from harness.plan import Plan, make_plan
-from harness.planning.memory.inputs import GIB
-from harness.planning.world import World
+from harness.config.run_config import RunConfig
+from harness.estimate.inputs import GIB
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
 from tests.two_ranks import REPOSITORY
 from tools.preflight_checks import environment, report
 from tools.preflight_checks.flight import Facts, judge

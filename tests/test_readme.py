@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.command import parse_command, plan_from
 from harness.errors import ConfigError
-from harness.planning.world import World
+from harness.layout.world import World
+from harness.plan.command import parse_command, plan_from
+from harness.plan.text import describe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -156,7 +157,7 @@ def test_what_the_readme_shows_is_what_is_printed(monkeypatch: pytest.MonkeyPatc
     cpu = {"DS_ACCELERATOR": "cpu"}
     plan, report, *_ = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     command = next(command for command in COMMANDS if "--dry-run" in command)
-    printed = plan_from(parse_command(shlex.split(command)[2:]), cpu).describe().splitlines()
+    printed = describe(plan_from(parse_command(shlex.split(command)[2:]), cpu)).splitlines()
     shown = [line for line in plan.splitlines() if not line.startswith(OF_THE_CPU)]
     assert [line for line in shown if line not in printed] == []
     wrong = re.findall(r"`(train\.step=10\s.*?)`", README, re.DOTALL)[0].split()
@@ -196,7 +197,7 @@ def test_each_finding_is_a_short_script() -> None:
 def test_the_presets_table_is_what_the_presets_hold() -> None:
     import tomllib
 
-    from harness.planning.shape import Shape, num_parameters
+    from harness.layout.shape import Shape, num_parameters
 
     for path in (ROOT / "harness/presets").glob("*.toml"):
         config = tomllib.loads(path.read_text())["config"]

@@ -15,14 +15,14 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from harness.command import parse_command, plan_from
 from harness.errors import ConfigError
-from harness.model_config import find_model_config, preset_names
+from harness.layout.grid import Grid
+from harness.layout.shape import Shape
+from harness.layout.sizes import FAMILIES
+from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
-from harness.planning.grid import Grid
-from harness.planning.shape import Shape
-from harness.planning.sizes import FAMILIES
-from harness.planning.world import World
+from harness.plan.command import parse_command, plan_from
+from harness.plan.model_config import find_model_config, preset_names
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment, wait_for
 from tools import rehearse

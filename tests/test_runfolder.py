@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import CannotSave, ConfigError
-from harness.records import Unreadable
+from harness.files.records import Unreadable
 from harness.runfolder import RunFolder, create_run_dir
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.planning.stages import bubble, schedule
+from harness.layout.stages import bubble, schedule
 from tests.run_tools import run_tool
 from tools.layout.timing import Span, spans, waiting
 

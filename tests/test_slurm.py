@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.planning.port import slurm_port
+from harness.layout.port import slurm_port
 from harness.runfolder import RunFolder
 from tests.private_slurm import CannotStart, PrivateSlurm
 from tests.two_ranks import REPOSITORY, events, run_ranks, train_command, wait_for, write_corpus

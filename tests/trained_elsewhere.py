@@ -21,18 +21,18 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
 def harness(out: Path, arguments: list[str]) -> None:
-    import harness.run
-    from harness.command import parse_command, plan_from
+    import harness.loop
+    from harness.plan.command import parse_command, plan_from
 
-    def save(run: harness.run.Run, watch: object, background: bool) -> None:
+    def save(run: harness.loop.Run, watch: object, background: bool) -> None:
         folder = run.folder.checkpoints_dir / f"step-{run.state.step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         run.engine.engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
         (folder / "state.json").write_text(json.dumps({"state": asdict(run.state)}))
 
-    harness.run.save = save
+    harness.loop.save = save
     plan = plan_from(parse_command([*arguments, f"run.dir={out}"]))
-    sys.exit(int(harness.run.train(harness.run.build(plan))))
+    sys.exit(int(harness.loop.train(harness.loop.build(plan))))
 
 
 def trainer(out: Path, ds_json: str, config: str) -> None:

@@ -117,7 +117,7 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import harness.engine.build
-    import harness.run  # noqa: F401
+    import harness.loop  # noqa: F401
 
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whoever a rank leaves is ours
     gc.collect()

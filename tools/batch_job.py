@@ -24,13 +24,13 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.assignments import assign_all
-from harness.command import DS_PREFIX, Command, parse_command
-from harness.config_file import read_toml
+from harness.config.assignments import assign_all
+from harness.config.run_file import read_toml
 from harness.errors import ConfigError, ExitCode
+from harness.files.paths import user_path
 from harness.guard.time_left import slurm_seconds_left
-from harness.paths import user_path
-from harness.planning.port import free_port, slurm_port
+from harness.layout.port import free_port, slurm_port
+from harness.plan.command import DS_PREFIX, Command, parse_command
 from harness.runfolder import RunFolder
 
 MOST_REQUEUES = 3  # with no newer checkpoint in between

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.curriculum import Curriculum
+from harness.config.curriculum import Curriculum
 from harness.data.batches import Batch, Sample
 from harness.data.build import Data
 from harness.data.packing import IGNORED

@@ -26,7 +26,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
-from harness.record import git_commit
+from harness.run.record import git_commit
 from tools.matrix import machine, versions
 from tools.overhead.data_path import data_rates
 from tools.overhead.prepare import Bench, prepare

@@ -21,13 +21,13 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from harness.config.lr_and_batch import MAX_DEFAULT_MICRO_BATCH
 from harness.errors import ConfigError, ExitCode
-from harness.estimate import estimate
-from harness.lr_and_batch import MAX_DEFAULT_MICRO_BATCH
-from harness.plan import NOT_TRAINED, Plan
-from harness.planning.memory.activations import saved_for_backward
-from harness.planning.memory.inputs import GIB
-from harness.planning.memory.timeline import Estimate
+from harness.estimate.activations import saved_for_backward
+from harness.estimate.inputs import GIB
+from harness.estimate.timeline import Estimate
+from harness.plan.memory import estimate
+from harness.plan.plan import NOT_TRAINED, Plan
 from tools.figure import write_plot
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe, paper_text

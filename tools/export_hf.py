@@ -19,12 +19,12 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.bounds import MAX_INTEGER
 from harness.checkpoint.load import checkpoint_of
-from harness.config import run_and_step
+from harness.config.bounds import MAX_INTEGER
+from harness.config.run_config import run_and_step
 from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_disk
-from harness.exporting import ExportDiffers, Wish, export
-from harness.paths import option_path
+from harness.files.paths import option_path
+from harness.run.exporting import ExportDiffers, Wish, export
 from harness.runfolder import RunFolder
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

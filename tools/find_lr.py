@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.errors import ConfigError, ExitCode, RunStopped
+from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from tools.figure import new_figure, plot_problems, write_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from harness.plan import Plan
+    from harness.plan.plan import Plan
 
 _SMOOTHING = 0.9  # what a smoothed loss keeps of the one before
 _GIVE_UP = 1.5  # nats above the best: it will not come back
@@ -124,7 +124,7 @@ def _temporary() -> Path:
 
 def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
     """Take the steps on all ranks; raises ConfigError where the run cannot be built."""
-    from harness.run import build, seed_dropout
+    from harness.loop import build, seed_dropout
 
     run = build(plan)
     rates: list[float] = []

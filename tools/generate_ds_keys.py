@@ -1,4 +1,4 @@
-"""Write harness/ds_keys.json: every key a DeepSpeed JSON may hold, with its type and default.
+"""Write harness/config/ds_keys.json: the keys of a DeepSpeed JSON, each with type and default.
 
 Taken from the installed DeepSpeed's own config models and parsers, so that the floors below the
 engine know its keys without importing it. Run again after a DeepSpeed upgrade:
@@ -65,7 +65,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 
-OUTPUT = Path(__file__).resolve().parent.parent / "harness" / "ds_keys.json"
+OUTPUT = Path(__file__).resolve().parent.parent / "harness" / "config" / "ds_keys.json"
 
 _MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,

@@ -36,7 +36,7 @@ from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest, TrainState
 from harness.checkpoint.store import Store
 from harness.data.tokenizer_files import copy_tokenizer
 from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
-from harness.paths import option_path
+from harness.files.paths import option_path
 from harness.runfolder import RunFolder
 from tools.importing.native import Native
 from tools.importing.source import Source, find_source

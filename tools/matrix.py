@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from harness.errors import ExitCode
-from harness.planning.world import CPU_INFO
+from harness.layout.world import CPU_INFO
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 

@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from harness.assignments import assign_all
-from harness.command import DEFAULT_DS_JSON, DS_PREFIX, Command, plan_from
-from harness.ds_config import literal, normalized, read_ds_json
+from harness.config.assignments import assign_all
+from harness.config.ds_json import literal, normalized, read_ds_json
 from harness.errors import ConfigError
-from harness.plan import Plan
-from harness.plan_pipeline import num_stages
-from harness.planning.hardware import find_gpu
-from harness.planning.world import World
+from harness.estimate.hardware import find_gpu
+from harness.layout.world import World
+from harness.plan.command import DEFAULT_DS_JSON, DS_PREFIX, Command, plan_from
+from harness.plan.pipeline import num_stages
+from harness.plan.plan import Plan
 from tools.figure import plot_problems
 
 # Flag -> the key that it is another name for.
@@ -52,7 +52,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:
-    """The plan that train.py would make there; `estimating` as in harness.plan.make_plan.
+    """The plan that train.py would make there; `estimating` as in harness.plan.make.make_plan.
 
     Raises one ConfigError with every problem.
     """

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.command import DEFAULT_DS_JSON, Command, plan_from
-from harness.config_sections import MAX_COUNT
+from harness.config.sections import MAX_COUNT
 from harness.errors import ConfigError, ExitCode
-from harness.plan import Plan
-from harness.planning.world import World
+from harness.layout.world import World
+from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.plan.plan import Plan
 from tools.figure import new_figure, plot_problems, write_plot
 
 if TYPE_CHECKING:

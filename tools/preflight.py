@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         return int(ExitCode.BAD_CONFIG)
     if args.environment:
         return int(ExitCode.DONE)
-    from harness.command import parse_command  # pydantic from here on
+    from harness.plan.command import parse_command  # pydantic from here on
 
     command = parse_command(rest)
     # Who does not come is said below, once; torch would add a stack of C++ for each.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from harness.engine.processes import ending_together, join
-from harness.planning.world import World
+from harness.layout.world import World
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")

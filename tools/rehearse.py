@@ -34,11 +34,12 @@ from types import FrameType
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.command import Command, parse_command, plan_from
 from harness.errors import ConfigError, ExitCode
-from harness.fit import shortages
-from harness.plan import Plan
-from harness.planning.world import World
+from harness.estimate.fit import shortages
+from harness.layout.world import World
+from harness.plan.command import Command, parse_command, plan_from
+from harness.plan.plan import Plan
+from harness.plan.text import describe
 from tools.cpu_ranks import REPOSITORY
 from tools.plan_args import add_machine_arguments, world_of
 from tools.rehearsal import stages
@@ -93,7 +94,7 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
         world = world_of(args)
         real = _planned(asked, world)
         if asked.dry_run:
-            print(real.describe())
+            print(describe(real))
         ranks = args.ranks
         if args.all and ranks:  # one number for all: stages that are more need a rank each
             ranks = max(ranks, real.grid.pipeline)

@@ -19,11 +19,11 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.resume import same_data
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.packing import IGNORED
 from harness.errors import ConfigError
-from harness.plan_curriculum import curriculum_of
+from harness.plan.curriculum import curriculum_of
 from harness.runfolder import RunFolder
 from tools.batch_text import first_sample_of, positions_of, show_step
 

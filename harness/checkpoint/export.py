@@ -21,7 +21,7 @@ from harness.checkpoint.hub_layout import HubLayout
 from harness.checkpoint.store import fsync
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.errors import CannotSave, ConfigError, is_full_disk
-from harness.planning.memory.inputs import as_size
+from harness.estimate.inputs import as_size
 
 SHARD_BYTES = 4 * 10**9
 Progress = Callable[[int, int], None]  # bytes written, bytes in all

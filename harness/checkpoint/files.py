@@ -17,8 +17,8 @@ import torch
 from harness.checkpoint.fragment import WEIGHT, Fragment
 from harness.checkpoint.tensor_file import TensorReader, header
 from harness.errors import Unusable
-from harness.regular_file import open_regular
-from harness.table import Table
+from harness.files.regular_file import open_regular
+from harness.files.table import Table
 
 INDEX = "index.json"
 _OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files of all ranks

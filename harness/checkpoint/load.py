@@ -20,7 +20,7 @@ from harness.checkpoint.manifest import (
 )
 from harness.checkpoint.store import Store
 from harness.checkpoint.tensor_file import TensorReader
-from harness.config import run_and_step
+from harness.config.run_config import run_and_step
 from harness.errors import Unusable
 
 _IGNORED = -100  # among labels

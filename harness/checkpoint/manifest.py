@@ -13,8 +13,8 @@ from typing import Any
 
 from harness.checkpoint.files import INDEX, Entry, Written, from_index
 from harness.errors import Unusable
-from harness.regular_file import read_json
-from harness.table import Table
+from harness.files.regular_file import read_json
+from harness.files.table import Table
 
 __all__ = ["INDEX", "MANIFEST", "PROBE", "Manifest", "TrainState", "read_index", "read_manifest"]
 

@@ -27,7 +27,7 @@ from harness.checkpoint.fragment import Fragment
 from harness.checkpoint.manifest import INDEX, MANIFEST, PROBE, Manifest
 from harness.checkpoint.store import Retention, Store
 from harness.errors import ExitCode, RunStopped
-from harness.planning.memory.inputs import as_size
+from harness.estimate.inputs import as_size
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from harness.errors import Unusable
-from harness.regular_file import open_regular
-from harness.tensor_header import StoredTensor, header_of
+from harness.files.regular_file import open_regular
+from harness.files.tensor_header import StoredTensor, header_of
 
 # safetensors' names (github.com/huggingface/safetensors#format) of what optimizers hold.
 DTYPES = {

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness.curriculum import Curriculum
+from harness.config.curriculum import Curriculum
 from harness.data.order import window_of
 from harness.data.packing import Packed, Span
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harness.config import RunConfig, run_and_step
+from harness.config.run_config import RunConfig, run_and_step
 from harness.data.baselines import unigram_and_bigram_nats
 from harness.data.batches import Stream
 from harness.data.cache import Report, build_once, cache_key, cached_array, default_cache
@@ -39,9 +39,9 @@ from harness.data.tokenizer import (
     vocab_size,
 )
 from harness.errors import ConfigError
-from harness.file_kinds import Format
-from harness.paths import user_path
-from harness.plan_data import shortened
+from harness.files.file_kinds import Format
+from harness.files.paths import user_path
+from harness.plan.data import shortened
 from harness.runfolder import RunFolder
 
 _FIRST_TOKENS = 64  # more than a line that is shown

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import ConfigError, NoRoom, is_full_disk
-from harness.paths import user_path
-from harness.regular_file import open_regular
+from harness.files.paths import user_path
+from harness.files.regular_file import open_regular
 
 Report = Callable[[str], None]
 

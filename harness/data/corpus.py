@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from harness.corpus_files import TOPICS, CorpusFiles, find_files
 from harness.errors import ConfigError
-from harness.file_kinds import NO_UTF_8, Format, reads_lines, why_not_utf_8
+from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
+from harness.files.file_kinds import NO_UTF_8, Format, reads_lines, why_not_utf_8
 
 # A report names so many problems, and lines of one problem; it ends with so many lines in all.
 MAX_PROBLEMS, _NAMED_LINES, _MAX_LINES = 20, 5, 1000

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from harness.data.token_file import TokenFile
 from harness.errors import ConfigError
-from harness.token_index import HEADER, MAGIC, TYPES, read_header
+from harness.files.token_index import HEADER, MAGIC, TYPES, read_header
 
 _UINT16, _INT32 = 6, 4
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from harness.data.corpus import Corpus, Piece
 from harness.errors import ConfigError
-from harness.paths import user_path
+from harness.files.paths import user_path
 
 VOCAB_SIZE = 8192
 # Raise it whenever the same corpus would give other files.

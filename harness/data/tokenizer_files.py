@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from harness.errors import Unusable
-from harness.regular_file import open_regular
+from harness.files.regular_file import open_regular
 
 GENERATION = "generation_config.json"
 

@@ -11,7 +11,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.ds_config import offloaded_to
+from harness.config.ds_json import offloaded_to
 from harness.engine import operators, quirks, swap
 from harness.engine.empty import empty_model
 from harness.engine.matrices import Matrices
@@ -22,13 +22,13 @@ from harness.engine.stages import build_stage
 from harness.engine.state import inner_optimizer
 from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
+from harness.layout.optimizers import Parameter, optimizer_groups
 from harness.models.depth import drop_layers
 from harness.models.kernels import use_liger
 from harness.models.pieces import decoder_layers
 from harness.models.skeleton import described_parameters
-from harness.plan import Plan
-from harness.plan_optimizer import group_rules
-from harness.planning.optimizers import Parameter, optimizer_groups
+from harness.plan.optimizer import group_rules
+from harness.plan.plan import Plan
 
 
 def build_engine(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from harness.errors import ConfigError
 from harness.models.skeleton import DTYPES, hf_config, separates_documents, skeleton
-from harness.plan import Plan
+from harness.plan.plan import Plan
 
 
 def empty_model(

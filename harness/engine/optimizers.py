@@ -15,7 +15,7 @@ import torch
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from harness.engine.matrices import Matrices
-from harness.plan import Plan
+from harness.plan.plan import Plan
 
 
 class Lion(Optimizer):

@@ -18,7 +18,7 @@ from harness.engine.stages import Tied
 from harness.engine.zero import ZeroEngine, poisoned
 from harness.models.loss import losses
 from harness.models.stage import Stage
-from harness.plan import Plan
+from harness.plan.plan import Plan
 
 
 class StageModule(PipelineModule):

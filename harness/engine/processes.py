@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 
 from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_full_disk
 from harness.guard.alarm import Alarm, Failure, exit_now
-from harness.planning.port import is_free, slurm_port
-from harness.planning.world import World
+from harness.layout.port import is_free, slurm_port
+from harness.layout.world import World
 
 _alarm: Alarm | None = None  # one, as torch's default group is
 _BEYOND_THE_WATCHDOG_S = 600.0  # that collectives wait longer than it, to dump stacks and report

@@ -13,11 +13,11 @@ from harness.engine.empty import empty_model
 from harness.engine.processes import raise_together
 from harness.engine.whole import check_files, check_report, read_weights, sender
 from harness.errors import ConfigError
+from harness.layout.stages import layers_per_stage
 from harness.models.flow import Flow, trace_flow
 from harness.models.initialize import Send, materialize
 from harness.models.stage import Stage, reduce_to_stage
-from harness.plan import Plan
-from harness.planning.stages import layers_per_stage
+from harness.plan.plan import Plan
 
 Tied = list[tuple[nn.Parameter, dist.ProcessGroup]]
 

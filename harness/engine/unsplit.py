@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from harness.data.batches import Batch
 from harness.engine.whole import read_weights
-from harness.model_config import DROPOUT_ENDINGS
 from harness.models.initialize import materialize
 from harness.models.loss import forward
-from harness.plan import Plan
+from harness.plan.model_config import DROPOUT_ENDINGS
+from harness.plan.plan import Plan
 
 
 def unsplit_loss_and_norm(

@@ -16,8 +16,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
 from harness.models.initialize import Send, materialize, move_buffers
-from harness.plan import Plan
-from harness.plan_weights import weight_file_problems
+from harness.plan.plan import Plan
+from harness.plan.weights import weight_file_problems
 
 Event = dict[str, Any]
 

@@ -19,7 +19,7 @@ from harness.engine import fragments, quirks, state, swap
 from harness.engine.profiles import communication_log, flops_profile, uncompiled
 from harness.errors import ExitCode, RunStopped
 from harness.models.loss import forward
-from harness.plan import Plan
+from harness.plan.plan import Plan
 
 Judge = Callable[[torch.Tensor, torch.Tensor], bool]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.checkpoint.resume import resume_problems
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 
 
 def record(**sections: dict[str, Any]) -> dict[str, Any]:

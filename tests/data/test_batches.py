@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.curriculum import Curriculum
+from harness.config.curriculum import Curriculum
 from harness.data.batches import Batch, Stream, load_ahead, share_of_rank
 from harness.data.build import Data, DataSpec, build_data
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data.build import Data, DataSpec, build_data, cached_fingerprint
 from harness.data.fingerprint import order_key
 from harness.data.indexed import write_indexed

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data.batches import Batch
 from harness.engine.processes import join
-from harness.plan import make_plan
-from harness.planning.world import World
+from harness.layout.world import World
+from harness.plan.make import make_plan
 from tests.engine.small import SEQ_LEN, run_config
 
 WORLD = World.from_environ()

@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.engine import whole
 from harness.engine.build import _with_buildable_optimizer
 from harness.engine.empty import _require_document_mask
 from harness.errors import ConfigError
+from harness.layout.world import World
 from harness.models.pieces import pieces
 from harness.models.skeleton import hf_config, skeleton
-from harness.plan import make_plan
-from harness.planning.world import World
+from harness.plan.make import make_plan
 from tests.engine.small import MODEL
 
 pytestmark = pytest.mark.slow

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.command import parse_command, plan_from
 from harness.engine.empty import empty_model
 from harness.errors import ConfigError
+from harness.plan.command import parse_command, plan_from
 
 
 @pytest.mark.parametrize(

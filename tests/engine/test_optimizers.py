@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.planning.optimizers import OPTIMIZERS
+from harness.layout.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ def init_process_group(backend, device_id=None, **_):
 
 torch.distributed.init_process_group = init_process_group
 from harness.engine.processes import join
-from harness.planning.world import World
+from harness.layout.world import World
 join(World(rank=3, world_size=8, local_rank=3, local_world_size=8, launcher="slurm",
            accelerator="cuda", gpu="NVIDIA H100 80GB HBM3"))
 """
@@ -34,7 +34,7 @@ PATIENCE = """
 import sys
 import torch
 from harness.engine.processes import join, leave
-from harness.planning.world import World
+from harness.layout.world import World
 join(World.from_environ(), float(sys.argv[1]))
 from deepspeed import comm
 cpu, first, second = torch.device("cpu"), torch.distributed.group.WORLD, comm.new_group([0])

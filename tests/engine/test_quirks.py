@@ -25,7 +25,7 @@ if sys.argv[1] == "deepspeed":
     deepspeed.init_distributed(verbose=False)
 else:
     from harness.engine.processes import join
-    from harness.planning.world import World
+    from harness.layout.world import World
     join(World.from_environ())
 """
 LOADS_THE_COMPILER = """
@@ -103,7 +103,7 @@ LOGS_COMMUNICATION = """
 import sys
 import torch
 from harness.engine.processes import join, leave
-from harness.planning.world import World
+from harness.layout.world import World
 join(World.from_environ())
 from deepspeed import comm
 from harness.engine.quirks import LOGGED_COLLECTIVES, latencies_by_call

@@ -11,7 +11,7 @@ from tests.engine.small import DS_CONFIGS
 
 pytestmark = pytest.mark.slow
 
-# zero3_nvme needs a library that may not be here: tests/test_swap_space.py.
+# zero3_nvme needs a library that may not be here: tests/plan/test_swap_space.py.
 SHIPPED = sorted({path.stem for path in DS_CONFIGS.glob("*.json")} - {"pipeline4", "zero3_nvme"})
 
 

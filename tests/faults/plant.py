@@ -153,11 +153,12 @@ def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> Non
 
 
 def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
-    from harness import run, saving, start, watch
+    from harness import loop
     from harness.checkpoint import files, save, store
     from harness.data import batches
     from harness.engine import build
     from harness.engine.zero import ZeroEngine
+    from harness.run import saving, start, watch
     from harness.runfolder import RunFolder
 
     def inside_a_file(act: Callable[[], None]) -> None:
@@ -243,9 +244,9 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "during retention": removing,
         "any moment": any_moment,
         "in a step": call(ZeroEngine, "apply"),
-        "in an evaluation": call(run, "evaluate"),
+        "in an evaluation": call(loop, "evaluate"),
         "before a save": call(saving, "probe_batch"),
-        "exporting": call(run, "export"),
+        "exporting": call(loop, "export"),
         "comparing replicas": call(watch.Watch, "check_replicas"),
         "reading a step's batches": call(batches, "share_of_rank"),
     }

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from harness.watch import Watch
+from harness.run.watch import Watch
 
 
 def spoil(spoils: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.curriculum import Curriculum
+from harness.config.curriculum import Curriculum
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
 from tests.zygote import Outcome, Zygote

@@ -1,4 +1,4 @@
-"""Signals as stop decisions of one process; tests/test_run.py stops several ranks."""
+"""Signals as stop decisions of one process; tests/test_loop.py stops several ranks."""
 
 from __future__ import annotations
 

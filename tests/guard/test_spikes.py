@@ -1,4 +1,4 @@
-"""What counts as a spike; tests/test_watch.py plants some in real runs."""
+"""What counts as a spike; tests/faults/test_steps.py plants some in real runs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
-from harness.plan_kernels import LIGER_FAMILIES
+from harness.plan.kernels import LIGER_FAMILIES
 from tools.parity.cells import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(

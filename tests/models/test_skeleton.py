@@ -10,10 +10,10 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
-from harness.model_config import find_model_config, preset_names
 from harness.models.initialize import materialize
 from harness.models.pieces import pieces
 from harness.models.skeleton import described_parameters, hf_config, separates_documents, skeleton
+from harness.plan.model_config import find_model_config, preset_names
 
 LLAMA = {
     "model_type": "llama",

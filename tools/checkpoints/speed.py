@@ -20,13 +20,13 @@ from harness.checkpoint.load import verified
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data.batches import Batch
 from harness.engine.processes import ending_together, join
-from harness.plan import make_plan
-from harness.planning.world import World
-from harness.probe import SAMPLES, loss_of
-from harness.resumption import load_into
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.run.probe import SAMPLES, loss_of
+from harness.run.resumption import load_into
 
 SEQ_LEN, VOCAB_SIZE = 32, 16_000  # tokens
 MODEL = {  # 61 million parameters

@@ -16,11 +16,12 @@ from harness.checkpoint.load import Checkpoint, verified
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data.batches import share_of_rank
-from harness.plan import Plan, make_plan
-from harness.planning.world import World
-from harness.resumption import load_into
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+from harness.run.resumption import load_into
 from tools.checkpoints.cells import Side
 from tools.checkpoints.compare import differences
 from tools.checkpoints.models import BLANK_SEED, built_as

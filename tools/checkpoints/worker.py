@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from harness.planning.world import World
+from harness.layout.world import World
 from tools.checkpoints.cells import Cell, Side
 from tools.checkpoints.defects import planted
 from tools.checkpoints.trip import Place, load_half, save_half, to_json

@@ -14,7 +14,7 @@ import torch
 
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
 from harness.errors import Unusable
-from harness.table import Table
+from harness.files.table import Table
 from tools.importing.pickles import read, tensor_of
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

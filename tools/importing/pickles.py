@@ -12,8 +12,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from harness.checkpoint.tensor_file import DTYPES
 from harness.errors import Unusable
-from harness.regular_file import open_regular
-from harness.table import Table
+from harness.files.regular_file import open_regular
+from harness.files.table import Table
 
 
 class Plain:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.manifest import PRECISIONS, TrainState
-from harness.config import run_and_step
+from harness.config.run_config import run_and_step
 from harness.errors import ConfigError, Unusable
-from harness.regular_file import read_json
-from harness.table import Table
+from harness.files.regular_file import read_json
+from harness.files.table import Table
 
 _MOST_JSON_BYTES = 2**26
 

@@ -8,7 +8,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from harness.planning.stages import bubble
+from harness.layout.stages import bubble
 from tools.cpu_ranks import run_module
 
 MICRO_BATCHES = (4, 8, 16)

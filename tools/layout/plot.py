@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.plan import Plan
-from harness.planning.stages import bubble
+from harness.layout.stages import bubble
+from harness.plan.plan import Plan
 from tools.figure import new_figure
 from tools.layout.timing import plan_spans, waiting
 

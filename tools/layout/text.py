@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.plan import Plan
-from harness.planning.grid import Coords
-from harness.planning.memory.inputs import GIB
-from harness.planning.memory.timeline import Estimate
-from harness.planning.stages import Work, bubble, layers_per_stage, schedule, stage_parameters
+from harness.estimate.inputs import GIB
+from harness.estimate.timeline import Estimate
+from harness.layout.grid import Coords
+from harness.layout.stages import Work, bubble, layers_per_stage, schedule, stage_parameters
+from harness.plan.plan import Plan
 from tools.layout.timing import plan_spans, stage_work, waiting
 
 _MOST_COLUMNS = 16  # data ranks, as many of which are spelt out

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.plan import Plan
-from harness.planning.shape import flops_per_unit
-from harness.planning.stages import Work, layers_per_stage, schedule
+from harness.layout.shape import flops_per_unit
+from harness.layout.stages import Work, layers_per_stage, schedule
+from harness.plan.plan import Plan
 
 
 @dataclass(frozen=True)

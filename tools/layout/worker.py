@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data.batches import Batch
 from harness.engine.processes import ending_together, join
-from harness.plan import make_plan
-from harness.planning.world import World
+from harness.layout.world import World
+from harness.plan.make import make_plan
 
 LAYERS_PER_STAGE, SEQ_LEN, VOCAB_SIZE = 4, 256, 64
 STEPS, WARM_UP = 8, 2

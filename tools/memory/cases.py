@@ -6,7 +6,7 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness.planning.grid import Axis
+from harness.layout.grid import Axis
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",

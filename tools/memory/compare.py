@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.estimate import memory_inputs
-from harness.planning.memory.activations import saved_for_backward
-from harness.planning.memory.timeline import PROCESS, rank_timeline
-from harness.planning.world import World
+from harness.estimate.activations import saved_for_backward
+from harness.estimate.timeline import PROCESS, rank_timeline
+from harness.layout.world import World
+from harness.plan.memory import memory_inputs
 from tools.memory.cases import RANKS, Case
 
 POINTS = ("built", "gradients_ready", "between_steps")

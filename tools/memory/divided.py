@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness.data.batches import Batch
+from harness.layout.division import divides_vocabulary
+from harness.layout.optimizers import optimizer_groups
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, described_parameters, hf_config
-from harness.plan import Plan
-from harness.planning.division import divides_vocabulary
-from harness.planning.optimizers import optimizer_groups
+from harness.plan.plan import Plan
 from tools.memory.saved import saved_by
 
 

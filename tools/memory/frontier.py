@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.planning.memory.changes import with_micro_batch
-from harness.planning.memory.inputs import Inputs
-from harness.planning.memory.timeline import Estimate, estimate_memory
+from harness.estimate.changes import with_micro_batch
+from harness.estimate.inputs import Inputs
+from harness.estimate.timeline import Estimate, estimate_memory
 
 _POINTS = 7  # each twice the one before
 _SHORTEST = 512  # tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.planning.world import find_accelerator
+from harness.layout.world import find_accelerator
 from tools.matrix import versions
 from tools.speed.cases import Case
 from tools.speed.launch import measured

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.planning.memory.changes import with_stage
-from harness.planning.memory.inputs import GIB, PHASES
-from harness.planning.memory.timeline import Estimate, estimate_memory
+from harness.estimate.changes import with_stage
+from harness.estimate.inputs import GIB, PHASES
+from harness.estimate.timeline import Estimate, estimate_memory
 from tools.figure import new_figure
 from tools.memory.frontier import Curve, by_micro_batch, by_seq_len
 

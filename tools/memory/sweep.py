@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.planning.memory.changes import with_micro_batch
-from harness.planning.memory.dividable import division_problems
-from harness.planning.memory.inputs import GIB, Inputs
-from harness.planning.memory.timeline import Estimate, estimate_memory
+from harness.estimate.changes import with_micro_batch
+from harness.estimate.dividable import division_problems
+from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.timeline import Estimate, estimate_memory
 
 NAMES = ("micro_batch", "seq_len", "gpus")
 

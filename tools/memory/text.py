@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from harness.planning.memory.changes import helpful_changes, with_stage
-from harness.planning.memory.dividable import division_problems
-from harness.planning.memory.inputs import FP32, GIB, PHASES
-from harness.planning.memory.states import optimizer_class
-from harness.planning.memory.timeline import (
+from harness.estimate.changes import helpful_changes, with_stage
+from harness.estimate.dividable import division_problems
+from harness.estimate.inputs import FP32, GIB, PHASES
+from harness.estimate.states import optimizer_class
+from harness.estimate.timeline import (
     MARGIN,
     Estimate,
     RankTimeline,

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, masking_utils
 from transformers.initialization import no_init_weights
 
 from harness.errors import ConfigError
+from harness.estimate.inputs import Inputs
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config
-from harness.planning.memory.inputs import Inputs
 from tools.memory.saved import saved_by
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")

@@ -15,15 +15,15 @@ import torch
 from transformers import PretrainedConfig
 
 from harness.errors import ConfigError
-from harness.estimate import memory_inputs
+from harness.estimate.dividable import division_problems
+from harness.estimate.hardware import known_gpu
+from harness.estimate.inputs import GIB
+from harness.estimate.timeline import Estimate, estimate_memory
+from harness.layout.shape import Shape
+from harness.layout.tensors import Body, Tensor
 from harness.models.skeleton import hf_config, skeleton
-from harness.plan import Plan
-from harness.planning.hardware import known_gpu
-from harness.planning.memory.dividable import division_problems
-from harness.planning.memory.inputs import GIB
-from harness.planning.memory.timeline import Estimate, estimate_memory
-from harness.planning.shape import Shape
-from harness.planning.tensors import Body, Tensor
+from harness.plan.memory import memory_inputs
+from harness.plan.plan import Plan
 from tools.memory.trace import traced_layer
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data.batches import Batch
 from harness.engine.processes import ending_together, join
-from harness.live_memory import live_storages
-from harness.plan import Plan, make_plan
-from harness.planning.world import World
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+from harness.run.live_memory import live_storages
 from tools.memory.cases import SEQ_LEN, Case
 from tools.memory.live import rise
 

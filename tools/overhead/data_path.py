@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from harness.curriculum import Curriculum
+from harness.config.curriculum import Curriculum
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.tokenizer import PIECES_AT_ONCE
 from tools.overhead.job import ACCUMULATED, SEQ_LEN

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.command import parse_command, plan_from
 from harness.data.build import Data, DataSpec, build_data
-from harness.planning.world import World
+from harness.layout.world import World
+from harness.plan.command import parse_command, plan_from
 from tools.cpu_ranks import started
 from tools.overhead.job import ACCUMULATED, LEARNED, MODEL, REPOSITORY, Job
 

@@ -18,12 +18,12 @@ from tools.overhead.recorder import Enough, Recorder
 
 def harness(job: Job, recorder: Recorder) -> None:
     """What harness/train.py does."""
-    from harness.command import parse_command, plan_from
+    from harness.plan.command import parse_command, plan_from
 
     command = parse_command(["--deepspeed", job.ds_given, *job.arguments])
     plan = plan_from(command)
     recorder.mark("planned")
-    from harness.run import build, train
+    from harness.loop import build, train
 
     recorder.mark("imported")
     run = build(plan)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from harness.config import RunConfig
+from harness.config.run_config import RunConfig
 from harness.data import batches
 from harness.data.batches import Batch
-from harness.plan import Plan, make_plan
-from harness.planning.world import World
-from harness.run import Run, evaluate
+from harness.layout.world import World
+from harness.loop import Run, evaluate
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
 from tools.parity import recipe
 from tools.parity.cells import ATTENTION, GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
 from tools.parity.defects.table import planted

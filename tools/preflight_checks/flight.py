@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness.command import Command, plan_from
 from harness.engine.processes import own_device
 from harness.errors import ConfigError, ExitCode
-from harness.metrics import Progress
-from harness.plan import Plan
-from harness.plan_text import spread
-from harness.planning.world import World
+from harness.layout.world import World
+from harness.plan.command import Command, plan_from
+from harness.plan.plan import Plan
+from harness.plan.text import spread
+from harness.run.metrics import Progress
 from tools.preflight_checks.environment import host_name
 from tools.preflight_checks.machine import Machine, free_gpu_bytes, machine_rows, measure_machine
 from tools.preflight_checks.meeting import Absent, Deadline, Meeting, absent, meet

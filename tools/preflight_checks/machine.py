@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from harness.ds_config import offloaded_to
-from harness.fit import free_on_gpu, free_on_host, memory_line, shortages
-from harness.plan import Plan
-from harness.planning.hardware import known_gpu
-from harness.planning.memory.inputs import GIB
+from harness.config.ds_json import offloaded_to
+from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
+from harness.estimate.hardware import known_gpu
+from harness.estimate.inputs import GIB
+from harness.plan.plan import Plan
 from tools.preflight_checks.report import Row, by_text, grouped, same_row, slow, span, who
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -49,7 +49,7 @@ class Machine:
     open_files: int = 0
     infiniband: bool = False
     shortages: tuple[str, ...] = ()
-    """What the run needs and this machine lacks (harness/fit.py)."""
+    """What the run needs and this machine lacks (harness/estimate/fit.py)."""
 
 
 def measure_machine(plan: Plan, device: torch.device, free_gpu: int | None) -> Machine:

@@ -18,7 +18,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from harness.engine.processes import set_environment
 from harness.errors import ExitCode
-from harness.planning.world import World
+from harness.layout.world import World
 from tools.preflight_checks.environment import host_name
 from tools.preflight_checks.report import who
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engine.processes import own_device
-from harness.planning.world import World
+from harness.layout.world import World
 from tools.preflight_checks.meeting import Meeting
 from tools.preflight_checks.report import Row, by_text, grouped, slow, span, who
 

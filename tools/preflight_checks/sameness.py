@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.store import Store
-from harness.config import run_and_step
+from harness.config.run_config import run_and_step
 from harness.data.build import DataSpec, cached_fingerprint
 from harness.data.corpus import Corpus, find_corpus
 from harness.errors import ConfigError
-from harness.plan import Plan
-from harness.record import git_commit
+from harness.plan.plan import Plan
+from harness.run.record import git_commit
 from tools.matrix import PACKAGES
 from tools.preflight_checks.report import Row, Verdict, by_text, grouped, same_row, who
 

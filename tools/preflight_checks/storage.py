@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.checkpoint.store import Store
-from harness.fit import RUNS
-from harness.plan import Plan
-from harness.planning.memory.inputs import GIB
+from harness.estimate.fit import RUNS
+from harness.estimate.inputs import GIB
+from harness.plan.plan import Plan
 from harness.runfolder import RunFolder
 from tools.preflight_checks.report import Row, Verdict, count, slow, span, who
 

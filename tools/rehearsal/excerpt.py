@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.data.corpus import find_corpus
-from harness.file_kinds import Format
+from harness.files.file_kinds import Format
 
 MOST_BYTES = 4 * 2**20
 MOST_FILES = 256

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.assignments import assign, flat
-from harness.config import run_and_step
+from harness.config.assignments import assign, flat
+from harness.config.ds_json import AUTO, literal, offloaded_to, value_of
+from harness.config.run_config import run_and_step
 from harness.data.corpus import find_corpus
-from harness.ds_adopt import SAME
-from harness.ds_config import AUTO, literal, offloaded_to, value_of
-from harness.plan import Plan
-from harness.planning.shape import Shape
-from harness.planning.sizes import FAMILIES, UnknownArchitecture
+from harness.layout.shape import Shape
+from harness.layout.sizes import FAMILIES, UnknownArchitecture
+from harness.plan.adopt import SAME
+from harness.plan.plan import Plan
 from harness.runfolder import RunFolder
 from tools.rehearsal.excerpt import excerpt
 from tools.rehearsal.layout import Layout, elsewhere, rehearsed

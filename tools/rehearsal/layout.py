@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.errors import ConfigError
-from harness.planning.grid import Grid
+from harness.layout.grid import Grid
 
 MOST_RANKS = 4  # unless there are more pipeline stages than two data ranks leave room for
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from harness.plan import Plan
-from harness.planning.shape import Shape, num_parameters
+from harness.layout.shape import Shape, num_parameters
+from harness.plan.plan import Plan
 from tools.matrix import machine, versions
 from tools.rehearsal.job import STEPS, Job
 from tools.rehearsal.stages import Done

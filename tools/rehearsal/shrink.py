@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.planning.sizes import FAMILIES
+from harness.layout.sizes import FAMILIES
 
 HIDDEN_SIZE = 64  # of all query heads together, as near as the number of heads allows
 MOST_HEADS_PER_KEY = 16

@@ -160,7 +160,7 @@ class Rehearsal:
         """The interrupted run goes on in another layout."""
         # What stages may differ by from the unsplit model: wider than what other layouts made of
         # the checkpoint gate's one model (docs/checkpoints.md), since this may be any.
-        from harness.verify import TOLERANCES  # and with it torch, which planning does without
+        from harness.run.verify import TOLERANCES  # and with it torch, which planning does without
 
         assert self.job.other
         layout, precision = self.job.other[0], self.job.real.precision

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.command import Command, plan_from
 from harness.data.batches import Batch
 from harness.engine.processes import ending_together, join
 from harness.errors import ConfigError
-from harness.live_memory import is_out_of_memory
-from harness.plan import Plan
-from harness.planning.hardware import known_gpu
-from harness.planning.memory.inputs import GIB
-from harness.planning.shape import flops_per_token, num_parameters
+from harness.estimate.hardware import known_gpu
+from harness.estimate.inputs import GIB
+from harness.layout.shape import flops_per_token, num_parameters
+from harness.plan.command import Command, plan_from
+from harness.plan.plan import Plan
+from harness.run.live_memory import is_out_of_memory
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def _expected(plan: Plan) -> dict[str, Any]:
 
 
 def _rates(plan: Plan, step_s: float) -> dict[str, Any]:
-    """Per GPU; TFLOP/s as in planning/shape.py, recomputation not counted."""
+    """Per GPU; TFLOP/s as in layout/shape.py, recomputation not counted."""
     tokens_per_s = plan.global_batch * plan.run.data.seq_len / step_s / plan.world.world_size
     tflops, mfu, gpu = None, None, known_gpu(plan.world.gpu)
     if plan.shape is not None:

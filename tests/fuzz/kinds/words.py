@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from harness.config import known_keys
+from harness.config.run_config import known_keys
 from tests.fuzz.case import Case, Place
 from tests.fuzz.kinds.configs import valid_tree
 from tests.fuzz.values import hostile, to_toml

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from harness.data.batches import Batch
-from harness.planning.world import World
+from harness.layout.world import World
 from tools.parity.cells import GLOBAL_BATCH, SEQ_LEN
 from tools.parity.defects.seams import (
     Planted,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from harness.layout.world import World
 from harness.models.pieces import decoder_layers
-from harness.planning.world import World
 from tools.parity.defects.seams import (
     Planted,
     model_config_with,

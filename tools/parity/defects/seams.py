@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from harness.data.batches import Batch
-from harness.planning.world import World
+from harness.layout.world import World
 
 Planted = Callable[[World], contextlib.AbstractContextManager[None]]
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from harness.planning.world import World
+from harness.layout.world import World
 from tools.parity import recipe
 from tools.parity.defects.seams import (
     Planted,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from harness.planning.world import World
+from harness.layout.world import World
 from tools.parity import recipe
 from tools.parity.cells import Cell
 from tools.parity.defects.batches import (

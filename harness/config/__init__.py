@@ -1,0 +1,1 @@
+"""What may be written: the run config and the DeepSpeed JSON."""

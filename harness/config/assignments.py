@@ -1,0 +1,126 @@
+"""Dotted keys, the same for the run config and for the DeepSpeed JSON: `key=value`, hints."""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+from harness.config.bounds import MAX_DEPTH, beyond_bounds, parsed_toml
+
+COMMAND_LINE = "command line"
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """Key and value, split at the first "=".
+
+    Raises ValueError for a text without the two, and for a value beyond the bounds of a config.
+    """
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    names = key.split(".")
+    if not equals or not all(names):
+        raise ValueError(f"{text!r} is not key=value, as in train.steps=100")
+    if len(names) > MAX_DEPTH:
+        raise ValueError(f"{names[0]}... has {len(names):,} parts: no key has that many")
+    try:
+        parsed = parse_value(value.strip())
+    except ValueError as error:
+        raise ValueError(f"{key} is {error}") from None
+    if problem := beyond_bounds({key: parsed}):
+        raise ValueError(problem)
+    return key, parsed
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value; a bare word, or what TOML would read as a date, is a string.
+
+    Raises ValueError for an integer of thousands of digits, and for thousands of brackets.
+    """
+    try:
+        table = parsed_toml(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    except ValueError:
+        raise ValueError(f"{text[:20]}..., too large or too deep to be read") from None
+    value = table["value"]
+    return text if len(table) > 1 or isinstance(value, datetime.date | datetime.time) else value
+
+
+def assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a nested dict, making the dicts on the way.
+
+    Raises ValueError where the way leads through something that is not a dict.
+    """
+    *path, last = key.split(".")
+    for depth, name in enumerate(path, 1):
+        child = tree.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ValueError(f"{key} cannot be set: {'.'.join(path[:depth])} is {child!r}")
+        tree = child
+    tree[last] = value
+
+
+def assign_all(tree: dict[str, Any], texts: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Put every `key=value` into a nested dict; returns the keys set, and what went wrong."""
+    keys, problems = [], []
+    for text in texts:
+        try:
+            key, value = parse_assignment(text)
+            assign(tree, key, value)
+            keys.append(key)
+        except ValueError as error:
+            problems.append(f"{error} ({COMMAND_LINE})")
+    return keys, problems
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of a nested dict with its value; an empty dict counts as a value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+NAMED_AT_ONCE = 3
+"""Unknown keys that get a sentence each; more are gathered in one."""
+_LISTED = 8
+
+
+def listed(keys: Iterable[str]) -> str:
+    """A few keys by name, and how many more there are."""
+    keys = list(keys)
+    shown = ", ".join(keys[:_LISTED])
+    return shown if len(keys) <= _LISTED else f"{shown} and {len(keys) - _LISTED} more"
+
+
+# So like a name that it is meant: train.stpes has 0.8, lora and lr 0.67.
+_NEAR = 0.8
+_LONGEST = 100  # characters: no key has that many
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of an error sentence: "; did you mean X?", or nothing where no name is like `word`.
+
+    The last part of a dotted name counts most: a long common section would make all keys of it
+    look alike. Where none is like it, a few that have all of its words are, but for "size":
+    batch_size may mean global_batch or micro_batch.
+    """
+    names = list(names) if len(word) <= _LONGEST else []
+
+    def likeness(name: str) -> tuple[float, float]:
+        last, other = word.rpartition(".")[2], name.rpartition(".")[2]
+        return SequenceMatcher(None, last, other).ratio(), SequenceMatcher(None, word, name).ratio()
+
+    def words(name: str) -> set[str]:
+        return set(name.rpartition(".")[2].replace("-", "_").split("_"))
+
+    nearest = max(names, key=likeness, default="")
+    if likeness(nearest)[0] >= _NEAR:
+        return f"; did you mean {nearest}?"
+    telling = words(word) - {"size", ""}
+    sharing = [name for name in names if telling and telling <= words(name)]
+    return f"; did you mean {' or '.join(sharing)}?" if 1 <= len(sharing) <= 3 else ""

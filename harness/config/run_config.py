@@ -1,0 +1,124 @@
+"""RunConfig: what is learned. The DeepSpeed JSON says how it is spread.
+
+Precedence: default < TOML file < `key=value` on the command line. Values of `key=value` are parsed
+as TOML; a bare word that is not TOML is a string. A length given on the command line also displaces
+the file's (`train.steps=10` beats `tokens = ...`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, PrivateAttr
+from pydantic.fields import FieldInfo
+
+from harness.config.conduct import (
+    EvalConfig,
+    GuardConfig,
+    LogConfig,
+    PipelineConfig,
+    PlanConfig,
+    ProfileConfig,
+    ResumeConfig,
+    RunFolderConfig,
+    SampleConfig,
+    SaveConfig,
+)
+from harness.config.sections import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RampConfig,
+    Section,
+    TrainConfig,
+    key_of,
+)
+
+
+class RunConfig(Section):
+    """What is learned; one section per noun."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    ramp: RampConfig = Field(default_factory=RampConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    save: SaveConfig = Field(default_factory=SaveConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    sample: SampleConfig = Field(default_factory=SampleConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
+    run: RunFolderConfig = Field(default_factory=RunFolderConfig)
+    resume: ResumeConfig = Field(default_factory=ResumeConfig)
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key: get("optim.lr")."""
+        section, _, field = key.partition(".")
+        return getattr(self, section).model_dump()[field]
+
+    def is_set(self, key: str) -> bool:
+        """Whether the user gave this dotted key, wherever, rather than leaving our default."""
+        section, _, field = key.partition(".")
+        given = {key_of(name) for name in getattr(self, section).model_fields_set}
+        return section in self.model_fields_set and field in given
+
+    def origin(self, key: str) -> str:
+        """Where the value of a dotted key came from: "run.toml", "command line", "default"."""
+        return origin_of(key, self._origins) or "default"
+
+    def origins(self) -> dict[str, str]:
+        """Where every value that the user set came from, by dotted key."""
+        return dict(self._origins)
+
+    def with_origins(self, origins: Mapping[str, str]) -> RunConfig:
+        """A copy that knows where its values came from."""
+        copy = self.model_copy()
+        copy._origins = dict(origins)
+        return copy
+
+
+def run_and_step(text: str) -> tuple[Path, int | None]:
+    """The run folder, and the step or None for the newest, of RUN or RUN@STEP."""
+    run, at, step = text.rpartition("@")
+    if at and run and re.fullmatch(r"[0-9]{1,8}", step):
+        return Path(run).expanduser(), int(step)
+    return Path(text).expanduser(), None
+
+
+def origin_of(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key came from: the places of it, of the keys in it, and of the table it lies in."""
+    places = (
+        where
+        for given, where in origins.items()
+        if f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
+    )
+    return ", ".join(dict.fromkeys(places))
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the run config, in order."""
+    return [f"{section}.{key_of(name)}" for section, fields in _sections() for name in fields]
+
+
+def described_keys() -> list[str]:
+    """A line for every key: its default, and what it is."""
+    lines = []
+    for section, fields in _sections():
+        for name, field in fields.items():
+            default = field.get_default(call_default_factory=True)
+            text = " ".join((field.description or "").split())
+            lines.append(f"{section}.{key_of(name)} = {default!r}".ljust(36) + f"  {text}")
+    return lines
+
+
+def _sections() -> Iterator[tuple[str, dict[str, FieldInfo]]]:
+    for section, field in RunConfig.model_fields.items():
+        yield section, field.annotation.model_fields  # type: ignore[union-attr]

@@ -1,0 +1,135 @@
+"""Reads a RunConfig from a TOML file and the command line, reporting every mistake at once."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from harness.config.assignments import (
+    COMMAND_LINE,
+    NAMED_AT_ONCE,
+    assign_all,
+    did_you_mean,
+    flat,
+    listed,
+)
+from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds, parsed_toml, shortened
+from harness.config.foreign import foreign_config, top_level_keys
+from harness.config.run_config import RunConfig, known_keys, origin_of
+from harness.config.sections import LENGTHS
+from harness.errors import ConfigError
+from harness.files.regular_file import read_regular
+
+
+def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) -> RunConfig:
+    """Defaults, then the TOML file (if any), then `key=value`, into one validated RunConfig.
+
+    Raises ConfigError with every problem of the file and of the command line.
+    """
+    problems: list[str] = []
+    tree: dict[str, Any] = {}
+    try:
+        tree = read_toml(Path(path)) if path is not None else {}
+    except ConfigError as error:
+        problems += error.problems
+    origins = {key: str(path) for key, _ in flat(tree)}
+    assigned, wrong = assign_all(tree, assignments)
+    if any(key in LENGTHS for key in assigned):
+        for key in set(LENGTHS) - set(assigned):
+            tree["train"].pop(key.removeprefix("train."), None)
+            origins.pop(key, None)
+    origins |= dict.fromkeys(assigned, COMMAND_LINE)
+    problems += wrong
+    try:
+        run = validated(tree, origins)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
+    """A RunConfig from a nested dict; `origins` says where each dotted key came from.
+
+    Raises ConfigError.
+    """
+    try:
+        return RunConfig.model_validate(tree).with_origins(origins)
+    except ValidationError as error:
+        raise ConfigError(_sentences(error.errors(), origins)) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return a run config as it is written. Raises ConfigError."""
+    text = ""
+    try:
+        text = read_regular(path, MAX_FILE_BYTES, links=True).decode()
+        tree = parsed_toml(text)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no run config {path}: give --config an existing file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        where = re.search(r"at line (\d+)", str(error))
+        line = f":{where.group(1)}" if where else ""
+        problem = foreign_config(path, top_level_keys(text), "run")
+        raise ConfigError(problem or f"{path}{line} is not valid TOML: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"run config {path} cannot be read: {error}") from None
+    if problem := beyond_bounds(tree):
+        raise ConfigError(f"run config {path}: {problem}")
+    if problem := foreign_config(path, tree, "run"):
+        raise ConfigError(problem)
+    return tree
+
+
+_FORMS = {
+    "bool_type": ", true or false",
+    "bool_parsing": ", true or false",
+    "int_type": ", as in 1_000_000",
+    "int_parsing": ", as in 1_000_000",
+    "int_from_float": ", as in 1_000_000",
+    "string_type": ", in quotes",
+    "list_type": ", as in [1, 2]",
+    "tuple_type": ", as in [0.9, 0.95]",
+}
+"""How what pydantic expects is written."""
+
+
+def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[str]:
+    """A sentence for each, but one for many unknown keys of one origin that are like no other."""
+    sentences, unknown = [], dict[str, dict[str, str]]()
+    for item in items:
+        sentence, key = _sentence(item, origins), ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden" and "did you mean" not in sentence:
+            unknown.setdefault(origin_of(key, origins), {})[key] = sentence
+        else:
+            sentences.append(sentence)
+    for origin, by_key in unknown.items():
+        if len(by_key) <= NAMED_AT_ONCE:
+            sentences += by_key.values()
+        else:
+            sentences.append(
+                f"{len(by_key)} keys ({origin}) are none of the run config: {listed(by_key)}"
+            )
+    return sentences
+
+
+def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
+    """One pydantic error as: the key, its value, where it came from, what is wrong."""
+    key = ".".join(map(str, item["loc"]))
+    origin = origin_of(key, origins)
+    if item["type"] == "extra_forbidden":
+        hint = did_you_mean(key, [*RunConfig.model_fields, *known_keys()])
+        return f"{key} ({origin}) is not a key of the run config{hint}"
+    if item["type"] == "value_error":  # raised by a validator of ours, over a whole section
+        return f"{item['ctx']['error']} ({origin})"
+    wrong = item["msg"].replace("Input should be", "it must be")
+    return f"{key} is {shortened(item['input'])} ({origin}): {wrong}{_FORMS.get(item['type'], '')}"

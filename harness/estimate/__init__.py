@@ -1,0 +1,1 @@
+"""The bytes that a plan comes to, from the standard library alone."""

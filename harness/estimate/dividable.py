@@ -1,0 +1,49 @@
+"""Which divisions over tensor- and sequence-parallel ranks DeepSpeed 0.19.8 really runs."""
+
+from __future__ import annotations
+
+from harness.estimate.inputs import Inputs
+from harness.estimate.states import optimizer_class
+from harness.layout.division import divided_kinds
+from harness.layout.sizes import FAMILIES
+
+_TENSOR, _SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+
+
+def division_problems(inputs: Inputs) -> list[str]:
+    """Why DeepSpeed would not run it; none without tensor- and sequence-parallel ranks."""
+    grid, shape = inputs.grid, inputs.shape
+    sizes = {"pipeline.stages": grid.pipeline, _TENSOR: grid.tensor, _SEQUENCE: grid.sequence}
+    used = [f"{key} {size}" for key, size in sizes.items() if size > 1]
+    problems = []
+    if len(used) > 1:
+        problems.append(f"{' and '.join(used)}: DeepSpeed runs only one of them at a time")
+    if grid.tensor > 1 and not divided_kinds(shape):
+        problems.append(
+            f"{_TENSOR} is {grid.tensor}: DeepSpeed cannot divide {shape.model_type}, only "
+            f"{_families('autotp')}"
+        )
+    return problems + (_sequence_problems(inputs) if grid.sequence > 1 else [])
+
+
+def _sequence_problems(inputs: Inputs) -> list[str]:
+    """What ulysses_sp.py asks for (__init__, register_with_transformers), and what fails."""
+    shape, ranks, kv_heads = inputs.shape, inputs.grid.sequence, inputs.shape.num_kv_heads
+    found = []
+    if not FAMILIES.get(shape.model_type, {}).get("ulysses"):
+        found.append(f"Ulysses cannot run {shape.model_type}, only {_families('ulysses')}")
+    if inputs.attention == "eager":
+        found.append('Ulysses has no eager attention: use model.attention="sdpa"')
+    if shape.num_heads % ranks:
+        found.append(f"it must divide {shape.num_heads} attention heads")
+    if kv_heads % ranks and ranks % kv_heads:
+        found.append(f"it must divide {kv_heads} key heads, or they it")
+    if inputs.seq_len % ranks:
+        found.append(f"it must divide data.seq_len, {inputs.seq_len}")
+    if optimizer_class(inputs) == "BF16_Optimizer":
+        found.append("stage 1 in bf16 with sums in fp32 fails in its step: use stage 2 or 3")
+    return [f"{_SEQUENCE} is {ranks}: {text}" for text in found]
+
+
+def _families(mark: str) -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if family.get(mark))

@@ -1,0 +1,134 @@
+"""Does the plan fit this machine? Asked before a device is touched, and when memory has run out."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from harness.estimate.changes import helpful_changes
+from harness.estimate.inputs import GIB, as_size
+from harness.estimate.timeline import Estimate
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+_CHANGES_SHOWN = 4
+RUNS = "runs"  # where a run without run.dir is made
+
+
+def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -> list[str]:
+    """What the run needs and this machine lacks, with the single changes that would help.
+
+    `free_gpu`: bytes of this rank's GPU; `free_host`: of the node, for all its ranks; None where
+    nobody says.
+    """
+    ranks = estimate.inputs.gpus_per_node
+    if estimate.inputs.accelerator == "cpu":
+        return _short("host", estimate.cpu_bytes_per_node, free_host, estimate, ranks)
+    needed = estimate.worst.peak + estimate.process_bytes
+    return [
+        *_short("GPU", needed, free_gpu, estimate, 1),
+        *_short("host", estimate.host_bytes_per_node, free_host, estimate, 0),
+    ]
+
+
+def shortages_here(estimate: Estimate, local_rank: int, run_dir: str | None) -> list[str]:
+    """The same for the machine that this is, the GPU of this rank and the disk of the run."""
+    on_gpu = estimate.inputs.accelerator == "cuda"
+    return [
+        *shortages(estimate, free_on_gpu(local_rank) if on_gpu else None, free_on_host()),
+        *_short_disk(estimate.checkpoint_bytes, Path(run_dir or RUNS)),
+    ]
+
+
+def _short_disk(needed: int, run_dir: Path) -> list[str]:
+    """A save writes the new checkpoint before it removes an old one."""
+    folder = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    if needed <= free:
+        return []
+    return [
+        f"a checkpoint needs {as_size(needed)}, but {as_size(free)} are free in {folder}: make "
+        "room, or choose another run.dir; plan.force=true tries it all the same"
+    ]
+
+
+def memory_line(estimate: Estimate) -> str:
+    """Where the peak is and what it is made of, in one line."""
+    worst = estimate.worst
+    parts = sorted(worst.phase(worst.peak_phase).items(), key=lambda part: -part[1])[:3]
+    largest = ", ".join(f"{name} {_gib(size)}" for name, size in parts)
+    host = estimate.host_bytes_per_node
+    if estimate.inputs.accelerator == "cpu":
+        host = estimate.cpu_bytes_per_node
+    return (
+        f"{_gib(worst.peak)} in tensors per rank at most, in {worst.peak_phase} ({largest}); "
+        f"{_gib(host)} of host memory per node"
+    )
+
+
+def changes_that_help(estimate: Estimate, room_bytes: int | None) -> str:
+    """The gentlest single changes that make it fit `room_bytes`, or those that save most."""
+    changes = helpful_changes(replace(estimate, device_bytes=room_bytes))
+    if estimate.inputs.accelerator == "cpu":  # more ranks and offload fill the same memory
+        changes = [c for c in changes if "offload" not in c.text and "GPU" not in c.text]
+    fitting = [change for change in changes if change.estimate.verdict.startswith("fits")]
+    chosen = fitting or sorted(changes, key=lambda change: -change.saved_bytes)
+    listed = ", ".join(f"{c.text} (-{_gib(c.saved_bytes)})" for c in chosen[:_CHANGES_SHOWN])
+    if not listed:
+        return "no single change of this run would help"
+    return f"any one of these makes it fit: {listed}" if fitting else f"these save most: {listed}"
+
+
+def _short(
+    what: str, needed: int, free: int | None, estimate: Estimate, ranks_sharing: int
+) -> list[str]:
+    """`ranks_sharing` ranks keep their tensors there; 0 where only what is offloaded lies there."""
+    if free is None or needed <= free:
+        return []
+    advice = "use more nodes, or offload less"
+    if ranks_sharing:
+        advice = changes_that_help(estimate, free // ranks_sharing)
+    return [
+        f"the run needs {_gib(needed)} of {what} memory, but {_gib(free)} are free: {advice}; "
+        "plan.force=true tries it all the same"
+    ]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def free_on_gpu(local_rank: int, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Bytes free on a rank's GPU, as its driver says; None where it does not. Touches no device."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name for name in (visible or "").split(",") if name]
+    name = names[local_rank % len(names)] if names else str(local_rank)
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", name]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return int(done.stdout) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None  # no driver's tool here, or a slice of a GPU that it does not list
+
+
+def free_on_host() -> int | None:
+    """Bytes that the kernel can still give, within the limits of this process's control groups."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", (_PROC / "meminfo").read_text())
+        group = (_PROC / "self/cgroup").read_text().partition("::")[2].strip().lstrip("/")
+    except OSError:
+        return None
+    free = [int(found[1]) * 1024] if found else []
+    for folder in (_CGROUPS / group, *(_CGROUPS / group).parents):
+        try:
+            limit = int((folder / "memory.max").read_text())  # ValueError: "max"
+            used = re.search(r"^anon (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        free.append(limit - int(used[1] if used else 0))
+    return min(free, default=None)

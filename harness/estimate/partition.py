@@ -1,0 +1,88 @@
+"""How DeepSpeed cuts parameters into shards: padding, and whole parameters where it keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from harness.layout.tensors import Tensor
+
+# A flat buffer starts every shard on 4 bytes (stage_1_and_2.py, nccl_start_alignment_factor).
+_ALIGNMENT = 2
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One optimizer group as ZeRO 1 and 2 lay it out: back to back, padded, cut evenly."""
+
+    numels: tuple[int, ...]
+    shards: int
+
+    @property
+    def padded(self) -> int:
+        """Elements of the flat buffer."""
+        return self.shard * self.shards
+
+    @property
+    def shard(self) -> int:
+        """Elements of one rank's shard."""
+        return -(-sum(self.numels) // (_ALIGNMENT * self.shards)) * _ALIGNMENT
+
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """Per rank, elements of all parameters that begin, end or lie in its shard, in full.
+
+        ZeRO 1 and 2 copy reduced gradients out of the bucket by whole parameters
+        (stage_1_and_2.py, copy_grads_in_partition).
+        """
+        totals = [0] * self.shards
+        end = 0
+        for numel in self.numels:
+            begin, end = end, end + numel
+            for rank in range(begin // self.shard, (end - 1) // self.shard + 1):
+                totals[rank] += numel
+        return tuple(totals)
+
+    def elsewhere(self, rank: int, above: int) -> int:
+        """Elements of the parameters larger than `above` that do not touch a rank's shard."""
+        first, last = rank * self.shard, (rank + 1) * self.shard
+        ends = zip(self.numels, accumulate(self.numels), strict=True)
+        return sum(
+            numel for numel, end in ends if numel > above and (end <= first or end - numel >= last)
+        )
+
+    def end_padding(self, rank: int) -> int:
+        """Elements of a rank's shard that belong to no parameter."""
+        return min(self.shard, max(0, (rank + 1) * self.shard - sum(self.numels)))
+
+
+def flat_groups(groups: Sequence[Sequence[Tensor]], shards: int) -> list[Flat]:
+    """The groups of an optimizer, each flattened."""
+    return [Flat(tuple(tensor.numel for tensor in group), shards) for group in groups]
+
+
+def piece(numel: int, shards: int) -> int:
+    """Elements of one rank's part of a parameter that ZeRO 3 cuts by itself, padding included."""
+    return -(-numel // shards)
+
+
+def sub_groups(groups: Sequence[Sequence[Tensor]], shards: int, limit: int) -> list[int]:
+    """Elements of each sub-group that ZeRO 3 steps at a time (stage3.py, _create_fp16_sub_groups).
+
+    A sub-group closes with the parameter that reaches `limit`.
+    """
+    sizes = []
+    for group in groups:
+        pieces = [piece(tensor.numel, shards) for tensor in group]
+        if limit >= sum(pieces):
+            sizes.append(sum(pieces))
+            continue
+        filled = 0
+        for index, numel in enumerate(pieces):
+            filled += numel
+            if filled >= limit or index == len(pieces) - 1:
+                sizes.append(filled)
+                filled = 0
+    return sizes

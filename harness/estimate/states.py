@@ -1,0 +1,269 @@
+"""Model states: weights, gradients, master weights, moments; as DeepSpeed 0.19.8 allocates them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.estimate.inputs import (
+    ALWAYS,
+    BACKWARD,
+    FP32,
+    STEPPED,
+    Held,
+    Inputs,
+    Place,
+)
+from harness.estimate.partition import Flat, flat_groups, piece, sub_groups
+from harness.layout.optimizers import OPTIMIZERS
+from harness.layout.tensors import Tensor
+
+_READY = frozenset({"gradients_ready", "norm"})
+_REDUCED = _READY | {"reduce"}
+_FORWARD = frozenset({"forward", "loss"})
+
+
+def optimizer_class(inputs: Inputs) -> str:
+    """The class that DeepSpeed wraps the optimizer in (engine.py, _do_optimizer_sanity_check)."""
+    zero = inputs.zero
+    if zero.stage == 3:
+        return "DeepSpeedZeroOptimizer_Stage3"
+    if zero.stage in (1, 2):
+        wide_sums = inputs.precision == "bf16" and inputs.sum_bytes == FP32
+        if wide_sums and zero.stage == 1 and zero.offload_optimizer == "device":
+            return "BF16_Optimizer"
+        return "DeepSpeedZeroOptimizer"
+    if inputs.precision == "fp32":
+        return "none"
+    if inputs.precision == "bf16" and inputs.grid.pipeline > 1:
+        return "BF16_Optimizer"
+    return "FP16_Optimizer"
+
+
+def model_states(inputs: Inputs, rank: int) -> list[Held]:
+    """Weights, gradients and optimizer states of ZeRO's rank `rank`, on device and host."""
+    kinds = {
+        "none": _plain,
+        "FP16_Optimizer": _fp16,
+        "BF16_Optimizer": _bf16,
+        "DeepSpeedZeroOptimizer": _zero12,
+        "DeepSpeedZeroOptimizer_Stage3": _zero3,
+    }
+    return [held for held in kinds[optimizer_class(inputs)](inputs, rank) if held.bytes]
+
+
+def moment_bytes(inputs: Inputs) -> float:
+    """Bytes of optimizer state per element, besides the master weight; a mean over the model."""
+    name = inputs.zero.optimizer
+    if name == "sgd":
+        return FP32 if inputs.zero.momentum else 0
+    if inputs.zero.half_moments:
+        return 4
+    tensors = inputs.shape.tensors()
+    if name == "muon":  # one moment of what it steps, Adam's two of the rest
+        return 8 - 4 * sum(t.numel for t in tensors if _by_muon(t)) / inputs.parameters
+    if name == "adafactor":  # a mean per row and per column of a matrix
+        kept = sum(sum(t.shape) if len(t.shape) == 2 else t.numel for t in tensors)
+        return FP32 * kept / inputs.parameters
+    kinds = {kind.json_type.lower(): kind for kind in OPTIMIZERS.values()}
+    return kinds[name].state_bytes
+
+
+def _by_muon(tensor: Tensor) -> bool:
+    return len(tensor.shape) >= 2 and tensor.kind not in ("embedding", "head")
+
+
+def _moments(inputs: Inputs, elements: int) -> int:
+    return int(moment_bytes(inputs) * elements)
+
+
+def master_bytes(inputs: Inputs) -> int:
+    """Bytes of a master weight."""
+    return 2 if inputs.zero.half_master else FP32
+
+
+def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
+    size = inputs.element_bytes * inputs.parameters
+    yield Held("parameters", size, ALWAYS, "measured")
+    yield from _full_gradients(inputs, size)
+    yield Held("moments", _moments(inputs, inputs.parameters), STEPPED, "measured")
+    yield from _temporaries(inputs, max(tensor.numel for tensor in inputs.shape.tensors()))
+
+
+def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
+    """What an optimizer's arithmetic holds beside the `largest` tensor that it steps.
+
+    torch's Adam holds a root and a quotient, ours (engine/optimizers.py) one update; DeepSpeed's
+    nothing. Adagrad holds a decayed gradient and a root; Muon an update, and two whole matrices in
+    bf16; 8-bit Adam on a CPU its moments unpacked.
+    """
+    in_step = frozenset({"step"})
+    if inputs.zero.torch_adam:
+        yield Held("step temporaries", 2 * master_bytes(inputs) * largest, in_step, "measured")
+        return
+    name = inputs.zero.optimizer
+    unpacked = 5 if inputs.accelerator == "cpu" else 0
+    copies = {"adamw": 0, "adam": 0, "adagrad": 2, "adamw8bit": unpacked}.get(name, 1)
+    matrices = [t.numel for t in inputs.shape.tensors() if _by_muon(t)]
+    whole = 4 * max(matrices, default=0) if name == "muon" else 0
+    yield Held("step temporaries", FP32 * copies * largest + whole, in_step, "read")
+
+
+def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
+    """Whole gradients: there from the first micro-batch's backward to the step."""
+    lives = frozenset({"backward_last", "cast", "step"}) | _REDUCED
+    yield Held("gradients", size, lives, "measured")
+    if inputs.accumulates:
+        yield Held("gradients", size, _FORWARD | {"backward_first"}, "measured")
+
+
+def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
+    # fp16/fused_optimizer.py: moments at once; a step holds a list of fp32 gradients and its copy.
+    count = inputs.parameters
+    size = inputs.element_bytes * count
+    yield Held("parameters", size, ALWAYS, "read")
+    yield Held("master", FP32 * count, ALWAYS, "read")
+    yield Held("moments", _moments(inputs, count), ALWAYS, "read")
+    yield from _full_gradients(inputs, size)
+    yield Held("fp32 gradients", FP32 * count, frozenset({"cast", "step"}), "read")
+    yield Held("fp32 gradients copy", FP32 * count, frozenset({"cast"}), "read")
+
+
+def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
+    # bf16_optimizer.py: sums of the whole model, permanent, beside the bf16 gradients, which the
+    # next backward pass sets to zero.
+    flats = flat_groups(inputs.groups(), inputs.shards)
+    whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
+    yield Held("parameters", 2 * whole, ALWAYS, "measured")
+    yield Held("master", FP32 * shard, ALWAYS, "measured")
+    yield Held("moments", _moments(inputs, shard), STEPPED, "measured")
+    yield Held("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
+    if inputs.sum_bytes != FP32:
+        yield Held("fp32 gradients", FP32 * shard, frozenset({"step"}), "read")
+    yield from _full_gradients(inputs, 2 * inputs.parameters)
+    yield from _temporaries(inputs, max(flat.shard for flat in flats))
+
+
+def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
+    flats = flat_groups(inputs.groups(), inputs.shards)
+    shard = sum(flat.shard for flat in flats)
+    where = inputs.zero.offload_optimizer
+    where = "host" if where == "nvme" else where
+    yield Held("parameters", inputs.element_bytes * _sum_padded(flats), ALWAYS, "measured")
+    yield Held("master", master_bytes(inputs) * shard, ALWAYS, "measured", where)
+    yield Held("moments", _moments(inputs, shard), STEPPED, "measured", where)
+    if where == "host":
+        yield from _offloaded_gradients12(inputs, flats, rank, shard)
+    else:
+        yield from _gradients12(inputs, flats, rank, shard)
+        yield from _temporaries(inputs, max(flat.shard for flat in flats))
+
+
+def _widened(inputs: Inputs) -> bool:
+    """Whether gradients are summed in fp32 though the model computes in 16 bits."""
+    return inputs.element_bytes != FP32 and inputs.sum_bytes == FP32
+
+
+def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> Iterator[Held]:
+    element = inputs.element_bytes
+    if _widened(inputs):
+        # One flat buffer (_build_compact_grad_partition_buffer) that the step takes as it is.
+        # Stage 1 makes it at the boundary, stage 2 in the first reduction, over all micro-batches.
+        begins = BACKWARD if inputs.zero.stage == 2 else frozenset()
+        begins |= _FORWARD if inputs.zero.stage == 2 and inputs.grad_accum > 1 else frozenset()
+        lives = begins | _REDUCED | {"cast", "step"}
+        yield Held("gradients", FP32 * shard, lives, "measured")
+    else:
+        whole = sum(flat.whole[rank] + flat.end_padding(rank) for flat in flats)
+        begins = BACKWARD if inputs.zero.stage == 2 else frozenset()
+        lives = begins | _REDUCED | {"cast", "step"}
+        yield Held("gradients", element * whole, lives, "measured")
+        if inputs.zero.stage == 2 and inputs.grad_accum > 1:
+            # The sums so far, beside what this backward reduces.
+            yield Held("gradients", element * whole, _FORWARD | BACKWARD, "read")
+        # Group after group: the flat copy, and the fp32 gradient that the optimizer is given.
+        largest = max(flat.shard for flat in flats)
+        flat_lives = frozenset({"cast"} if element != FP32 else {"cast", "step"})
+        yield Held("flat gradients", element * largest, flat_lives, "measured")
+        if element != FP32:
+            cast = master_bytes(inputs) * largest
+            yield Held("fp32 gradients", cast, frozenset({"cast", "step"}), "measured")
+    if inputs.zero.stage == 1:
+        yield from _unreduced(inputs, flats, rank)
+
+
+def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[Held]:
+    """Stage 1 keeps whole gradients until the boundary, and over all micro-batches."""
+    size = inputs.sum_bytes * inputs.parameters
+    yield Held("gradients", size, frozenset({"backward_last", "reduce"}), "measured")
+    if inputs.accumulates:
+        yield Held("gradients", size, _FORWARD | {"backward_first"}, "read")
+    if _widened(inputs):
+        # Only parameters of this rank's shard drop their sum; the others' stay, in the bucket or,
+        # where they are larger than it, by themselves, until the step.
+        bucket = inputs.zero.reduce_bucket
+        alone = sum(flat.elsewhere(rank, bucket) for flat in flats)
+        left = FP32 * (alone + bucket) if inputs.shards > 1 else 0
+        yield Held("gradients of other shards", left, _READY | {"cast"}, "measured")
+
+
+def _offloaded_gradients12(
+    inputs: Inputs, flats: list[Flat], rank: int, shard: int
+) -> Iterator[Held]:
+    element = inputs.element_bytes
+    largest = max(numel for flat in flats for numel in flat.numels)
+    yield Held("fp32 gradients", master_bytes(inputs) * shard, ALWAYS, "measured", "host")
+    yield Held("parameter staging", element * shard, ALWAYS, "measured", "host")
+    yield Held("gradient staging", element * largest, ALWAYS, "measured", "host")
+    yield Held("gradient staging", element * largest, ALWAYS, "measured")
+    if _widened(inputs):
+        yield Held("gradients", FP32 * shard, _REDUCED, "measured")
+    elif inputs.grad_accum > 1 and inputs.zero.stage == 2:
+        whole = sum(flat.whole[rank] for flat in flats)
+        yield Held("gradient sums", element * whole, STEPPED, "measured", "host")
+    if inputs.zero.stage == 1:
+        yield from _unreduced(inputs, flats, rank)
+
+
+def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
+    zero, shards, element = inputs.zero, inputs.shards, inputs.element_bytes
+    groups = inputs.groups()
+    pieces = sum(piece(tensor.numel, shards) for group in groups for tensor in group)
+    subs = sub_groups(groups, shards, zero.sub_group_size)
+    offload = zero.offload_optimizer
+    away = sum(subs[int((1 - zero.offload_ratio) * len(subs)) :]) if offload != "device" else 0
+    yield Held("parameters", element * pieces, ALWAYS, "measured", zero.offload_param)
+    persistent = sum(
+        tensor.numel
+        for group in groups
+        for tensor in group
+        if tensor.numel <= zero.persistence_threshold and shards > 1
+    )
+    yield Held(
+        "persistent parameters", element * persistent, ALWAYS - {"build", "built"}, "measured"
+    )
+    optimizer: tuple[tuple[Place, int], ...] = (("device", pieces - away), (offload, away))
+    for where, count in optimizer:
+        yield Held("master", master_bytes(inputs) * count, ALWAYS, "measured", where)
+        yield Held("moments", _moments(inputs, count), STEPPED, "measured", where)
+    yield Held(
+        "gradients",
+        inputs.sum_bytes * pieces,
+        ALWAYS,
+        "measured",
+        "host" if offload != "device" else "device",
+    )
+    yield Held("fp32 gradients", master_bytes(inputs) * away, ALWAYS, "measured", offload)
+    if offload == "device":
+        largest = max(subs)
+        yield Held("flat gradients", inputs.sum_bytes * largest, frozenset({"cast"}), "read")
+        cast = master_bytes(inputs) * largest
+        yield Held("fp32 gradients", cast, frozenset({"cast", "step"}), "read")
+        yield from _temporaries(inputs, largest)
+    if zero.secondary_ranks > 1:
+        # hpZ: cut anew in every forward pass, forgotten in every step.
+        second = element * inputs.parameters // min(zero.secondary_ranks, shards)
+        yield Held("secondary parameters", second, ALWAYS - {"between_steps"}, "measured")
+
+
+def _sum_padded(flats: list[Flat]) -> int:
+    return sum(flat.padded for flat in flats)

@@ -1,0 +1,1 @@
+"""Files as they come from others: regular, bounded, of a known kind."""

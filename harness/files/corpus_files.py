@@ -1,0 +1,164 @@
+"""The files that data.path leads to, without reading them.
+
+Data of another kind is never read as text: it would be trained on without a word. `data.format`
+says what the names of files do not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from harness.errors import ConfigError
+from harness.files.file_kinds import Format, kind_of
+from harness.files.paths import user_path
+
+CorpusKind = Literal["library", "text", "indexed"]
+_OTHER_HALF = {".bin": ".idx", ".idx": ".bin"}
+_SKIPPED_FOLDERS = {"dist-packages", "idle_test", "idlelib", "site-packages", "test", "tests"}
+# A dict of manual pages: read as prose, one document each, after all sources.
+TOPICS = Path("pydoc_data", "topics.py")
+
+
+@dataclass(frozen=True)
+class CorpusFiles:
+    """Files that hold documents. `path` is the prefix of the pair when `kind` is "indexed"."""
+
+    kind: CorpusKind
+    path: Path
+    files: tuple[Path, ...]
+    format: Format | None = None
+    """What all files are; None: what their names say."""
+    left_out: str = ""
+    """Files of a folder that are not read, counted by kind: "2 .png, 1 link to a folder"."""
+
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.stat().st_size for file in self.files)
+
+
+def find_files(
+    path: str | None, format: Format | None = None, at_most: int | None = None
+) -> CorpusFiles:
+    """The files that `data.path` names: None is Python's library.
+
+    Raises ConfigError if there is no text, or data that is not text. `at_most` ends the walk
+    through a folder after so many files.
+    """
+    if path is None:
+        return _library()
+    named = user_path("data.path", path)
+    try:
+        return _files_of(named, path, format, at_most)
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+
+
+def _files_of(named: Path, path: str, format: Format | None, at_most: int | None) -> CorpusFiles:
+    is_half = format is None and named.suffix in (".bin", ".idx")
+    prefix = named.with_suffix("") if is_half else named
+    pair = (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
+    if is_half or (not named.exists() and any(file.exists() for file in pair)):
+        return CorpusFiles("indexed", prefix, pair)
+    if not named.exists():
+        raise ConfigError(f"data.path: {path} does not exist (nor {pair[0].name} beside it)")
+    left_out = ""
+    if named.is_dir():
+        files, left_out = _files_in(named, format, at_most)
+    elif named.is_file():
+        files = (named,)
+    else:
+        raise ConfigError(
+            f"data.path: {path} is a device, pipe or socket: give a file, a folder or a .bin/.idx "
+            "pair (text is read more than once)"
+        )
+    if not any(file.stat().st_size for file in files):
+        rest = f", and {left_out} that cannot be read as text" if left_out else ""
+        raise ConfigError(f"data.path: {path} is empty: {len(files)} files, 0 bytes{rest}")
+    if files == (named,) and (why_not := kind_of(named, format)[1]):
+        raise ConfigError(f"data.path: {path} {why_not}")
+    return CorpusFiles("text", named, files, format, left_out)
+
+
+def _files_in(
+    folder: Path, format: Format | None, at_most: int | None
+) -> tuple[tuple[Path, ...], str]:
+    """The documents in a folder in order, and what else it holds; ConfigError for other data."""
+    files: list[Path] = []
+    left_out = Counter[str]()
+    refused: dict[str, list[Path]] = {}
+    pairs: list[Path] = []
+    for file in itertools.islice(_walk(folder, left_out), at_most):
+        other = None if format else _OTHER_HALF.get(file.suffix)
+        if other and file.with_suffix(other).exists():
+            pairs.append(file.with_suffix(""))
+            continue
+        kind, why_not = kind_of(file, format)
+        if kind == "data":
+            refused.setdefault(why_not, []).append(file)
+        elif kind == "binary":
+            left_out[file.suffix.lower() or "without a suffix"] += 1
+        else:
+            files.append(file)
+    problems = [
+        f"data.path: {folder} holds {_count(others)}, which {why_not}; or move it elsewhere"
+        for why_not, others in refused.items()
+    ]
+    if pairs:
+        problems.append(
+            f"data.path: {folder} holds {len(pairs) // 2} .bin/.idx pairs: name one, as in "
+            f"data.path={min(pairs)}; Megatron-LM's tools/merge_datasets.py makes one of several"
+        )
+    if problems:
+        raise ConfigError(problems)
+    ordered = sorted(files, key=lambda file: file.relative_to(folder).parts)
+    counts = sorted((+left_out).items(), key=lambda item: (-item[1], item[0]))
+    return tuple(ordered), ", ".join(f"{count} {what}" for what, count in counts)
+
+
+def _count(files: list[Path]) -> str:
+    more = f" and {len(files) - 1} more of its kind" if len(files) > 1 else ""
+    return f"{min(files).name}{more}"
+
+
+def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
+    """Every visible file under a folder; what is none is counted. Raises OSError."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for root, folders, names in os.walk(folder, onerror=stop):
+        visible = [name for name in folders if not name.startswith(".")]
+        left_out["links to folders"] += sum(Path(root, name).is_symlink() for name in visible)
+        folders[:] = visible
+        for name in names:
+            file = Path(root, name)
+            if name.startswith("."):
+                continue
+            if file.is_file():
+                yield file
+            else:
+                left_out["pipes, devices or broken links"] += 1
+
+
+def _library() -> CorpusFiles:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    kept = []
+    for folder, folders, names in os.walk(root):
+        # Not entered: site-packages alone may hold a hundred times as many files.
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        inside = Path(folder).relative_to(root)
+        kept += [inside / name for name in names if name.endswith(".py")]
+    if not kept:
+        raise ConfigError(
+            f"data.path: this Python keeps no sources under {root}; give a file or folder of text"
+        )
+    ordered = sorted(kept, key=lambda file: (file == TOPICS, file.parts))
+    files = tuple(root / file for file in ordered)
+    return CorpusFiles("library", root, files)

@@ -1,0 +1,110 @@
+"""Records of a run: JSON objects, in a file or a line, read as far as they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.errors import CannotSave, ConfigError, Unusable
+from harness.files.regular_file import open_regular, read_json
+
+_MOST_BYTES = 2**28
+_LOG = logging.getLogger(__name__)
+
+
+class Unreadable(ConfigError):
+    """A record that is no JSON, or not what its name says; the message names the file."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises CannotSave, which names the file, for whatever the system says about writing it."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotSave(
+            f"{path} cannot be written ({error.strerror or error}): make room, or see to its disk; "
+            "the same command then goes on from the newest checkpoint"
+        ) from error
+
+
+def as_line(record: dict[str, Any]) -> str:
+    """A record as a line."""
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def as_text(value: dict[str, Any]) -> str:
+    """A record as a file."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value read from a record is a whole number that counts something."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a file, None without the file. Raises Unreadable."""
+    try:
+        value = read_json(path, _MOST_BYTES, links=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, Unusable) as error:
+        raise Unreadable(str(error)) from error
+    if not isinstance(value, dict):
+        raise Unreadable(f"{path} is damaged: it holds {type(value).__name__}, not an object")
+    return value
+
+
+def read_lines(path: Path, needed: str) -> Iterator[dict[str, Any]]:
+    """The finished lines of a .jsonl file that are objects with the key `needed`; what follows the
+    last newline is still being written.  Others are left out with a warning: a disk made them.
+
+    Raises Unreadable for anything else than a file.
+    """
+    if (opened := _opened(path)) is None:
+        return
+    with io.TextIOWrapper(opened, encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith("\n"):
+                return
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict) and needed in line:
+                yield line
+            else:
+                _LOG.warning("%s: line %d is damaged and left out", path, number)
+
+
+def require_file(path: Path) -> None:
+    """Raise Unreadable where something else than a file is at `path`; nothing may be there."""
+    if (opened := _opened(path)) is not None:
+        opened.close()
+
+
+def _opened(path: Path) -> io.BufferedReader | None:
+    try:
+        return open_regular(path, links=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, Unusable) as error:
+        raise Unreadable(str(error)) from error
+
+
+def _finite(value: Any) -> Any:
+    """Floats that JSON has no word for become "nan", "inf", "-inf": visible, and still JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

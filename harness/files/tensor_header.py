@@ -1,0 +1,117 @@
+"""What a safetensors file holds, by its header alone: checked against the file's size.
+
+The format (github.com/huggingface/safetensors#format): 8 bytes for the header's length, the header
+as JSON, then the tensors without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from harness.errors import Unusable
+from harness.files.regular_file import open_regular
+from harness.files.table import Table
+
+MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_POINTER = b"version https://git-lfs"
+# Of an element, by dtype; of others only the place is checked.
+_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file; its bytes are [`start`, `end`) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def read_header(path: Path, links: bool = False) -> dict[str, StoredTensor]:
+    """The tensors of a file. Raises Unusable for what is no whole safetensors file, and OSError."""
+    with open_regular(path, links) as file:
+        return header_of(file, path)
+
+
+def header_of(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
+    """The tensors of an open file; see `read_header`."""
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(len(_POINTER))
+    if len(start) < 8:
+        raise Unusable(f"{path} has {size} bytes: it is empty, or cut off")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > min(size - 8, MOST_HEADER_BYTES):
+        raise Unusable(f"{path} has {size} bytes and is no safetensors file: {_looks_like(start)}")
+    file.seek(8)
+    try:
+        content = json.loads(file.read(length))
+    except (ValueError, RecursionError):
+        raise Unusable(
+            f"{path} has {size} bytes and is no safetensors file: its header is no JSON"
+        ) from None
+    tensors = _tensors(Table(content, path), 8 + length)
+    end = max((tensor.end for tensor in tensors.values()), default=8 + length)
+    if end != size:
+        raise Unusable(
+            f"{path} has {size} bytes, but its tensors end at {end}: "
+            + ("it is cut off; copy or download it again" if end > size else "something follows")
+        )
+    return tensors
+
+
+def _tensors(content: Table, base: int) -> dict[str, StoredTensor]:
+    tensors = {}
+    for name, about in content.tables():
+        if name == "__metadata__":
+            continue
+        offsets = about.counts("data_offsets")
+        if len(offsets) != 2:
+            raise Unusable(f"{content.file}: {name} has {len(offsets)} data_offsets, not 2")
+        first, end = offsets
+        tensors[name] = StoredTensor(
+            about.text("dtype"), about.counts("shape"), base + first, base + end
+        )
+    place = base
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if tensor.start != place or tensor.end < place:
+            raise Unusable(
+                f"{content.file}: the bytes of {name} begin at {tensor.start - base} behind the "
+                f"header, not where the tensor before ends ({place - base})"
+            )
+        if (width := _BYTES.get(tensor.dtype)) and tensor.numel * width != tensor.end - place:
+            raise Unusable(
+                f"{content.file}: {name} has {tensor.end - place} bytes, not those of "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        place = tensor.end
+    return tensors
+
+
+def _looks_like(start: bytes) -> str:
+    """The likely origin of a file that begins so."""
+    if start == _POINTER:
+        return "it is a git-lfs pointer; run `git lfs pull` in its folder"
+    if start.startswith((b"<!DOCTYPE", b"<html", b"<!doctype")):
+        return "it is a web page; download the file itself"
+    if start.startswith(b"PK") or start[:1] == b"\x80":
+        return "it is a pickle of torch.save; convert it"
+    if start.startswith((b"GGUF", b"\x1f\x8b")):
+        return "it is a GGUF or a compressed file"
+    return "it begins with other bytes"

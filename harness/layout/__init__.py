@@ -1,0 +1,1 @@
+"""How ranks divide a model, from the standard library alone."""

@@ -1,0 +1,161 @@
+"""How decoder layers are split over pipeline stages, and when each stage works on what.
+
+A pipelined model is a list of units in forward order (`Body.units`): unit 0 is all before the
+decoder layers, units 1 to L are those layers, unit L + 1 is all after them.  A split is a tuple of
+bounds, as long as there are stages and one more: stage s holds units [bounds[s], bounds[s + 1]),
+(0, 9, 18) being 8 of 16 layers on either side.  Every stage holds at least one decoder layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+from harness.layout.shape import Shape, flops_per_unit, num_parameters
+from harness.layout.tensors import Body
+
+Bounds = tuple[int, ...]
+Work = tuple[Literal["forward", "backward"], int] | None
+"""What a stage does with which micro-batch; None where it waits."""
+
+
+def split(shape: Shape, stages: int, seq_len: int, recompute: bool = False) -> Bounds:
+    """The split in which the slowest stage has least to do: FLOPs of forward and backward pass.
+
+    `recompute`: whether decoder layers run forward twice (activation checkpointing), a third more
+    work; head and embedding do not.  Raises ValueError for more stages than decoder layers.
+    """
+    flops = flops_per_unit(shape, seq_len)
+    before, *layers, after = flops
+    weights = [3 * before, *(layer * (4 if recompute else 3) for layer in layers), 3 * after]
+    ends = [0, *accumulate(weights)]
+    return balanced(shape.num_layers, stages, lambda _stage, begin, end: ends[end] - ends[begin])
+
+
+def balanced(num_layers: int, stages: int, cost: Callable[[int, int, int], int]) -> Bounds:
+    """The split whose costliest stage costs least; `cost(stage, begin, end)` of units [begin, end).
+
+    Exact: dynamic programming over stages.  Of several, that with the least sum of squares, then
+    that with fewer layers on earlier stages, which keep more micro-batches in flight.  Raises
+    ValueError for more stages than layers.
+    """
+    _check_each_has_a_layer(num_layers, stages)
+
+    def search(most: int | None) -> tuple[int, Bounds]:
+        """By the largest cost or, once that is known, by the sum of squares."""
+        found: dict[int, tuple[int, Bounds]] = {0: (0, (0,))}  # by the unit that comes next
+        for stage in range(stages):
+            # The stages after this one need a layer each.
+            ends = range(stage + 2, num_layers - stages + stage + 3)
+            options: dict[int, tuple[int, Bounds]] = {}
+            for end in ends if stage < stages - 1 else (num_layers + 2,):
+                for begin, (value, bounds) in found.items():
+                    here = cost(stage, begin, end) if begin < end else None
+                    if here is None or (most is not None and here > most):
+                        continue
+                    total = max(value, here) if most is None else value + here * here
+                    option = (total, (*bounds, end))
+                    options[end] = min(option, options.get(end, option))
+            found = options
+        return found[num_layers + 2]
+
+    largest, _ = search(None)
+    return search(largest)[1]
+
+
+def split_evenly(num_layers: int, stages: int) -> Bounds:
+    """The same number of layers everywhere, for models of which only that number is known.
+
+    What is left over goes to the stages after the first, which has the embedding, and before the
+    last, which has the head.  Raises ValueError for more stages than layers.
+    """
+    _check_each_has_a_layer(num_layers, stages)
+    each, left = divmod(num_layers, stages)
+    fuller = [*range(1, stages - 1), 0][:left]
+    layers = [each + (stage in fuller) for stage in range(stages)]
+    return bounds_of(layers, num_layers, stages)
+
+
+def bounds_of(layers_per_stage: Sequence[Any], num_layers: int, stages: int) -> Bounds:
+    """The split with these numbers of decoder layers on the stages, in order.
+
+    Raises ValueError for numbers that are no such split.
+    """
+    given = list(layers_per_stage)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in given):
+        raise ValueError(f"{given}: every stage holds a whole number of decoder layers, at least 1")
+    if len(given) != stages:
+        raise ValueError(f"{given} lists {len(given)} stages of {stages}")
+    if sum(given) != num_layers:
+        raise ValueError(f"{given} holds {sum(given)} decoder layers of {num_layers}")
+    ends = [1 + end for end in accumulate(given)]
+    return 0, *ends[:-1], num_layers + 2
+
+
+def layers_per_stage(bounds: Bounds) -> tuple[int, ...]:
+    """Decoder layers on each stage; the inverse of `bounds_of`."""
+    ends = [1, *bounds[1:-1], bounds[-1] - 1]
+    return tuple(end - begin for begin, end in pairwise(ends))
+
+
+def stage_shape(shape: Shape, bounds: Bounds, stage: int) -> Shape:
+    """The part of a model that one stage holds, its layers counted from 0.
+
+    A tied embedding is on the first stage and, as the head, on the last: each keeps a copy.
+    """
+    begin, end, last = bounds[stage], bounds[stage + 1], bounds[-1] - 1
+    layers = slice(max(begin, 1) - 1, min(end, last) - 1)
+    body, after = shape.body, shape.body.after if end > last else ()
+    if stage and end > last and shape.tied:
+        after += body.before[:1]
+    before = () if stage else body.before
+    held = Body(before, body.layer_prefix, body.layers[layers], after)
+    windows = shape.sliding_windows[layers]
+    return replace(shape, num_layers=len(held.layers), sliding_windows=windows, body=held)
+
+
+def stage_parameters(shape: Shape, bounds: Bounds) -> tuple[int, ...]:
+    """Parameters on each stage; a tied embedding counts on both of its."""
+    return tuple(
+        num_parameters(stage_shape(shape, bounds, stage)) for stage in range(len(bounds) - 1)
+    )
+
+
+def in_flight(stages: int, stage: int, micro_batches: int) -> int:
+    """Micro-batches whose forward pass a stage has done and whose backward pass not, at most.
+
+    The warm-up of 1F1B (PipeDream-Flush, arXiv 2006.09503); DeepSpeed's num_pipe_buffers.
+    """
+    return min(stages - stage, micro_batches)
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Share of a step that every stage waits, were all stages equally fast.
+
+    (p - 1) / (m + p - 1): GPipe, arXiv 1811.06965, section 2.3; 1F1B has the same.
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def schedule(stages: int, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
+    """What each stage does at each tick of one step: DeepSpeed's TrainSchedule, which is 1F1B.
+
+    Forward and backward pass take a tick each; a stage's peers one further are one tick apart.
+    """
+    rows: list[list[Work]] = []
+    for stage in range(stages):
+        row: list[Work] = [None] * (2 * (micro_batches + stages - 1))
+        for batch in range(micro_batches):
+            row[2 * batch + stage] = ("forward", batch)
+            row[2 * batch + 2 * stages - 1 - stage] = ("backward", batch)
+        rows.append(row)
+    return tuple(map(tuple, rows))
+
+
+def _check_each_has_a_layer(num_layers: int, stages: int) -> None:
+    if stages > num_layers:
+        raise ValueError(
+            f"{stages} pipeline stages for {num_layers} decoder layers: every stage needs one"
+        )

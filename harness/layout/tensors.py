@@ -1,0 +1,117 @@
+"""A model's parameters by name, shape and kind.
+
+Names and shapes, not totals, because DeepSpeed shards, buckets and pads whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from harness.layout.sizes import FAMILIES, Keys, Sizes
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter: its name within the model (or within its layer) and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    """embedding, attention, mlp, router, experts, norm, projection or head; a bias has the kind
+    of its weight."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Body:
+    """A model's tensors in the order in which a forward pass meets them."""
+
+    before: tuple[Tensor, ...]
+    """Embeddings and what follows them; names within the model."""
+    layer_prefix: str
+    """What stands before the index of a layer in a name, such as "model.layers."."""
+    layers: tuple[tuple[Tensor, ...], ...]
+    """Per layer; names within the layer."""
+    after: tuple[Tensor, ...]
+    """Final norm and head; names within the model.  A tied head has no tensor of its own."""
+
+    @property
+    def units(self) -> tuple[tuple[Tensor, ...], ...]:
+        """What a pipeline may cut between: before the layers, every layer, after them."""
+        return self.before, *self.layers, self.after
+
+
+def build_body(sizes: Sizes, keys: Keys) -> Body:
+    """The tensors that the modules of the model's family come to; families.toml has the grammar."""
+    family = FAMILIES[sizes.model_type]
+    on = {name for name, default in family["flags"].items() if keys.flag(name, default)}
+    on |= {*family.get("always", ()), *([] if sizes.tied else ["untied"])}
+    embedded = keys.size("word_embed_proj_dim", default=sizes.hidden_size)
+    on |= {"projected"} if embedded != sizes.hidden_size else set()
+    on |= {"one_norm"} if keys.config.get("num_ln_in_parallel_attn") == 1 else set()
+    widths = {
+        "hidden": sizes.hidden_size,
+        "embedded": embedded,
+        "q": sizes.q_size,
+        "kv": sizes.kv_size,
+        "head": sizes.head_dim,
+        "width": sizes.intermediate_size,
+        "vocab": sizes.vocab_size,
+        "positions": sizes.max_positions,
+        "experts": sizes.num_experts,
+        "expert_width": sizes.expert_size,
+    }
+
+    def tensors(part: str, on: set[str]) -> tuple[Tensor, ...]:
+        return tuple(tensor for line in family[part] for tensor in _read_module(line, on, widths))
+
+    dense, sparse = tensors("layers", on), tensors("layers", on | {"sparse"})
+    layers = tuple(sparse if has_experts else dense for has_experts in _sparse(sizes, keys))
+    return Body(tensors("before", on), family["layer_prefix"], layers, tensors("after", on))
+
+
+def _sparse(sizes: Sizes, keys: Keys) -> list[bool]:
+    """Which layers have experts instead of an MLP: Qwen3-MoE may leave some out."""
+    every = keys.size("decoder_sparse_step", default=1)
+    dense = keys.config.get("mlp_only_layers") or ()
+    return [
+        sizes.num_experts > 0 and layer not in dense and (layer + 1) % every == 0
+        for layer in range(sizes.num_layers)
+    ]
+
+
+def _read_module(line: str, on: set[str], widths: dict[str, int]) -> Iterator[Tensor]:
+    """The weight and perhaps the bias of one module, given the flags that are on."""
+    kind, name, *words = line.split()
+    options = {}
+    while words[-1].startswith(("bias", "if=")):
+        key, _, value = words.pop().partition("=")
+        options[key] = value
+    if "if" in options and not all(_holds(flag, on) for flag in options["if"].split(",")):
+        return
+    sizes = tuple(_evaluate(word, widths) for word in words)
+    if kind == "stacked-experts":
+        yield Tensor(name, sizes, "experts")
+        return
+    kind, _, transposed = kind.partition("^")
+    as_written = transposed or kind in ("norm", "embedding")
+    yield Tensor(f"{name}.weight", sizes if as_written else sizes[::-1], kind)
+    bias = options.get("bias")
+    if bias is not None and (not bias or any(_holds(flag, on) for flag in bias.split("|"))):
+        yield Tensor(f"{name}.bias", sizes[-1:], kind)
+
+
+def _holds(flag: str, on: set[str]) -> bool:
+    return flag[1:] not in on if flag.startswith("!") else flag in on
+
+
+def _evaluate(expression: str, widths: dict[str, int]) -> int:
+    """A sum of products of numbers and widths, such as "q+2*kv"."""
+    terms = (term.split("*") for term in expression.split("+"))
+    return sum(prod(widths[f] if f in widths else int(f) for f in term) for term in terms)

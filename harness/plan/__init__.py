@@ -1,0 +1,1 @@
+"""Both configs and the world, made one Plan."""

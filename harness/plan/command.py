@@ -1,0 +1,186 @@
+"""The command line of train.py and of the tools that plan a run: argv -> Command -> Plan."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.assignments import assign_all, did_you_mean
+from harness.config.ds_check import own_key, own_names
+from harness.config.ds_json import Source, read_ds_json
+from harness.config.run_config import RunConfig, described_keys, known_keys
+from harness.config.run_file import load_run_config
+from harness.errors import ConfigError
+from harness.files.paths import expanded_path
+from harness.layout.world import World
+from harness.plan.make import check_json, make_plan
+from harness.plan.plan import Plan
+
+DS_PREFIX = "ds."
+DEFAULT_DS_JSON = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1.json"
+
+_EXAMPLES = """\
+examples:
+  deepspeed harness/train.py --deepspeed ds_configs/zero3.json
+  torchrun --nproc-per-node 2 harness/train.py train.steps=300 optim.lr=1e-3
+  python harness/train.py --dry-run --config run.toml model.name=llama-1b
+  srun python harness/train.py --deepspeed ds_configs/zero2.json run.dir=runs/first
+  deepspeed harness/train.py ds.zero_optimization.stage=2 ds.bf16.enabled=auto
+
+key=value sets a key of the run config, ds.key.sub=value one of the DeepSpeed JSON; values are
+TOML, a bare word is a string. Precedence: default < --config file < command line.
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user asked for, unread: no file has been opened yet."""
+
+    deepspeed_path: Path = DEFAULT_DS_JSON
+    config_path: Path | None = None
+    assignments: tuple[str, ...] = ()
+    dry_run: bool = False
+    trust_remote_code: bool = False
+    local_rank: int | None = None
+
+
+class _Keys(argparse.Action):
+    """Prints the keys of the run config and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """As argparse calls it."""
+        print(*described_keys(), sep="\n")
+        parser.exit()
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(expanded_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error}") from None
+
+
+def parse_command(argv: Sequence[str] | None = None) -> Command:
+    """Parse the command line; argparse exits with code 2 and a message for what it does not know.
+
+    `--local_rank`, which launchers inject, is accepted in both spellings.
+    """
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a decoder language model with DeepSpeed.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--deepspeed",
+        dest="deepspeed_path",
+        type=_path,
+        default=DEFAULT_DS_JSON,
+        metavar="JSON",
+        help="how the run is spread (default: ds_configs/zero1.json)",
+    )
+    parser.add_argument(
+        "--config",
+        dest="config_path",
+        type=_path,
+        metavar="TOML",
+        help="what is learned: a run config",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the plan and stop; needs no device"
+    )
+    parser.add_argument(
+        "--keys",
+        action=_Keys,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="list every key of the run config with its default",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run model code that comes with a hub repository",
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "assignments",
+        nargs="*",
+        metavar="key=value",
+        help="run config keys, or ds.* keys of the DeepSpeed JSON",
+    )
+    found, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        options = re.findall(r"--[\w-]+", parser.format_usage())
+        hints = (f"{word}{_hint(word.partition('=')[0], options)}" for word in unknown)
+        parser.error(f"unrecognized arguments: {', '.join(hints)}")
+    given = vars(found)
+    return Command(**{**given, "assignments": tuple(given["assignments"])})
+
+
+_LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--bind_")
+
+
+def _hint(option: str, known: list[str]) -> str:
+    """Where an option belongs that train.py does not have."""
+    if option.startswith(_LAUNCHERS):
+        return " (the launcher's: write it before harness/train.py)"
+    name = option.lstrip("-").replace("-", "_")
+    keys = [key for key in known_keys() if name in (key, key.rpartition(".")[2])]
+    if keys:
+        return f" (write {keys[0]}=VALUE)"
+    begun = next((name for name in known if option.startswith(name)), None)
+    return f"; did you mean {begun}?" if begun else did_you_mean(option, known)
+
+
+def _own_name(assignment: str) -> str:
+    """`key=value` for the JSON, with the key's own name: it takes the place of the file's."""
+    key, equals, value = assignment.partition("=")
+    return own_key(key.strip()) + equals + value
+
+
+def plan_from(
+    command: Command,
+    environ: Mapping[str, str] = os.environ,
+    world: World | None = None,
+    estimating: bool = False,
+) -> Plan:
+    """Read both files and make the plan. Raises one ConfigError with every problem of both.
+
+    `world` takes the place of what the environment says, for plans of machines that are elsewhere;
+    `estimating` as in `make_plan`.
+    """
+    problems: list[str] = []
+    run: RunConfig | None = None
+    ds: dict[str, Any] | None = None
+    run_texts = [text for text in command.assignments if not text.startswith(DS_PREFIX)]
+    ds_texts = [
+        _own_name(text[len(DS_PREFIX) :])
+        for text in command.assignments
+        if text.startswith(DS_PREFIX)
+    ]
+    try:
+        run = load_run_config(command.config_path, run_texts)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        ds = read_ds_json(command.deepspeed_path)
+        problems += own_names(ds, Source(str(command.deepspeed_path)))
+    except ConfigError as error:
+        problems += error.problems
+    assigned, wrong = assign_all(ds or {}, ds_texts)
+    problems += [f"{DS_PREFIX}{problem}" for problem in wrong]
+    source = Source(str(command.deepspeed_path), frozenset(assigned))
+    try:
+        world = world or World.from_environ(environ)
+    except ValueError as error:
+        raise ConfigError([*problems, str(error)]) from None
+    if problems or run is None or ds is None:
+        *_, wrong = check_json(ds or {}, world, source, estimating)
+        raise ConfigError([*problems, *wrong])
+    return make_plan(run, ds, world, ds_source=source, estimating=estimating)

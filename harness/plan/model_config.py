@@ -1,0 +1,157 @@
+"""`model.name` -> a Hugging Face model config as a plain dict, without transformers.
+
+A name is, in this order: a preset, a run folder, a config.json, a folder that holds one, or a hub
+id.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from harness.config.assignments import did_you_mean
+from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
+from harness.config.run_config import RunConfig, run_and_step
+from harness.errors import ConfigError, Unusable
+from harness.files.regular_file import read_json
+from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
+
+PRESETS = Path(__file__).resolve().parents[1] / "presets"
+
+# What a config.json may leave out; the file says what its tables mean.
+_UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
+# So like a preset that it is meant: the nearest hub id without a "/", gpt2-xl, has 0.63.
+_NEAR = 0.8
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+
+
+def preset_names() -> list[str]:
+    """The presets that ship with the harness."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_model_config(run: RunConfig) -> tuple[dict[str, Any], str]:
+    """The config of `model.name`, with overrides and dropout applied, and where it came from.
+
+    The source is "preset NAME", or the folder, file or hub id the config was read from (what
+    transformers needs for architectures that bring their own code). Raises ConfigError.
+    """
+    config, source = find_model_config(run.model.name, run.origin("model.name"))
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"model.name is {run.model.name!r}, but {source} has no model_type")
+    known = {*config, *_UNSAID["optional"].split()}
+    problems = [
+        f"model.overrides.{key} ({run.origin(f'model.overrides.{key}')}) is not a config key of "
+        f"{source}{did_you_mean(key, known)}"
+        for key in run.model.overrides
+        if key not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
+    config = _merged(config, run.model.overrides)
+    config |= _dropouts(config, run)
+    if problems := list(value_problems(config, run, source)):
+        raise ConfigError(problems)
+    return config, source
+
+
+def find_model_config(
+    name: str, origin: str = "default", key: str = "model.name"
+) -> tuple[dict[str, Any], str]:
+    """The config that a name stands for, unchanged, and its source. Raises ConfigError."""
+    preset = PRESETS / f"{name}.toml"
+    if name in preset_names():
+        return tomllib.loads(preset.read_text(encoding="utf-8"))["config"], f"preset {name}"
+    path = Path(name).expanduser()
+    run_plan = run_and_step(name)[0] / "plan.json"
+    if run_plan.is_file():
+        saved = _read_config(run_plan, name)
+        config, source = saved.get("model_config"), saved.get("model_source")
+        if not (isinstance(config, dict) and isinstance(source, str)):
+            raise ConfigError(f"{key} is {name!r} ({origin}): {run_plan} holds no model")
+        return config, source
+    if path.exists():
+        return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
+    if name.endswith(".json") or name.startswith((".", "/", "~")):
+        raise ConfigError(f"{key} is {name!r} ({origin}): there is no such file or folder")
+    near = get_close_matches(name.lower(), preset_names(), n=1, cutoff=_NEAR)
+    if near and "/" not in name:
+        raise ConfigError(f"{_nowhere(name, origin, key)}; did you mean {near[0]}?")
+    return _read_config(_from_hub(name, origin, key), name), name
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence the model has positions for, None where its config names no limit."""
+    limits = (config.get(key) for key in _POSITION_KEYS)
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def _read_config(path: Path, name: str) -> dict[str, Any]:
+    try:
+        config = read_json(path, MAX_FILE_BYTES, links=True)
+    except (OSError, Unusable) as error:
+        raise ConfigError(f"model.name is {name!r}, but {path} cannot be read: {error}") from None
+    if problem := beyond_bounds(config):
+        raise ConfigError(f"model.name is {name!r}, but in {path} {problem}")
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.name is {name!r}, but {path} holds no object {{...}}")
+    return config
+
+
+def _from_hub(name: str, origin: str, key: str) -> Path:
+    """Path of the hub's config.json in the local cache, downloaded if need be."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(name, "config.json", etag_timeout=5))
+    except Exception as error:  # the hub raises a dozen unrelated classes; all mean "not there"
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ConfigError(
+            f"{_nowhere(name, origin, key)}, and the hub did not give its config.json ({reason})"
+            f"{did_you_mean(name, preset_names())}"
+        ) from None
+
+
+def _nowhere(name: str, origin: str, key: str) -> str:
+    presets = ", ".join(preset_names())
+    return f"{key} is {name!r} ({origin}): it is no preset ({presets}), no file or folder here"
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the overrides in; a table goes into a table key by key."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(old, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def _dropouts(config: Mapping[str, Any], run: RunConfig) -> dict[str, float]:
+    """The config's dropout probabilities that the run config sets. Raises ConfigError."""
+    keys, found, problems = _dropout_keys(config), {}, []
+    kinds: dict[str, tuple[str, ...]] = {"attention": ("att",), "embedding": ("emb",)}
+    kinds["residual"] = tuple(key for key in keys if not key.startswith(("att", "emb")))
+    if run.model.dropout is not None:
+        found = dict.fromkeys(keys, run.model.dropout)
+    for kind, beginnings in kinds.items():
+        value = getattr(run.model, f"{kind}_dropout")
+        theirs = [key for key in keys if beginnings and key.startswith(beginnings)]
+        if value is not None and not theirs:
+            problems.append(
+                f"model.{kind}_dropout is {value} ({run.origin(f'model.{kind}_dropout')}), but "
+                f"{config['model_type']} models have only {', '.join(sorted(keys))}: remove it"
+            )
+        elif value is not None:
+            found |= dict.fromkeys(theirs, value)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _dropout_keys(config: Mapping[str, Any]) -> set[str]:
+    family = _UNSAID["dropout"].get(config["model_type"], ["attention_dropout"])
+    return {key for key in config if key.endswith(DROPOUT_ENDINGS)} | set(family)

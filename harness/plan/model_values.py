@@ -1,0 +1,59 @@
+"""Values of a model's config that transformers takes, and trips over when it builds the model."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.config.bounds import shortened
+from harness.config.run_config import RunConfig
+
+_TYPES = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))[
+    "types"
+]
+DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
+_MOST = {"layers": 2_000, "experts": 100_000}
+"""Of what a plan counts one by one."""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_IS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "number": ("a number", _number),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("a name, in quotes", lambda value: isinstance(value, str)),
+    "list": ("a list", lambda value: isinstance(value, list)),
+    "table": ("a table", lambda value: isinstance(value, Mapping)),
+}
+
+
+def value_problems(config: Mapping[str, Any], run: RunConfig, source: str) -> Iterator[str]:
+    """What is wrong with the values of a config, `run`'s overrides in it; null is fine anywhere."""
+    for key, value in config.items():
+        must_be = None if value is None else _must_be(key, value, config)
+        if must_be:
+            place = f"{key} ({source})"
+            if key in run.model.overrides:
+                origin = run.origin(f"model.overrides.{key}")
+                place = f"model.overrides.{key} ({origin})"
+            yield f"{place} is {shortened(value)}: it must be {must_be}"
+
+
+def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
+    """What the value of a key must be instead; None where it is fine, or nobody knows."""
+    for kind, (words, holds) in _IS.items():
+        if key in _TYPES[kind].split() and not holds(value):
+            return words
+    for noun, most in _MOST.items():
+        if key in _TYPES[noun].split() and _number(value) and value > most:
+            return f"at most {most:,}"
+    if key.endswith(DROPOUT_ENDINGS) and _number(value) and not 0 <= value <= 1:
+        return "a probability, from 0 to 1"
+    rows = config.get("vocab_size")
+    if key == "pad_token_id" and isinstance(value, int) and isinstance(rows, int) and value >= rows:
+        return f"less than vocab_size, which is {rows}"
+    return None

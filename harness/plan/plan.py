@@ -1,0 +1,95 @@
+"""The Plan: everything that is decided before a device is touched, as plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from harness.config.curriculum import Curriculum
+from harness.config.lr_and_batch import Schedule
+from harness.config.run_config import RunConfig
+from harness.estimate.timeline import Estimate
+from harness.layout.grid import Grid
+from harness.layout.shape import Shape
+from harness.layout.world import World
+from harness.plan.curriculum import curriculum_of
+from harness.plan.resolve import Precision
+
+Event = dict[str, Any]
+
+NOT_TRAINED = "not_trained"
+"""Kind of the event that says why train.py would refuse a plan made for its estimate."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a device is touched."""
+
+    run: RunConfig
+    """The run config, with what was adopted from the JSON."""
+    deepspeed: dict[str, Any]
+    """The resolved JSON, handed unchanged to zero.Init and deepspeed.initialize."""
+    deepspeed_given: dict[str, Any]
+    """The JSON as the user gave it."""
+    deepspeed_source: str
+    world: World
+    grid: Grid
+    model_config: dict[str, Any]
+    """Hugging Face config, with model.overrides and model.dropout applied."""
+    model_source: str
+    """"preset NAME", or the path or hub id the config came from."""
+    shape: Shape | None
+    """None for an architecture that the planner does not know."""
+    precision: Precision
+    zero_stage: int
+    global_batch: int
+    """Samples per optimizer step over all ranks."""
+    micro_batch: int
+    """Samples that a rank takes at once."""
+    grad_accum: int
+    """Micro-batches per optimizer step."""
+    stages: tuple[int, ...] | None = None
+    """Bounds of the pipeline stages over the model's units (layout/stages.py); None without."""
+    events: tuple[Event, ...] = ()
+    estimate: Estimate | None = None
+    """The memory it comes to; None for an architecture that nobody has counted."""
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run; None under train.epochs, until the data is counted."""
+        return self.run.train.num_steps(self.curriculum, self.run.data.seq_len)
+
+    @cached_property
+    def curriculum(self) -> Curriculum:
+        """How large the steps' batches are, and how long their sequences."""
+        return curriculum_of(self.run)
+
+    def schedule(self, total_steps: int) -> Schedule:
+        """The learning rate over a run of `total_steps` optimizer steps."""
+        optim = self.run.optim
+        return Schedule(
+            optim.schedule,
+            optim.lr,
+            total_steps,
+            warmup_steps=optim.warmup_steps,
+            warmup_type=optim.warmup_type,
+            min_lr_ratio=optim.min_lr_ratio,
+            decay_fraction=optim.decay_fraction,
+            power=optim.power,
+            cycles=optim.cycles,
+            cycle_growth=optim.cycle_growth,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values, for plan.json."""
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "shape"},
+            "estimate": None if self.estimate is None else self.estimate.to_json(),
+            "run": self.run.model_dump(mode="json"),
+            "run_set": self.run.origins(),
+            "world": asdict(self.world),
+            "grid": {**asdict(self.grid), "data": self.grid.data},
+            "steps": self.steps,
+            "events": list(self.events),
+        }

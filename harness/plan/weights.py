@@ -1,0 +1,136 @@
+"""The files behind model.init_from, looked at before anybody opens them: safetensors, and whole.
+
+Only headers are read. transformers would open whatever an index names, also a pickle, and fail on a
+damaged file in the middle of its work.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from harness.config.run_config import run_and_step
+from harness.errors import Unusable
+from harness.files.paths import user_path
+from harness.files.regular_file import read_json
+from harness.files.table import Table
+from harness.files.tensor_header import read_header
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # transformers' own
+_MOST_INDEX_BYTES = 2**28  # of a million tensors
+_SHOWN = 3  # of the files at fault
+_CONVERT = (
+    "convert it where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER)"
+    ".save_pretrained(NEW_FOLDER)"
+)
+
+
+def weight_file_problems(source: str, named: object = None, opens: bool = False) -> list[str]:
+    """What is wrong with the files that model.init_from names.
+
+    Empty for a run of the harness, whose checkpoints have checks of their own. `named`: the value
+    of transformers_weights in the model's config, which takes the place of the usual file. `opens`:
+    they are opened next; a plan alone may be made where a folder has no weights yet, and does not
+    ask the hub for the index of a model there.
+    Raises ConfigError where `source` can be no path.
+    """
+    folder = user_path("model.init_from", source)
+    try:
+        if _has_checkpoints(run_and_step(source)[0]):
+            return []
+        if folder.is_dir():
+            problems = _folder_problems(folder, named, opens)
+        else:
+            index = _hub_index(source) if opens else None
+            problems = [] if index is None else _index_problems(index)[1]
+    except (Unusable, OSError) as error:
+        problems = [str(error)]
+    return [f"model.init_from is {source!r}: {problem}" for problem in _shortened(problems)]
+
+
+def _folder_problems(folder: Path, named: object, opens: bool) -> list[str]:
+    names = sorted(path.name for path in folder.iterdir())
+    if "adapter_config.json" in names:
+        return [f"{folder} holds an adapter: merge it into its model first (merge_and_unload)"]
+    if any(map(_DISTRIBUTED.fullmatch, names)):
+        return [f"{folder} holds shares of a distributed save: write it anew by save_pretrained"]
+    file = next((name for name in (_WEIGHTS, _INDEX) if name in names), None)
+    if named is not None:
+        file = named if isinstance(named, str) else ""
+        if not (_is_plain(file) and file.endswith((".safetensors", ".safetensors.index.json"))):
+            return [
+                f"its transformers_weights is {named!r:.60}, not a safetensors file in {folder}"
+            ]
+    if file is None:
+        pickle = next((name for name in _PICKLES if name in names), None)
+        why = f"; {pickle} is a pickle, which is never opened: {_CONVERT}" if pickle else ""
+        lacking = [f"{folder} holds neither {_WEIGHTS} nor {_INDEX}{why}"]
+        return lacking if opens or pickle else []
+    files, problems = [folder / file], list[str]()
+    if file.endswith(".index.json"):
+        _require_inside(folder / file, folder)
+        files, problems = _index_problems(folder / file)
+    for path in files:
+        try:
+            _require_inside(path, folder)
+            read_header(path, links=True)
+        except FileNotFoundError:
+            problems.append(f"{path} is not there")
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+        except Unusable as error:
+            problems.append(str(error))
+    return problems
+
+
+def _index_problems(index: Path) -> tuple[list[Path], list[str]]:
+    """The files that an index names beside it, and what is wrong with it."""
+    content = Table(read_json(index, _MOST_INDEX_BYTES, links=True), index)
+    content.table("metadata")
+    weight_map = content.table("weight_map")
+    files = sorted({weight_map.text(name) for name in weight_map.values})
+    if not files:
+        return [], [f"{index} names no weights"]
+    strange = [name for name in files if not (_is_plain(name) and name.endswith(".safetensors"))]
+    problems = [
+        f"{index} names {name!r:.60}, which is no safetensors file beside it" for name in strange
+    ]
+    return [index.parent / name for name in files if name not in strange], problems
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it is a file's name alone, without a folder."""
+    return Path(name).name == name and "\0" not in name and "\\" not in name
+
+
+def _require_inside(path: Path, folder: Path) -> None:
+    """Raise Unusable for a link that leads out of its folder, but for the hub's own cache."""
+    # Unlike Path.resolve, this takes a link to itself, which is found where the file is opened.
+    base, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    blobs = base.parents[1] / "blobs" if base.parent.name == "snapshots" else base
+    if not (target.is_relative_to(base) or target.is_relative_to(blobs)):
+        raise Unusable(f"{path} is a link to {target}: put the file itself there")
+
+
+def _has_checkpoints(run: Path) -> bool:
+    checkpoints = run / "checkpoints"
+    return checkpoints.is_dir() and any(checkpoints.glob("step-*"))
+
+
+def _hub_index(name: str) -> Path | None:
+    """The index of a model on the hub, in the local cache; None where it has one file alone."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(name, _INDEX, etag_timeout=5))
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
+        return None  # nothing to look at; what else is wrong is said where its config is read
+
+
+def _shortened(problems: list[str]) -> list[str]:
+    more = len(problems) - _SHOWN
+    return problems if more <= 0 else [*problems[:_SHOWN], f"and {more} more files like these"]

@@ -1,1 +1,0 @@
-"""What a run will need, from the standard library alone."""

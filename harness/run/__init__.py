@@ -1,0 +1,1 @@
+"""A run: built, begun, watched, saved, measured, ended."""

@@ -1,0 +1,156 @@
+"""A checkpoint, exported: which model it is of, and proof that the folder holds it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.checkpoint.export import (
+    SHARD_BYTES,
+    Progress,
+    check_room,
+    opened,
+    replacing,
+    write_model,
+)
+from harness.checkpoint.load import Checkpoint
+from harness.data.special_ids import SpecialIds
+from harness.data.tokenizer import load_tokenizer
+from harness.data.tokenizer_files import GENERATION, copy_tokenizer
+from harness.errors import ConfigError, Unusable
+from harness.files.regular_file import read_json
+from harness.files.table import Table
+from harness.models.loss import forward
+from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.run.probe import TOLERANCES, stored_probe
+
+_MOST_GENERATION_BYTES = 2**24
+
+
+class ExportDiffers(Exception):
+    """The exported model is not the one that was saved."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a checkpoint is exported.
+
+    `dtype`: one of DTYPES, or the run's own precision. `source`: the folder or hub id of the model,
+    read where it brings its own code and that may run. `check`: compare the probe's loss, for which
+    the model is opened on the CPU.
+    """
+
+    dtype: str | None = None
+    shard_bytes: int = SHARD_BYTES
+    check: bool = True
+    source: str | None = None
+    trust_remote_code: bool = False
+
+
+def export(
+    checkpoint: Checkpoint,
+    folder: Path,
+    tokenizer: Path,
+    wish: Wish,
+    progress: Progress = lambda done, total: None,
+) -> str:
+    """Export to `folder`, which appears whole; returns what was checked, as a sentence.
+
+    `tokenizer`: a folder whose files are copied, where there is one, and whose special ids the
+    model gets. One process calls it; nothing else is needed: no GPU, no DeepSpeed. Raises
+    ExportDiffers with both losses, ConfigError, and CannotSave where there is no room for it.
+    """
+    manifest = checkpoint.manifest
+    dtype = wish.dtype or manifest.precision
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        config = hf_config(manifest.model_config, wish.source, wish.trust_remote_code)
+        model = skeleton(config, DTYPES[dtype], "eager", wish.trust_remote_code)
+    except Exception as error:  # transformers raises whatever the config at fault provokes
+        problem = f"its model cannot be built: {type(error).__name__}: {error}"
+        raise ConfigError(f"{checkpoint.path}: {problem}") from error
+    with replacing(folder) as unfinished:
+        files = [path for path in tokenizer.rglob("*") if path.is_file()]
+        check_room(unfinished, model, sum(path.stat().st_size for path in files))
+        notes, generation = _put_tokenizer(tokenizer, unfinished, model, wish)
+        write_model(unfinished, model, checkpoint.reader(), wish.shard_bytes, progress)
+        if generation is not None:
+            text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
+            (unfinished / GENERATION).write_text(text, encoding="utf-8")
+        return "; ".join([*notes, _checked(checkpoint, unfinished, dtype, wish)])
+
+
+def _put_tokenizer(
+    source: Path, folder: Path, model: Any, wish: Wish
+) -> tuple[list[str], dict[str, Any] | None]:
+    """Copy a tokenizer to `folder`, and give its special ids to the model's configs; returns notes,
+    and generation_config.json where the model began with one.
+    """
+    if not source.is_dir():
+        return [], None
+    left = copy_tokenizer(source, folder, wish.trust_remote_code)
+    notes = [f"not copied from {source}: {', '.join(left)}"] if left else []
+    try:
+        tokenizer = load_tokenizer(folder, trust_remote_code=wish.trust_remote_code)
+    except ConfigError as error:  # weights are what was asked for
+        return [*notes, f"special ids are those of the config, as {error}"], None
+    ids = SpecialIds.of(tokenizer)
+    return [*notes, *_set_special_ids(model, ids)], _generation(folder, ids)
+
+
+def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:
+    """Set a tokenizer's ids in the model's configs; returns a note of those that were others."""
+    before = model.config.to_dict()
+    after = ids.in_place_of(before)
+    for name, value in after.items():
+        setattr(model.config, name, value)
+        if model.generation_config is not None:
+            setattr(model.generation_config, name, value)
+    changed = [f"{n} {after[n]} (was {before.get(n)})" for n in after if after[n] != before.get(n)]
+    return [f"special ids are the tokenizer's: {', '.join(changed)}"] if changed else []
+
+
+def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
+    """How the model generates, as it was said with the weights that it began with, if it was."""
+    path = folder / GENERATION
+    if not path.exists():
+        return None
+    try:
+        stored = Table(read_json(path, _MOST_GENERATION_BYTES), GENERATION).as_json()
+    except Unusable as error:
+        raise ConfigError(f"beside the tokenizer: {error}") from error
+    return {**stored, **ids.in_place_of(stored)}
+
+
+def _checked(checkpoint: Checkpoint, folder: Path, dtype: str, wish: Wish) -> str:
+    expected = checkpoint.manifest.probe_loss
+    if not wish.check or expected is None:
+        why = "not asked for" if not wish.check else "the checkpoint has no probe"
+        return f"its loss was not checked: {why}"
+    found = _loss(checkpoint, folder, dtype, wish.trust_remote_code)
+    tolerance = max(TOLERANCES[dtype], TOLERANCES[checkpoint.manifest.precision])
+    same = math.isclose(found, expected, rel_tol=tolerance)
+    if not same and not (math.isnan(found) and math.isnan(expected)):
+        raise ExportDiffers(
+            f"{checkpoint.path} was saved with a loss of {expected:.7g} on its probe batch, but "
+            f"the exported model has {found:.7g} (relative tolerance {tolerance:g}): not exported"
+        )
+    return f"its probe loss is {found:.6g}, and was {expected:.6g} in training"
+
+
+@torch.no_grad()
+def _loss(checkpoint: Checkpoint, folder: Path, dtype: str, trust_remote_code: bool) -> float:
+    """Mean over the probe's targets, one sample at a time."""
+    model = opened(folder, DTYPES[dtype], trust_remote_code).eval()
+    probe, total = stored_probe(checkpoint), 0.0
+    for row in range(len(probe.labels)):
+        positions = None if probe.position_ids is None else probe.position_ids[row : row + 1]
+        rows = slice(row, row + 1)
+        total += forward(model, probe.input_ids[rows], probe.labels[rows], positions)[0].item()
+    return total / int((probe.labels != -100).sum())

@@ -1,0 +1,104 @@
+"""What a run really holds, beside what was estimated for it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.estimate.inputs import GIB
+from harness.estimate.timeline import rank_timeline
+from harness.plan.plan import Plan
+
+STEPS = 3
+"""Adam makes its moments in the first step, ZeRO-3 knows its order of parameters after it."""
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One number of this rank, in bytes."""
+
+    point: str
+    """built | between_steps: what is held there; peak: the most at any time."""
+    predicted: int
+    measured: int
+
+    def __str__(self) -> str:
+        error = self.predicted / max(self.measured, 1) - 1
+        warning = " (!)" if abs(error) > TOLERANCE else ""
+        # z: what rounds to nothing has no sign.
+        return f"{self.point} {self.measured / GIB:.3f} GiB, predicted {error:+z.1%}{warning}"
+
+
+class MemoryCheck:
+    """Counts this rank's memory over the first steps; on CUDA without syncing with the host."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        inputs = plan.estimate and plan.estimate.inputs
+        self._timeline = rank_timeline(inputs, plan.world.rank) if inputs else None
+        self._measured: dict[str, int] = {"built": self._held()} if inputs else {}
+
+    def step_done(self, step: int) -> list[Compared]:
+        """After every step, before its metrics; the comparison after the last one watched."""
+        if self._timeline is None or step > STEPS:
+            return []
+        if self._cuda:
+            peak = torch.cuda.max_memory_allocated()  # which every metrics line sets back
+            self._measured["peak"] = max(peak, self._measured.get("peak", 0))
+        if step < STEPS:
+            return []
+        self._measured["between_steps"] = self._held()
+        return [
+            Compared(point, self._predicted(point), measured)
+            for point, measured in self._measured.items()
+        ]
+
+    def _held(self) -> int:
+        if self._cuda:
+            return int(torch.cuda.memory_allocated())
+        return sum(storage.nbytes() for storage, _ in live_storages().values())
+
+    def _predicted(self, point: str) -> int:
+        assert self._timeline is not None
+        if self._cuda:
+            return self._timeline.peak if point == "peak" else self._timeline.total(point)
+        host = self._timeline.phase(point, "host")  # on a CPU rank everything is host memory
+        return self._timeline.total(point) + sum(host.values()) - host["process"]
+
+
+def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
+    """Every storage that a Python tensor, or a leaf's gradient, refers to: by id, with its dtype.
+
+    Tensors on meta hold nothing. What only C++ refers to (saved activations) is not seen, so this
+    is exact between phases, not inside of them. The result keeps the storages alive: as long as it
+    is there, no other can get the id of one of them.
+    """
+    gc.collect()
+    found: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
+    for tensor in _tensors():
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # that of the compiler's fake tensors says so itself
+            continue
+        found[storage._cdata] = (storage, tensor.dtype)
+    return found
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    for thing in gc.get_objects():
+        # A sparse tensor has no storage of its own, and no run has one.
+        if not issubclass(type(thing), torch.Tensor) or thing.layout != torch.strided:
+            continue
+        yield thing
+        if thing.is_leaf and thing.grad is not None:
+            yield thing.grad
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch could not get memory, from a GPU or from the host."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

@@ -1,0 +1,49 @@
+"""What a run says of itself: what really runs, what it holds, why memory ran out."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.estimate.fit import changes_that_help, memory_line
+from harness.run.live_memory import Compared
+from harness.run.start import Run
+
+
+def note_what_runs(run: Run) -> None:
+    """Record each rank's classes and share of the parameters: what really runs."""
+    ranks: list[Any] = [None] * run.plan.world.world_size
+    dist.all_gather_object(ranks, run.engine.describe())
+    run.event("engine", step=1, ranks=ranks)
+
+
+def note_memory(run: Run, compared: list[Compared]) -> None:
+    """Record what was predicted beside what was measured, each rank's own; show the worst."""
+    if not compared:
+        return
+    ranks: list[Any] = [None] * run.plan.world.world_size
+    dist.all_gather_object(ranks, compared)
+    rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
+    run.event("memory", step=run.state.step, unit="bytes", rows=rows)
+    worst = max(ranks, key=lambda rows: max(abs(row.predicted - row.measured) for row in rows))
+    run.progress.say(f"memory         {'; '.join(map(str, worst))}")
+    run.meter.restart()
+
+
+def explain_out_of_memory(run: Run) -> None:
+    """Say what was expected, what there is and what would help; on the rank that ran out."""
+    found, device = run.plan.estimate, run.engine.device
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    lines = [f"rank {run.plan.world.rank} ran out of memory after step {run.state.step}"]
+    if total is not None:
+        lines.append(torch.cuda.memory_summary(device, abbreviated=True))
+    if found is not None:
+        lines += [f"expected: {memory_line(found)}", changes_that_help(found, total)]
+    run.folder.append_failure(
+        run.plan.world.rank, "out_of_memory", step=run.state.step, message="; ".join(lines)
+    )
+    print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -1,0 +1,53 @@
+"""The run folder, opened by rank 0 and named to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.errors import CannotSave, ConfigError, ExitCode, is_full_disk
+from harness.plan.plan import Plan
+from harness.runfolder import RunFolder, create_run_dir
+
+
+def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
+    """Choose and open the run folder on rank 0; every rank gets its path and attempt.
+
+    Raises ConfigError or CannotSave on every rank where rank 0 cannot open it. Collective.
+    """
+    folder: RunFolder | None = None
+    told: list[Any] = [None, 0, None, ExitCode.BAD_CONFIG]
+    if plan.world.rank == 0:
+        try:
+            folder = _chosen(plan, say)
+            told[:2] = str(folder.path), folder.attempt
+        except (ConfigError, CannotSave, OSError) as error:
+            told[2] = f"run.dir={plan.run.run.dir}: {error}"
+            if is_full_disk(error):
+                told[3] = ExitCode.CANNOT_SAVE
+    dist.broadcast_object_list(told)
+    path, attempt, problem, code = told
+    if problem is not None:
+        raise CannotSave(problem) if code == ExitCode.CANNOT_SAVE else ConfigError(problem)
+    if folder is None:
+        folder = RunFolder(path)
+        folder.attempt = attempt
+    return folder
+
+
+def _chosen(plan: Plan, say: Callable[[str], None]) -> RunFolder:
+    """Return the run folder, created where need be, locked, and open for writing."""
+    json_name = Path(plan.deepspeed_source).stem
+    path = plan.run.run.dir or create_run_dir(plan.run.model.name, json_name, datetime.now())
+    folder = RunFolder(path)
+    taken_from = folder.open()
+    if taken_from is not None:
+        folder.append_event("stale_lock", owner=str(taken_from))
+    for problem in folder.damaged:
+        folder.append_event("damaged_record", message=problem)
+        say(f"not needed, not used: {problem}")
+    return folder

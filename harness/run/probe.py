@@ -1,0 +1,78 @@
+"""The probe: a few held-out samples whose loss a checkpoint remembers, to be found again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from harness.checkpoint.load import Checkpoint
+from harness.data.batches import Batch
+from harness.data.build import Data
+from harness.errors import NoCheckpoint
+from harness.plan.plan import Plan
+
+SAMPLES = 8  # a forward pass of one micro-batch on most layouts
+# How far the loss may be from the saved one, relatively: wider than rounding between layouts in the
+# parity gate, narrower than what one lost layer does.
+TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
+
+
+def probe_batch(data: Data) -> Batch:
+    """The first held-out samples."""
+    return data.held_out.batch(0, min(SAMPLES, data.held_out.samples))
+
+
+def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """What a checkpoint stores of its probe."""
+    tensors = {"input_ids": batch.input_ids, "labels": batch.labels}
+    return (
+        tensors if batch.position_ids is None else {**tensors, "position_ids": batch.position_ids}
+    )
+
+
+def stored_probe(checkpoint: Checkpoint) -> Batch:
+    """The batch that a checkpoint was probed with."""
+    tensors = checkpoint.probe()
+    return Batch(tensors["input_ids"], tensors["labels"], tensors.get("position_ids"))
+
+
+def loss_of(engine: Any, batch: Batch) -> float | None:
+    """Mean loss in nats over a batch's targets, whatever the layout; None without targets.
+
+    Collective: all data ranks run equally often, and what is too much counts not.
+    """
+    plan, samples = engine.plan, len(batch.labels)
+    micro, ranks = plan.micro_batch, plan.grid.data
+    first = plan.grid.coords(plan.world.rank).data * micro
+    parts = []
+    for start in range(0, samples, micro * ranks):
+        rows = torch.arange(start + first, start + first + micro)
+        labels = batch.labels[rows % samples].clone()
+        labels[rows >= samples] = -100
+        positions = None if batch.position_ids is None else batch.position_ids[rows % samples]
+        parts.append(Batch(batch.input_ids[rows % samples], labels, positions))
+    loss, tokens = engine.sum_over_ranks(engine.eval_batch(parts)).tolist()
+    return loss / tokens if tokens else None
+
+
+def check_probe(engine: Any, checkpoint: Checkpoint, plan: Plan) -> None:
+    """Compare the loss of a loaded checkpoint's probe with what it was; collective.
+
+    Raises NoCheckpoint with both numbers where it differs.
+    """
+    expected = checkpoint.manifest.probe_loss
+    if expected is None or "probe" in plan.run.resume.allow:
+        return
+    batch = stored_probe(checkpoint)
+    loss = loss_of(engine, batch)
+    tolerance = max(TOLERANCES[plan.precision], TOLERANCES[checkpoint.manifest.precision])
+    if loss is None or (math.isnan(loss) and math.isnan(expected)):
+        return
+    if not math.isclose(loss, expected, rel_tol=tolerance):
+        raise NoCheckpoint(
+            f"{checkpoint.path} was saved with a loss of {expected:.7g} on its probe batch, but it "
+            f"is {loss:.7g} here (relative tolerance {tolerance:g}): this is not the model that "
+            "was saved, or other versions compute otherwise; resume.allow=probe goes on anyway"
+        )

@@ -1,0 +1,117 @@
+"""A closer look at a few steps: where their time goes, written into the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from harness.errors import RunStopped
+from harness.layout.shape import flops_per_unit
+from harness.plan.plan import Plan
+
+LARGEST = 10
+"""Operations in the summary."""
+
+
+class Profiler:
+    """Traces steps [first, last) on rank 0; in step `last` DeepSpeed logs its communication, after
+    it counts FLOPs. Nothing of it changes what is learned.
+
+    Those two are kept out of the trace: they slow down what they look at. A trace that a stop
+    breaks off is written, and a run that goes on traces the rest; what a rollback breaks off is
+    dropped, and traced again.
+    """
+
+    def __init__(self, plan: Plan, engine: Any, folder: Path, say: Callable[[str], None]) -> None:
+        """`folder`: where all is written; `say`: shows a line."""
+        assert plan.run.profile.window is not None
+        self.first, self.last = plan.run.profile.window
+        self.plan, self.engine, self.say = plan, engine, say
+        self.folder = folder if plan.world.rank == 0 else None
+        self._trace: Any = None
+        self._traced: list[int] = []
+        if self.folder:
+            self.folder.mkdir(exist_ok=True)
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around a training step."""
+        if step == self.last:
+            with self.engine.communication_log(self._path(f"communication-{step}.txt")):
+                yield
+            return
+        if not (self.folder and self.first <= step < self.last):
+            yield
+            return
+        if self._trace is None:
+            cuda = [ProfilerActivity.CUDA] if self.engine.device.type == "cuda" else []
+            self._trace = profile(activities=[ProfilerActivity.CPU, *cuda])
+            self._trace.start()
+        self._traced.append(step)
+        with record_function(f"step {step}"):
+            yield
+
+    def after(self, step: int, batch: Any) -> bool:
+        """After everything else in a step; whether that took time. Collective.
+
+        `batch`: a micro-batch of this rank.
+        """
+        if step == self.last - 1:
+            self._write_trace()
+        elif step == self.last:
+            path = self._path(f"flops-{step}.txt")
+            flops = self.engine.flops_profile(batch, path)
+            if path:
+                self.say(f"profile        {path}: {self._compared(flops, *batch.input_ids.shape)}")
+        return step in (self.last - 1, self.last)
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
+        """Ends what the loop has left open."""
+        if error is None or isinstance(error, RunStopped):
+            self._write_trace()
+        elif self._trace is not None:
+            with contextlib.suppress(RuntimeError):  # a lost device must not hide how it was lost
+                self._trace.stop()
+
+    def _path(self, name: str) -> Path | None:
+        return self.folder and self.folder / name
+
+    def _write_trace(self) -> None:
+        if self._trace is None:
+            return
+        trace, self._trace = self._trace, None
+        trace.stop()
+        steps, self._traced = self._traced, []
+        path = self._path(f"trace-{steps[0]}-{steps[-1]}.json.gz")
+        trace.export_chrome_trace(str(path))
+        self.say("\n".join([f"profile        {path}", *largest(trace, len(steps))]))
+
+    def _compared(self, flops: int, samples: int, tokens: int) -> str:
+        """DeepSpeed's count beside the formula's, a third of which is the forward pass."""
+        plan, text = self.plan, f"a forward pass: {flops:,} FLOPs as DeepSpeed counts"
+        if plan.shape is None:
+            return text
+        bounds = plan.stages or (0, None)
+        units = flops_per_unit(plan.shape, tokens)[bounds[0] : bounds[1]]
+        ours = sum(units) * samples * tokens // 3
+        return f"{text}, {flops / ours:.3f} of what mfu is reckoned with"
+
+
+def largest(trace: Any, steps: int) -> list[str]:
+    """The operations that took most time by themselves, per step: on the GPU where there is one."""
+    found = [entry for entry in trace.key_averages() if not entry.is_user_annotation]
+    place = "device" if any(entry.self_device_time_total for entry in found) else "cpu"
+    times = [(getattr(entry, f"self_{place}_time_total") / 1e3, entry) for entry in found]  # ms
+    whole_ms = sum(time for time, _ in times) or 1
+    return [
+        f"  {time / steps:10.3f} ms {time / whole_ms:6.1%} {entry.count / steps:8.1f} x {entry.key}"
+        for time, entry in sorted(times, key=lambda item: -item[0])[:LARGEST]
+    ]

@@ -1,0 +1,40 @@
+"""What is written down of a run before it begins."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from harness.data.build import Data
+from harness.plan.plan import Plan
+
+
+def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
+    """plan.json: everything needed to explain or repeat the run."""
+    packages = ("torch", "deepspeed", "transformers", "accelerate", "sentencepiece")
+    return {
+        **plan.to_json(),
+        "total_steps": total_steps,
+        "data_fingerprint": data.fingerprint,
+        "data": {"documents": data.documents, "tokens": data.tokens, "begins": data.begins},
+        "versions": {name: version(name) for name in packages},
+        "git_commit": git_commit(),
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the code that runs, "+" appended when files differ from it."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

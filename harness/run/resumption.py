@@ -1,0 +1,154 @@
+"""Where a run begins: at step 0, or with the newest usable checkpoint of it or of another one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.checkpoint.load import Checkpoint, checkpoint_of, is_run, newest_usable
+from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
+from harness.config.run_config import run_and_step
+from harness.errors import ConfigError, NoCheckpoint, Unusable
+from harness.files.records import Unreadable
+from harness.plan.plan import Plan
+from harness.runfolder import RunFolder
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a run goes on from. `kind`: resumed (this run), branched (another one) or weights (of
+    another one, for a run that begins at step 0). `problems`: newer checkpoints that are unusable.
+    `damages`: records that cannot be read, and that the run goes on without.
+    """
+
+    checkpoint: Checkpoint | None = None
+    kind: str = "new"
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    damages: list[str] = field(default_factory=list)
+
+
+def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
+    """What `plan` goes on from; all ranks call it. `record`: what plan.json would hold.
+
+    Raises ConfigError on all ranks where this plan may not go on from there, and NoCheckpoint where
+    there are checkpoints but none can be used: a run with checkpoints never starts over by itself.
+    """
+    own = plan.run.run.dir
+    if own is not None and (found := _own(plan, RunFolder(own), record)) is not None:
+        return found
+    if plan.run.resume.from_ is not None:
+        return _branch(plan, plan.run.resume.from_, record)
+    if plan.run.model.init_from is not None and is_run(plan.run.model.init_from):
+        return Beginning(_checkpoint_of(plan.run.model.init_from, "model.init_from"), "weights")
+    return Beginning()
+
+
+def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | None:
+    """The newest usable checkpoint of the run in run.dir; None where it has none yet."""
+    saved, damage = _of_rank_0(_plan_of(folder))
+    checkpoint, unusable = newest_usable(folder.checkpoints_dir)
+    if damage is not None and checkpoint is not None:  # the checkpoint says the most of it
+        about = checkpoint.manifest
+        data = {"model_config": about.model_config, "data_fingerprint": about.data_fingerprint}
+        saved = {**record, "run": {}, **data}
+    problems = resume_problems(saved, record, plan.run.resume.allow) if saved else []
+    if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
+        problems.append(
+            f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
+            f"{checkpoint.state.step}: set train.steps to that or more, or remove later checkpoints"
+        )
+    if problems:
+        raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
+    if checkpoint is None:
+        if unusable:
+            raise NoCheckpoint([f"{folder.path} has no usable checkpoint: {p}" for p in unusable])
+        return None
+    changes = changed_keys(saved, record) if saved else []
+    damages = [damage] if damage else []
+    return Beginning(checkpoint, "resumed", changes, unusable, damages)
+
+
+def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
+    """A checkpoint of another run, for a run with other hyperparameters."""
+    run, _ = run_and_step(text)
+    own = plan.run.run.dir
+    if own is not None and os.path.realpath(Path(own).expanduser()) == os.path.realpath(run):
+        raise ConfigError(f"resume.from={text} is run.dir itself: give the branch its own run.dir")
+    saved, damage = _of_rank_0(_plan_of(RunFolder(run)))
+    checkpoint = _checkpoint_of(text, "resume.from")
+    before = saved or {
+        "model_config": checkpoint.manifest.model_config,
+        "data_fingerprint": checkpoint.manifest.data_fingerprint,
+        "precision": checkpoint.manifest.precision,
+        "run": {},
+    }
+    problems = branch_problems(before, record, plan.run.resume.allow)
+    if checkpoint.state.step > record["total_steps"]:
+        problems.append(
+            f"it has {checkpoint.state.step} steps behind it, train.steps={record['total_steps']}"
+        )
+    if problems:
+        raise ConfigError([f"resume.from={text}: {problem}" for problem in problems])
+    damages = [damage] if damage else []
+    return Beginning(checkpoint, "branched", changed_keys(before, record), damages=damages)
+
+
+def _checkpoint_of(text: str, key: str) -> Checkpoint:
+    try:
+        return checkpoint_of(text)
+    except Unusable as error:
+        raise NoCheckpoint(f"{key}={text}: {error}") from error
+
+
+def load_into(engine: Any, checkpoint: Checkpoint, weights_only: bool = False) -> None:
+    """Give the engine a checkpoint's weights and, but for `weights_only`, the rest; collective.
+
+    Raises NoCheckpoint where it lacks something that this model has.
+    """
+    problem = None
+    try:
+        reader = checkpoint.reader()
+        engine.restore(reader.fill, reader.optimizer_kinds if not weights_only else lambda _: ())
+    except Unusable as error:
+        problem = f"{error}: it was saved from another model"
+    except Exception as error:  # whatever it is, the other ranks wait in the next line
+        problem = f"{checkpoint.path} cannot be loaded: {type(error).__name__}: {error}"
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, problem)
+    for found in filter(None, told):
+        raise NoCheckpoint(found)
+    engine.refresh_weights()
+    if not weights_only:
+        engine.restore_scalars(checkpoint.manifest.engine)
+
+
+def _plan_of(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
+    """A run's plan.json, and what is wrong with it: a checkpoint is whole without."""
+    try:
+        plan = folder.read_plan()
+    except Unreadable as error:
+        return None, str(error)
+    if plan is None or _has_sections(plan):
+        return plan, None
+    return None, f"{folder.plan_path} is damaged: it is no plan of a run"
+
+
+def _has_sections(plan: dict[str, Any]) -> bool:
+    """Whether what a resume compares is of the types that it has in a plan."""
+    run, ds = plan.get("run"), plan.get("deepspeed", {})
+    sections = [run, ds, *(run.values() if isinstance(run, dict) else ())]
+    if not all(isinstance(section, dict) for section in sections):
+        return False
+    return isinstance(ds.get("bf16", {}), dict)
+
+
+def _of_rank_0(value: Any) -> Any:
+    """Folders may be seen differently, or at different times: rank 0 looks for all."""
+    held = [value if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(held)
+    return held[0]

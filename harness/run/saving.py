@@ -1,0 +1,76 @@
+"""A run's checkpoints, made: what goes into one, and when the background has finished one."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from harness.checkpoint.manifest import Manifest
+from harness.checkpoint.save import Saved
+from harness.run.probe import as_tensors, loss_of, probe_batch
+from harness.run.start import Run
+
+
+def save(run: Run, known: dict[str, Any], background: bool = False) -> None:
+    """Save the run as it is, with what its watch has `known`; after the last save is finished.
+
+    Raises RunStopped (cannot save).
+    """
+    run.pulse("save", run.state.step)
+    finish_save(run)
+    plan, probe = run.plan, probe_batch(run.data)
+    manifest = Manifest(
+        state=run.state,
+        precision=plan.precision,
+        model_config=plan.model_config,
+        data_fingerprint=run.data.fingerprint,
+        engine=run.engine.scalars(),
+        probe_loss=loss_of(run.engine, probe),
+        held_out_loss=run.held_out_nats,
+        watch=known,
+        about={
+            "world_size": plan.world.world_size,
+            "zero_stage": plan.zero_stage,
+            "pipeline_stages": plan.grid.pipeline,
+            "optimizer": plan.deepspeed["optimizer"],
+            "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        },
+    )
+    run.saver.start(manifest, run.engine.fragments(), as_tensors(probe), background)
+    if not background:
+        finish_save(run)
+    run.meter.restart()
+
+
+def finish_save(run: Run) -> None:
+    """Wait for the save under way, if there is one, and record it. Raises RunStopped."""
+    if run.saver.is_busy:
+        run.pulse("save", run.state.step)
+    saved = run.saver.finish()
+    if saved is not None:
+        _record(run, saved)
+        run.meter.restart()
+
+
+def _record(run: Run, saved: Saved) -> None:
+    per_s = saved.bytes / saved.seconds
+    run.event(
+        "saved",
+        step=saved.step,
+        path=str(saved.path),
+        seconds=saved.seconds,
+        stall_s=saved.stall_s,
+        bytes=saved.bytes,
+        bytes_per_s=per_s,
+        removed=saved.removed,
+    )
+    if run.is_writer:
+        run.folder.write_status("running", None, saved.step)
+        samples = run.state.samples
+        run.engine.write_monitors(
+            [
+                ("save/stall_s", saved.stall_s, samples),
+                ("save/bytes", saved.bytes, samples),
+                ("save/bytes_per_s", per_s, samples),
+            ]
+        )

@@ -1,0 +1,138 @@
+"""A pipelined run proves at its start that the stages compute what the unsplit model computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.checkpoint.load import is_run
+from harness.data.batches import Batch
+from harness.errors import ConfigError
+from harness.estimate.fit import free_on_host
+from harness.run.live_memory import is_out_of_memory
+from harness.run.start import Run
+
+# Relative differences of loss and gradient norm: wider than rounding in the parity gate. A defect
+# may be narrower in 16 bits: a lost mask that moved the loss by 3e-4 there would pass as to loss.
+TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2), "fp16": (1e-3, 2e-2)}
+# What pipeline.verify = "auto" lets everybody wait for, in FLOP: 3 s of an H200's matrix products
+# (790 TFLOP/s); of each thread of a CPU 8 s, at the 127 GFLOP/s measured in fp32 on a Xeon.
+_AUTO_FLOPS = {"cuda": 2e15, "cpu": 1e12}
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """What the unsplit model says to the first global batch."""
+
+    loss: float
+    grad_norm: float | None
+    """None where a training step is random."""
+
+
+def unsplit_start(run: Run) -> Unsplit | None:
+    """The unsplit model's loss and gradient norm before the first step, computed on rank 0; the
+    stages' loss is compared at once, the norm by `check_norm` once there is one.
+
+    None for a run without stages, a resumed one, and one that is not compared, which is an event.
+    Raises ConfigError where the losses differ.
+    """
+    plan = run.plan
+    if plan.stages is None or run.state.step > 0:
+        return None
+    targets = run.data.train.targets_in(0, plan.curriculum.at(0).global_batch)
+    found: list[Any] = [None, None]
+    if run.is_writer:  # it decides for all: free memory differs
+        found = _asked(run, targets)
+    dist.broadcast_object_list(found)
+    unsplit, why_not = found
+    if unsplit is None:
+        run.event("not_verified", message=why_not)
+        return None
+    coords = plan.grid.coords(plan.world.rank)
+    mine = _micro_batches(run, coords.data, plan.grid.data)
+    loss = run.engine.sum_over_ranks(run.engine.eval_batch(mine))[0].item() / max(targets, 1)
+    _check("loss", loss, unsplit.loss, TOLERANCES[plan.precision][0], run)
+    return unsplit
+
+
+def check_norm(run: Run, unsplit: Unsplit, grad_norm: float | torch.Tensor) -> None:
+    """Compare the first step's gradient norm. Raises ConfigError where it differs."""
+    norm: float | str | None = unsplit.grad_norm
+    if norm is None:
+        norm = "not compared: steps are random"
+    elif not (run.engine.step_applied and math.isfinite(norm)):
+        norm = "not compared: fp16 overflowed"
+    else:
+        tolerance = TOLERANCES[run.plan.precision][1]
+        _check("gradient norm", float(grad_norm), norm, tolerance, run)
+    run.event("verified", loss=unsplit.loss, grad_norm=norm)
+
+
+def _check(what: str, found: float, expected: float, tolerance: float, run: Run) -> None:
+    if math.isclose(found, expected, rel_tol=tolerance):
+        return
+    raise ConfigError(
+        f"the first batch's {what} is {found:.7g} over {run.plan.grid.pipeline} pipeline stages, "
+        f"but {expected:.7g} without (relative tolerance {tolerance:g}): "
+        f"{run.plan.run.model.name} does not train right in stages; use ZeRO 3, and report this"
+    )
+
+
+def _asked(run: Run, targets: int) -> list[Any]:
+    """[what the unsplit model says, None] or [None, why it is not asked, or said nothing]."""
+    from harness.engine.unsplit import unsplit_loss_and_norm  # imports DeepSpeed
+
+    why_not = _why_not(run)
+    if why_not is not None:
+        return [None, why_not]
+    engine, batches = run.engine, _micro_batches(run)
+    try:
+        loss, norm = unsplit_loss_and_norm(
+            run.plan, engine.module, engine.device, batches, targets, engine.loss_scale
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return [None, "the unsplit model does not fit one rank"]
+    finally:
+        if engine.device.type == "cuda":  # whose peak is the run's own from here on
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    if not math.isfinite(loss):
+        return [None, f"the unsplit model's own loss is {loss}"]
+    return [Unsplit(loss, norm), None]
+
+
+def _why_not(run: Run) -> str | None:
+    """Why the unsplit model is not asked; None where it is."""
+    from harness.engine.unsplit import bytes_needed, trained  # imports DeepSpeed
+
+    if is_run(run.plan.run.model.init_from or ""):
+        return "the weights are those of a checkpoint, whose probe was compared"
+    wish, model, device = run.plan.run.pipeline.verify, run.engine.module, run.engine.device
+    if wish is False:
+        return "pipeline.verify is false"
+    if wish is True:
+        return None
+    needed, free = bytes_needed(run.plan, model), free_on_host()
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    if free is not None and needed > free // 2:
+        return f"the unsplit model needs {needed / 2**30:.1f} GiB on one rank"
+    tokens = run.plan.curriculum.at(0).global_batch * run.plan.run.data.seq_len
+    flops = 6.0 * tokens * sum(parameter.numel() for parameter in trained(model))
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if flops > _AUTO_FLOPS[device.type] * threads:
+        return f"one rank would take {flops:.0e} FLOP for the first batch"
+    return None
+
+
+def _micro_batches(run: Run, data_rank: int = 0, data_ranks: int = 1) -> list[Batch]:
+    """The first global batch's, of one data rank or of all in the order in which they take them."""
+    micro, first = run.plan.micro_batch, run.plan.curriculum.at(0)
+    starts = range(0, first.global_batch, micro)[data_rank::data_ranks]
+    return [run.data.train.batch(start, micro).cut(first.pieces) for start in starts]

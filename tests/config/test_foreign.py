@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from harness.config.ds_json import read_ds_json
+from harness.config.foreign import foreign_config
+from harness.config.run_file import load_run_config
+from harness.errors import ConfigError
+
+NEOX = """{
+  # one node
+  "pipe-parallel-size": 1,
+  "model-parallel-size": 2,
+  "num-layers": 12,
+  "hidden-size": 768,
+  "seq-length": 2048,
+  "pos-emb": "rotary",
+  "train-iters": 320000,
+  "optimizer": {"type": "Adam", "params": {"lr": 0.0006}},
+  "zero_optimization": {"stage": 1},
+  "train_micro_batch_size_per_gpu": 4,
+  "fp16": {"enabled": true},
+}
+"""
+MEGATRON = """tensor_model_parallel_size: 2
+pipeline_model_parallel_size: 1
+num_layers: 24
+micro_batch_size: 4
+global_batch_size: 256
+train_iters: 1000
+"""
+TRAINER = {
+    "output_dir": "out",
+    "per_device_train_batch_size": 4,
+    "learning_rate": 2e-5,
+    "num_train_epochs": 3,
+    "bf16": True,
+    "deepspeed": "zero3.json",
+}
+FACTORY = """model_name_or_path: some/model
+stage: sft
+finetuning_type: full
+template: plain
+dataset: mine
+cutoff_len: 4096
+per_device_train_batch_size: 1
+learning_rate: 1.0e-5
+deepspeed: examples/zero3.json
+"""
+AXOLOTL = """base_model: some/model
+datasets:
+  - path: mine
+    type: alpaca
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 2
+num_epochs: 3
+optimizer: adamw_torch
+learning_rate: 0.00001
+deepspeed: deepspeed_configs/zero2.json
+"""
+ACCELERATE = """compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  zero_stage: 3
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: 8
+mixed_precision: bf16
+"""
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
+OWN = '[model]\nname = "tiny"\n[train]\nsteps = 3\n[optim]\nlr = 1e-3\n'
+
+
+def problem_of(path, wanted):
+    with pytest.raises(ConfigError) as caught:
+        read_ds_json(path) if wanted == "deepspeed" else load_run_config(path)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("wanted", ["deepspeed", "run"])
+@pytest.mark.parametrize(
+    ("text", "name", "places"),
+    [
+        (NEOX, "a gpt-neox config", ["train_iters is train.steps", "seq_length is data.seq_len"]),
+        (MEGATRON, "a Megatron-LM config", ["global_batch_size is train.global_batch"]),
+        (json.dumps(TRAINER, indent=2), "a config of transformers' Tra", ["output_dir is run.dir"]),
+        (FACTORY, "a LLaMA-Factory config", ["cutoff_len is data.seq_len"]),
+        (AXOLOTL, "an axolotl config", ["base_model is model.init_from", "datasets is data.path"]),
+        (ACCELERATE, "a config of accelerate", ["deepspeed_config is --deepspeed"]),
+    ],
+)
+def test_another_programs_config_is_one_line(tmp_path, wanted, text, name, places):
+    path = tmp_path / "config.yml"
+    path.write_text(text)
+    problem = problem_of(path, wanted)
+    assert problem.startswith(f"{path} is {name}")
+    for place in places:
+        assert place in problem
+    assert "as keys of the run config" in problem
+
+
+def test_a_models_config_is_recognised(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    problem = problem_of(tmp_path / "config.json", "deepspeed")
+    assert "is a model's config.json, not a DeepSpeed JSON" in problem
+    assert "model.name=" in problem
+
+
+def test_our_two_files_are_told_apart(tmp_path):
+    (tmp_path / "run.toml").write_text(OWN)
+    problem = problem_of(tmp_path / "run.toml", "deepspeed")
+    assert problem.endswith("is a run config, not a DeepSpeed JSON: give it with --config")
+    ds = {"bf16": {"enabled": True}, "zero_optimization": {}, "gradient_clipping": 1.0}
+    (tmp_path / "ds.json").write_text(json.dumps(ds, indent=2))
+    problem = problem_of(tmp_path / "ds.json", "run")
+    assert problem.endswith("is a DeepSpeed JSON, not a run config: give it with --deepspeed")
+
+
+def test_a_few_keys_of_somebodys_own_are_no_other_program(tmp_path):
+    keys = ["zero_optimization", "fp16", "train_batch_size", "output_dir", "learning_rate"]
+    assert foreign_config("x", keys, "deepspeed") is None
+    (tmp_path / "ds.json").write_text('{\n  "bf16": {"enabled": true},\n  "fp16": }')
+    assert "ds.json:3:11 is not valid JSON" in problem_of(tmp_path / "ds.json", "deepspeed")

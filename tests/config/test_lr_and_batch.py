@@ -1,0 +1,136 @@
+"""Schedules against their closed forms; batch arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
+
+from harness.config.lr_and_batch import DECAYS, Batch, Schedule
+
+
+@pytest.mark.parametrize("name", DECAYS)
+def test_warmup_is_linear_from_the_first_step_and_ends_at_the_maximum(name: str) -> None:
+    schedule = Schedule(name, 1e-3, total_steps=100, warmup_steps=10)
+    assert [schedule.lr(step) for step in range(1, 11)] == pytest.approx(
+        [1e-4 * step for step in range(1, 11)]
+    )
+    assert max(schedule.lr(step) for step in range(1, 200)) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "polynomial"])
+def test_decays_fall_to_the_floor_at_the_last_step_and_stay(name: str) -> None:
+    schedule = Schedule(name, 1e-3, total_steps=100, warmup_steps=10, min_lr_ratio=0.1)
+    rates = [schedule.lr(step) for step in range(10, 101)]
+    assert all(later <= earlier for earlier, later in pairwise(rates))
+    assert schedule.lr(99) > 1.001e-4
+    assert schedule.lr(100) == pytest.approx(1e-4)
+    assert schedule.lr(1000) == pytest.approx(1e-4)
+
+
+def test_middles() -> None:
+    assert Schedule("constant", 1e-3, total_steps=10).lr(10) == 1e-3
+    assert Schedule("linear", 1e-3, 110, 10, min_lr_ratio=0.0).lr(60) == pytest.approx(5e-4)
+    assert Schedule("cosine", 1e-3, 110, 10, min_lr_ratio=0.0).lr(35) == pytest.approx(
+        5e-4 * (1 + math.cos(math.pi / 4))
+    )
+    wsd = Schedule("wsd", 1e-3, 100, 10, min_lr_ratio=0.0, decay_fraction=0.2)
+    assert wsd.lr(80) == 1e-3
+    assert wsd.lr(90) == pytest.approx(5e-4)
+
+
+def test_polynomials_fall_by_their_power() -> None:
+    schedule = Schedule("polynomial", 1e-3, 110, 10, min_lr_ratio=0.1, power=3.0)
+    for step in (10, 35, 60, 110, 200):
+        share = (1 - min(1.0, (step - 10) / 100)) ** 3
+        assert schedule.lr(step) == pytest.approx(1e-3 * (0.1 + 0.9 * share))
+    linear = Schedule("linear", 1e-3, 110, 10)
+    assert [replace(schedule, power=1.0).lr(s) for s in (10, 50)] == [
+        linear.lr(s) for s in (10, 50)
+    ]
+
+
+def test_inverse_square_roots_fall_with_the_step_however_long_the_run() -> None:
+    for total in (100, 10**6):
+        schedule = Schedule("inverse_sqrt", 1e-3, total, warmup_steps=16, min_lr_ratio=0.01)
+        assert [schedule.lr(step) for step in (8, 16, 64, 1600)] == pytest.approx(
+            [5e-4, 1e-3, 5e-4, 1e-4]
+        )
+        assert schedule.lr(10**9) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("cycles", "growth", "first"), [(1, 1, 100), (4, 1, 25), (2, 3, 25)])
+def test_warm_restarts_are_torchs(cycles: int, growth: int, first: int) -> None:
+    schedule = Schedule(
+        "cosine_restarts", 1e-3, 110, 10, min_lr_ratio=0.1, cycles=cycles, cycle_growth=growth
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    theirs = CosineAnnealingWarmRestarts(optimizer, first, growth, eta_min=1e-4)
+    for step in range(10, 110):
+        assert schedule.lr(step) == pytest.approx(theirs.get_last_lr()[0]), step
+        optimizer.step()
+        theirs.step()
+    assert schedule.lr(110) == schedule.lr(500) == pytest.approx(1e-4)  # the end, not a beginning
+
+
+def test_a_run_shorter_than_its_warmup_never_reaches_the_maximum() -> None:
+    schedule = Schedule("cosine", 1e-3, total_steps=5, warmup_steps=10)
+    assert [schedule.lr(step) for step in range(1, 6)] == pytest.approx(
+        [1e-4, 2e-4, 3e-4, 4e-4, 5e-4]
+    )
+
+
+def test_bad_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'cosin': one of constant, linear"):
+        Schedule("cosin", 1e-3, 10)
+    with pytest.raises(ValueError, match="count from 1, not 0"):
+        Schedule("cosine", 1e-3, 10).lr(0)
+
+
+def test_logarithmic_warmup_is_steep_first_and_ends_at_the_maximum_too() -> None:
+    schedule = Schedule("constant", 1e-3, 100, warmup_steps=9, warmup_type="log")
+    assert schedule.lr(1) == pytest.approx(1e-3 * math.log(2) / math.log(10))
+    assert [schedule.lr(step) for step in (9, 10, 100)] == pytest.approx([1e-3] * 3)
+    rates = [schedule.lr(step) for step in range(1, 10)]
+    gains = [later - earlier for earlier, later in pairwise(rates)]
+    assert all(0 < later < earlier for earlier, later in pairwise(gains))
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "data_ranks", "expected"),
+    [(48, 1, 8), (48, 2, 8), (48, 4, 6), (14, 1, 7), (13, 1, 1), (3, 1, 3), (1000, 8, 5)],
+)
+def test_default_micro_batch_is_the_largest_divisor_up_to_8(
+    global_batch: int, data_ranks: int, expected: int
+) -> None:
+    batch = Batch.divided(global_batch, data_ranks, None, None)
+    assert batch.micro_batch == expected
+    assert batch.grad_accum * expected * data_ranks == batch.global_batch == global_batch
+
+
+def test_what_is_given_is_kept() -> None:
+    assert Batch.divided(48, 2, 4, None) == Batch(48, 4, 6)
+    assert Batch.divided(48, 2, None, 4) == Batch(48, 6, 4)
+    assert Batch.divided(48, 2, 4, 6) == Batch(48, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((48, 2, 5, None), r"micro_batch = 5 .* 24 samples .* are 4 and 6"),
+        ((48, 2, 100, None), r"micro_batch = 100 .* are 12 and 24"),
+        ((48, 2, None, 5), r"gradient_accumulation_steps = 5 .* are 4 and 6"),
+        ((48, 2, 3, 2), r"= 2, but train\.global_batch 48 = .* 3 x 2 data ranks x 8: set it to 8"),
+        ((50, 8, None, None), r"global_batch = 50 .* 8 data ranks: .* 48 or 56"),
+        ((3, 8, None, None), r"global_batch = 3 .* 8 data ranks: .* do are 8"),
+    ],
+)
+def test_batches_that_do_not_multiply_name_the_nearest_that_do(
+    given: tuple[int, int, int | None, int | None], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        Batch.divided(*given)

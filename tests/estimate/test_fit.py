@@ -1,0 +1,156 @@
+"""What this machine cannot hold is refused, with the changes that would help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.run_config import RunConfig
+from harness.estimate import fit
+from harness.estimate.inputs import GIB
+from harness.estimate.timeline import Estimate
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+
+
+def plan(ds: dict[str, Any], accelerator: str = "cuda", **run: dict[str, Any]) -> Plan:
+    world = World(world_size=2, local_world_size=2, accelerator=accelerator, gpu="h100-80")
+    return make_plan(RunConfig.model_validate(run), ds, world)
+
+
+def estimate(ds: dict[str, Any], accelerator: str = "cuda", **run: dict[str, Any]) -> Estimate:
+    found = plan(ds, accelerator, **run).estimate
+    assert found is not None
+    return found
+
+
+LLAMA = {"model": {"name": "llama-1b"}, "data": {"seq_len": 1024}}
+STAGE_1: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+OFFLOADED = {"bf16": {"enabled": True}} | {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+}
+
+
+def test_what_fits_is_not_refused() -> None:
+    assert fit.shortages(estimate(STAGE_1, **LLAMA), 79 * GIB, 500 * GIB) == []
+
+
+def test_what_nobody_measured_is_not_refused() -> None:
+    assert fit.shortages(estimate(STAGE_1, **LLAMA), None, None) == []
+
+
+def test_a_gpu_that_is_too_small_names_need_peak_and_changes() -> None:
+    found = estimate(STAGE_1, **LLAMA)
+    (problem,) = fit.shortages(found, 24 * GIB, 500 * GIB)
+    assert f"the run needs {(found.worst.peak + found.process_bytes) / GIB:.2f} GiB" in problem
+    assert "of GPU memory, but 24.00 GiB are free" in problem
+    assert "any one of these makes it fit: " in problem
+    assert "plan.force=true" in problem
+
+
+def test_a_change_that_is_named_makes_it_fit() -> None:
+    (problem,) = fit.shortages(estimate(STAGE_1, **LLAMA), 24 * GIB, None)
+    first = problem.partition("makes it fit: ")[2].partition(" (")[0]
+    section, _, rest = first.partition(".")
+    key, _, value = rest.partition("=")
+    changed = {section: {key: int(value) if value.isdigit() else value}}
+    together = {**LLAMA, section: {**LLAMA.get(section, {}), **changed[section]}}
+    assert fit.shortages(estimate(STAGE_1, **together), 24 * GIB, None) == []
+
+
+def test_where_nothing_makes_it_fit_the_most_saving_changes_are_named() -> None:
+    (problem,) = fit.shortages(estimate(STAGE_1, **LLAMA), 1 * GIB, None)
+    assert "these save most: " in problem
+
+
+def test_host_memory_counts_all_ranks_of_the_node() -> None:
+    found = estimate(OFFLOADED, **LLAMA)
+    each = found.worst.most("host")
+    assert fit.shortages(found, None, 2 * each) == []
+    (problem,) = fit.shortages(found, None, 2 * each - 1)
+    assert "of host memory" in problem
+
+
+def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:
+    found = estimate({}, "cpu")
+    needed = 2 * found.worst.on_cpu
+    assert needed > 2 * found.worst.most("host")
+    assert fit.shortages(found, None, needed) == []
+    assert len(fit.shortages(found, None, needed - 1)) == 1
+
+
+def test_a_cpu_rank_gets_no_pages_for_the_unused_part_of_a_bucket() -> None:
+    tiny = estimate({"zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}, "cpu")
+    assert tiny.worst.peak > 1.8 * GIB
+    assert tiny.worst.on_cpu < 1.0 * GIB
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A /proc and a control group tree to write into."""
+    monkeypatch.setattr(fit, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(fit, "_CGROUPS", tmp_path / "cgroup")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "cgroup/slurm/job").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/slurm/job\n")
+    return tmp_path
+
+
+def limit(folder: Path, most: str, anonymous: int) -> None:
+    (folder / "memory.max").write_text(f"{most}\n")
+    (folder / "memory.stat").write_text(f"anon {anonymous}\nfile 77\n")
+
+
+def test_free_host_memory_is_what_the_kernel_says(machine: Path) -> None:
+    assert fit.free_on_host() == 8000 * 1024
+    limit(machine / "cgroup/slurm/job", "max", 0)
+    assert fit.free_on_host() == 8000 * 1024
+
+
+def test_the_limit_of_any_outer_control_group_counts(machine: Path) -> None:
+    limit(machine / "cgroup/slurm/job", "max", 0)
+    limit(machine / "cgroup/slurm", "5000", 1000)
+    assert fit.free_on_host() == 4000
+
+
+def test_without_proc_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fit, "_PROC", tmp_path / "none")
+    assert fit.free_on_host() is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "asked"),
+    [(None, 1, "1"), ("4,5", 1, "5"), ("GPU-aa", 1, "GPU-aa"), ("", 0, "0")],
+)
+def test_the_driver_is_asked_for_the_gpu_of_the_rank(
+    visible: str | None,
+    local_rank: int,
+    asked: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through a driver's tool that says how it was called; there is no GPU to ask."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho 1234\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert fit.free_on_gpu(local_rank, environ) == 1234 * 2**20
+    assert (tmp_path / "asked").read_text().split()[-1] == asked
+
+
+def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert fit.free_on_gpu(0, {}) is None
+
+
+def test_cpu_ranks_are_not_told_to_offload_to_the_memory_that_is_full() -> None:
+    found = estimate({"zero_optimization": {"stage": 1}}, "cpu", **LLAMA)
+    (problem,) = fit.shortages(found, None, 2 * GIB)
+    assert "model.checkpointing=full" in problem
+    assert "offload" not in problem
+    assert "GPUs" not in problem

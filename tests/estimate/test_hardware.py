@@ -1,0 +1,70 @@
+"""GPUs found under the names that people and drivers use, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.estimate.hardware import GPUS, find_gpu
+
+
+@pytest.mark.parametrize("key", GPUS)
+def test_a_key_finds_its_gpu(key: str) -> None:
+    assert find_gpu(key) is GPUS[key]
+    assert find_gpu(GPUS[key].name.split(",")[0]) is GPUS[key]
+
+
+def test_every_figure_has_a_source() -> None:
+    assert all("datasheet" in gpu.source or "whitepaper" in gpu.source for gpu in GPUS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("Tesla V100-PCIE-16GB", "v100-16"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("h100-80", "h100-sxm"),
+        ("H100", "h100-sxm"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("rtx4090", "rtx-4090"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("mi300x", "mi300x"),
+    ],
+)
+def test_names_of_drivers_and_people(name: str, key: str) -> None:
+    assert find_gpu(name) is GPUS[key]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("a100", "a100-40, a100-80"),
+        ("NVIDIA H100 NVL", "h100-sxm, h100-pcie"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100-sxm, h100-pcie"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
+        ("NVIDIA A10G", "a10"),
+        ("h20", "h200"),
+    ],
+)
+def test_other_products_are_refused_with_the_keys(name: str, keys: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown GPU '{name}': one of .*{keys}"):
+        find_gpu(name)
+
+
+def test_a_name_like_none_lists_all() -> None:
+    with pytest.raises(ValueError, match=r"v100-16, .*, mi300x"):
+        find_gpu("Voodoo 2")
+
+
+def test_peaks_by_precision() -> None:
+    h100, v100 = GPUS["h100-sxm"], GPUS["v100-32"]
+    assert (h100.peak_tflops("bf16"), h100.peak_tflops("fp32")) == (989.4, 67.0)
+    assert h100.bf16_tflops
+    assert v100.bf16_tflops is None
+    assert v100.peak_tflops("fp16") == 125.0
+    assert v100.peak_tflops("bf16") == v100.fp32_tflops

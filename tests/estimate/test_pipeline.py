@@ -1,0 +1,215 @@
+"""The memory of pipeline stages, against runs of the real engine and by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from harness.estimate.activations import layer_activations
+from harness.estimate.changes import helpful_changes
+from harness.estimate.inputs import GIB, Inputs, ZeroSettings
+from harness.estimate.states import optimizer_class
+from harness.estimate.timeline import PROCESS, estimate_memory, rank_timeline
+from harness.layout.grid import Grid
+from harness.layout.shape import Shape
+from harness.layout.stages import stage_parameters
+from harness.plan.model_config import find_model_config
+from tests.estimate.defaults import default_value
+
+SMALL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 250,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+HALVES, QUARTERS = (0, 4, 8), (0, 2, 4, 6, 8)
+
+
+def inputs(
+    config: dict[str, Any],
+    bounds: tuple[int, ...],
+    precision: str = "bf16",
+    ranks: int = 4,
+    grad_accum: int = 4,
+    seq_len: int = 16,
+    **keys: Any,
+) -> Inputs:
+    kept = {name: keys.pop(name) for name in ("checkpointing", "gpus_per_node") if name in keys}
+    return Inputs(
+        shape=Shape.from_hf(config),
+        zero=ZeroSettings.read(partial(default_value, **{"type": "AdamW", "stage": 1, **keys})),
+        precision=precision,
+        grid=Grid(ranks, pipeline=len(bounds) - 1),
+        micro_batch=1,
+        seq_len=seq_len,
+        grad_accum=grad_accum,
+        bounds=bounds,
+        **kept,
+    )
+
+
+def held(run: Inputs, rank: int, phase: str) -> int:
+    """Bytes on a CPU rank, the process left out."""
+    timeline = rank_timeline(run, rank)
+    host = timeline.phase(phase, "host")
+    return timeline.total(phase) + sum(host.values()) - host[PROCESS]
+
+
+# Bytes of live tensors of four CPU ranks under DeepSpeed 0.19.8, buckets of 20,000 elements: the
+# first and the last rank, once built, with the gradients ready, and between steps.
+MEASURED = [
+    ("fp32", 0, None, HALVES, 4, False, (1545356, 6188668, 4643452), (1545740, 6189972, 4644372)),
+    ("fp32", 1, None, HALVES, 4, False, (2317964, 4835352, 3870744), (2318540, 4739308, 3871468)),
+    ("bf16", 0, None, HALVES, 4, False, (2317964, 4640280, 3867672), (2318540, 4641196, 3868396)),
+    ("bf16", 1, None, HALVES, 4, False, (1545356, 3577368, 3095064), (1545740, 3529516, 3095596)),
+    ("bf16", 1, "fp32", HALVES, 4, True, (3090572, 5412888, 4640280), (3091340, 5413996, 4641196)),
+    ("fp16", 1, None, QUARTERS, 6, False, (1156748, 3089688, 2704152), (1157324, 3090740, 2705012)),
+    (
+        *("bf16", 1, "fp32", QUARTERS, 6, False),
+        *((1927820, 3860760, 3475224), (1928780, 3862196, 3476468)),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "sums", "bounds", "accumulated", "tied", "first", "last"), MEASURED
+)
+def test_states_are_those_of_real_runs(
+    precision, stage, sums, bounds, accumulated, tied, first, last
+):
+    run = inputs(
+        {**SMALL, "tie_word_embeddings": tied},
+        bounds,
+        precision,
+        grad_accum=accumulated,
+        stage=stage,
+        grad_accum_dtype=sums,
+        reduce_bucket_size=20_000,
+    )
+    for rank, measured in ((0, first), (3, last)):
+        phases = ("built", "gradients_ready", "between_steps")
+        assert [held(run, rank, phase) for phase in phases] == pytest.approx(measured, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "sums", "expected"),
+    [
+        ("fp32", 0, None, "none"),
+        ("bf16", 0, None, "BF16_Optimizer"),
+        ("bf16", 1, None, "DeepSpeedZeroOptimizer"),
+        ("bf16", 1, "fp32", "BF16_Optimizer"),
+        ("fp16", 1, None, "DeepSpeedZeroOptimizer"),
+    ],
+)
+def test_the_class_that_deepspeed_uses(precision, stage, sums, expected):
+    run = inputs(SMALL, HALVES, precision, stage=stage, grad_accum_dtype=sums)
+    assert optimizer_class(run) == optimizer_class(run.of_stage(1)) == expected
+
+
+def llama_3_8b(**keys: Any) -> Inputs:
+    """8, 9, 9 and 6 layers on 16 ranks of two nodes."""
+    config, _ = find_model_config("llama-3-8b")
+    run = {"ranks": 16, "grad_accum": 16, "seq_len": 4096, "gpus_per_node": 8, **keys}
+    return inputs(config, (0, 9, 18, 27, 34), grad_accum_dtype="fp32", **run)
+
+
+def test_earlier_stages_hold_the_activations_of_more_micro_batches():
+    """By hand: layers x micro-batches in flight x bytes of a layer."""
+    run = llama_3_8b()
+    layer = layer_activations(run, 0)
+    for stage, (layers, in_flight) in enumerate([(8, 4), (9, 3), (9, 2), (6, 1)]):
+        found = rank_timeline(run, 4 * stage).phase("backward_first")
+        assert found["activations: mlp"] == layers * in_flight * layer.mlp
+    few = rank_timeline(replace(run, grad_accum=2), 0).phase("backward_first")
+    assert few["activations: mlp"] == 8 * 2 * layer.mlp
+
+
+def test_gradients_are_there_before_the_peak_only_if_more_follow_than_are_in_flight():
+    assert "gradients" in rank_timeline(llama_3_8b(), 0).phase("forward")
+    assert "gradients" not in rank_timeline(llama_3_8b(grad_accum=4), 0).phase("forward")
+    assert "gradients" in rank_timeline(llama_3_8b(grad_accum=4), 12).phase("forward")
+
+
+def test_only_the_last_stage_has_logits():
+    run = llama_3_8b()
+    for rank in range(16):
+        assert ("logits and loss" in rank_timeline(run, rank).phase("loss")) is (rank >= 12)
+
+
+def test_what_travels_between_stages_is_kept_while_in_flight():
+    """(1, 4096, 4096) in bf16 is 32 MiB; the last stage keeps two inputs and their gradients."""
+    run, stream = llama_3_8b(), 32 * 2**20
+    first, second, last = (rank_timeline(run, rank).phase("backward_last") for rank in (0, 4, 12))
+    assert "pipeline: inputs" not in first
+    assert first["pipeline: outputs"] == 4 * stream
+    assert second["pipeline: inputs"] == second["pipeline: outputs"] == 3 * stream
+    assert "pipeline: outputs" not in last
+    assert last["pipeline: inputs"] == 4 * stream
+
+
+def test_an_estimate_has_every_stage_and_its_worst():
+    found = estimate_memory(llama_3_8b())
+    assert [rank.stage for rank in found.ranks] == [0, 1, 2, 3]
+    assert [rank.rank for rank in found.ranks] == [0, 4, 8, 12]
+    assert found.worst is found.ranks[0]
+    assert sum(rank.inputs.parameters for rank in found.ranks) == 8_030_261_248
+    ranks = found.to_json()["ranks"]
+    assert [(r["pipeline_stage"], r["data_rank"]) for r in ranks] == [(s, 0) for s in range(4)]
+
+
+def test_data_ranks_of_a_stage_may_differ():
+    run = inputs(SMALL, HALVES, ranks=8)
+    stages = [rank.stage for rank in estimate_memory(run).ranks]
+    assert stages == [0, 0, 1, 1]
+
+
+def test_a_tied_embedding_is_on_both_ends():
+    config = {**SMALL, "tie_word_embeddings": True}
+    run = inputs(config, (0, 2, 6, 8), ranks=3)
+    parameters = stage_parameters(run.shape, run.bounds)
+    embedding = 1000 * 96
+    layers = [run.of_stage(stage).shape.num_layers for stage in range(3)]
+    assert layers == [1, 4, 1]
+    assert parameters[0] > embedding < parameters[2]
+    assert sum(parameters) == run.parameters + embedding
+
+
+def test_a_node_holds_the_ranks_of_neighbouring_stages():
+    """Two nodes of 8: stages 0 and 1 on the first, 2 and 3 on the second."""
+    found = estimate_memory(llama_3_8b())
+    host = [rank.most("host") for rank in found.ranks]
+    assert found.host_bytes_per_node == max(4 * host[0] + 4 * host[1], 4 * host[2] + 4 * host[3])
+    alone = estimate_memory(llama_3_8b(gpus_per_node=4))
+    assert alone.host_bytes_per_node == 4 * max(host)
+
+
+def test_a_checkpoint_is_that_of_the_model():
+    split = estimate_memory(inputs(SMALL, HALVES)).checkpoint_bytes
+    whole = replace(inputs(SMALL, HALVES), bounds=None, grid=Grid(4))
+    assert split == estimate_memory(whole).checkpoint_bytes
+
+
+def test_changes_are_those_that_go_with_stages():
+    texts = [change.text for change in helpful_changes(estimate_memory(llama_3_8b(), 40 * GIB))]
+    assert "model.checkpointing=full" in texts
+    assert not any("offload" in text or "zero_optimization.stage" in text for text in texts)
+
+
+def test_the_reduction_makes_a_second_bucket():
+    run = inputs(SMALL, HALVES, "fp32", reduce_bucket_size=20_000)
+    buckets = [
+        rank_timeline(run, 0).phase(phase).get("gradient buckets")
+        for phase in ("forward", "backward_last", "reduce", "gradients_ready")
+    ]
+    assert buckets == [80_000, 80_000, 160_000, None]
+    overlapping = replace(run, zero=replace(run.zero, overlap_given=True))
+    assert rank_timeline(overlapping, 0).phase("reduce")["gradient buckets"] == 160_000

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from harness.estimate.activations import saved_for_backward
+from harness.estimate.changes import helpful_changes, with_stage
+from harness.estimate.inputs import GIB, Inputs, ZeroSettings
+from harness.estimate.partition import Flat, piece, sub_groups
+from harness.estimate.states import model_states, optimizer_class
+from harness.estimate.timeline import estimate_memory
+from harness.layout.grid import Grid
+from harness.layout.shape import Shape
+from harness.layout.tensors import Tensor
+from harness.plan.model_config import find_model_config
+from tests.estimate.defaults import default_value
+from tools.memory.text import paper_bytes
+
+
+def inputs(model="tiny", precision="bf16", ranks=2, micro_batch=1, seq_len=128, **keys) -> Inputs:
+    run = {
+        name: keys.pop(name)
+        for name in ("grad_accum", "checkpointing", "attention")
+        if name in keys
+    }
+    return Inputs(
+        shape=Shape.from_hf(find_model_config(model)[0]),
+        zero=ZeroSettings.read(partial(default_value, **{"type": "AdamW", **keys})),
+        precision=precision,
+        grid=Grid(ranks),
+        micro_batch=micro_batch,
+        seq_len=seq_len,
+        **{"grad_accum": 1, **run},
+    )
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_papers_table_one(stage, gigabytes):
+    """arXiv 1910.02054, table 1: 7.5B parameters on 64 GPUs, decimal gigabytes."""
+    assert paper_bytes(7_500_000_000, stage, 64) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_the_papers_gpt2_needs_24_gigabytes():
+    """The same paper, section 3: 1.5B parameters, at least 24 GB of model states."""
+    assert paper_bytes(1_500_000_000, 0, 1) / 1e9 == pytest.approx(24.0)
+
+
+# Bytes per parameter between steps on two ranks, buckets left out, as measured with DeepSpeed
+# 0.19.8; `sums` is data_types.grad_accum_dtype.
+STEADY = [
+    ("fp32", 0, None, 12.0),
+    ("fp16", 0, None, 14.0),
+    ("fp32", 1, None, 10.0),
+    ("bf16", 1, None, 8.0),
+    ("bf16", 1, "fp32", 12.0),
+    ("bf16", 2, None, 8.0),
+    ("bf16", 3, None, 8.0),
+    ("bf16", 3, "fp32", 9.0),
+    ("fp32", 3, None, 10.0),
+]
+
+
+@pytest.mark.parametrize(("precision", "stage", "sums", "per_parameter"), STEADY)
+def test_bytes_per_parameter_between_steps(precision, stage, sums, per_parameter):
+    run = inputs(
+        "llama-1b",
+        precision,
+        stage=stage,
+        grad_accum_dtype=sums,
+        stage3_param_persistence_threshold=0,
+    )
+    held = sum(part.bytes for part in model_states(run, 0) if "between_steps" in part.phases)
+    assert held / run.parameters == pytest.approx(per_parameter, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "sums", "offload", "expected"),
+    [
+        ("fp32", 0, None, "none", "none"),
+        ("fp16", 0, None, "none", "FP16_Optimizer"),
+        ("bf16", 1, None, "none", "DeepSpeedZeroOptimizer"),
+        ("bf16", 1, "fp32", "none", "BF16_Optimizer"),
+        ("bf16", 1, "fp32", "cpu", "DeepSpeedZeroOptimizer"),
+        ("fp16", 1, "fp32", "none", "DeepSpeedZeroOptimizer"),
+        ("bf16", 2, "fp32", "none", "DeepSpeedZeroOptimizer"),
+        ("bf16", 3, "fp32", "none", "DeepSpeedZeroOptimizer_Stage3"),
+    ],
+)
+def test_the_class_that_deepspeed_uses(precision, stage, sums, offload, expected):
+    run = inputs(precision=precision, stage=stage, grad_accum_dtype=sums, device=offload)
+    assert optimizer_class(run) == expected
+
+
+def test_a_flat_group_is_padded_and_cut():
+    flat = Flat((5, 4, 2), shards=2)
+    assert (flat.shard, flat.padded) == (6, 12)
+    assert flat.whole == (9, 6)  # the second parameter lies on both sides of the cut
+    assert [flat.end_padding(rank) for rank in range(2)] == [0, 1]
+    assert [flat.elsewhere(rank, above=1) for rank in range(2)] == [2, 5]
+
+
+def test_a_rank_may_hold_only_padding():
+    flat = Flat((3,), shards=4)
+    assert (flat.shard, flat.whole) == (2, (3, 3, 0, 0))
+    assert [flat.end_padding(rank) for rank in range(4)] == [0, 1, 2, 2]
+
+
+def test_sub_groups_close_with_the_parameter_that_fills_them():
+    group = [Tensor("a", (10,), "mlp"), Tensor("b", (10,), "mlp"), Tensor("c", (3,), "norm")]
+    assert piece(10, 4) == 3
+    assert sub_groups([group], shards=1, limit=15) == [20, 3]
+    assert sub_groups([group], shards=1, limit=100) == [23]
+
+
+def test_a_large_embedding_makes_ranks_differ():
+    """Reduced gradients are kept by whole parameters."""
+    found = estimate_memory(inputs("llama-3-8b", ranks=64, stage=2))
+    assert len(found.ranks) == 2
+    assert found.ranks[0].phase("gradients_ready")["gradients"] > 2 * 525_000_000
+    assert found.ranks[0].peak > found.ranks[1].peak
+
+
+@pytest.mark.parametrize(("checkpointing", "gibibytes"), [("none", 26.601), ("full", 3.082)])
+def test_llama_3_8b_saves_what_was_traced(checkpointing, gibibytes):
+    """Whole model on fake tensors, one sample of 4,096 tokens."""
+    run = inputs("llama-3-8b", seq_len=4096, checkpointing=checkpointing)
+    assert saved_for_backward(run) / GIB == pytest.approx(gibibytes, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage"), [("fp32", 0), ("fp32", 1), ("bf16", 1), ("bf16", 3), ("fp16", 2)]
+)
+def test_a_checkpoint_has_twelve_bytes_per_parameter_in_every_layout(precision, stage):
+    """tests/test_loop.py compares with what is on disk."""
+    run = inputs("llama-1b", precision, stage=stage)
+    assert estimate_memory(run).checkpoint_bytes == 12 * run.parameters
+
+
+def test_a_save_in_the_background_holds_a_copy_on_the_host():
+    run = inputs("llama-1b", stage=2, ranks=4)
+    more = replace(run, saves_in_background=True)
+    (copy,) = [p for p in estimate_memory(more).worst.held if p.component == "checkpoint copy"]
+    assert (copy.bytes, copy.place) == (12 * run.parameters // 4, "host")
+    assert estimate_memory(more).host_bytes_per_node > estimate_memory(run).host_bytes_per_node
+
+
+def test_overlap_doubles_the_bucket():
+    once, twice = (
+        estimate_memory(inputs(stage=2, overlap_comm=overlap)).worst.phase("backward_last")
+        for overlap in (False, True)
+    )
+    assert twice["gradient buckets"] == 2 * once["gradient buckets"] == 2 * 2 * 500_000_000
+
+
+def test_another_stage_overlaps_as_that_stage_does_by_itself():
+    assert inputs(stage=3).zero.overlap_comm
+    assert not with_stage(inputs(stage=3), 2).zero.overlap_comm
+    assert with_stage(inputs(stage=3, overlap_comm=True), 2).zero.overlap_comm
+
+
+def test_changes_say_what_they_save():
+    before = estimate_memory(inputs("llama-3-8b", ranks=8, seq_len=8192, stage=1), 40 * GIB)
+    assert before.verdict == "does not fit"
+    changes = helpful_changes(before)
+    assert {"model.checkpointing=full", "ds.zero_optimization.stage=3"} <= {c.text for c in changes}
+    for change in changes:
+        assert change.saved_bytes == before.worst.peak - change.estimate.worst.peak > 0
+
+
+def test_a_rank_alone_has_no_second_copy_of_what_persists():
+    names = [
+        {part.component for part in model_states(inputs(ranks=ranks, stage=3), 0)}
+        for ranks in (1, 2)
+    ]
+    assert [("persistent parameters" in found) for found in names] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("keys", "axis", "expected"),
+    [
+        ({}, "data", 2),
+        ({"communication_data_type": "fp32"}, "data", 4),
+        ({}, "sequence", 4),  # seq_parallel_communication_data_type
+        ({"seq_parallel_communication_data_type": "bf16"}, "sequence", 2),
+    ],
+)
+def test_gradients_travel_as_the_json_says(keys, axis, expected):
+    """Under stage 3; 1 and 2 take fp32 wherever sequences are divided."""
+    run = inputs(stage=3, reduce_bucket_size=1000, **keys)
+    run = replace(run, grid=Grid(2, **({} if axis == "data" else {axis: 2})))
+    (bucket,) = [p for p in estimate_memory(run).worst.held if p.component == "gradient buckets"]
+    assert bucket.bytes == expected * 1000
+
+
+def test_a_gradient_that_is_widened_is_copied_by_itself():
+    keys = {"stage": 1, "reduce_bucket_size": 1000}
+    narrow = inputs(**keys)
+    wide = inputs(**keys, communication_data_type="fp32")
+    divided = replace(
+        inputs(**keys, seq_parallel_communication_data_type="bf16"), grid=Grid(2, sequence=2)
+    )
+    largest = max(tensor.numel for tensor in narrow.shape.tensors())
+    for run, copy in ((narrow, 2 * 1000), (wide, 4 * largest), (divided, 4 * largest)):
+        assert estimate_memory(run).worst.phase("backward_last")["communication copy"] == copy
+
+
+@pytest.mark.parametrize(
+    ("stage", "sums"), [(0, None), (1, None), (1, "fp32"), (2, "fp32"), (3, None)]
+)
+@pytest.mark.parametrize(("momentum", "bytes_per_element"), [(0.0, 0), (0.9, 4)])
+def test_sgd_has_a_moment_only_with_momentum(stage, sums, momentum, bytes_per_element):
+    precision = "fp32" if stage == 0 else "bf16"
+    keys = {"stage": stage, "grad_accum_dtype": sums, "params": {"momentum": momentum}}
+    run = inputs(precision=precision, **{"type": "SGD", **keys})
+    held = sum(part.bytes for part in model_states(run, 0) if part.component == "moments")
+    shard = run.parameters / (2 if stage else 1)
+    assert held == pytest.approx(bytes_per_element * shard, rel=0.01)

@@ -1,0 +1,218 @@
+"""Shapes held equal, name by name and shape by shape, to transformers' own models built on meta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.layout.shape import (
+    Shape,
+    active_parameters,
+    flops_per_token,
+    num_parameters,
+    parameters_by_kind,
+    parameters_per_layer,
+)
+from harness.layout.sizes import FAMILIES, UnknownArchitecture
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+}
+TINY_GPT2: dict[str, Any] = {
+    "vocab_size": 96,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 64,
+}
+TINY_OPT = {
+    **{name: size for name, size in TINY.items() if name != "intermediate_size"},
+    "ffn_dim": 80,
+    "word_embed_proj_dim": 48,
+}
+TINY_FALCON = {
+    **{name: size for name, size in TINY.items() if name != "intermediate_size"},
+    "ffn_hidden_size": 80,
+}
+GQA = {"num_key_value_heads": 2}
+MOE = {"num_experts_per_tok": 2, "num_local_experts": 4}
+QWEN_MOE = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
+
+# (model_type, config): every branch that changes a tensor, from configs as hubs hold them.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {**TINY}),
+    ("llama", {**TINY, **GQA, "tie_word_embeddings": True}),
+    ("llama", {**TINY, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {**TINY, **GQA, "head_dim": 16}),
+    ("mistral", {**TINY, **GQA}),
+    ("mistral", {**TINY, **GQA, "head_dim": 16, "sliding_window": None}),
+    ("mixtral", {**TINY, **GQA, **MOE}),
+    ("mixtral", {**TINY, **GQA, **MOE, "tie_word_embeddings": True}),
+    ("qwen2", {**TINY, **GQA, "tie_word_embeddings": True}),
+    ("qwen2", {**TINY, **GQA, "use_sliding_window": True, "max_window_layers": 1}),
+    ("qwen3", {**TINY, **GQA}),
+    ("qwen3", {**TINY, **GQA, "head_dim": 16, "attention_bias": True}),
+    ("qwen3_moe", {**TINY, **GQA, **QWEN_MOE}),
+    ("qwen3_moe", {**TINY, **GQA, **QWEN_MOE, "decoder_sparse_step": 2, "head_dim": 16}),
+    ("qwen3_moe", {**TINY, **GQA, **QWEN_MOE, "mlp_only_layers": [1]}),
+    ("olmo2", {**TINY, **GQA}),
+    ("olmo2", {**TINY, "attention_bias": True, "tie_word_embeddings": True}),
+    ("phi3", {**TINY, **GQA, "pad_token_id": 0}),
+    ("gemma", {**TINY, **GQA, "head_dim": 16}),
+    ("gemma", {**TINY, **GQA, "attention_bias": True, "tie_word_embeddings": False}),
+    ("gemma2", {**TINY, **GQA, "head_dim": 16}),
+    ("gpt2", {**TINY_GPT2}),
+    ("gpt2", {**TINY_GPT2, "n_inner": 80, "tie_word_embeddings": False}),
+    ("gpt_neox", {**TINY}),
+    ("gpt_neox", {**TINY, "attention_bias": False, "tie_word_embeddings": True}),
+    ("opt", {**TINY_OPT}),
+    ("opt", {**TINY_OPT, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
+    ("opt", {**TINY_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("opt", {**TINY_OPT, "word_embed_proj_dim": 24, "tie_word_embeddings": False}),
+    ("falcon", {**TINY_FALCON}),
+    ("falcon", {**TINY_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True}),
+    ("falcon", {**TINY_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    (
+        "falcon",
+        {**TINY_FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    ("bloom", {"vocab_size": 96, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
+    ("bloom", {"vocab_size": 96, "n_embed": 48, "n_layer": 3, "n_head": 6}),
+]
+
+
+def transformers_tensors(config: Any) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter of transformers' model, tied ones once."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+
+
+def our_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter of ours."""
+    return {tensor.name: tensor.shape for tensor in shape.tensors()}
+
+
+@pytest.mark.parametrize(("model_type", "config"), CASES)
+def test_tensors_equal_transformers(model_type: str, config: dict[str, Any]) -> None:
+    theirs = transformers_tensors(AutoConfig.for_model(model_type, **config))
+    shape = Shape.from_hf({"model_type": model_type, **config})
+    assert our_tensors(shape) == theirs
+    assert num_parameters(shape) == sum(torch.Size(size).numel() for size in theirs.values())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_default_sized_models_equal_transformers(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    assert our_tensors(Shape.from_hf(config.to_dict())) == transformers_tensors(config)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_has_a_tiny_case(model_type: str) -> None:
+    assert model_type in {case for case, _ in CASES}
+
+
+@pytest.mark.parametrize(("model_type", "config"), CASES)
+def test_what_a_config_leaves_out_means_what_transformers_means(
+    model_type: str, config: dict[str, Any]
+) -> None:
+    """The sizes from the sparse config are those from transformers' filled-in one."""
+    filled = AutoConfig.for_model(model_type, **config).to_dict()
+    assert Shape.from_hf({"model_type": model_type, **config}) == Shape.from_hf(filled)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "parameters"),
+    [("opt", 12, 125_239_296), ("falcon", 32, 6_921_720_704)],
+)
+def test_published_sizes(model_type: str, layers: int, parameters: int) -> None:
+    """OPT-125M and Falcon-7B are what their config classes assume."""
+    shape = Shape.from_hf(AutoConfig.for_model(model_type).to_dict())
+    assert (shape.num_layers, num_parameters(shape)) == (layers, parameters)
+
+
+def test_parts_add_up() -> None:
+    shape = Shape.from_hf({"model_type": "qwen3_moe", **TINY, **GQA, **QWEN_MOE, "head_dim": 8})
+    outside = sum(tensor.numel for tensor in (*shape.body.before, *shape.body.after))
+    assert sum(parameters_per_layer(shape)) + outside == num_parameters(shape)
+    assert sum(parameters_by_kind(shape).values()) == num_parameters(shape)
+    assert parameters_by_kind(shape)["router"] == 3 * 4 * 48
+
+
+def test_sliding_windows() -> None:
+    def windows(model_type: str, **config: Any) -> tuple[int | None, ...]:
+        return Shape.from_hf({"model_type": model_type, **TINY, **config}).sliding_windows
+
+    assert windows("llama", sliding_window=16) == (None, None, None)
+    assert windows("mistral", sliding_window=16) == (16, 16, 16)
+    assert windows("mistral", sliding_window=None) == (None, None, None)
+    assert windows("gemma2", sliding_window=16) == (16, None, 16)
+    assert windows("qwen2", sliding_window=16) == (None, None, None)
+    upper = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
+    assert windows("qwen2", **upper) == (None, 16, 16)
+    named = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows("qwen3", **upper, layer_types=named) == (None, 16, None)
+
+
+def test_flops_of_a_published_model() -> None:
+    """GPT-2 124M by hand: 12 layers of 12 h^2, a tied head, attention of 12 L h T."""
+    shape = Shape.from_hf(AutoConfig.for_model("gpt2").to_dict())
+    matrices = 12 * 12 * 768**2 + 50257 * 768
+    assert active_parameters(shape) == matrices
+    assert flops_per_token(shape, 1024) == 6 * matrices + 12 * 12 * 768 * 1024
+
+
+def test_flops_count_chosen_experts_and_windows_only() -> None:
+    config = {"model_type": "mixtral", **TINY, **GQA, **MOE}
+    shape = Shape.from_hf(config)
+    attention = 48 * (48 + 16 + 16) + 48 * 48
+    per_layer = attention + 4 * 48 + 2 * 3 * 48 * 80
+    assert active_parameters(shape) == 3 * per_layer + 96 * 48
+    all_chosen = Shape.from_hf({**config, "num_experts_per_tok": 4})
+    assert active_parameters(all_chosen) - active_parameters(shape) == 3 * 2 * 3 * 48 * 80
+
+    sliding = Shape.from_hf({**config, "sliding_window": 16})
+    assert flops_per_token(sliding, 64) == 6 * active_parameters(shape) + 12 * 3 * 48 * 16
+    assert flops_per_token(sliding, 8) == flops_per_token(shape, 8)
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(UnknownArchitecture, match=r"'mamba'.*one of llama, mistral"):
+        Shape.from_hf({"model_type": "mamba", **TINY})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": -48}, "hidden_size = -48 is not an integer of at least 1"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers = '3' is not an integer"),
+        ({"num_attention_heads": 5}, "hidden size 48 is not a multiple of 5"),
+        ({"num_key_value_heads": 4}, "num_attention_heads = 6 is not a multiple of .* = 4"),
+        ({"model_type": "mixtral", **MOE, "num_experts_per_tok": 5}, "= 5 of only 4 experts"),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"]},
+            "layer_types has 1 entries for 3 layers",
+        ),
+    ],
+)
+def test_bad_configs_name_the_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Shape.from_hf({"model_type": "llama", **TINY, **change})
+
+
+def test_every_problem_in_one_error() -> None:
+    with pytest.raises(ValueError, match="llama config:") as error:
+        Shape.from_hf({"model_type": "llama"})
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
+        assert key in str(error.value)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+
+from harness.layout import world as module
+from harness.layout.world import World, cpu_has_bf16, find_accelerator, find_gpu_name
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ("none", 0, 1, 0, 1)),
+        (  # torchrun, accelerate
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            ("torch", 5, 8, 1, 4),
+        ),
+        (  # deepspeed
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"},
+            ("torch", 1, 2, 1, 2),
+        ),
+        (  # srun over two nodes of different size: the larger counts
+            {
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "3",
+                "SLURM_NTASKS": "4",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "3,1",
+            },
+            ("slurm", 3, 4, 0, 3),
+        ),
+        (  # a batch script, not started by srun, is one process whatever the job has
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"},
+            ("none", 0, 1, 0, 1),
+        ),
+        (  # deepspeed or torchrun inside a Slurm step: the finer truth wins
+            {
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": "1",
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "1",
+            },
+            ("torch", 1, 2, 1, 2),
+        ),
+    ],
+)
+def test_launchers(environ, expected):
+    world = World.from_environ({**environ, "DS_ACCELERATOR": "cpu"})
+    found = (world.launcher, world.rank, world.world_size, world.local_rank)
+    assert (*found, world.local_world_size) == expected
+    assert (world.accelerator, world.gpu) == ("cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 of 2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_SIZE": "2"}, "local rank 3"),
+    ],
+)
+def test_an_impossible_environment(environ, expected):
+    with pytest.raises(ValueError, match=expected):
+        World.from_environ(environ)
+
+
+def test_accelerator_is_read_from_the_driver_not_from_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "NVIDIA_CONTROL", tmp_path / "nvidiactl")
+    assert find_accelerator({}) == "cpu"
+    (tmp_path / "nvidiactl").touch()
+    assert find_accelerator({}) == "cuda"
+    for hidden in ({"DS_ACCELERATOR": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}):
+        assert find_accelerator(hidden) == "cpu"
+    assert find_accelerator({"CUDA_VISIBLE_DEVICES": "1"}) == "cuda"
+
+
+def test_gpu_name_is_read_from_the_driver(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "NVIDIA_PROC", tmp_path)
+    assert find_gpu_name() is None
+    (tmp_path / "0000:17:00.0").mkdir()
+    text = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n"
+    (tmp_path / "0000:17:00.0" / "information").write_text(text)
+    assert find_gpu_name() == "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("fma avx512_bf16 avx2", True), ("amx_bf16", True), ("avx512f avx2", False), (None, False)],
+)
+def test_bf16_of_a_cpu_is_read_from_the_kernel(tmp_path, monkeypatch, flags, expected):
+    monkeypatch.setattr(module, "CPU_INFO", tmp_path / "cpuinfo")
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
+    assert cpu_has_bf16() is expected
+
+
+def test_an_accelerator_that_is_named_is_taken_at_its_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "NVIDIA_CONTROL", tmp_path / "nvidiactl")  # absent, as under WSL
+    assert find_accelerator({"DS_ACCELERATOR": "cuda"}) == "cuda"

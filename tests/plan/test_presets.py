@@ -1,0 +1,97 @@
+"""Every shipped preset: what is in it, and that it is the published model."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import harness
+from harness.layout.shape import Shape, num_parameters
+
+PRESETS = sorted((Path(harness.__path__[0]) / "presets").glob("*.toml"))
+
+# Published sizes: the model cards' safetensors totals; GPT-2 as counted in its own repository.
+PARAMETERS = {
+    "tiny": 5_015_232,
+    "gpt2-124m": 124_439_808,
+    "llama-1b": 1_235_814_400,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmo2-7b": 7_298_617_344,
+    "gemma-2-9b": 9_241_705_984,
+    "mixtral-8x7b": 46_702_792_704,
+}
+ROPE_THETA = {
+    **dict.fromkeys(("tiny", "gemma-2-9b"), 1e4),
+    **dict.fromkeys(("llama-1b", "llama-3-8b", "llama-3-70b", "olmo2-7b"), 5e5),
+    **dict.fromkeys(("qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b"), 1e6),
+}
+# Without it transformers leaves the balancing loss out.
+BALANCED = {"mixtral-8x7b": 0.02, "qwen3-30b-a3b": 0.001}
+
+
+def load(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return tomllib.load(file)
+
+
+def test_the_presets_that_the_readme_promises_are_there() -> None:
+    assert {path.stem for path in PRESETS} == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_is_a_source_and_a_config(path: Path) -> None:
+    preset = load(path)
+    assert preset.keys() == {"source", "config"}
+    assert len(preset["source"]) > 20
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_is_the_published_model(path: Path) -> None:
+    keys = load(path)["config"]
+    config = AutoConfig.for_model(**keys)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    assert type(model).__name__ == keys["architectures"][0]
+    assert model.num_parameters() == PARAMETERS[path.stem]
+    assert num_parameters(Shape.from_hf(keys)) == PARAMETERS[path.stem]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_transformers_knows_every_key(path: Path) -> None:
+    """A key that the config class does not know is kept and ignored: a misspelt one, silently."""
+    keys = load(path)["config"]
+    known = AutoConfig.for_model(keys["model_type"])
+    renamed = {"rope_theta", "rope_scaling"}  # transformers 5 moves them into rope_parameters
+    undeclared = {"head_dim"} if keys["model_type"] == "qwen3_moe" else set()  # read all the same
+    assert {key for key in keys if not hasattr(known, key)} <= renamed | undeclared
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_rotary_positions_arrive(path: Path) -> None:
+    config = AutoConfig.for_model(**load(path)["config"])
+    rope = getattr(config, "rope_parameters", None) or {}
+    assert rope.get("rope_theta") == ROPE_THETA.get(path.stem)
+    if path.stem == "llama-1b":
+        assert (rope["rope_type"], rope["factor"]) == ("llama3", 32.0)
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_a_mixture_trains_with_its_balancing_loss(name: str) -> None:
+    config = AutoConfig.for_model(**load(PRESETS[0].with_name(f"{name}.toml"))["config"])
+    assert config.output_router_logits
+    assert config.router_aux_loss_coef == BALANCED[name]
+
+
+def test_gemma_keeps_its_soft_caps_and_its_windows() -> None:
+    config = AutoConfig.for_model(**load(PRESETS[0].with_name("gemma-2-9b.toml"))["config"])
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
+    assert config.layer_types[:2] == ["sliding_attention", "full_attention"]

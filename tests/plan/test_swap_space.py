@@ -1,0 +1,102 @@
+"""Optimizer states on a drive: what a machine lacks for it, and, where it can, that it is exact."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness.config.ds_json import read_ds_json
+from harness.config.run_config import RunConfig
+from harness.layout.world import World
+from harness.plan import swap_space
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+from harness.plan.swap_space import swap_problems
+from tests.run_tools import run_tool
+
+DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+
+
+def plan(folder: Path, name: str = "zero3_nvme") -> Plan:
+    ds = read_ds_json(DS_CONFIGS / f"{name}.json")
+    if name == "zero3_nvme":
+        ds["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folder)
+    return make_plan(RunConfig(), ds, World(world_size=2, local_world_size=2))
+
+
+def has_libaio() -> bool:
+    return swap_space._no_libaio() == []
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with libaio."""
+    monkeypatch.setattr(swap_space, "_no_libaio", list)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_folder_with_room_is_taken(tmp_path: Path) -> None:
+    assert swap_problems(plan(tmp_path)) == []
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (problem,) = swap_problems(plan(tmp_path / "none"))
+    assert f"offload_optimizer.nvme_path is {tmp_path / 'none'}, which is no folder" in problem
+    assert "set ds.zero_optimization.offload_optimizer.nvme_path to a folder" in problem
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_folder_without_leave_to_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_space.os, "access", lambda *_: False)  # root may write anywhere
+    (problem,) = swap_problems(plan(tmp_path))
+    assert "where this user may not write" in problem
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_drive_that_is_too_small_is_refused_with_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    (problem,) = swap_problems(plan(tmp_path))
+    # Master weights, moments and gradients of 5,015,232 parameters, 16 bytes each.
+    assert "need 0.07 GiB" in problem
+    assert "0.00 GiB are free" in problem
+
+
+def test_no_libaio_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")  # a compiler that finds nothing
+    (problem,) = swap_problems(plan(tmp_path))
+    assert "apt install libaio-dev" in problem
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    (problem,) = swap_problems(plan(tmp_path))
+    assert "apt install g++" in problem
+
+
+def test_nothing_is_asked_of_runs_without_a_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    assert swap_problems(plan(tmp_path, "zero3_offload")) == []
+    unknown = replace(plan(tmp_path), estimate=None)  # whose files nobody has counted
+    assert len(swap_problems(unknown)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_libaio(), reason="libaio is not here")
+@pytest.mark.skipif("NVME" not in os.environ, reason="NVME=1 compiles the reads and writes: 8 min")
+def test_states_in_files_change_nothing_and_are_saved() -> None:
+    done = run_tool("check_parity", "--cells", "llama_wide-zero3_nvme-fp32-2-2")
+    assert "1 cells, 0 differ" in done.stdout
+    sides = ("zero3_nvmex2-zero3_nvmex2", "zero1x2-zero3_nvmex2", "zero3_nvmex2-zero3_nvmex1")
+    cells = [f"fp32-llama_wide-{side}" for side in sides]
+    done = run_tool("check_checkpoints", "--cells", *cells)
+    assert "3 cells: every tensor equal in 3" in done.stdout
+    assert "bit-equal in 1 of 1 on the same layout; 0 differ" in done.stdout

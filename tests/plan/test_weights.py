@@ -1,0 +1,226 @@
+"""Damaged, foreign and hostile folders of weights are refused by their headers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save as to_safetensors
+
+from harness.plan.weights import weight_file_problems
+from tests.engine.small import MODEL
+from tests.two_ranks import SHORT_RUN
+from tests.zygote import Zygote
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
+WHOLE = to_safetensors({"a": torch.arange(6.0), "b": torch.zeros(2, 3, dtype=torch.bfloat16)})
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def put_index(folder: Path, *files: object, **changes: Any) -> None:
+    weight_map = {f"t{number}": file for number, file in enumerate(files)}
+    index = {"metadata": {}, "weight_map": weight_map, **changes}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_whole_files_are_taken(tmp_path: Path) -> None:
+    (tmp_path / ONE).write_bytes(WHOLE)
+    assert weight_file_problems(str(tmp_path)) == []
+    (tmp_path / ONE).rename(tmp_path / "a.safetensors")
+    put_index(tmp_path, "a.safetensors", "a.safetensors")
+    assert weight_file_problems(str(tmp_path)) == []
+    assert weight_file_problems(str(tmp_path), "a.safetensors") == []
+
+
+def header(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (
+            POINTER,
+            "74 bytes and is no safetensors file: it is a git-lfs pointer; run `git lfs pull`",
+        ),
+        (b"", "0 bytes: it is empty, or cut off"),
+        (WHOLE[:7], "7 bytes: it is empty"),
+        (WHOLE[:40], "no safetensors file"),
+        (WHOLE[:-1], f"{len(WHOLE) - 1} bytes, but its tensors end at {len(WHOLE)}: it is cut off"),
+        (WHOLE + b"x", "something follows"),
+        (b"<!DOCTYPE html><html>", "a web page"),
+        (pickle.dumps({"w": 1}), "a pickle"),
+        (b"GGUF" + bytes(99), "a GGUF"),
+        (b"\xff" * 99, "other bytes"),
+        (header("[]"), "not an object"),
+        (header("{"), "no JSON"),
+        (header("[" * 100_000 + "]" * 100_000), "no JSON"),
+        (header('{"w": 7}'), "not an object"),
+        (header('{"w": {"dtype": "F32", "shape": [1]}}'), "lacks w.data_offsets"),
+        (header('{"w": {"dtype": 3, "shape": [1], "data_offsets": [0, 4]}}') + b"....", "w.dtype"),
+        (header('{"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}'), "w.shape is -1"),
+        (
+            header('{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}') + b"....",
+            "4 bytes",
+        ),
+        (
+            header('{"w": {"dtype": "X", "shape": [2], "data_offsets": [4, 0]}}') + b"....",
+            "begin at",
+        ),
+        (
+            header('{"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}') + b"." * 8,
+            "begin",
+        ),
+    ],
+)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_file_that_is_no_whole_one_is_named_with_its_size(
+    data: bytes, reason: str, shard: bool, tmp_path: Path
+) -> None:
+    name = "model-00002-of-00002.safetensors" if shard else ONE
+    if shard:
+        (tmp_path / "model-00001-of-00002.safetensors").write_bytes(WHOLE)
+        put_index(tmp_path, "model-00001-of-00002.safetensors", name)
+    (tmp_path / name).write_bytes(data)
+    (problem,) = weight_file_problems(str(tmp_path))
+    assert problem.startswith(f"model.init_from is {str(tmp_path)!r}: {tmp_path / name}")
+    assert reason in problem
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("weights.bin", "../outside.safetensors", "sub/inside.safetensors", "a\\b.safetensors"),
+        *("", "..", "x\0.safetensors", "model.safetensors\n"),
+    ],
+)
+@pytest.mark.parametrize("absolute", [False, True])
+def test_an_index_names_safetensors_beside_it_alone(
+    name: str, absolute: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    for place in ("outside.safetensors", "model/weights.bin", "model/sub/inside.safetensors"):
+        (tmp_path / place).write_bytes(WHOLE)
+    put_index(folder, f"{tmp_path}/{name}" if absolute else name)
+    (problem,) = weight_file_problems(str(folder))
+    assert "which is no safetensors file beside it" in problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "7", "null", "{}", '{"weight_map": {}}', "[" * 100_000 + "]" * 100_000),
+        '{"metadata": {}, "weight_map": {}}',
+        '{"metadata": {}, "weight_map": ["a.safetensors"]}',
+        '{"metadata": {}, "weight_map": {"w": 7}}',
+        '{"metadata": {}, "weight_map": {"w": null}}',
+        '{"metadata": 3, "weight_map": {"w": "a.safetensors"}}',
+        '{"weight_map": {"w": "a.safetensors"}}',  # transformers asks for metadata
+    ],
+)
+def test_a_broken_index_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(WHOLE)
+    (tmp_path / INDEX).write_text(text)
+    (problem,) = weight_file_problems(str(tmp_path))
+    assert str(tmp_path / INDEX) in problem
+
+
+@pytest.mark.parametrize("name", [ONE, "a.safetensors"])
+def test_links_stay_in_their_folder_and_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    put_index(folder, "a.safetensors")
+    (tmp_path / "outside").write_bytes(WHOLE)
+    (folder / "inside").write_bytes(WHOLE)
+    (folder / name).symlink_to(tmp_path / "outside")
+    (problem,) = weight_file_problems(str(folder))
+    assert f"{folder / name} is a link to {tmp_path / 'outside'}" in problem
+    (folder / name).unlink()
+    (folder / name).symlink_to("inside")
+    assert weight_file_problems(str(folder)) == []
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    (problem,) = weight_file_problems(str(folder))
+    assert "is a pipe, not a file" in problem
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)
+    (problem,) = weight_file_problems(str(folder))
+    assert f"{folder / name} is a link, where a file must be" in problem
+
+
+def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "4d7a").write_bytes(WHOLE)
+    folder = tmp_path / "snapshots" / "main"
+    folder.mkdir(parents=True)
+    (folder / ONE).symlink_to("../../blobs/4d7a")
+    assert weight_file_problems(str(folder)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("pytorch_model.bin", "a pickle, which is never opened: convert it where you trust it"),
+        ("pytorch_model.bin.index.json", "is a pickle"),
+        ("adapter_config.json", "an adapter: merge it"),
+        ("shard-00000-model-00001-of-00001.safetensors", "shares of a distributed save"),
+        ("README.md", "neither model.safetensors nor"),
+    ],
+)
+def test_what_is_no_folder_of_safetensors_is_told_apart(
+    file: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_bytes(b"x")
+    (problem,) = weight_file_problems(str(tmp_path), opens=True)
+    assert reason in problem
+    # At home, where a job is planned, the weights may not be.
+    assert weight_file_problems(str(tmp_path)) == ([] if file == "README.md" else [problem])
+
+
+@pytest.mark.parametrize(
+    "named", ["adapter_model.bin", "../x.safetensors", "/x.safetensors", 7, ""]
+)
+def test_a_config_names_a_safetensors_file_beside_it(named: object, tmp_path: Path) -> None:
+    (tmp_path / ONE).write_bytes(WHOLE)
+    (problem,) = weight_file_problems(str(tmp_path), named)
+    assert "transformers_weights" in problem
+
+
+def test_many_broken_shards_take_a_few_lines(tmp_path: Path) -> None:
+    names = [f"model-{n:05d}-of-00030.safetensors" for n in range(30)]
+    for name in names:
+        (tmp_path / name).write_bytes(POINTER)
+    put_index(tmp_path, *names)
+    problems = weight_file_problems(str(tmp_path))
+    assert len(problems) == 4
+    assert "and 27 more files like these" in problems[-1]
+
+
+@pytest.mark.slow
+def test_a_run_is_refused_before_anything_is_built(
+    zygote: Zygote, data: list[str], tmp_path: Path
+) -> None:
+    """A pointer where the weights must be: an everyday mistake."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / ONE).write_bytes(POINTER)
+    words = [f"model.name={model}", f"model.init_from={model}", f"run.dir={tmp_path / 'run'}"]
+    ended = zygote.run([*SHORT_RUN, *data, *words], tmp_path / "logs")
+    assert ended.codes == [2, 2], ended.output
+    for output in ended.outputs:
+        assert f"{model / ONE} has 74 bytes" in output
+        assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_and_names_of_the_hub_are_left_to_others(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert weight_file_problems(str(tmp_path)) == []
+    assert weight_file_problems(f"{tmp_path}@1") == []

@@ -1,0 +1,94 @@
+"""A whole run against a plain PyTorch loop: schedule, groups, data and evaluation as used."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.config.run_config import RunConfig
+from harness.data.build import DataSpec, build_data
+from harness.runfolder import RunFolder
+from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
+from tests.zygote import Zygote
+from tools.parity import recipe
+from tools.parity.cells import ARCHITECTURES, GLOBAL_BATCH
+from tools.parity.measure import Trajectory, difference
+from tools.parity.reference import Split, Task, Way, spread, train
+
+STEPS, WARMUP_STEPS, LEAST = 12, 4, 0.25
+HELD_OUT_SAMPLES = 5  # an evaluation's last batch is incomplete
+RULE = (
+    f'{{pattern="{recipe.GROUP_PATTERN}", lr_multiplier={recipe.GROUP_LR_MULTIPLIER}, '
+    f"weight_decay={recipe.GROUP_WEIGHT_DECAY}}}"
+)
+WORDS = [
+    *(f"train.steps={STEPS}", f"optim.warmup_steps={WARMUP_STEPS}", "optim.schedule=cosine"),
+    *(f"optim.lr={recipe.LR}", f"optim.min_lr_ratio={LEAST}", f"optim.eps={recipe.EPS}"),
+    *(f"optim.betas={list(recipe.BETAS)}", f"optim.weight_decay={recipe.WEIGHT_DECAY}"),
+    *(f"optim.clip_norm={recipe.CLIP_NORM}", f"optim.groups=[{RULE}]", "model.dropout=0.0"),
+    *("log.every=1", "eval.every=5", f"eval.samples={HELD_OUT_SAMPLES}", "data.held_out=0.1"),
+    "data.document_mask=true",
+]
+TOLERANCE_FACTOR = 5.0  # as the gate's
+
+
+def rate(step: int) -> float:
+    """Warm up over the first steps, then fall along half a cosine to LEAST at the last one."""
+    number = step + 1
+    if number < WARMUP_STEPS:
+        return recipe.LR * number / WARMUP_STEPS
+    share = 0.5 + 0.5 * math.cos(math.pi * (number - WARMUP_STEPS) / (STEPS - WARMUP_STEPS))
+    return recipe.LR * (LEAST + (1 - LEAST) * share)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_run_is_a_plain_loop(
+    layout: str, data: list[str], zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    json_path = REPOSITORY / "ds_configs" / f"{layout}.json"
+    words = [*SMALL_MODEL, *SHORT_RUN, *data, *WORDS, f"run.dir={run.path}"]
+    ended = zygote.run([f"--deepspeed={json_path}", *words], tmp_path / "logs")
+    assert ended.codes == [0, 0], ended.output
+
+    plan = json.loads(run.plan_path.read_text())
+    spec = DataSpec.of_run(RunConfig.model_validate(plan["run"]), plan["model_config"])
+    read = build_data(spec)
+    task = Task(
+        STEPS,
+        lambda step: read.train.batch(step * GLOBAL_BATCH, GLOBAL_BATCH),
+        rate,
+        read.held_out.batch(0, HELD_OUT_SAMPLES),
+    )
+    monkeypatch.setitem(ARCHITECTURES, "of the run", plan["model_config"])
+    way = Way("of the run", "fp32")
+    with one_thread():
+        reference = train(way, Split.even(GLOBAL_BATCH), task=task)
+        tolerance = spread(way, task).scaled(TOLERANCE_FACTOR)
+    lines = [line for line in run.read_metrics() if line["step"]]
+    trained = Trajectory(
+        losses=[line["loss"] for line in lines],
+        norms=[line["grad_norm"] for line in lines],
+        held_out=lines[-1]["eval_loss"],
+        gradients=reference.gradients,  # which no run records
+        sgd_changes=reference.sgd_changes,
+    )
+    assert [line["learning_rate"] for line in lines] == pytest.approx([*map(rate, range(STEPS))])
+    assert reference.losses[-1] < 0.8 * reference.losses[0]
+    distance = difference(trained, reference)
+    assert distance.exceeds(tolerance) == [], f"{distance}, where {tolerance} is allowed"
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute as a rank does: more threads add up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

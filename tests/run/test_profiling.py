@@ -1,0 +1,213 @@
+"""A closer look at a few steps, through real runs on two ranks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.config.run_file import load_run_config
+from harness.errors import ConfigError
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.run.profiling import Profiler
+from harness.runfolder import RunFolder
+from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
+from tests.zygote import Outcome, Zygote
+
+STEPS = 8
+WINDOW = "profile.steps=3:6"
+Train = Callable[..., tuple[Outcome, RunFolder]]
+
+
+@pytest.fixture(scope="module")
+def train(zygote: Zygote, data: list[str]) -> Train:
+    def run(path: Path, *more: str, fault: dict[str, Any] | None = None) -> Any:
+        json_name = next((word for word in more if not re.search("[.=]", word)), "zero3")
+        words = [
+            f"--deepspeed={REPOSITORY / 'ds_configs' / json_name}.json",
+            *(*SMALL_MODEL, *SHORT_RUN, *data, f"run.dir={path}", f"train.steps={STEPS}"),
+            *("model.dropout=0.1", "eval.every=4", "save.every=4"),
+            *(word for word in more if word != json_name),
+        ]
+        if any(word.startswith("train.epochs") for word in more):
+            words = [word for word in words if not word.startswith("train.steps")]
+        return zygote.run(words, path.with_suffix(".logs"), fault), RunFolder(path)
+
+    return run
+
+
+def learned(run: RunFolder) -> list[tuple[Any, ...]]:
+    return [
+        (line["step"], line.get("loss"), line.get("grad_norm"), line.get("eval_loss"))
+        for line in run.read_metrics()
+    ]
+
+
+def traced_steps(path: Path) -> set[int]:
+    """The steps that a Chrome trace marks."""
+    with gzip.open(path) as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    return {int(name.removeprefix("step ")) for name in names if re.fullmatch(r"step \d+", name)}
+
+
+def written(run: RunFolder) -> list[str]:
+    return sorted(path.name for path in run.profile_dir.iterdir())
+
+
+# --- what is asked for ---
+
+
+@pytest.mark.parametrize("text", ["10", "3:3", "5:3", "0:3", "a:b", "3:", "3-5", "1:2:3"])
+def test_what_is_no_window_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"profile\.steps is .* A:B, 1 <= A < B"):
+        load_run_config(None, [f'profile.steps="{text}"'])
+
+
+@pytest.mark.parametrize(("steps", "refused"), [("9:11", True), ("9:10", False), ("1:2", False)])
+def test_a_window_past_the_end_is_refused(steps: str, refused: bool) -> None:
+    run = load_run_config(None, ["train.steps=10", f"profile.steps={steps}"])
+    if not refused:
+        assert make_plan(run, {}, World()).run.profile.window
+        return
+    with pytest.raises(ConfigError, match=r"the run ends with step 10.*set train.steps to 11"):
+        make_plan(run, {}, World())
+
+
+@pytest.mark.slow
+def test_a_window_past_the_end_of_an_epoch_is_refused_once_that_is_known(
+    train: Train, tmp_path: Path
+) -> None:
+    ended, run = train(tmp_path / "run", "train.epochs=0.01", "profile.steps=998:999")
+    assert ended.codes == [2, 2], ended.output
+    assert "profile.steps is '998:999', but the run ends with step" in ended.output
+    assert not run.path.exists()
+
+
+# --- what is written ---
+
+LAYOUTS = ("zero1", "zero3", "pipeline2")
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def profiled(
+    request: pytest.FixtureRequest, train: Train, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Outcome, RunFolder, RunFolder]:
+    """(layout, how a profiled run ended, its folder, that of the same run without)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    ended, run = train(folder / "profiled", request.param, WINDOW)
+    plain_ended, plain = train(folder / "plain", request.param)
+    assert ended.codes == plain_ended.codes == [0, 0], ended.output
+    return request.param, ended, run, plain
+
+
+Profiled = tuple[str, Outcome, RunFolder, RunFolder]
+
+
+@pytest.mark.slow
+def test_profiling_changes_nothing_that_is_learned(profiled: Profiled) -> None:
+    _, _, run, plain = profiled
+    assert learned(run) == learned(plain)
+    assert not plain.profile_dir.exists()
+
+
+@pytest.mark.slow
+def test_the_trace_holds_the_steps_of_the_window_and_no_other(profiled: Profiled) -> None:
+    run = profiled[2]
+    assert written(run) == ["communication-6.txt", "flops-6.txt", "trace-3-5.json.gz"]
+    assert traced_steps(run.profile_dir / "trace-3-5.json.gz") == {3, 4, 5}
+
+
+@pytest.mark.slow
+def test_the_ten_most_expensive_operations_are_shown_in_order(profiled: Profiled) -> None:
+    found = re.findall(r"^ +([\d.]+) ms +([\d.]+)% +([\d.]+) x (\S+)", profiled[1].output, re.M)
+    assert len(found) == 10
+    times = [float(time) for time, *_ in found]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 0
+    assert any(name.startswith("aten::") for *_, name in found)
+
+
+@pytest.mark.slow
+def test_deepspeeds_flops_are_those_that_mfu_is_reckoned_with(profiled: Profiled) -> None:
+    (ratio,) = re.findall(r"FLOPs as DeepSpeed counts, ([\d.]+) of", profiled[1].output)
+    assert float(ratio) == pytest.approx(1, abs=0.01)
+    assert "LlamaForCausalLM" in (profiled[2].profile_dir / "flops-6.txt").read_text()
+
+
+def test_the_loop_is_told_which_steps_were_followed_by_writing() -> None:
+    plan = make_plan(load_run_config(None, ["train.steps=10", WINDOW]), {}, World(rank=1))
+    engine = SimpleNamespace(flops_profile=lambda batch, path: 0)
+    profiler = Profiler(plan, engine, Path("of rank 0 alone"), print)
+    assert [step for step in range(1, 9) if profiler.after(step, batch=None)] == [5, 6]
+
+
+COLLECTIVES = {"zero1": "all_reduce", "zero3": "reduce_scatter_tensor", "pipeline2": "send"}
+
+
+@pytest.mark.slow
+def test_the_log_of_communication_has_each_collective_with_its_own_time(profiled: Profiled) -> None:
+    layout, _, run, _ = profiled
+    text = (run.profile_dir / "communication-6.txt").read_text()
+    assert COLLECTIVES[layout] in text
+    # All of them together took no longer than the step; DeepSpeed's own sums would have.
+    total_ms = sum(float(row.split()[3]) for row in text.splitlines() if row.startswith(" "))
+    (line,) = [line for line in run.read_metrics() if line["step"] == 6]
+    assert 0 < total_ms <= line["step_time_s"] * 1e3
+
+
+# --- where a window is broken off ---
+
+
+@pytest.mark.slow
+def test_a_stop_in_the_window_writes_what_was_traced_and_the_resumed_run_the_rest(
+    train: Train, tmp_path: Path
+) -> None:
+    stop = {"rank": 1, "at": "in a step", "nth": 3, "do": "term"}
+    ended, run = train(tmp_path / "run", WINDOW, fault=stop)
+    assert ended.codes == [75, 75], ended.output
+    at = (run.read_status() or {})["step"]
+    assert 3 <= at < 5  # within the window, so that both have a part
+    assert written(run) == [f"trace-3-{at}.json.gz"]
+    ended, _ = train(tmp_path / "run", WINDOW)
+    assert ended.codes == [0, 0], ended.output
+    assert f"trace-{at + 1}-5.json.gz" in written(run)
+    assert {"communication-6.txt", "flops-6.txt"} < {*written(run)}
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_window_traces_it_again_and_one_past_it_does_not(
+    train: Train, tmp_path: Path
+) -> None:
+    kill = {"rank": 0, "at": "in a step", "nth": 6, "do": "kill"}
+    ended, run = train(tmp_path / "run", WINDOW, fault=kill)
+    assert ended.codes[0] == -9, ended.output
+    ended, _ = train(tmp_path / "run", WINDOW)  # from step 4 on
+    assert ended.codes == [0, 0], ended.output
+    assert "trace-5-5.json.gz" in written(run)
+    before = {path: path.stat().st_mtime_ns for path in run.profile_dir.iterdir()}
+    ended, _ = train(tmp_path / "run", WINDOW, "train.steps=10")
+    assert ended.codes == [0, 0], ended.output
+    assert {path: path.stat().st_mtime_ns for path in run.profile_dir.iterdir()} == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero2", "pipeline2"])
+def test_a_rollback_in_the_window_traces_it_again(
+    train: Train, tmp_path: Path, layout: str
+) -> None:
+    spoils = {"loss": {str(8 * 9): 1e4}}  # the loss of step 10
+    watched = ("guard.spike_window=16", "guard.spike_sigma=12", "guard.spikes=rollback")
+    more = (layout, *watched, "train.steps=14", "profile.steps=9:12")
+    ended, run = train(tmp_path / "run", *more, fault={"spoil": spoils})
+    assert ended.codes == [0, 0], ended.output
+    (event,) = events(run, "rollback")
+    assert (event["from_step"], event["to_step"]) == (10, 8)
+    assert written(run) == ["communication-12.txt", "flops-12.txt", "trace-9-11.json.gz"]
+    assert traced_steps(run.profile_dir / "trace-9-11.json.gz") == {9, 10, 11}
