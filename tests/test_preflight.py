@@ -9,9 +9,11 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from harness.config.run_config import RunConfig
 from harness.estimate.inputs import GIB
@@ -19,7 +21,7 @@ from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.two_ranks import REPOSITORY
-from tools.preflight_checks import environment, report
+from tools.preflight_checks import environment, network, report
 from tools.preflight_checks.flight import Facts, judge
 from tools.preflight_checks.machine import Machine
 from tools.preflight_checks.network import BETWEEN, Links, bus_gb_per_s, pair_rounds, ring_rounds
@@ -288,3 +290,24 @@ def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:
     assert report.who([9, 16, 17, 18], hosts) == "n1 (rank 9), n2 (ranks 16-18)"
     assert report.who([8, 10, 11], hosts) == "n1 (ranks 8, 10-11)"
     assert report.who(range(64), hosts).endswith("n3 (ranks 24-31), and 4 more nodes")
+
+
+def test_a_network_that_fails_is_reported_and_its_group_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To destroy it could wait for ever, and would hide what failed."""
+
+    def broken(*_: object) -> float:
+        raise RuntimeError("planted\nin two lines")
+
+    monkeypatch.setattr(network, "_all_reduce", broken)
+    meeting = SimpleNamespace(world=World(), store=dist.HashStore())
+    try:
+        links, has_left = network.measure_links(meeting, ["here"], limit_s=30)
+        assert (links.problem, links.stage) == (
+            "RuntimeError: planted",
+            "all-reduce over all ranks",
+        )
+        assert (has_left, dist.is_initialized()) == (False, True)
+    finally:
+        dist.destroy_process_group()

@@ -87,7 +87,7 @@ def _both_ways(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def measure_links(meeting: Meeting, hosts: Sequence[str], limit_s: float) -> tuple[Links, bool]:
-    """(what this rank measured, whether it came to an end); on all ranks at once.
+    """(what this rank measured, whether it has left the group again); on all ranks at once.
 
     In a thread of its own: a collective that hangs cannot be called back, only left behind.
     """
@@ -97,10 +97,10 @@ def measure_links(meeting: Meeting, hosts: Sequence[str], limit_s: float) -> tup
     until = time.monotonic() + limit_s
     while thread.is_alive() and time.monotonic() < until:
         thread.join(0.2)  # in slices, between which Ctrl-C is heard
-    ended = not thread.is_alive()
-    if not ended:
+    if thread.is_alive():
         links.problem = f"not finished after {limit_s:.0f} s"
-    return links, ended
+        return links, False
+    return links, not dist.is_initialized()
 
 
 def _guarded(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
@@ -122,22 +122,21 @@ def _measure(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
         world_size=world.world_size,
         timeout=timedelta(seconds=_NCCL_PATIENCE_S),
     )
-    try:
-        # First: NCCL wants all ranks in a group's first call.
-        links.stage = "all-reduce over all ranks"
-        links.all_reduce_gb_per_s = _all_reduce(world, device)
-        for number, (level, partner) in enumerate(pair_rounds(hosts), 1):
-            mine = partner.get(world.rank)
-            links.stage = _WAITING
-            _together()
-            if mine is not None:
-                links.stage = f"round {number}, {level}, with rank {mine}"
-                links.pairs.append((level, mine, _exchange(mine, device)))
+    # First: NCCL wants all ranks in a group's first call.
+    links.stage = "all-reduce over all ranks"
+    links.all_reduce_gb_per_s = _all_reduce(world, device)
+    for number, (level, partner) in enumerate(pair_rounds(hosts), 1):
+        mine = partner.get(world.rank)
         links.stage = _WAITING
         _together()
-        links.stage = "finished"
-    finally:
-        dist.destroy_process_group()
+        if mine is not None:
+            links.stage = f"round {number}, {level}, with rank {mine}"
+            links.pairs.append((level, mine, _exchange(mine, device)))
+    links.stage = _WAITING
+    _together()
+    links.stage = "finished"
+    # Not after a failure: NCCL would wait for kernels in which other ranks wait for this one.
+    dist.destroy_process_group()
 
 
 def _together() -> None:
