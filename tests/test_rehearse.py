@@ -403,8 +403,7 @@ def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path, data: list[str
         # Where the tests run in a shell's background, Ctrl-C would be ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    wait_for(lambda: len(list(tmp_path.glob("*/logs/train/rank-1.log"))), "the ranks")
-    assert ranks_under(tmp_path)
+    wait_for(lambda: ranks_under(tmp_path), "the ranks")
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == rehearse.INTERRUPTED
     assert not list(tmp_path.iterdir())

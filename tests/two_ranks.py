@@ -74,17 +74,11 @@ class Ended:
 
     codes: list[int]
     outputs: list[str]  # stdout and stderr of each rank
-    port: int  # of their rendezvous
+    left_in_shared_memory: list[str]  # DeepSpeed's files of this group, removed since
 
     @property
     def output(self) -> str:
         return "\n".join(self.outputs)
-
-    @property
-    def left_in_shared_memory(self) -> list[str]:
-        """DeepSpeed's files of this group that nobody removed."""
-        pattern = f"deepspeed_allreduce_buffer_*_{self.port}_*"
-        return [path.name for path in SHARED_MEMORY.glob(pattern)]
 
     def succeeded(self) -> Ended:
         """Itself; fails with all output when a rank did not exit with 0."""
@@ -150,7 +144,11 @@ def wait(group: Group, timeout_s: float = 900) -> Ended:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stacks
     codes = [process.wait() for process in group.processes]
-    return Ended(codes, [log.read_text(errors="replace") for log in group.logs], group.port)
+    left = sorted(SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{group.port}_*"))
+    for path in left:
+        path.unlink()
+    outputs = [log.read_text(errors="replace") for log in group.logs]
+    return Ended(codes, outputs, [path.name for path in left])
 
 
 def run_ranks(
