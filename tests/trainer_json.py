@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+FP16: dict[str, Any] = {
+    "enabled": "auto",
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+ADAMW: dict[str, Any] = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+}
+WARMUP: dict[str, Any] = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+}
 ZERO_3: dict[str, Any] = {
     "stage": 3,
     "overlap_comm": True,

@@ -16,25 +16,9 @@ from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.plan.plan import Plan
 from harness.plan.text import describe
-from tests.trainer_json import ZERO_3
+from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
 
 Json = dict[str, Any]
-FP16 = {
-    "enabled": "auto",
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-ADAMW = {
-    "type": "AdamW",
-    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-}
-WARMUP = {
-    "type": "WarmupLR",
-    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-}
 WARMUP_DECAY = {
     "type": "WarmupDecayLR",
     "params": {**WARMUP["params"], "total_num_steps": "auto"},

@@ -17,30 +17,17 @@ from harness.layout.world import World
 from harness.plan import resolve as ds_resolve
 from harness.plan.make import make_plan
 from harness.plan.text import describe
-from tests.trainer_json import ZERO_3
+from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 
 # As the documentation of the Hugging Face Trainer has it.
 HF_TRAINER_ZERO3 = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
+    "fp16": FP16,
     "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
+    "optimizer": ADAMW,
+    "scheduler": WARMUP,
     "zero_optimization": {
         **ZERO_3,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
