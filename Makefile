@@ -36,7 +36,7 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python tools/library_size.py
+	$(VENV)/bin/python tools/proofs/library_size.py
 
 # What is done to real runs, how often, and how often they survived.
 faults: setup
@@ -51,16 +51,16 @@ fuzz: setup
 		$(if $(FUZZ_ONLY),--only $(FUZZ_ONLY))
 
 tables: setup
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_parity.py --full \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_parity.py --full \
 		--out build/parity --markdown docs/parity.md
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_parity.py --self-test \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_parity.py --self-test \
 		--markdown docs/parity_self_test.md
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/measure_memory.py --full \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/measure_memory.py --full \
 		--out build/memory --markdown docs/memory_accuracy.md
 	$(VENV)/bin/python tools/rehearse.py --all --gpus 8 --ranks 2 model.name=llama-3-8b \
 		--markdown docs/rehearsal.md
 	SOAK=200 SOAK_FOLDER=build/soak SOAK_MARKDOWN=docs/soak.md \
 		$(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
 	NVME=1 $(VENV)/bin/python -m pytest -q tests/plan/test_swap_space.py
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_checkpoints.py --full \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_checkpoints.py --full \
 		--out build/checkpoints --markdown docs/checkpoints.md

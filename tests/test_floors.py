@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.library_size import code_lines, rooms
+from tools.proofs.library_size import code_lines, rooms
 
 ROOT = Path(__file__).parents[1]
 

@@ -50,8 +50,9 @@ INSTEAD = {
     "python tools/rehearse.py": "python tools/rehearse.py --dry-run",  # test_rehearse.py
     # test_benchmark_gpu.py
     "python tools/benchmark_gpu.py": "python tools/benchmark_gpu.py --help",
-    "python tools/check_parity.py --self-test": "python tools/check_parity.py --help",
-    "python tools/check_parity.py --cells": "python tools/check_parity.py --help",  # test_parity.py
+    "python tools/proofs/check_parity.py --self-test": "python tools/proofs/check_parity.py --help",
+    # test_parity.py
+    "python tools/proofs/check_parity.py --cells": "python tools/proofs/check_parity.py --help",
 }
 # runs/first has so many steps before any command; two commands go on with it.
 FIRST_STEPS = 2

@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 from harness.plan.command import DEFAULT_DS_JSON
-from tools.matrix import machine, versions
+from tools.made_with import machine, versions
 from tools.speed.cases import LADDER, Case, swept
 from tools.speed.launch import measured
 

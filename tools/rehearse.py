@@ -40,8 +40,8 @@ from harness.layout.world import World
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.plan import Plan
 from harness.plan.text import describe
-from tools.cpu_ranks import REPOSITORY
 from tools.plan_args import add_machine_arguments, world_of
+from tools.proofs.ranks import REPOSITORY
 from tools.rehearsal import stages
 from tools.rehearsal.job import Job
 from tools.rehearsal.report import (

@@ -39,7 +39,7 @@ class Source:
 
 @functools.cache
 def ds_keys() -> dict[str, Any]:
-    """The table of tools/generate_ds_keys.py: a section {"keys": ...} of sections and keys."""
+    """The table of tools/proofs/generate_ds_keys.py: {"keys": ...} of sections and keys."""
     table: dict[str, Any] = json.loads(_KEYS_FILE.read_text(encoding="utf-8"))
     return table
 

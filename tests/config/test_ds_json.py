@@ -358,7 +358,7 @@ def test_every_rule_of_refusal_is_about_keys_that_deepspeed_knows():
 
 
 def test_the_table_of_keys_is_what_the_installed_deepspeed_says():
-    script = REPOSITORY / "tools" / "generate_ds_keys.py"
+    script = REPOSITORY / "tools" / "proofs" / "generate_ds_keys.py"
     code = f"import runpy; print(runpy.run_path({str(script)!r})['as_text'](), end='')"
     fresh = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -12,7 +12,7 @@ from typing import Any
 from harness.runfolder import RunFolder
 from tests.faults.soak import Happened, metrics_lines
 from tests.faults.soak_attempts import KINDS, REFERENCE
-from tools.matrix import versions
+from tools.made_with import versions
 
 TIMES = 5  # as between layouts in docs/checkpoints.md
 LAST_PLACE = 2.0**-23  # of fp32

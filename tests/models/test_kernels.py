@@ -12,7 +12,7 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.kernels import LIGER_FAMILIES
-from tools.parity.cells import ARCHITECTURES
+from tools.proofs.parity.cells import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None,

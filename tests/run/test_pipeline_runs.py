@@ -34,7 +34,7 @@ DS_CONFIGS = REPOSITORY / "ds_configs"
 # Plants a defect that changes no shape, then runs the command itself.
 WITH_SWAPPED_LAYERS = """
 import sys
-from tools.parity.defects.models import layers_swapped
+from tools.proofs.parity.defects.models import layers_swapped
 from harness.layout.world import World
 from harness.train import main
 with layers_swapped(World()):

@@ -16,10 +16,10 @@ from harness.data.build import DataSpec, build_data
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
 from tests.zygote import Zygote
-from tools.parity import recipe
-from tools.parity.cells import ARCHITECTURES, GLOBAL_BATCH
-from tools.parity.measure import Trajectory, difference
-from tools.parity.reference import Split, Task, Way, spread, train
+from tools.proofs.parity import recipe
+from tools.proofs.parity.cells import ARCHITECTURES, GLOBAL_BATCH
+from tools.proofs.parity.measure import Trajectory, difference
+from tools.proofs.parity.reference import Split, Task, Way, spread, train
 
 STEPS, WARMUP_STEPS, LEAST = 12, 4, 0.25
 HELD_OUT_SAMPLES = 5  # an evaluation's last batch is incomplete

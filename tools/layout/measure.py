@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from harness.layout.stages import bubble
-from tools.cpu_ranks import run_module
+from tools.proofs.ranks import run_module
 
 MICRO_BATCHES = (4, 8, 16)
 

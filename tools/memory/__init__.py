@@ -1,1 +1,1 @@
-"""Parts of tools/measure_memory.py: cases, the ranks that run them, bytes counted and compared."""
+"""Parts of tools/estimate_memory.py: sweeps, text, pictures, traces of unknown models."""

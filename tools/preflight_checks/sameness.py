@@ -19,7 +19,7 @@ from harness.data.corpus import Corpus, find_corpus
 from harness.errors import ConfigError
 from harness.plan.plan import Plan
 from harness.run.record import git_commit
-from tools.matrix import PACKAGES
+from tools.made_with import PACKAGES
 from tools.preflight_checks.report import Row, Verdict, by_text, grouped, same_row, who
 
 LIBRARY = Path(__file__).resolve().parents[2] / "harness"

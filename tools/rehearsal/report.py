@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from harness.layout.shape import Shape, num_parameters
 from harness.plan.plan import Plan
-from tools.matrix import machine, versions
+from tools.made_with import machine, versions
 from tools.rehearsal.job import STEPS, Job
 from tools.rehearsal.stages import Done
 

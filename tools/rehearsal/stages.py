@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.errors import ExitCode
 from harness.runfolder import RunFolder
-from tools.cpu_ranks import REPOSITORY, Ranks, started
+from tools.proofs.ranks import REPOSITORY, Ranks, started
 from tools.rehearsal.compare import apart, by_step, differing, done_twice
 from tools.rehearsal.job import STEPS, Job
 

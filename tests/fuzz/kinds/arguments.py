@@ -53,9 +53,9 @@ _SCHEDULES = (
 )
 # Those that would start work of hours end at their arguments here.
 _REFUSED = {
-    "tools.check_parity": ("--cells x", "--cells", "--bogus", "x"),
-    "tools.check_checkpoints": ("--cells x", "--bogus", "--cells \udcff"),
-    "tools.measure_memory": ("--cells x", "--bogus", "--out"),
+    "tools.proofs.check_parity": ("--cells x", "--cells", "--bogus", "x"),
+    "tools.proofs.check_checkpoints": ("--cells x", "--bogus", "--cells \udcff"),
+    "tools.proofs.measure_memory": ("--cells x", "--bogus", "--out"),
     "tools.rehearse": ("--gpus x", "--gpus 0", "--ranks 0", "--bogus", "--ranks"),
     "tools.find_lr": ("--from 1 --to 0", "--from x", "--steps -1", "--plot x", "optim.lr=-1"),
     "tools.preflight": ("--bogus", "--deepspeed", "optim.lr=-1", "x"),

@@ -1,0 +1,27 @@
+"""With which versions, and on which machine, a table was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import version
+
+from harness.layout.world import CPU_INFO
+
+PACKAGES = ("torch", "deepspeed", "transformers")
+
+
+def versions() -> str:
+    """With what a table was made."""
+    return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+
+
+def machine() -> str:
+    """On what: "2 cores of Intel(R) Xeon(R) Processor"."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return f"{cores} cores of {found[1] if found else platform.machine()}"

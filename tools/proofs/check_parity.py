@@ -1,0 +1,116 @@
+"""Does the layout change what is learned? Every DeepSpeed layout against a plain PyTorch loop.
+
+    python tools/proofs/check_parity.py                       # a covering set of cells
+    python tools/proofs/check_parity.py --full --out FOLDER   # every cell; resumes
+    python tools/proofs/check_parity.py --cells llama-zero3-bf16-4-2
+    python tools/proofs/check_parity.py --self-test           # plants defects: all must show
+
+A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),
+every parameter's gradient at step 0, the weights' change after one plain SGD step, loss and
+gradient norm of 20 AdamW steps, and the held-out loss after them. A cell's tolerance is 5 times the
+spread of the plain loop against itself when only the order of its sums changes. Exit code 1 when a
+cell differs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[0] = str(REPOSITORY)
+
+from tools.proofs.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
+from tools.proofs.parity.cells import ARCHITECTURES, Cell, Job, all_cells, covering_cells
+from tools.proofs.parity.report import Row, markdown, self_test_markdown, terminal_line
+from tools.proofs.ranks import run_module
+
+TOLERANCE_FACTOR = 5.0
+CELLS_PER_LAUNCH = 40  # not all that engines leave behind is given back: threads pile up
+SELF_TEST_RANKS = 2
+
+
+def main() -> int:
+    """Command line -> exit code."""
+    args = matrix_arguments(__doc__, "the trajectories", "table")
+    with tempfile.TemporaryDirectory() as scratch:
+        out = args.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        same_versions(out, "trajectories")
+        if args.self_test:
+            return _self_test(out, args.markdown)
+        rows = check(chosen(args, all_cells(), covering_cells()), out)
+        if args.markdown:
+            args.markdown.parent.mkdir(parents=True, exist_ok=True)
+            args.markdown.write_text(markdown(rows))
+    failed = [row for row in rows if row.failures]
+    print(f"{len(rows)} cells, {len(failed)} differ from the plain loop")
+    return 1 if failed else 0
+
+
+def check(cells: list[Cell], out: Path) -> list[Row]:
+    """Train what `out` does not hold yet, compare everything, print a line per cell."""
+    for ranks in sorted({cell.ranks for cell in cells}):
+        missing = [
+            Job(cell)
+            for cell in cells
+            if cell.ranks == ranks and not (out / f"{cell.name}.json").exists()
+        ]
+        for start in range(0, len(missing), CELLS_PER_LAUNCH):
+            _launch(missing[start : start + CELLS_PER_LAUNCH], ranks, out)
+    return _compared(cells, out)
+
+
+def _compared(cells: Iterable[Cell], out: Path) -> list[Row]:
+    import torch
+
+    from tools.proofs.parity.compare import compare
+
+    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+    rows = []
+    for cell in cells:
+        rows.append(compare(cell, out, TOLERANCE_FACTOR))
+        print(terminal_line(rows[-1]), flush=True)
+    return rows
+
+
+def _self_test(out: Path, page: Path | None) -> int:
+    """Plant each defect in turn; returns 0 when every one was caught, and nothing without one."""
+    from tools.proofs.parity.defects.table import DEFECTS
+
+    trials: dict[str | None, tuple[Cell, ...]] = {name: d.cells for name, d in DEFECTS.items()}
+    undamaged = tuple(dict.fromkeys(cell for cells in trials.values() for cell in cells))
+    trials = {None: undamaged} | trials
+    folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
+    jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
+    missing = [job for job in jobs if not (out / job.folder / f"{job.cell.name}.json").exists()]
+    for start in range(0, len(missing), CELLS_PER_LAUNCH):
+        _launch(missing[start : start + CELLS_PER_LAUNCH], SELF_TEST_RANKS, out)
+    missed: list[str] = []
+    rows: dict[str | None, list[Row]] = {}
+    for defect, cells in trials.items():
+        print(f"planted: {defect or 'nothing'}")
+        rows[defect] = _compared(cells, out / folders[defect])
+        for row in rows[defect]:
+            missed += is_missed(row.failures, defect, row.cell)
+    if page:
+        page.write_text(self_test_markdown(rows))
+    planted = f"{len(DEFECTS)} defects planted in {len(jobs) - len(undamaged)} cells"
+    return self_test_result(missed, planted)
+
+
+def _launch(jobs: list[Job], ranks: int, out: Path) -> None:
+    """Train `jobs` in one process group, each into its own folder under `out`."""
+    todo = out / f"todo-{ranks}.json"
+    todo.write_text(json.dumps([asdict(job) for job in jobs]))
+    for name, config in ARCHITECTURES.items():
+        (out / f"{name}.config.json").write_text(json.dumps(config))
+    run_module("tools.proofs.parity.worker", [f"--jobs={todo}", f"--out={out}"], ranks, errors=out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

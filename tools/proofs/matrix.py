@@ -1,0 +1,80 @@
+"""What the tools share that fill a table of cells: arguments, kept results, self-tests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn, Protocol, TypeVar
+
+from harness.errors import ExitCode
+from tools.made_with import PACKAGES
+
+
+class Named(Protocol):
+    """A cell."""
+
+    @property
+    def name(self) -> str:
+        """How it is asked for, and called in every table."""
+        ...
+
+
+C = TypeVar("C", bound=Named)
+
+
+def matrix_arguments(description: str | None, kept: str, table: str) -> argparse.Namespace:
+    """Parse the command line. `kept`: what lies in --out; `table`: what --markdown writes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="every cell, not a covering set")
+    parser.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
+    parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
+    parser.add_argument("--out", type=Path, help=f"keep {kept} here, to resume")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help=f"write the {table} here")
+    return parser.parse_args()
+
+
+def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[C]:
+    """The cells that were asked for. Ends with code 2 for one that does not exist."""
+    if args.full:
+        return every
+    if not args.cells:
+        return covering
+    known = {cell.name: cell for cell in every}
+    unknown = [name for name in args.cells if name not in known]
+    if unknown:
+        refuse(f"--cells: no such cell: {', '.join(unknown)}; for example {next(iter(known))}")
+    return [known[name] for name in args.cells]
+
+
+def same_versions(out: Path, kept: str, *more: str) -> None:
+    """What is kept in `out` is of these packages' versions. Ends with code 2 where it is not."""
+    made = {name: version(name) for name in (*PACKAGES, *more)}
+    path = out / "made-with.json"
+    if path.exists() and json.loads(path.read_text()) != made:
+        refuse(f"--out: {out} holds {kept} of other versions: remove it, or name another")
+    path.write_text(json.dumps(made))
+
+
+def refuse(problem: str) -> NoReturn:
+    """End with the code of a wrong argument, and say what is wrong with it."""
+    print(problem, file=sys.stderr)
+    raise SystemExit(int(ExitCode.BAD_CONFIG))
+
+
+def self_test_result(missed: list[str], planted: str) -> int:
+    """Print what a self-test missed, and how much was planted; the exit code."""
+    print(*missed, sep="\n", end="\n" if missed else "")
+    print(f"{planted}, {len(missed)} missed")
+    return 1 if missed else 0
+
+
+def is_missed(failures: list[str], defect: str | None, cell: Named) -> list[str]:
+    """What a self-test has to report of one cell: a defect that did not show, or one without."""
+    if bool(failures) == bool(defect):
+        return []
+    return [f"{defect or 'a difference without any defect'}: {cell.name}"]

@@ -1,0 +1,1 @@
+"""Parts of tools/proofs/measure_memory.py: cases, ranks that run them, live bytes, comparisons."""

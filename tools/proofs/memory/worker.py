@@ -1,0 +1,109 @@
+"""One rank of a process group that measures the model states of case after case."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.config.run_config import RunConfig
+from harness.data.batches import Batch
+from harness.engine.processes import ending_together, join
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+from harness.run.live_memory import live_storages
+from tools.proofs.memory.cases import SEQ_LEN, Case
+from tools.proofs.memory.live import rise
+
+
+def plan_of(case: Case, world: World, model: Path) -> Plan:
+    """The Plan of one case, through the same door as every run."""
+    run = RunConfig.model_validate(
+        {
+            "model": {"name": str(model), "overrides": case.model_overrides},
+            "data": {"seq_len": SEQ_LEN},
+            "train": {
+                "global_batch": case.accumulation
+                * (world.world_size if case.axis == "data" else 1),
+                "micro_batch": 1,
+                "steps": 2,
+            },
+            "optim": {"name": case.optimizer, "warmup_steps": 0},
+        }
+    )
+    return make_plan(run, case.deepspeed, world, estimating=True)
+
+
+def measure(case: Case, world: World, device: torch.device, model: Path) -> dict[str, Any]:
+    """Bytes of live storages once built, with the gradients ready, and between steps; peaks.
+
+    Where tensors or sequences are divided also what is saved for the backward pass.
+    """
+    from harness.engine.build import build_engine
+    from tools.proofs.memory.divided import DividedEngine
+
+    before = live_storages()
+    points: dict[str, Any] = {}
+
+    def count(point: str) -> None:
+        storages = {key: found for key, found in live_storages().items() if key not in before}
+        sizes = sorted(((s.nbytes(), str(dtype)) for s, dtype in storages.values()), reverse=True)
+        points[point] = {"bytes": sum(size for size, _ in sizes), "largest": sizes[:60]}
+
+    plan = plan_of(case, world, model)
+    divided = case.axis in ("tensor", "sequence")
+    engine = DividedEngine(plan, device) if divided else build_engine(plan, device)
+    count("built")
+    vocab_size = plan.model_config["vocab_size"]
+    generator = torch.Generator().manual_seed(0 if divided else world.rank)
+    ids = torch.randint(0, vocab_size, (1, SEQ_LEN), generator=generator)
+    # Not one batch several times: the engine knows the last micro-batch by its identity.
+    batches = [Batch(ids, ids.clone(), None) for _ in range(plan.grad_accum)]
+    peaks = {}
+    for _ in range(3):  # Adam makes its moments in the first step, ZeRO 3 knows its trace after it
+        start = points.get("between_steps", points["built"])["bytes"]
+        with rise() as rose:
+            engine.accumulate(batches, SEQ_LEN * plan.global_batch)
+        peaks["accumulate"] = start + rose.bytes
+        count("gradients_ready")
+        with rise() as rose:
+            engine.apply(1e-4)
+        peaks["apply"] = points["gradients_ready"]["bytes"] + rose.bytes
+        count("between_steps")
+    optimizer = engine.describe()["optimizer"]
+    if isinstance(engine, DividedEngine) and plan.zero_stage < 3:
+        points["saved"] = {"bytes": engine.saved}
+    engine.close()
+    return {"optimizer": optimizer, "points": points, "peaks": peaks}
+
+
+def main() -> None:
+    """Measure the cases of a file, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=Path, required=True, help="JSON list of cases")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the measurements")
+    args = parser.parse_args()
+    world = World.from_environ()
+    device = join(world)
+    torch.manual_seed(0)
+    model = args.out / "config.json"
+    with ending_together():
+        for values in json.loads(args.cases.read_text()):
+            case = Case(**values)
+            path = args.out / f"{case.name}.rank{world.rank}"
+            try:
+                found = measure(case, world, device, model)
+            except Exception:
+                # The other rank may wait in a collective: the whole group ends here.
+                path.with_suffix(path.suffix + ".error").write_text(traceback.format_exc())
+                raise
+            path.with_suffix(path.suffix + ".json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What all sides train: one model, its weights, its batches and one resolved JSON, on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SEQ_LEN = 128  # tokens
+MODEL = {  # 25 million parameters
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1120,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": SEQ_LEN,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ACCUMULATED = 2  # micro-batches of one sample on each rank, in a step
+LEARNED = (  # the learning rate is constant: then the JSON says all of it
+    f"data.seq_len={SEQ_LEN}",
+    "train.micro_batch=1",
+    "optim.schedule=constant",
+    "optim.warmup_steps=0",
+    "optim.lr=1e-3",
+    "eval.every=0",
+    "eval.samples=1",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one side is to do in one process group."""
+
+    weights: str
+    """Hugging Face folder that all sides begin with."""
+    ds_given: str
+    """The JSON file as a user names it."""
+    ds_resolved: str
+    """The same as the harness hands it to DeepSpeed."""
+    batches: str
+    """.npy of (2, samples, seq_len) int64, ids and shifted labels, in the harness's order."""
+    arguments: tuple[str, ...]
+    """What the harness is told besides, key=value."""
+    ranks: int
+    warm_up: int
+    """Steps that are not counted; the first ends the start-up."""
+    timed: int
+    counted: int
+    """Steps after these under the counters, which slow them."""
+    out: str
+    """Folder of what each rank found, and of the run."""
+    began: float
+    """time.monotonic() when the command was typed."""
+
+    @property
+    def steps(self) -> int:
+        """All of them."""
+        return self.warm_up + self.timed + self.counted
+
+    def write(self) -> Path:
+        """The file that a side reads."""
+        path = Path(self.out) / "job.json"
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def read(cls, path: str) -> Job:
+        """What `write` wrote."""
+        found = json.loads(Path(path).read_text())
+        return cls(**{**found, "arguments": tuple(found["arguments"])})
+
+    def resolved(self) -> dict[str, Any]:
+        """The JSON that DeepSpeed gets."""
+        found: dict[str, Any] = json.loads(Path(self.ds_resolved).read_text())
+        return found
+
+    @property
+    def dtype(self) -> str:
+        """In which the model computes, by torch's name."""
+        return "bfloat16" if self.resolved()["bf16"]["enabled"] else "float32"
+
+    def micro_batches(self, rank: int) -> Iterator[list[tuple[Any, Any]]]:
+        """(ids, shifted labels), (micro_batch, seq_len) int64, of one rank's steps."""
+        import numpy as np
+        import torch
+
+        ds = self.resolved()
+        micro, accum = ds["train_micro_batch_size_per_gpu"], ds["gradient_accumulation_steps"]
+        both = np.load(self.batches)[:, : self.steps * accum * self.ranks * micro]
+        shape = (2, self.steps, accum, self.ranks, micro, both.shape[-1])
+        both = torch.from_numpy(both.reshape(shape)[:, :, :, rank].copy())
+        for ids, labels in zip(*both, strict=True):  # (accum, micro_batch, seq_len)
+            yield list(zip(ids, labels, strict=True))

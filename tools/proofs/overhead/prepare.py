@@ -1,0 +1,100 @@
+"""The job's files: weights exported by the harness, the resolved JSON, batches in its order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.data.build import Data, DataSpec, build_data
+from harness.layout.world import World
+from harness.plan.command import parse_command, plan_from
+from tools.proofs.overhead.job import ACCUMULATED, LEARNED, MODEL, REPOSITORY, Job
+from tools.proofs.ranks import started
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all processes share."""
+
+    folder: Path
+    data: Data
+    arguments: tuple[str, ...]
+    warm_up: int
+    timed: int
+
+    def measure(self, side: str, stage: int, ranks: int, counted: int) -> list[dict[str, Any]]:
+        """What each rank of one side found, started now; `counted`: steps under the counters.
+
+        Raises SystemExit with what went wrong.
+        """
+        out = self.folder / "process"
+        out.mkdir(exist_ok=True)
+        arguments = (*self.arguments, f"train.global_batch={ACCUMULATED * ranks}")
+        json_file = REPOSITORY / "ds_configs" / f"zero{stage}.json"
+        job = Job(
+            weights=str(weights_of(self.folder)),
+            ds_given=str(json_file),
+            ds_resolved=str(self._resolved(json_file, arguments, ranks)),
+            batches=str(self._batches((self.warm_up + self.timed + counted) * ACCUMULATED * ranks)),
+            arguments=(*arguments, f"run.dir={out / f'run-{time.monotonic_ns()}'}"),
+            ranks=ranks,
+            warm_up=self.warm_up,
+            timed=self.timed,
+            counted=counted,
+            out=str(out),
+            began=time.monotonic(),
+        )
+        command = [sys.executable, "-m", "tools.proofs.overhead.side", side, str(job.write())]
+        with started(command, ranks, logs=out) as group:
+            codes = group.wait()
+        if any(codes):
+            texts = [path.read_text() for path in sorted(out.glob("*.error"))]
+            raise SystemExit("\n".join(texts) or f"{side} ended with {codes}")
+        return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+    def _resolved(self, json_file: Path, arguments: tuple[str, ...], ranks: int) -> Path:
+        command = parse_command(["--deepspeed", str(json_file), *arguments])
+        plan = plan_from(command, world=World(world_size=ranks, local_world_size=ranks))
+        path = self.folder / "resolved.json"
+        path.write_text(json.dumps(plan.deepspeed))
+        return path
+
+    def _batches(self, samples: int) -> Path:
+        batch = self.data.train.batch(0, samples)
+        path = self.folder / "batches.npy"
+        np.save(path, np.stack([batch.input_ids.numpy(), batch.labels.numpy()]))
+        return path
+
+
+def prepare(folder: Path, warm_up: int, timed: int) -> Bench:
+    """Write what the sides begin with below `folder`. Raises SystemExit where that fails."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(MODEL))
+    learned = (*LEARNED, f"model.name={config}")
+    first = ("train.steps=0", "sample.tokens=0", f"run.dir={folder / 'first'}")
+    done = subprocess.run(
+        [sys.executable, "harness/train.py", *learned, *first],
+        cwd=REPOSITORY,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    arguments = (*learned, "train.steps=100000", f"model.init_from={weights_of(folder)}")
+    plan = plan_from(parse_command(list(arguments)), world=World())
+    data = build_data(DataSpec.of_run(plan.run, plan.model_config))
+    return Bench(folder, data, arguments, warm_up, timed)
+
+
+def weights_of(folder: Path) -> Path:
+    """Where `prepare` has exported them."""
+    return folder / "first" / "export"

@@ -1,0 +1,206 @@
+"""What was measured, as tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tools.proofs.overhead.job import ACCUMULATED, MODEL, SEQ_LEN
+
+SIDES = ("harness", "bare", "trainer")
+COUNTED = 2  # steps under the counters
+NAMES = {"harness": "the harness", "bare": "bare DeepSpeed", "trainer": "Trainer"}
+GOALS = {("harness", "bare"): "1.01 at most", ("harness", "trainer"): "below 1.00"}
+STARTS = {("harness", "bare"): "1.15 at most", ("harness", "trainer"): ""}
+DATA_GOAL, TEXT_GOAL = 100, 0.9
+Found = dict[str, Any]
+Value = Callable[[list[Found]], float]  # of one process group
+
+
+def tables(found: Found) -> list[str]:
+    """Everything, line by line."""
+    cells = found["cells"]
+    lines = [_head("seconds a step", cells)]
+    lines += _compared(cells, GOALS, _step_s, _step_processor_s)
+    lines += ["", _head("seconds from the command to the end of the first step", cells)]
+    lines += _compared(cells, STARTS, _start_s, _start_processor_s)
+    lines += ["", _head("the harness's start-up: seconds until then", cells)]
+    for mark in cells[0]["rounds"][0]["harness"][0]["marks"]:
+        row = [f"{_medians(cell, 'harness', _mark_s(mark)):.2f}" for cell in cells]
+        lines.append(_row(mark, row))
+    lines += ["", _head("in a step of rank 0", cells)]
+    lines += [_row("milliseconds of the harness outside of its engine", map(_outside, cells))]
+    for kind, text in (("syncs", "waits for a device"), ("collectives", "collectives")):
+        for side in SIDES:
+            row = [f"{sum(_counted(cell, side, kind).values()) / COUNTED:g}" for cell in cells]
+            lines.append(_row(f"{text}: {NAMES[side]}", row))
+    lines += ["", _head("losses: the largest difference from bare DeepSpeed's, relative", cells)]
+    for side in ("harness", "trainer"):
+        lines.append(_row(NAMES[side], (f"{_apart(cell, side):.1g}" for cell in cells)))
+    return [*lines, "", *_data(found)]
+
+
+def _head(title: str, cells: list[Found]) -> str:
+    names = [
+        f"ZeRO {cell['stage']}, {cell['ranks']} rank{'s' * (cell['ranks'] > 1)}" for cell in cells
+    ]
+    return f"{_row(title, names)}\n|---|{'---:|' * len(cells)}"
+
+
+def _row(title: str, values: Any) -> str:
+    return f"| {title} | {' | '.join(values)} |"
+
+
+def _compared(
+    cells: list[Found], goals: dict[tuple[str, str], str], wall: Value, work: Value
+) -> Iterator[str]:
+    """Each side's median, then the ratios."""
+    for side in SIDES:
+        yield _row(NAMES[side], (f"{_medians(cell, side, wall):.3f}" for cell in cells))
+    for (over, under), goal in goals.items():
+        title = f"{NAMES[over]} / {NAMES[under]}{f' ({goal})' if goal else ''}"
+        yield _row(title, (_ratio(cell, over, under, wall) for cell in cells))
+        worked = (_ratio(cell, over, under, work) for cell in cells)
+        yield _row("of the processor's seconds", worked)
+
+
+def _medians(cell: Found, side: str, value: Value) -> float:
+    return statistics.median(value(round_[side]) for round_ in cell["rounds"])
+
+
+def _ratio(cell: Found, over: str, under: str, value: Value) -> str:
+    """Of the medians; in brackets the least and the most of the rounds' own."""
+    ratio = _medians(cell, over, value) / _medians(cell, under, value)
+    each = [value(round_[over]) / value(round_[under]) for round_ in cell["rounds"]]
+    return f"**{ratio:.3f}** ({min(each):.2f} to {max(each):.2f})"
+
+
+def _step_s(ranks: list[Found]) -> float:
+    return statistics.median(ranks[0]["step_s"])
+
+
+def _step_processor_s(ranks: list[Found]) -> float:
+    """Of all ranks."""
+    return sum(statistics.median(rank["processor_s"]) for rank in ranks)
+
+
+def _start_s(ranks: list[Found]) -> float:
+    return max(rank["marks"]["first step"][0] for rank in ranks)
+
+
+def _start_processor_s(ranks: list[Found]) -> float:
+    return sum(rank["marks"]["first step"][1] for rank in ranks)
+
+
+def _mark_s(name: str) -> Value:
+    return lambda ranks: ranks[0]["marks"][name][0]
+
+
+def _outside(cell: Found) -> str:
+    """Between the engine's steps: the loop, the metrics, the run folder, the next batch."""
+    ranks = [round_["harness"][0] for round_ in cell["rounds"]]
+    each = [
+        step - engine
+        for rank in ranks
+        for step, engine in zip(rank["step_s"], rank["engine_s"], strict=True)
+    ]
+    return f"{statistics.median(each) * 1e3:.1f}"
+
+
+def _apart(cell: Found, side: str) -> float:
+    """Of the steps that both have logged, over all rounds."""
+    return max(
+        abs(mine / theirs - 1)
+        for round_ in cell["rounds"]
+        for mine, theirs in zip(
+            round_[side][0]["losses"], round_["bare"][0]["losses"], strict=False
+        )
+    )
+
+
+def _counted(cell: Found, side: str, kind: str) -> Counter[str]:
+    return Counter(cell["rounds"][0][side][0][kind])
+
+
+def call_sites(found: Found) -> list[str]:
+    """Where each side of each cell waits, per step, most often first."""
+    lines = []
+    for cell in found["cells"]:
+        for side in SIDES:
+            sites = _counted(cell, side, "syncs").most_common()
+            text = ", ".join(f"{count / COUNTED:g} x {site}" for site, count in sites)
+            lines.append(f"- ZeRO {cell['stage']}, {cell['ranks']}, {NAMES[side]}: {text}")
+    return lines
+
+
+def _data(found: Found) -> Iterator[str]:
+    """Beside what the fastest cell consumes."""
+    rounds = found["data"]
+    if not rounds:
+        return
+    median = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    yield "| the data path alone | median | least to most |\n|---|---:|---:|"
+    for name, text in (("raw", "the tokenizer's own rate"), ("text", "text files to .bin/.idx")):
+        yield _row(f"{text}, MB/s", _rate(rounds, name, ".2f"))
+    share = median["text"] / median["raw"]
+    yield f"| the second / the first ({TEXT_GOAL:g} at least) | **{share:.2f}** | |"
+    consumed = max(
+        cell["ranks"] * ACCUMULATED * SEQ_LEN / _medians(cell, "harness", _step_s)
+        for cell in found["cells"]
+    )
+    for name in list(median)[2:]:
+        yield _row(f"batches of {name}, tokens/s", _rate(rounds, name, ",.0f"))
+        times = median[name] / consumed
+        yield f"| times what training consumes ({DATA_GOAL} at least) | **{times:,.0f}** | |"
+
+
+def _rate(rounds: list[dict[str, float]], name: str, how: str) -> list[str]:
+    values = [each[name] for each in rounds]
+    low, middle, high = (
+        format(value, how) for value in (min(values), statistics.median(values), max(values))
+    )
+    return [middle, f"{low} to {high}"]
+
+
+def markdown(found: Found) -> str:
+    """docs/overhead.md."""
+    given = found["arguments"]
+    layers, width = MODEL["num_hidden_layers"], MODEL["hidden_size"]
+    body = "\n".join(tables(found))
+    sites = "\n".join(call_sites(found))
+    return f"""# What the harness costs in time
+
+Written by `python tools/proofs/benchmark_overhead.py --markdown docs/overhead.md`.
+
+A Llama of 25 million parameters ({layers} layers, {width} wide), samples of {SEQ_LEN} tokens, two
+micro-batches of one sample on each rank in a step, `ds_configs/zero1.json` and `zero3.json`. All
+three begin with the same weights, read the same batches and give DeepSpeed the same resolved JSON:
+
+- the harness as `harness/train.py` runs it, with run folder, watchdog and a line of metrics in
+  every step, reading `.bin/.idx`;
+- bare DeepSpeed: forward, backward, step; its batches wait in memory, it reads no loss before the
+  end and writes nothing;
+- the Trainer of transformers with `TrainingArguments(deepspeed=...)`, a log in every step.
+
+{given["rounds"]} rounds; in each of them every side is started anew, as one process per rank with
+one thread each, in turns as the first. {given["warm_up"]} steps are not counted, then
+{given["steps"]} are; a step lasts from the end of one optimizer step to the end of the next. Given
+are medians over a process's steps, then over rounds; the ratio of these; and in brackets the least
+and the most of the rounds' own ratios. The processor's seconds are those of all ranks together:
+others on the machine disturb them less. Start-up is without a launcher, which takes as long for
+all, and includes the harness's first held-out loss (of one sample).
+
+{body}
+
+Waits for a device: a CPU has none, so what would be one is counted, for {COUNTED} further steps of
+the first round, on rank 0: `aten::_local_scalar_dense` (`item`, `float`, `int`, `bool` and `if` on
+a tensor), `nonzero`, `masked_select`, `unique`, and calls of `tolist`, `cpu` and `numpy`. Some of
+these tensors are on the host on a GPU too, so this is an upper bound. Where:
+
+{sites}
+
+{found["machine"]}, on average {found["busy_elsewhere_cores"]:.1f} of them busy with other
+processes; {found["versions"]}; commit {found["commit"]}.
+"""

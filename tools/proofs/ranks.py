@@ -1,0 +1,130 @@
+"""Process groups of CPU ranks on this machine, for the tools that drive the real engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+POLL_S = 0.05
+PATIENCE_S = 30.0  # how long ranks may take to end once one has failed: they wait for it
+ENDING_S = 5.0  # how long a rank may take over a SIGTERM
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Processes that run one command, a rank each."""
+
+    processes: list[subprocess.Popen[bytes]]
+    logs: list[Path]
+    """What each says, if anywhere."""
+
+    def wait(
+        self, limit_s: float = float("inf"), meanwhile: Callable[[], None] = lambda: None
+    ) -> list[int]:
+        """Exit codes of all ranks, a signal's as a negative number; `meanwhile` is called often.
+
+        Ends those that outlive `limit_s`, or a rank that failed by more than PATIENCE_S.
+        """
+        deadline = time.monotonic() + limit_s
+        while any(process.poll() is None for process in self.processes):
+            if any(process.returncode for process in self.processes):
+                deadline = min(deadline, time.monotonic() + PATIENCE_S)
+            if time.monotonic() > deadline:
+                self.end()
+            meanwhile()
+            time.sleep(POLL_S)
+        return [process.returncode for process in self.processes]
+
+    def end(self) -> None:
+        """End what still runs, kindly first."""
+        for process in self.processes:
+            process.terminate()
+        deadline = time.monotonic() + ENDING_S
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], ranks: int, cwd: Path = REPOSITORY, logs: Path | None = None
+) -> Iterator[Ranks]:
+    """Start `command` once per rank, as torchrun would; whatever happens, none outlives the block.
+
+    Rank N writes to `logs`/rank-N.log; without a folder all write where this process does.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",
+    }
+    paths = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
+    if logs:
+        logs.mkdir(parents=True, exist_ok=True)
+    group = Ranks([], paths)
+    try:
+        with _deferred(signal.SIGINT, signal.SIGTERM):
+            for rank in range(ranks):
+                with paths[rank].open("wb") if paths else contextlib.nullcontext() as log:
+                    group.processes.append(
+                        subprocess.Popen(
+                            command,
+                            cwd=cwd,
+                            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT if log else None,
+                        )
+                    )
+        yield group
+    finally:
+        group.end()
+
+
+@contextlib.contextmanager
+def _deferred(*numbers: signal.Signals) -> Iterator[None]:
+    """Signals come when the block is done: one in the middle of a start would lose a process."""
+    come: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: come.append(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in come:
+            signal.raise_signal(number)
+
+
+def run_module(module: str, arguments: list[str], ranks: int, errors: Path) -> None:
+    """Run `python -m module` once per rank and wait for all; Ctrl-C ends them.
+
+    Raises SystemExit with what the ranks wrote to `errors`/*.error when one of them fails.
+    """
+    for stale in errors.glob("*.error"):
+        stale.unlink()
+    with started([sys.executable, "-m", module, *arguments], ranks) as group:
+        codes = group.wait()
+    if any(codes):
+        texts = [path.read_text() for path in sorted(errors.glob("*.error"))]
+        raise SystemExit("\n".join(texts) or f"the process group ended with {codes}")
