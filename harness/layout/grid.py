@@ -3,12 +3,13 @@
 Pipeline is the outermost axis and tensor the innermost, so that the ranks that talk most are
 neighbours on one node.  This is the order of DeepSpeed's `PipeModelDataParallelTopology` (axes
 pipe, data, model), with sequence parallelism, which DeepSpeed lays over consecutive ranks, between
-data and tensor.  Everybody who asks "which part is mine" (data, engine, checkpoint, estimator)
-asks here.
+data and tensor.  Whoever asks "which part is mine, and with whom do I talk" (data, engine,
+checkpoint, estimator) asks share.py, which knows what the axes mean.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -82,3 +83,12 @@ class Grid:
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Every group along `axis`, ordered by first rank: what `new_group` is called with."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.world_size)}))
+
+    def alike(self, axes: Collection[Axis], rank: int) -> tuple[int, ...]:
+        """Return the ranks at the same place as `rank` on all of `axes`, in ascending order."""
+        here = self.coords(rank)
+        return tuple(
+            other
+            for other, place in enumerate(map(self.coords, range(self.world_size)))
+            if all(getattr(place, axis) == getattr(here, axis) for axis in axes)
+        )

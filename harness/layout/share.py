@@ -1,0 +1,103 @@
+"""Which tokens and which part of every parameter one rank of a grid has, and with whom it talks.
+
+Whoever trains, saves, counts or compares asks here and names a purpose, never an axis.  A further
+axis is a row in GROUPS, and an entry in a Share's `cutters` where it cuts parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from harness.layout.box import Part, Range, share_of
+from harness.layout.grid import Axis, Grid
+
+# The ranges of each dimension that a cut leaves to place 2 of 4 of an axis, given a parameter's
+# name and shape: cutter(name, shape, 2, 4). Dimensions that are not cut are not there.
+Cutter = Callable[[str, tuple[int, ...], int, int], Mapping[int, tuple[Range, ...]]]
+Purpose = Literal["loss", "norm", "model", "replicas", "data", "dropout"]
+
+# The axes on which the ranks of a group are at one place; they differ on all others.
+GROUPS: dict[Purpose, tuple[Axis, ...]] = {
+    # Sum the loss and count its targets: tensor-parallel ranks have the same ones.
+    "loss": ("tensor",),
+    # Add up squares of gradients of which every rank has a shard.
+    "norm": (),
+    # The same of whole gradients: the ranks that hold the model once between them.
+    "model": ("data", "sequence"),
+    # Hold equal weights, or shards of them.
+    "replicas": ("pipeline", "tensor"),
+    # Read other samples.
+    "data": ("pipeline", "sequence", "tensor"),
+    # Draw the same dropout: it falls on hidden states that all of them have.
+    "dropout": ("pipeline", "data", "sequence"),
+}
+# Ranks that differ on one of these have other layers, or other shards of ZeRO.
+_SHARDED: tuple[Axis, ...] = ("pipeline", "data", "sequence")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What `rank` has of everything. `cutters`: by axis, in the order in which they cut."""
+
+    grid: Grid
+    rank: int
+    cutters: Mapping[Axis, Cutter] = field(default_factory=dict)
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank among those that read other samples."""
+        return self.grid.coords(self.rank).data
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read other samples at a time, this one included."""
+        return self.grid.data
+
+    def starts(self, samples: int, micro_batch: int) -> range:
+        """Return the first sample of each micro-batch that this rank reads of `samples`, from 0.
+
+        All ranks read equally many: the last may begin, or end, beyond the samples.
+        """
+        together = micro_batch * self.data_ranks
+        rounds = -(-samples // together)
+        first = self.data_rank * micro_batch
+        return range(first, first + rounds * together, together)
+
+    def positions(self, seq_len: int) -> Range:
+        """Return the range of tokens that it computes of each of its samples."""
+        places = self.grid.sequence
+        if seq_len % places:
+            raise ValueError(f"{seq_len} tokens cannot be divided over {places} sequence ranks")
+        ((start, stop),) = share_of(seq_len, self.grid.coords(self.rank).sequence, places)
+        return start, stop
+
+    @property
+    def dropout_rank(self) -> int:
+        """Return the rank in whose name dropout is drawn: it is drawn alike by those of a name."""
+        return self.ranks("dropout")[0]
+
+    def ranks(self, purpose: Purpose) -> tuple[int, ...]:
+        """Return this rank's group for a purpose, ascending."""
+        return self.grid.alike(GROUPS[purpose], self.rank)
+
+    def part(self, name: str, shape: tuple[int, ...]) -> Part:
+        """Return what this rank holds of a parameter of the whole `shape`, ZeRO's shards put
+        together.
+        """
+        part, here = Part.of(shape), self.grid.coords(self.rank)
+        for axis, cutter in self.cutters.items():
+            cuts = cutter(name, part.shape, getattr(here, axis), getattr(self.grid, axis))
+            for dimension, ranges in cuts.items():
+                part = part.cut(dimension, ranges)
+        return part
+
+    def is_first(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether it is this rank, of those that hold the same of a parameter beside ZeRO's
+        shards, that saves it and counts it in the norm.
+        """
+        others = self.grid.alike(_SHARDED, self.rank)
+        earlier = (replace(self, rank=rank) for rank in others if rank < self.rank)
+        own = self.part(name, shape)
+        return all(other.part(name, shape) != own for other in earlier)
