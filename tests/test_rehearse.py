@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig
 
 from harness.errors import ConfigError
+from harness.layout.families import FAMILIES
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
-from harness.layout.sizes import FAMILIES
 from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.command import parse_command, plan_from

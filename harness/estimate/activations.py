@@ -17,43 +17,24 @@ from harness.estimate.inputs import (
     Inputs,
 )
 from harness.layout.division import divides_vocabulary
+from harness.layout.tensors import Tensor
 
 _INDEX = 8  # bytes of an int64
 
 # Tensors as wide as the MLP that an activation function and the product after it keep.  gelu_new is
 # written out in Python: x, its cube's argument, tanh, and two factors.
 _UNFUSED = {"gelu_new": 4, "gelu_fast": 4}
-_LAYER_NORM = {"gpt2", "gpt_neox", "opt", "bloom", "falcon"}
-_NO_GATE = {
-    "gpt2": "gelu_new",
-    "gpt_neox": "gelu",
-    "opt": "relu",
-    "bloom": "gelu",
-    "falcon": "gelu",
-}
-_LEARNED_POSITIONS = {"gpt2", "opt"}
-_NO_POSITIONS = {"bloom"}  # their distance is added to the scores, which keeps nothing
-_HEAD_NORMS = {"qwen3", "qwen3_moe"}
-_NORMS_IN_FP32 = {"gemma", "gemma2", "olmo2"}  # they scale before they round
-_SOFT_CAPPED = {"gemma2"}  # tanh, of scores and of logits, keeps what it gives
-_FUSED_QKV = {"phi3", "gpt_neox", "bloom", "falcon"}
-_ROTARY_IN_PART = {"phi3", "gpt_neox"}  # heads put together anew, in another order in memory
-_NORMS_SIDE_BY_SIDE = {"gpt_neox"}  # of one input
-_TRACED = {
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"),
-    *("gemma", "gemma2", "olmo2", "phi3", "gpt_neox", "opt", "bloom"),
-}
-_TRACED_DIVIDED = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma"}
 
 
 def activation_evidence(inputs: Inputs) -> Evidence:
     """How well the family's activations are known."""
-    known = inputs.shape.model_type in _TRACED and not inputs.dropout
-    known |= inputs.traced_layer_bytes is not None
-    known &= inputs.attention in ("sdpa", "eager") and not inputs.fused
+    compared = inputs.shape.family.compared
+    traced = "activations" in compared and not inputs.dropout
+    traced |= inputs.traced_layer_bytes is not None
+    traced &= inputs.attention in ("sdpa", "eager") and not inputs.fused
     if inputs.grid.tensor > 1 or inputs.grid.sequence > 1:
-        known &= inputs.shape.model_type in _TRACED_DIVIDED
-    return "traced" if known else "guessed"
+        traced &= "divided activations" in compared
+    return "traced" if traced else "guessed"
 
 
 @dataclass(frozen=True)
@@ -126,9 +107,9 @@ def saved_for_backward(inputs: Inputs) -> int:
     parts = [part for part in activations(inputs) if part.component.startswith("activations")]
     size = sum(part.bytes for part in parts if "loss" in part.phases) + log_softmax(inputs)
     if inputs.checkpointing == "full":
-        if inputs.shape.model_type not in _LEARNED_POSITIONS:
+        if not inputs.shape.family.learned_positions:
             size -= _positions(inputs)
-        if inputs.shape.model_type == "gpt2":  # passes the mask by position: autograd saves it
+        if inputs.shape.family.mask_by_position:  # then autograd saves it
             size += _mask(inputs)
     return size
 
@@ -140,12 +121,11 @@ def log_softmax(inputs: Inputs) -> int:
 
 def _attention(inputs: Inputs, index: int) -> int:
     shape, e, s = inputs.shape, inputs.element_bytes, inputs.seq_len
-    q, kv, heads = shape.q_size, shape.kv_size, shape.num_heads
+    family, q, kv, heads = shape.family, shape.q_size, shape.kv_size, shape.num_heads
     size = 0
-    if shape.model_type in _HEAD_NORMS:  # two RMSNorms, over each head
-        size += (FP32 + e) * (q + kv) + FP32 * (heads + shape.num_kv_heads)
-    if shape.model_type == "olmo2":  # two, over all heads at once
-        size += 2 * FP32 * (q + kv) + 2 * FP32
+    # RMSNorms of queries and keys, over each head or over all heads at once.
+    for norm, width in zip(_norms_within(shape.body.layers[index]), (q, kv), strict=False):
+        size += (FP32 + _scaled(inputs)) * width + FP32 * max(1, width // norm.numel)
     if inputs.grid.sequence > 1:
         # Ulysses: fewer key heads than ranks are repeated, and the projection's input is not what
         # attention gave but what was exchanged.
@@ -154,14 +134,15 @@ def _attention(inputs: Inputs, index: int) -> int:
     masked = _masked(inputs, index)
     if inputs.attention == "eager":
         # Softmax in fp32, its copy in the model's type, keys and values repeated for every head.
-        scores = e if e == FP32 or shape.model_type == "gpt2" else FP32 + e
-        scores += e if shape.model_type in _SOFT_CAPPED else 0
+        scores = e if e == FP32 or family.half_softmax else FP32 + e
+        scores += e if family.soft_caps else 0  # tanh keeps what it gives
         return size + 4 * e * q + scores * heads * s
     size += 2 * e * (q + kv) + FP32 * heads
     repeated, exchanged = masked and q != kv, inputs.grid.sequence > 1
-    if shape.model_type in _FUSED_QKV and not (repeated or exchanged):
+    rotates = not (family.learned_positions or family.alibi)
+    if family.fused_projections and rotates and not (repeated or exchanged):
         size += e * (q + kv)  # v is a part of one tensor of all three
-    if shape.model_type in _ROTARY_IN_PART and not exchanged:
+    if family.rotary_in_part and not exchanged:
         size += e * q  # the projection's input is a copy of what came out
     if masked and inputs.attention == "sdpa":
         # Keys and values are repeated, and the boolean mask becomes numbers, in every layer.
@@ -201,20 +182,20 @@ def _mlp(inputs: Inputs, index: int) -> int:
         # router's softmax over all experts.
         return k * (4 * e * f + 2 * e * h + 5 * _INDEX) + FP32 * shape.num_experts + FP32
     f = shape.intermediate_size
-    if shape.model_type not in _NO_GATE:
+    if shape.family.gated_mlp:
         return 4 * e * f  # gate, activation, up, product
-    name = inputs.activation or _NO_GATE[shape.model_type]
+    name = inputs.activation or shape.family.activation
     return (1 + _UNFUSED.get(name, 0 if name == "relu" else 1)) * e * f
 
 
 def _norms(inputs: Inputs) -> int:
     shape, e = inputs.shape, inputs.element_bytes
-    # Of the layer itself, not of its attention's heads.
-    own = (t.name for t in shape.body.layers[0] if t.kind == "norm" and t.name.count(".") == 1)
-    count = sum(name.endswith("weight") for name in own) or 2  # OPT's may have no weights
+    layer = shape.body.layers[0]
+    weights = sum(t.kind == "norm" and t.name.endswith("weight") for t in layer)
+    count = weights - len(_norms_within(layer)) or 2  # OPT's may have no weights
     dropped = int(shape.hidden_size * 2 * bool(inputs.dropout))  # masks, a byte an element
-    if shape.model_type in _LAYER_NORM:
-        one_input = shape.model_type in _NORMS_SIDE_BY_SIDE and inputs.parallel_residual
+    if shape.family.layer_norm:
+        one_input = shape.family.norms_side_by_side and inputs.parallel_residual
         shared = e * shape.hidden_size * one_input
         return count * (2 * e * shape.hidden_size + 2 * e) - shared + dropped
     # Attention and MLP keep their input, whether a norm gave it or the stream.
@@ -224,19 +205,25 @@ def _norms(inputs: Inputs) -> int:
 
 def _scaled(inputs: Inputs) -> int:
     """Bytes of an element that an RMSNorm multiplies its weight by."""
-    return FP32 if inputs.shape.model_type in _NORMS_IN_FP32 else inputs.element_bytes
+    return FP32 if inputs.shape.family.fp32_norms else inputs.element_bytes
+
+
+def _norms_within(layer: tuple[Tensor, ...]) -> list[Tensor]:
+    """The weights of norms inside a layer's attention: of queries and of keys."""
+    return [t for t in layer if t.kind == "norm" and t.name.count(".") > 1]
 
 
 def _positions(inputs: Inputs) -> int:
     """Rotary cosines and sines, which all layers share, or the indices of learned positions."""
-    if inputs.shape.model_type in _NO_POSITIONS:
+    family = inputs.shape.family
+    if family.alibi:
         return 0
-    each = inputs.document_mask or inputs.shape.model_type == "opt"
+    each = inputs.document_mask or family.positions_per_sample
     samples = inputs.micro_batch if each else 1
     rows = samples * inputs.seq_len // inputs.grid.sequence
-    if inputs.shape.model_type in _LEARNED_POSITIONS:
+    if family.learned_positions:
         return _INDEX * rows
-    element = FP32 if inputs.shape.model_type == "olmo2" else inputs.element_bytes
+    element = FP32 if family.fp32_rotary else inputs.element_bytes
     return 2 * element * inputs.shape.head_dim * rows
 
 
@@ -249,9 +236,10 @@ def _embedding_norm(inputs: Inputs) -> int:
 def _head(inputs: Inputs) -> int:
     """The final norm, the input of the output head, and what caps the logits."""
     e, h = inputs.element_bytes, inputs.shape.hidden_size
-    if inputs.shape.model_type in _LAYER_NORM:
+    family = inputs.shape.family
+    if family.layer_norm:
         return (2 * e * h + 2 * e) * inputs.tokens
-    capped = e * inputs.shape.vocab_size if inputs.shape.model_type in _SOFT_CAPPED else 0
+    capped = e * inputs.shape.vocab_size if family.soft_caps else 0
     return ((FP32 + _scaled(inputs) + e) * h + FP32 + capped) * inputs.tokens
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.estimate.inputs import Inputs
 from harness.estimate.states import optimizer_class
 from harness.layout.division import divided_kinds
-from harness.layout.sizes import FAMILIES
+from harness.layout.families import FAMILIES
 
 _TENSOR, _SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 
@@ -21,7 +21,7 @@ def division_problems(inputs: Inputs) -> list[str]:
     if grid.tensor > 1 and not divided_kinds(shape):
         problems.append(
             f"{_TENSOR} is {grid.tensor}: DeepSpeed cannot divide {shape.model_type}, only "
-            f"{_families('autotp')}"
+            f"{', '.join(name for name, family in FAMILIES.items() if family.autotp)}"
         )
     return problems + (_sequence_problems(inputs) if grid.sequence > 1 else [])
 
@@ -30,8 +30,9 @@ def _sequence_problems(inputs: Inputs) -> list[str]:
     """What ulysses_sp.py asks for (__init__, register_with_transformers), and what fails."""
     shape, ranks, kv_heads = inputs.shape, inputs.grid.sequence, inputs.shape.num_kv_heads
     found = []
-    if not FAMILIES.get(shape.model_type, {}).get("ulysses"):
-        found.append(f"Ulysses cannot run {shape.model_type}, only {_families('ulysses')}")
+    if not shape.family.ulysses:
+        families = ", ".join(name for name, family in FAMILIES.items() if family.ulysses)
+        found.append(f"Ulysses cannot run {shape.model_type}, only {families}")
     if inputs.attention == "eager":
         found.append('Ulysses has no eager attention: use model.attention="sdpa"')
     if shape.num_heads % ranks:
@@ -43,7 +44,3 @@ def _sequence_problems(inputs: Inputs) -> list[str]:
     if optimizer_class(inputs) == "BF16_Optimizer":
         found.append("stage 1 in bf16 with sums in fp32 fails in its step: use stage 2 or 3")
     return [f"{_SEQUENCE} is {ranks}: {text}" for text in found]
-
-
-def _families(mark: str) -> str:
-    return ", ".join(name for name, family in FAMILIES.items() if family.get(mark))

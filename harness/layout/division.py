@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from harness.layout.shape import Shape
-from harness.layout.sizes import FAMILIES
 from harness.layout.tensors import Tensor
-
-# Modules whose input is divided; of all other linear layers it is the output.
-_BY_INPUT = {"o_proj", "out_proj", "dense", "down_proj", "dense_4h_to_h", "fc2"}
-_MLP_BY_HEADS = {"opt"}  # AutoTP knows an MLP by the name "mlp", which its modules lack
 
 
 def tensor_shard(shape: Shape, ranks: int) -> Shape:
@@ -23,19 +18,19 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
     """
     if ranks == 1:
         return shape
-    kinds, heads = divided_kinds(shape), shape.num_kv_heads
+    kinds, heads, family = divided_kinds(shape), shape.num_kv_heads, shape.family
     groups = _part(heads, ranks)
 
     def share(kind: str, size: int) -> int:
         """What the first rank has of a dimension of a tensor of this kind."""
-        by_heads = kind == "attention" or (kind == "mlp" and shape.model_type in _MLP_BY_HEADS)
+        by_heads = kind == "attention" or (kind == "mlp" and family.autotp_mlp_by_heads)
         return size * groups // heads if by_heads and size % heads == 0 else _part(size, ranks)
 
     def cut(tensor: Tensor) -> Tensor:
         """The first rank's part of a tensor: the tensor itself where it is not divided."""
         whole = tensor.kind not in kinds or (tensor.kind == "embedding" and not shape.tied)
         *_, module, what = tensor.name.split(".")
-        by_input = module in _BY_INPUT
+        by_input = module in family.autotp_inputs
         if whole or (by_input and what == "bias"):
             return tensor
         first, *others = tensor.shape
@@ -63,10 +58,9 @@ def _part(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def divided_kinds(shape: Shape) -> list[str]:
+def divided_kinds(shape: Shape) -> tuple[str, ...]:
     """Kinds of tensors that AutoTP divides; none where it cannot divide the family."""
-    kinds: list[str] = FAMILIES.get(shape.model_type, {}).get("autotp", [])
-    return kinds
+    return shape.family.autotp
 
 
 def divides_vocabulary(shape: Shape) -> bool:

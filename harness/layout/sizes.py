@@ -6,22 +6,11 @@ model type: families.toml holds those meanings.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-
-def _load_families() -> dict[str, dict[str, Any]]:
-    path = Path(__file__).with_name("families.toml")
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {name: {**tables.get(table.get("like"), {}), **table} for name, table in tables.items()}
-
-
-# The families of decoders that are known tensor by tensor.  Adding one is a table there and a case
-# in the tests, which hold every name and shape equal to transformers' own model.
-FAMILIES = _load_families()
+from harness.layout.families import FAMILIES, Family, family_of, holds
 
 
 class UnknownArchitecture(ValueError):
@@ -82,6 +71,11 @@ class Sizes:
     """Width of one expert."""
 
     @property
+    def family(self) -> Family:
+        """All that is known of the model type."""
+        return family_of(self.model_type)
+
+    @property
     def q_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim
@@ -106,11 +100,9 @@ def read_sizes(keys: Keys) -> Sizes:
     hidden_size = keys.size("hidden_size", "n_embd", "n_embed")
     num_layers = keys.size("num_hidden_layers", "n_layer")
     num_heads = keys.size("num_attention_heads", "n_head")
-    num_kv_heads = keys.size("num_key_value_heads", "num_kv_heads", default=num_heads)
-    if model_type == "falcon" and not keys.flag("new_decoder_architecture", False):
-        num_kv_heads = 1 if keys.flag("multi_query", True) else num_heads
-    head_dim = keys.size("head_dim", default=family.get("head_dim", hidden_size // num_heads or 1))
-    has_experts = family.get("experts", False)
+    num_kv_heads = _kv_heads(keys, family, num_heads)
+    head_dim = keys.size("head_dim", default=family.head_dim or hidden_size // num_heads or 1)
+    has_experts = family.experts
     num_experts = keys.size("num_local_experts", "num_experts") if has_experts else 0
     experts_per_token = keys.size("num_experts_per_tok") if has_experts else 0
     if num_heads % num_kv_heads:
@@ -118,7 +110,7 @@ def read_sizes(keys: Keys) -> Sizes:
             f"num_attention_heads = {num_heads} is not a multiple of "
             f"num_key_value_heads = {num_kv_heads}"
         )
-    if hidden_size % num_heads and keys.config.get("head_dim", family.get("head_dim")) is None:
+    if hidden_size % num_heads and keys.config.get("head_dim", family.head_dim) is None:
         keys.problems.append(
             f"hidden size {hidden_size} is not a multiple of {num_heads} attention heads"
         )
@@ -136,12 +128,12 @@ def read_sizes(keys: Keys) -> Sizes:
         head_dim=head_dim,
         intermediate_size=keys.size(
             *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-            default=family.get("mlp_ratio", 0) * hidden_size or None,
+            default=family.mlp_ratio * hidden_size if family.mlp_ratio else None,
         ),
         max_positions=keys.size(
-            "max_position_embeddings", "n_positions", default=family.get("max_positions")
+            "max_position_embeddings", "n_positions", default=family.max_positions
         ),
-        tied=keys.flag("tie_word_embeddings", family.get("tied", False)),
+        tied=keys.flag("tie_word_embeddings", family.tied),
         sliding_windows=_sliding_windows(keys, family, num_layers),
         num_experts=num_experts,
         experts_per_token=experts_per_token,
@@ -149,11 +141,30 @@ def read_sizes(keys: Keys) -> Sizes:
     )
 
 
-def _sliding_windows(
-    keys: Keys, family: Mapping[str, Any], num_layers: int
-) -> tuple[int | None, ...]:
+def flags_on(keys: Keys, family: Family) -> set[str]:
+    """The family's flags that are on in a config."""
+    equal = {
+        flag
+        for flag, values in family.equal.items()
+        if all(keys.config.get(key) == value for key, value in values.items())
+    }
+    on = {flag for flag, default in family.flags.items() if keys.flag(flag, default)}
+    return {*on, *equal, *family.always}
+
+
+def _kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
+    named = keys.size("num_key_value_heads", "num_kv_heads", default=num_heads)
+    on = flags_on(keys, family)
+    for rule in family.kv_heads:
+        number, _, conditions = rule.partition(" if=")
+        if all(holds(condition, on) for condition in conditions.split(",")):
+            return num_heads if number == "heads" else int(number)
+    return named
+
+
+def _sliding_windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, ...]:
     # An explicit null switches the window off; an absent key leaves the family's default.
-    default, rule = family.get("sliding_window"), family.get("slides")
+    default, rule = family.sliding_window, family.slides
     if rule is None or keys.config.get("sliding_window", default) is None:
         return (None,) * num_layers
     window = keys.size("sliding_window", default=default)

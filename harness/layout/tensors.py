@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from harness.layout.sizes import FAMILIES, Keys, Sizes
+from harness.layout.families import Module, holds
+from harness.layout.sizes import Keys, Sizes, flags_on
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,10 @@ class Body:
 
 def build_body(sizes: Sizes, keys: Keys) -> Body:
     """The tensors that the modules of the model's family come to; families.toml has the grammar."""
-    family = FAMILIES[sizes.model_type]
-    on = {name for name, default in family["flags"].items() if keys.flag(name, default)}
-    on |= {*family.get("always", ()), *([] if sizes.tied else ["untied"])}
+    family = sizes.family
+    on = flags_on(keys, family) | (set() if sizes.tied else {"untied"})
     embedded = keys.size("word_embed_proj_dim", default=sizes.hidden_size)
     on |= {"projected"} if embedded != sizes.hidden_size else set()
-    on |= {"one_norm"} if keys.config.get("num_ln_in_parallel_attn") == 1 else set()
     widths = {
         "hidden": sizes.hidden_size,
         "embedded": embedded,
@@ -68,12 +67,12 @@ def build_body(sizes: Sizes, keys: Keys) -> Body:
         "expert_width": sizes.expert_size,
     }
 
-    def tensors(part: str, on: set[str]) -> tuple[Tensor, ...]:
-        return tuple(tensor for line in family[part] for tensor in _read_module(line, on, widths))
+    def tensors(modules: tuple[Module, ...], on: set[str]) -> tuple[Tensor, ...]:
+        return tuple(tensor for module in modules for tensor in _tensors(module, on, widths))
 
-    dense, sparse = tensors("layers", on), tensors("layers", on | {"sparse"})
+    dense, sparse = tensors(family.layers, on), tensors(family.layers, on | {"sparse"})
     layers = tuple(sparse if has_experts else dense for has_experts in _sparse(sizes, keys))
-    return Body(tensors("before", on), family["layer_prefix"], layers, tensors("after", on))
+    return Body(tensors(family.before, on), family.layer_prefix, layers, tensors(family.after, on))
 
 
 def _sparse(sizes: Sizes, keys: Keys) -> list[bool]:
@@ -86,29 +85,19 @@ def _sparse(sizes: Sizes, keys: Keys) -> list[bool]:
     ]
 
 
-def _read_module(line: str, on: set[str], widths: dict[str, int]) -> Iterator[Tensor]:
+def _tensors(module: Module, on: set[str], widths: dict[str, int]) -> Iterator[Tensor]:
     """The weight and perhaps the bias of one module, given the flags that are on."""
-    kind, name, *words = line.split()
-    options = {}
-    while words[-1].startswith(("bias", "if=")):
-        key, _, value = words.pop().partition("=")
-        options[key] = value
-    if "if" in options and not all(_holds(flag, on) for flag in options["if"].split(",")):
+    if not all(holds(condition, on) for condition in module.conditions):
         return
-    sizes = tuple(_evaluate(word, widths) for word in words)
-    if kind == "stacked-experts":
-        yield Tensor(name, sizes, "experts")
+    sizes = tuple(_evaluate(size, widths) for size in module.sizes)
+    if module.kind == "stacked-experts":
+        yield Tensor(module.name, sizes, "experts")
         return
-    kind, _, transposed = kind.partition("^")
-    as_written = transposed or kind in ("norm", "embedding")
-    yield Tensor(f"{name}.weight", sizes if as_written else sizes[::-1], kind)
-    bias = options.get("bias")
-    if bias is not None and (not bias or any(_holds(flag, on) for flag in bias.split("|"))):
-        yield Tensor(f"{name}.bias", sizes[-1:], kind)
-
-
-def _holds(flag: str, on: set[str]) -> bool:
-    return flag[1:] not in on if flag.startswith("!") else flag in on
+    as_written = module.transposed or module.kind in ("norm", "embedding")
+    yield Tensor(f"{module.name}.weight", sizes if as_written else sizes[::-1], module.kind)
+    bias = module.bias
+    if bias is not None and (not bias or any(holds(flag, on) for flag in bias)):
+        yield Tensor(f"{module.name}.bias", sizes[-1:], module.kind)
 
 
 def _evaluate(expression: str, widths: dict[str, int]) -> int:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.config.run_config import RunConfig
+from harness.layout.families import FAMILIES
 from harness.layout.world import World
 
-LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Those whose loss and gradients were compared with the model's own code."""
+LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in family.compared)
+"""Families whose loss and gradients were compared with the model's own code."""
 
 
 def kernel_problems(

@@ -9,8 +9,9 @@ from typing import Any
 
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
+from harness.layout.families import family_of
 from harness.layout.shape import Shape
-from harness.layout.sizes import FAMILIES, UnknownArchitecture
+from harness.layout.sizes import UnknownArchitecture
 from harness.layout.world import World
 from harness.plan.model_config import find_model_config, load_model_config, max_positions
 from harness.plan.optimizer import rule_problems
@@ -85,13 +86,13 @@ def attention_problems(run: RunConfig, world: World) -> Iterator[str]:
 def with_attention(
     run: RunConfig, model_type: str
 ) -> tuple[RunConfig, list[dict[str, Any]], list[str]]:
-    """The run with eager attention where the default cannot cap scores; the event, what is wrong.
-
-    torch's scaled_dot_product_attention has no soft-capping, and transformers refuses it.
+    """Return the run, its event and its problems: attention is eager where sdpa is only a default
+    and cannot compute the family's.
     """
-    if run.model.attention != "sdpa" or FAMILIES.get(model_type, {}).get("sdpa", True):
+    lacking = family_of(model_type).sdpa_lacks
+    if run.model.attention != "sdpa" or not lacking:
         return run, [], []
-    why = f"sdpa has no soft-capped attention scores, which {model_type} models have"
+    why = f"sdpa has no {lacking}, which {model_type} models have"
     if run.is_set("model.attention"):
         given = f"model.attention is 'sdpa' ({run.origin('model.attention')})"
         return run, [], [f"{given}: {why}: use eager, or flash_attention_2"]

@@ -17,6 +17,7 @@ from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
+from harness.layout.families import family_of
 from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
@@ -153,5 +154,5 @@ def _dropouts(config: Mapping[str, Any], run: RunConfig) -> dict[str, float]:
 
 
 def _dropout_keys(config: Mapping[str, Any]) -> set[str]:
-    family = _UNSAID["dropout"].get(config["model_type"], ["attention_dropout"])
-    return {key for key in config if key.endswith(DROPOUT_ENDINGS)} | set(family)
+    family = family_of(config["model_type"])
+    return {*(key for key in config if key.endswith(DROPOUT_ENDINGS)), *family.dropouts}

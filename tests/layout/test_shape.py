@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.layout.families import FAMILIES
 from harness.layout.shape import (
     Shape,
     active_parameters,
@@ -17,7 +18,7 @@ from harness.layout.shape import (
     parameters_by_kind,
     parameters_per_layer,
 )
-from harness.layout.sizes import FAMILIES, UnknownArchitecture
+from harness.layout.sizes import UnknownArchitecture
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

@@ -14,8 +14,9 @@ from harness.config.assignments import assign, flat
 from harness.config.ds_json import AUTO, literal, offloaded_to, value_of
 from harness.config.run_config import run_and_step
 from harness.data.corpus import find_corpus
+from harness.layout.families import family_of
 from harness.layout.shape import Shape
-from harness.layout.sizes import FAMILIES, UnknownArchitecture
+from harness.layout.sizes import UnknownArchitecture
 from harness.plan.adopt import SAME
 from harness.plan.plan import Plan
 from harness.runfolder import RunFolder
@@ -178,8 +179,8 @@ class Job:
             "sample.tokens": min(run.sample.tokens, _SAMPLE_TOKENS),
         }
         if "flash" in run.model.attention:
-            family = FAMILIES.get(self.model["model_type"], {})
-            keys["model.attention"] = "sdpa" if family.get("sdpa", True) else "eager"
+            family = family_of(self.model["model_type"])
+            keys["model.attention"] = "eager" if family.sdpa_lacks else "sdpa"
         return {**keys, **self._ramp(), **self._groups()}
 
     def _ramp(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.layout.sizes import FAMILIES
+from harness.layout.families import Family, family_of
 
 HIDDEN_SIZE = 64  # of all query heads together, as near as the number of heads allows
 MOST_HEADS_PER_KEY = 16
@@ -65,15 +65,15 @@ def _key(config: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(config.get(name), int)), None)
 
 
-def _family(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return FAMILIES.get(config["model_type"], {})
+def _family(config: Mapping[str, Any]) -> Family:
+    return family_of(config["model_type"])
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
     hidden, heads = size_of(config, HIDDEN), size_of(config, _HEADS)
     assert hidden
     assert heads
-    return int(config.get("head_dim") or _family(config).get("head_dim") or hidden // heads)
+    return int(config.get("head_dim") or _family(config).head_dim or hidden // heads)
 
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if (name := _key(config, _KEY_HEADS)) is not None:
         found[name] = few_keys
-    if config.get("head_dim") or "head_dim" in _family(config):
+    if config.get("head_dim") or _family(config).head_dim:
         found["head_dim"] = head_dim
     if "query_pre_attn_scalar" in config:
         found["query_pre_attn_scalar"] = head_dim
@@ -159,7 +159,7 @@ def _shows_every_kind(config: Mapping[str, Any], count: int) -> Iterator[int]:
 
 def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
     """An explicit null switches the window off; an absent key leaves the family's default."""
-    given = config.get("sliding_window", _family(config).get("sliding_window"))
+    given = config.get("sliding_window", _family(config).sliding_window)
     return {"sliding_window": min(given, WINDOW)} if isinstance(given, int) else {}
 
 
@@ -168,8 +168,7 @@ def _vocabulary(config: Mapping[str, Any], most: int) -> dict[str, Any]:
     size = min(config.get("vocab_size") or most, most)
     tokens = {
         key: 0
-        for key, value in config.items()
+        for key, value in {**_family(config).tokens, **config}.items()
         if key.endswith("_token_id") and isinstance(value, int) and value >= size
     }
-    defaults = {"phi3": {"pad_token_id": 0}}  # the config class's own is 32000
-    return {**defaults.get(config["model_type"], {}), **tokens, "vocab_size": size}
+    return {**tokens, "vocab_size": size}

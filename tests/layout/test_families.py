@@ -1,0 +1,191 @@
+"""Each table of families.toml against the model that transformers builds, and a table more.
+
+Names and shapes of all parameters: test_shape.py; activations: ../estimate/test_activations.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from harness.config.run_file import load_run_config
+from harness.layout import families
+from harness.layout.families import FAMILIES, Family, family_of, read_families
+from harness.layout.shape import Shape
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from tests.estimate.test_activations import FAMILIES as TRACED
+
+TABLES = read_families((Path(families.__file__).parent / "families.toml").read_text("utf-8"))
+
+
+def small_model(model_type: str, **config: Any) -> PreTrainedModel:
+    """Two layers of the class's default sizes, on meta."""
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **{"num_hidden_layers": 2, **config})
+        )
+
+
+def assert_equal_to_transformers(model_type: str) -> None:
+    """Names, shapes and number of all parameters, from the config's default sizes."""
+    config = AutoConfig.for_model(model_type)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    shape = Shape.from_hf(config.to_dict())
+    assert {tensor.name: tensor.shape for tensor in shape.tensors()} == theirs
+    assert sum(tensor.numel for tensor in shape.tensors()) == model.num_parameters()
+
+
+@pytest.mark.parametrize("model_type", TABLES)
+def test_dropouts_are_those_of_the_config_class(model_type: str) -> None:
+    heads_only = {"classifier_dropout", "summary_first_dropout"}  # not part of a causal LM
+    keys = AutoConfig.for_model(model_type).to_dict()
+    theirs = {key for key in keys if key.endswith(("dropout", "pdrop"))} - heads_only
+    assert theirs == set(TABLES[model_type].dropouts)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_computed_from_the_lines_is_so_in_the_model(model_type: str) -> None:
+    family, model = FAMILIES[model_type], small_model(model_type)
+    layer_norms = any(
+        isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("LayerNorm")
+        for module in model.modules()
+    )
+    assert family.layer_norm == layer_norms
+    lookups = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    assert family.learned_positions == (len(lookups) > 1)
+    rotary = any("Rotary" in type(module).__name__ for module in model.modules())
+    assert rotary == (not family.learned_positions and not family.alibi)
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if not FAMILIES[name].gated_mlp])
+def test_the_activation_is_the_config_class_s(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    keys = ("activation_function", "hidden_act", "activation")
+    theirs = [getattr(config, key) for key in keys if hasattr(config, key)]
+    assert theirs == ([] if model_type == "bloom" else [FAMILIES[model_type].activation])
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_torchs_attention_is_refused_where_transformers_refuses_it(model_type: str) -> None:
+    supported = type(small_model(model_type))._supports_sdpa
+    assert supported == (not FAMILIES[model_type].sdpa_lacks)
+
+
+@pytest.mark.parametrize("model_type", TABLES)
+def test_special_tokens_are_the_config_class_s(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    for key, value in TABLES[model_type].tokens.items():
+        assert getattr(config, key) == value
+
+
+def test_a_family_is_traced_only_where_a_test_traces_it() -> None:
+    traced = {name for name, family in FAMILIES.items() if "activations" in family.compared}
+    assert traced == {config["model_type"] for config in TRACED.values()}
+
+
+def test_the_docs_name_the_families_that_are_traced() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs/memory.md"
+    (row,) = [line for line in docs.read_text("utf-8").splitlines() if line.startswith("| traced")]
+    names = row.split("activations of ")[1].split(", with")[0].replace(" and ", ", ").split(", ")
+    assert set(names) == {n for n, family in FAMILIES.items() if "activations" in family.compared}
+
+
+def test_a_model_type_without_a_table_has_every_default() -> None:
+    assert family_of("mamba") == Family("mamba")
+    assert "mamba" not in FAMILIES
+    assert "gptj" not in FAMILIES  # a table without layers
+    assert family_of("gptj").dropouts == ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+
+def test_what_was_compared_is_not_inherited() -> None:
+    tables = read_families('[a]\ncompared = ["liger"]\nulysses = true\n[b]\nlike = "a"\n')
+    assert tables["b"] == Family("b", ulysses=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[a]\nsdpa = false", r"\[a\] has 'sdpa', which no family has"),
+        ("[a]\ntied = 1", r"\[a\] tied = 1 is not a bool"),
+        ('[a]\nautotp = "mlp"', r"\[a\] autotp = 'mlp' is not a tuple"),
+        ('[a]\nlike = "b"\n[b]', r"\[a\] is like 'b', which is no table above it"),
+        ('[a]\ncompared = ["all"]', r"\[a\] compared has \['all'\]: only \['activations'"),
+        ('[a]\nslides = "some"', r"\[a\] slides is 'some': it must be one of"),
+        ('[a]\nlayers = ["mlp fc"]\nlayer_prefix = "h."', r"\[a\] 'mlp fc' names no sizes"),
+        ('[a]\nlayer_prefix = "h."', r"\[a\] layers and layer_prefix go together"),
+        (
+            '[a]\nlayers = ["mlp fc hidden width"]\nlayer_prefix = "h."',
+            r"\[a\] activation is for an MLP without a gate",
+        ),
+    ],
+)
+def test_a_table_that_says_what_no_family_has(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_families(text)
+
+
+# Families that families.toml lacks, as one would add them.
+NEW = {
+    "arcee": """
+        like = "llama"
+        activation = "relu2"
+        layers = [
+            "attention self_attn.q_proj hidden q bias=attention_bias",
+            "attention self_attn.k_proj hidden kv bias=attention_bias",
+            "attention self_attn.v_proj hidden kv bias=attention_bias",
+            "attention self_attn.o_proj q hidden bias=attention_bias",
+            "mlp mlp.up_proj hidden width bias=mlp_bias",
+            "mlp mlp.down_proj width hidden bias=mlp_bias",
+            "norm input_layernorm hidden",
+            "norm post_attention_layernorm hidden",
+        ]
+    """,
+    "seed_oss": """
+        like = "llama"
+        flags = { attention_bias = true, attention_out_bias = false, mlp_bias = false }
+        head_dim = 128
+        layers = [
+            "attention self_attn.q_proj hidden q bias=attention_bias",
+            "attention self_attn.k_proj hidden kv bias=attention_bias",
+            "attention self_attn.v_proj hidden kv bias=attention_bias",
+            "attention self_attn.o_proj q hidden bias=attention_out_bias",
+            "mlp mlp.gate_proj hidden width bias=mlp_bias",
+            "mlp mlp.up_proj hidden width bias=mlp_bias",
+            "mlp mlp.down_proj width hidden bias=mlp_bias",
+            "norm input_layernorm hidden",
+            "norm post_attention_layernorm hidden",
+        ]
+    """,
+    "granite": """
+        like = "llama"
+    """,
+}
+
+
+@pytest.mark.parametrize("model_type", NEW)
+def test_a_new_family_is_one_table(
+    model_type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is counted, planned and estimated with no other line changed."""
+    text = (Path(families.__file__).parent / "families.toml").read_text("utf-8")
+    added = read_families(f"{text}\n[{model_type}]\n{NEW[model_type]}")[model_type]
+    monkeypatch.setitem(families._TABLES, model_type, added)
+    monkeypatch.setitem(FAMILIES, model_type, added)
+    assert_equal_to_transformers(model_type)
+    (tmp_path / "config.json").write_text(
+        AutoConfig.for_model(model_type, num_hidden_layers=2).to_json_string(use_diff=False)
+    )
+    words = [f"model.name={tmp_path}", "model.dropout=0", "plan.force=true"]
+    plan = make_plan(load_run_config(None, words), {}, World())
+    assert plan.estimate is not None
+    assert plan.estimate.worst.evidence("activations: mlp") == "guessed"
+    assert not [event for event in plan.events if event["kind"] == "unknown_architecture"]
