@@ -12,7 +12,7 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.kernels import LIGER_FAMILIES
-from tools.proofs.parity.cells import ARCHITECTURES
+from tools.proofs.models import LEARNED
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None,
@@ -38,7 +38,7 @@ def loss_and_gradients(config: dict[str, Any], liger: bool) -> tuple[float, list
 
 @pytest.mark.parametrize("family", LIGER_FAMILIES)
 def test_loss_and_gradients_are_those_of_the_model(family: str) -> None:
-    config = {**ARCHITECTURES["llama"], "model_type": family}
+    config = {**LEARNED["llama"], "model_type": family}
     expected, gradients = loss_and_gradients(config, liger=False)
     found, fused = loss_and_gradients(config, liger=True)
     assert found == pytest.approx(expected, rel=1e-6)

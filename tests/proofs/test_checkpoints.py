@@ -15,7 +15,6 @@ from tests.run_tools import run_tool
 from tools.proofs.checkpoints.cells import (
     LAYOUTS,
     PRECISIONS,
-    WIDE,
     Cell,
     Side,
     all_cells,
@@ -24,6 +23,7 @@ from tools.proofs.checkpoints.cells import (
     sides,
 )
 from tools.proofs.checkpoints.compare import Apart, apart, differences
+from tools.proofs.models import WIDE
 
 
 def trajectory(*losses: float) -> dict[str, list[str]]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.run_tools import run_tool
-from tools.proofs.parity.cells import FEW, NVME, PRESETS, Cell, all_cells, covering_cells
+from tools.proofs.models import PRESETS
+from tools.proofs.parity.cells import FEW, NVME, Cell, all_cells, covering_cells
 from tools.proofs.parity.measure import Difference, Trajectory, difference
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -20,7 +21,7 @@ ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 def pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
     values = asdict(cell)
     if cell.layout in FEW:
-        kind = "bf16_states" if cell.has_bf16_states else cell.layout.partition("_zero")[0]
+        kind = "bf16_states" if cell.how.has_bf16_states else cell.layout.partition("_zero")[0]
         return {(("layout", kind),)}
     alone = set()
     if "pipe" in cell.layout or cell.architecture in PRESETS:  # each by each would be 54 cells

@@ -16,8 +16,9 @@ from harness.data.build import DataSpec, build_data
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
 from tests.zygote import Zygote
+from tools.proofs.cells import GLOBAL_BATCH
+from tools.proofs.models import LEARNED
 from tools.proofs.parity import recipe
-from tools.proofs.parity.cells import ARCHITECTURES, GLOBAL_BATCH
 from tools.proofs.parity.measure import Trajectory, difference
 from tools.proofs.parity.reference import Split, Task, Way, spread, train
 
@@ -66,7 +67,7 @@ def test_a_run_is_a_plain_loop(
         rate,
         read.held_out.batch(0, HELD_OUT_SAMPLES),
     )
-    monkeypatch.setitem(ARCHITECTURES, "of the run", plan["model_config"])
+    monkeypatch.setitem(LEARNED, "of the run", plan["model_config"])
     way = Way("of the run", "fp32")
     with one_thread():
         reference = train(way, Split.even(GLOBAL_BATCH), task=task)

@@ -25,20 +25,13 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
-from tools.proofs.checkpoints.cells import (
-    ARCHITECTURES,
-    EVERYWHERE,
-    WIDE,
-    Cell,
-    Side,
-    all_cells,
-    covering_cells,
-)
+from tools.proofs.checkpoints.cells import Cell, Side, all_cells, covering_cells
 from tools.proofs.checkpoints.compare import Apart, apart
 from tools.proofs.checkpoints.defects import DEFECTS
 from tools.proofs.checkpoints.report import Row, markdown, summary, terminal_line
 from tools.proofs.checkpoints.worker import Job
 from tools.proofs.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
+from tools.proofs.models import EVERYWHERE, SAVED, WIDE
 from tools.proofs.ranks import run_module
 
 TOLERANCE_FACTOR = 5.0
@@ -183,7 +176,7 @@ def _prepare(out: Path) -> None:
     """Results that are kept are of these versions."""
     (out / "saved").mkdir(parents=True, exist_ok=True)
     same_versions(out, "checkpoints", "safetensors")
-    for name, config in ARCHITECTURES.items():
+    for name, config in SAVED.items():
         (out / f"{name}.config.json").write_text(json.dumps(config))
 
 

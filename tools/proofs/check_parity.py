@@ -25,7 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
 from tools.proofs.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
-from tools.proofs.parity.cells import ARCHITECTURES, Cell, Job, all_cells, covering_cells
+from tools.proofs.models import LEARNED
+from tools.proofs.parity.cells import Cell, Job, all_cells, covering_cells
 from tools.proofs.parity.report import Row, markdown, self_test_markdown, terminal_line
 from tools.proofs.ranks import run_module
 
@@ -107,7 +108,7 @@ def _launch(jobs: list[Job], ranks: int, out: Path) -> None:
     """Train `jobs` in one process group, each into its own folder under `out`."""
     todo = out / f"todo-{ranks}.json"
     todo.write_text(json.dumps([asdict(job) for job in jobs]))
-    for name, config in ARCHITECTURES.items():
+    for name, config in LEARNED.items():
         (out / f"{name}.config.json").write_text(json.dumps(config))
     run_module("tools.proofs.parity.worker", [f"--jobs={todo}", f"--out={out}"], ranks, errors=out)
 

@@ -29,9 +29,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
 from tools.proofs.matrix import chosen
-from tools.proofs.memory.cases import MODEL, RANKS, Case, all_cases, covering_cases
+from tools.proofs.memory.cases import RANKS, Case, all_cases, covering_cases
 from tools.proofs.memory.compare import PEAKS, POINTS, SAVED, Row, compare, markdown
 from tools.proofs.memory.gpu import GPU_CASES, gpu_markdown, measure_gpu, no_gpu, verdict_of
+from tools.proofs.models import MEASURED
 from tools.proofs.ranks import run_module
 
 TOLERANCE = 0.01
@@ -82,7 +83,7 @@ def _on_gpu(args: argparse.Namespace) -> int:
 def measure(cases: list[Case], out: Path) -> list[Row]:
     """Run what `out` does not hold yet on two CPU ranks, and compare everything."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(MODEL))
+    (out / "config.json").write_text(json.dumps(MEASURED))
     last = f"rank{RANKS - 1}.json"
     missing = [case for case in cases if not (out / f"{case.name}.{last}").exists()]
     # DeepSpeed keeps what it knows of divided tensors and sequences in globals.

@@ -11,7 +11,8 @@ import torch
 
 from harness.checkpoint.files import Reader
 from harness.checkpoint.fragment import BUFFER, WEIGHT
-from tools.proofs.checkpoints.cells import FROZEN, Cell, Side
+from tools.proofs.checkpoints.cells import Cell, Side
+from tools.proofs.models import FROZEN
 
 Change = Callable[[Callable[..., None], Reader, str, str, int, torch.Tensor], None]
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from tools.proofs.checkpoints.cells import FROZEN
+from tools.proofs.models import FROZEN
 
 # A matrix that is cut into shares, and a vector that ZeRO-3 may keep whole.
 FROZEN_WEIGHTS = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")

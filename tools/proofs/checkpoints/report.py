@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tools.made_with import versions
-from tools.proofs.checkpoints.cells import EVERYWHERE, Cell, sides
+from tools.proofs.checkpoints.cells import Cell, sides
 from tools.proofs.checkpoints.compare import Apart
+from tools.proofs.models import EVERYWHERE
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ def kept_spread(way: Way) -> Difference:
 
 def _kind() -> str:
     """Name everything that rounding depends on: the processor, the kernels, the packages, us."""
-    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    here = Path(__file__).parent
+    files = [here.parent / "cells.py", here.parent / "models.py", *sorted(here.glob("*.py"))]
+    source = b"".join(path.read_bytes() for path in files)
     environment = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_ROUNDING))
     parts = (machine(), versions(), torch.backends.cpu.get_cpu_capability(), *environment)
     return _digest("".join(parts), source)

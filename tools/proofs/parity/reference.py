@@ -20,8 +20,10 @@ from harness.data.batches import Batch
 from harness.models.initialize import materialize
 from harness.models.pieces import decoder_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
+from tools.proofs.cells import GLOBAL_BATCH
+from tools.proofs.models import ATTENTION, LEARNED
 from tools.proofs.parity import recipe
-from tools.proofs.parity.cells import ARCHITECTURES, ATTENTION, GLOBAL_BATCH, STEPS
+from tools.proofs.parity.cells import STEPS
 from tools.proofs.parity.measure import Difference, Trajectory, difference, rounding, worst_relative
 from tools.proofs.parity.samples import global_batch, held_out, rows, targets
 
@@ -162,10 +164,10 @@ class _Model:
 def _built_by_transformers(architecture: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the architecture as transformers does from its file, with the harness's own weights."""
     attention = ATTENTION.get(architecture, "sdpa")
-    values = copy.deepcopy(ARCHITECTURES[architecture])
+    values = copy.deepcopy(LEARNED[architecture])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    drawn = skeleton(hf_config(ARCHITECTURES[architecture]), dtype, attention)
+    drawn = skeleton(hf_config(LEARNED[architecture]), dtype, attention)
     materialize(drawn, recipe.SEED, torch.device("cpu"))
     weights = dict(drawn.named_parameters())
     with torch.no_grad():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from harness.data.batches import Batch
-from tools.proofs.parity.cells import GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE
+from tools.proofs.cells import GLOBAL_BATCH
+from tools.proofs.models import SEQ_LEN, VOCAB_SIZE
 from tools.proofs.parity.recipe import HELD_OUT_SAMPLES
 
 DOCUMENT_TOKENS = 11  # does not divide SEQ_LEN: documents end in the middle of samples

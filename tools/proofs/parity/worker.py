@@ -15,9 +15,11 @@ from harness.layout.world import World
 from harness.loop import Run, evaluate
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
+from tools.proofs.cells import GLOBAL_BATCH
 from tools.proofs.jobs import do_jobs, job_arguments
+from tools.proofs.models import ATTENTION, SEQ_LEN
 from tools.proofs.parity import recipe
-from tools.proofs.parity.cells import ATTENTION, GLOBAL_BATCH, SEQ_LEN, STEPS, Cell, Job
+from tools.proofs.parity.cells import STEPS, Cell, Job
 from tools.proofs.parity.defects.table import planted
 from tools.proofs.parity.measure import Trajectory
 from tools.proofs.parity.recipe import SEED, SGD_LR, learning_rate
@@ -50,7 +52,7 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
             "model": {
                 "name": str(folder / f"{cell.architecture}.config.json"),
                 "attention": ATTENTION.get(cell.architecture, "sdpa"),
-                "compile": cell.compiled,
+                "compile": cell.how.compiled,
             },
             "data": {"seq_len": SEQ_LEN},
             "train": {
@@ -70,7 +72,7 @@ def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> 
     """Gradients and one SGD step with one engine; 20 AdamW steps and an evaluation with another."""
     from harness.engine.build import build_engine
 
-    if cell.compiled:
+    if cell.how.compiled:
         # Dynamo counts recompilations of a decoder layer over all engines of a process; past the
         # eighth it leaves it as it is, and half precision then rounds otherwise.
         torch.compiler.reset()

@@ -11,7 +11,8 @@ import torch
 
 from harness.data.batches import Batch
 from harness.layout.world import World
-from tools.proofs.parity.cells import GLOBAL_BATCH, SEQ_LEN
+from tools.proofs.cells import GLOBAL_BATCH
+from tools.proofs.models import SEQ_LEN
 from tools.proofs.parity.defects.seams import (
     Planted,
     batches_changed,

@@ -1,0 +1,170 @@
+"""The models that the gates train: small, and each with something that could go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Config = dict[str, Any]
+
+VOCAB_SIZE = 128
+SEQ_LEN = 32  # tokens
+
+
+def _small(vocab_size: int) -> Config:
+    return {
+        "vocab_size": vocab_size,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "max_position_embeddings": SEQ_LEN,
+    }
+
+
+def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head: int) -> Config:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+    }
+
+
+def _gpt2(vocab_size: int, hidden: int, heads: int, dropout: float) -> Config:
+    return {
+        **_small(vocab_size),
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_layer": 2,
+        "n_head": heads,
+        "n_positions": SEQ_LEN,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
+    }
+
+
+_DECODER = {
+    **_small(VOCAB_SIZE),
+    **_sizes(48, 96, 2, 4, 2, 12),
+    "tie_word_embeddings": False,
+    # Other than what transformers takes where a key is left out.
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+}
+# Llama 3's, for an original length of eight tokens: most frequencies are changed.
+_SCALED_ROTATION = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+_BALANCING = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+LEARNED: dict[str, Config] = {
+    "llama": {**_DECODER, "model_type": "llama", "rope_parameters": _SCALED_ROTATION},
+    # Tied embeddings, biases, learned positions.
+    "gpt2": {
+        **_gpt2(VOCAB_SIZE, 48, 4, 0.0),
+        "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-3,
+    },
+    "qwen3": {**_DECODER, "model_type": "qwen3"},
+    "mixtral": {  # experts, and a balancing loss that is not linear in the micro-batch
+        **_DECODER,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+        **_BALANCING,
+    },
+}
+"""The parity gate's."""
+FLAT = tuple(LEARNED)
+"""Those of the parity gate that every layout without stages trains."""
+# States of less than a megabyte stay in memory: wide enough for some to be in files.
+WIDE = "llama_wide"
+LEARNED[WIDE] = {
+    **LEARNED["llama"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+}
+# Models that are cut into stages: five layers, which neither two nor four stages share evenly.
+_DEEP = {**_DECODER, "num_hidden_layers": 5}
+PIPELINED: dict[str, Config] = {
+    "llama_deep": {**_DEEP, "model_type": "llama"},
+    "llama_tied": {
+        **_DEEP,
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+    },
+    "qwen2": {**_DEEP, "model_type": "qwen2"},
+    "qwen3_deep": {**_DEEP, "model_type": "qwen3"},
+    "mistral": {**_DEEP, "model_type": "mistral", "sliding_window": 8},
+    "gpt2_deep": {**LEARNED["gpt2"], "n_layer": 5},
+    "mixtral_deep": {**LEARNED["mixtral"], "num_hidden_layers": 5},
+    "gemma2": {  # scaled embeddings, soft-capped logits and scores, every other layer slides
+        **_DEEP,
+        "model_type": "gemma2",
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 12,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "olmo2": {**_DEEP, "model_type": "olmo2", "pad_token_id": 0},
+}
+LEARNED |= PIPELINED
+# The other presets' architectures without stages: on two ranks, four micro-batches each.
+PRESETS = ("gemma2", "olmo2", "qwen3_moe")
+LEARNED["qwen3_moe"] = {
+    **_DECODER,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    **_BALANCING,
+}
+# In fp16 transformers' own model, alone in a plain loop, gives NaN: gemma2 in its first gradient,
+# olmo2 after three steps, whatever the loss scale.
+NOT_IN_FP16 = {"gemma2", "olmo2"}
+ATTENTION = {"gemma2": "eager"}  # its soft-capped scores are in no other; sdpa for the rest
+
+# Odd sizes: nothing divides by two ranks, so every share ends in padding or in the middle of a row.
+_ODD = {**_small(513), "model_type": "llama", **_sizes(45, 111, 2, 3, 1, 10)}
+EVERYWHERE = "llama_tied"
+"""Saved and loaded between all layouts: what is tied is held twice under pipeline stages."""
+FROZEN, DROPOUT = "llama_frozen", "gpt2_dropout"
+SAVED: dict[str, Config] = {
+    "llama": {**_ODD, "tie_word_embeddings": False},
+    EVERYWHERE: {**_ODD, "tie_word_embeddings": True},
+    # Two weights that nobody trains, and two buffers of the model: see checkpoints/models.py.
+    FROZEN: {**_ODD, "tie_word_embeddings": True},
+    "mixtral": {
+        **_ODD,
+        "model_type": "mixtral",
+        "hidden_size": 48,  # torch multiplies groups in rows of 16 bytes
+        "intermediate_size": 104,
+        "tie_word_embeddings": False,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        # The balancing loss is not a sum over samples: another split would be another loss.
+        "output_router_logits": False,
+        "router_jitter_noise": 0.0,
+    },
+    DROPOUT: _gpt2(513, 45, 3, 0.1),
+    WIDE: {**_ODD, **_sizes(270, 555, 2, 3, 1, 90), "tie_word_embeddings": True},
+}
+"""The round trips'."""
+
+MEASURED: Config = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    **_sizes(96, 250, 3, 6, 2, 16),
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+"""The one whose bytes are counted."""
