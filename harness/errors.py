@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 
 _MOST_CHARACTERS = 2_000
 """Of a problem as it is printed."""
+_MOST_OF_A_VALUE = 300
 
 
 class ExitCode(IntEnum):
@@ -57,6 +58,61 @@ def _readable(problem: str) -> str:
         return problem
     half = _MOST_CHARACTERS // 2
     return f"{problem[:half]} ... {problem[-half:]}"
+
+
+def shortened(value: object) -> str:
+    """Return a value as Python writes it, without the middle of a long one."""
+    text = repr(value)
+    if len(text) <= _MOST_OF_A_VALUE:
+        return text
+    return f"{text[: _MOST_OF_A_VALUE // 2]}...{text[-_MOST_OF_A_VALUE // 4 :]}"
+
+
+_CONTINUES = ("and ", "but ", "from ", "over ", "which ", "whose ")
+
+
+def worded(key: str, value: object, origin: str, why: str, use: str = "") -> str:
+    """Return a problem as a sentence: the key, its value, where that came from, why it is wrong,
+    and what to use instead.
+
+    `why` continues the sentence (", but ...", ", which ...") or stands behind a colon.
+    """
+    goes_on = why.startswith(_CONTINUES)
+    stop = ": " if goes_on else "; "
+    instead = f"{stop}{use}" if use else ""
+    return f"{key} is {shortened(value)} ({origin}){', ' if goes_on else ': '}{why}{instead}"
+
+
+class Problems:
+    """Everything that is wrong with what the user wrote, gathered to be raised at once."""
+
+    def __init__(self, look_up: Callable[[str], tuple[object, str]]) -> None:
+        """`look_up`: the value of a dotted key, and where it came from."""
+        self._look_up = look_up
+        self._sentences: list[str] = []
+
+    def add(self, key: str, why: str, use: str = "") -> None:
+        """Add a problem with the value of a key."""
+        self.say(self.worded(key, why, use))
+
+    def worded(self, key: str, why: str, use: str = "") -> str:
+        """Return a problem with the value of a key as a sentence."""
+        return worded(key, *self._look_up(key), why, use)
+
+    def say(self, *sentences: str) -> None:
+        """Add problems that are sentences already, or that no single value is to blame for."""
+        self._sentences += sentences
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sentences)
+
+    def __len__(self) -> int:
+        return len(self._sentences)
+
+    def raise_any(self) -> None:
+        """Raise one ConfigError with all problems, if there are any."""
+        if self._sentences:
+            raise ConfigError(self._sentences)
 
 
 class NoCheckpoint(ConfigError):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from harness.config.assignments import assign_all
-from harness.config.ds_json import literal, normalized, read_ds_json
+from harness.config.ds_file import PREFIX, load_ds_json
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
 from harness.layout.world import World
-from harness.plan.command import DEFAULT_DS_JSON, DS_PREFIX, Command, plan_from
+from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.plan.pipeline import num_stages
 from harness.plan.plan import Plan
 from tools.figure import plot_problems
@@ -100,12 +98,15 @@ def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
     """
     given = _given(args)
     keys = {text.partition("=")[0] for text in given}
-    ds = read_ds_json(args.deepspeed)
+    ds, _ = load_ds_json(
+        args.deepspeed, (text.removeprefix(PREFIX) for text in given if text.startswith(PREFIX))
+    )
     if args.config or "train.global_batch" in keys:
         return {}
-    if any(literal(ds, key) is not None for key in _BATCH_KEYS):
+    if any(key in ds.given and not ds.is_auto(key) for key in _BATCH_KEYS):
         return {}
-    assumed = {"train.micro_batch": 1, "ds.gradient_accumulation_steps": _filling(ds, given)}
+    stages = num_stages(ds.tree)
+    assumed = {"train.micro_batch": 1, "ds.gradient_accumulation_steps": _filling(stages)}
     return {key: value for key, value in assumed.items() if key not in keys}
 
 
@@ -117,11 +118,8 @@ def _given(args: argparse.Namespace) -> list[str]:
     ] + args.assignments
 
 
-def _filling(ds: dict[str, Any], given: list[str]) -> int:
-    """Micro-batches with which the bubble is "negligible" (GPipe, arXiv 1811.06965, 2.3): 4 for
-    each pipeline stage; 1 without stages.
+def _filling(stages: int) -> int:
+    """Return the micro-batches with which the bubble is "negligible" (GPipe, arXiv 1811.06965,
+    2.3): 4 for each pipeline stage; 1 without stages.
     """
-    ds = normalized(ds)
-    assign_all(ds, [text[len(DS_PREFIX) :] for text in given if text.startswith(DS_PREFIX)])
-    stages = num_stages(ds) if isinstance(ds.get("pipeline", {}), dict) else 1
     return 4 * stages if stages > 1 else 1

@@ -23,7 +23,6 @@ from harness.config.run_config import RunConfig
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.packing import IGNORED
 from harness.errors import ConfigError
-from harness.plan.curriculum import curriculum_of
 from harness.runfolder import RunFolder
 from tools.batch_text import first_sample_of, positions_of, show_step
 
@@ -68,7 +67,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return int(ConfigError.code)
-    step, curriculum = arguments.step, curriculum_of(run)
+    step, curriculum = arguments.step, run.curriculum
     first = first_sample_of(events, step, curriculum)
     reads = curriculum.at(first)
     if arguments.json:

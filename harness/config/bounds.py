@@ -13,7 +13,6 @@ MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1
 """The largest that a TOML integer may be, and that a tensor takes."""
 _DOTTED = re.compile(r"""[\w"'-]++(?:\s*+\.\s*+[\w"'-]++)*+""")
-_SHOWN = 300
 
 
 def parsed_toml(text: str) -> dict[str, Any]:
@@ -62,9 +61,3 @@ def _bad_text(text: str) -> str | None:
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
         return "has bytes that are not UTF-8"
     return "has a null character" if "\0" in text else None
-
-
-def shortened(value: Any) -> str:
-    """A value as Python writes it, without the middle of a long one."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 4 :]}"

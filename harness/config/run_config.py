@@ -27,6 +27,7 @@ from harness.config.conduct import (
     SampleConfig,
     SaveConfig,
 )
+from harness.config.curriculum import Curriculum
 from harness.config.sections import (
     DataConfig,
     ModelConfig,
@@ -58,6 +59,19 @@ class RunConfig(Section):
     resume: ResumeConfig = Field(default_factory=ResumeConfig)
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def curriculum(self) -> Curriculum:
+        """How batch and length rise over the run; for a valid ramp.*."""
+        ramp, seq_len = self.ramp, self.data.seq_len
+        return Curriculum(
+            global_batch=self.train.global_batch,
+            batch_from=ramp.batch_from,
+            batch_step=ramp.batch_step,
+            batch_samples=-(-(ramp.batch_tokens or 0) // seq_len),
+            most_pieces=seq_len // (ramp.length_from or seq_len),
+            length_samples=-(-(ramp.length_tokens or 0) // seq_len),
+        )
 
     def get(self, key: str) -> Any:
         """The value of a dotted key: get("optim.lr")."""

@@ -19,11 +19,11 @@ from harness.config.assignments import (
     flat,
     listed,
 )
-from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds, parsed_toml, shortened
+from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds, parsed_toml
 from harness.config.foreign import foreign_config, top_level_keys
 from harness.config.run_config import RunConfig, known_keys, origin_of
 from harness.config.sections import LENGTHS
-from harness.errors import ConfigError
+from harness.errors import ConfigError, worded
 from harness.files.regular_file import read_regular
 
 
@@ -131,5 +131,5 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
         return f"{key} ({origin}) is not a key of the run config{hint}"
     if item["type"] == "value_error":  # raised by a validator of ours, over a whole section
         return f"{item['ctx']['error']} ({origin})"
-    wrong = item["msg"].replace("Input should be", "it must be")
-    return f"{key} is {shortened(item['input'])} ({origin}): {wrong}{_FORMS.get(item['type'], '')}"
+    must_be = item["msg"].replace("Input should be", "it must be")
+    return worded(key, item["input"], origin, must_be + _FORMS.get(item["type"], ""))

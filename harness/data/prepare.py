@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from harness.config.bounds import shortened
 from harness.data.cache import Report, damaged
 from harness.data.corpus import Corpus
 from harness.data.fingerprint import combined, first_outside, survey
 from harness.data.indexed import IndexedTokens, write_indexed
 from harness.data.split import stores_separator, write_splits
 from harness.data.tokenizer import encoded, tokenizer_hash, vocab_size
-from harness.errors import ConfigError, Unusable
+from harness.errors import ConfigError, Unusable, shortened
 from harness.files.regular_file import read_json
 
 # Raise it whenever the same text would give other tokens, ...

@@ -11,7 +11,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.config.ds_json import offloaded_to
+from harness.config.ds_keys import offloaded_to
 from harness.engine import operators, quirks, swap
 from harness.engine.empty import empty_model
 from harness.engine.matrices import Matrices

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.assignments import assign, did_you_mean, flat
-from harness.config.ds_json import AUTO, Source, ds_keys, literal
+from harness.config.ds_json import DsJson
+from harness.config.ds_keys import AUTO, ds_keys
 from harness.config.run_config import RunConfig
 from harness.config.run_file import validated
 from harness.errors import ConfigError
 from harness.layout.optimizers import OPTIMIZERS
+from harness.plan.draft import Draft
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -55,41 +57,40 @@ IGNORED = tuple(
 )
 
 
-def adopt(
-    ds: Mapping[str, Any], run: RunConfig, data_ranks: int, source: Source
-) -> tuple[RunConfig, list[dict[str, Any]], list[str]]:
+def adopt(draft: Draft) -> None:
     """Put the JSON's optimizer, scheduler, clipping and batch literals into the run config.
 
-    Returns the new run config, an event for each value adopted, and what is wrong.
+    Each value that takes the place of a default is an event.
     """
-    problems = _unknown_params(ds, source)
+    run, ds, problems = draft.run, draft.ds, draft.problems
+    _check_params(draft)
     tree, origins = run.model_dump(exclude_unset=True), run.origins()
-    by_key: dict[str, Shared] = {}
-    for shared in _shared(ds, run, data_ranks, source, problems):
-        by_key[shared.key] = shared
+    by_key = {shared.key: shared for shared in _shared_values(draft)}
     events = []
     for key, shared in by_key.items():
         agree = run.get(key) == shared.value
         if not run.is_set(key):
             assign(tree, key, shared.value)
-            origins[key] = shared.origin(source)
+            origins[key] = shared.origin(ds)
             if not agree:
                 events.append(shared.event())
         elif not (agree or shared.default_of):
-            json_key, where = shared.json_key, source.of(shared.json_key)
-            problems.append(
-                f"{key} is {run.get(key)!r} ({run.origin(key)}), but {json_key} is "
-                f'{shared.value!r} ({where}): make them agree, or set {json_key} to "auto"'
+            json_key = shared.json_key
+            problems.add(
+                key,
+                f"but {json_key} is {shared.value!r} ({ds.origin(json_key)})",
+                f'make them agree, or set {json_key} to "auto"',
             )
     try:
-        return validated(tree, origins), events, problems
+        draft.run = validated(tree, origins)
+        draft.events += events
     except ConfigError as error:
-        return run, [], problems + error.problems
+        problems.say(*error.problems)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the JSON says of a key of the run config."""
+    """The JSON's value of a key of the run config."""
 
     json_key: str
     key: str
@@ -97,14 +98,14 @@ class Shared:
     default_of: str = ""
     """The type of the optimizer or scheduler whose default it is; empty for the JSON's literal."""
 
-    def origin(self, source: Source) -> str:
-        """Where the value came from, for messages."""
+    def origin(self, ds: DsJson) -> str:
+        """Return where the value came from, for messages."""
         if self.default_of:
-            return f"{source.name}: DeepSpeed's default for {self.default_of}"
-        return f"{source.of(self.json_key)}: {self.json_key}"
+            return f"{ds.name}: DeepSpeed's default for {self.default_of}"
+        return f"{ds.origin(self.json_key)}: {self.json_key}"
 
     def event(self) -> dict[str, Any]:
-        """That it took the place of a default of ours."""
+        """Return the record that it took the place of a default of ours."""
         event = {"kind": "adopted", "key": self.key, "value": self.value, "json_key": self.json_key}
         if self.default_of:
             event["message"] = (
@@ -114,49 +115,48 @@ class Shared:
         return event
 
 
-def _shared(
-    ds: Mapping[str, Any], run: RunConfig, data_ranks: int, source: Source, problems: list[str]
-) -> Iterator[Shared]:
-    """Every literal and default that has a place in the run config; of two for one, the later
-    wins.
+def _shared_values(draft: Draft) -> Iterator[Shared]:
+    """Yield every literal and default that has a place in the run config; of two for one, the
+    later wins.
     """
+    ds, run, problems = draft.ds, draft.run, draft.problems
     optimizer = scheduler = None
-    if kind := literal(ds, "optimizer.type"):
+    if kind := ds.literal("optimizer.type"):
         optimizer = _optimizer_name(kind, ds, run)
         if optimizer:
             yield Shared("optimizer.type", "optim.name", optimizer)
         else:
-            types = dict.fromkeys(known.json_type for known in OPTIMIZERS.values())
-            problems.append(_not_built("optimizer.type", kind, types, source))
-    if kind := literal(ds, "scheduler.type"):
+            types = dict.fromkeys(entry.json_type for entry in OPTIMIZERS.values())
+            problems.add("optimizer.type", *_not_built(types))
+    if kind := ds.literal("scheduler.type"):
         scheduler = SCHEDULES.get(kind)
         if scheduler:
             yield Shared("scheduler.type", "optim.schedule", scheduler)
         else:
-            problems.append(_not_built("scheduler.type", kind, SCHEDULES, source))
+            problems.add("scheduler.type", *_not_built(SCHEDULES))
         if kind == "WarmupDecayLR":  # which decays to 0
             yield Shared("scheduler.type", "optim.min_lr_ratio", 0.0)
-    micro = literal(ds, "train_micro_batch_size_per_gpu") or run.train.micro_batch
-    accum = literal(ds, "gradient_accumulation_steps")
+    micro = ds.literal("train_micro_batch_size_per_gpu") or run.train.micro_batch
+    accum = ds.literal("gradient_accumulation_steps")
     if micro and accum and not run.is_set("train.global_batch"):
-        product = micro * accum * data_ranks
+        product = micro * accum * draft.grid.data
         yield Shared("gradient_accumulation_steps", "train.global_batch", product)
     defaults = {**_optimizer_defaults(ds, optimizer), **_scheduler_defaults(ds, scheduler)}
     for json_key, key in SAME.items():
-        value = literal(ds, json_key)
+        value = ds.literal(json_key)
         kind = ""
         if value is None and json_key in defaults:
-            kind, value = literal(ds, json_key.partition(".")[0] + ".type"), defaults[json_key]
+            kind, value = ds.literal(json_key.partition(".")[0] + ".type"), defaults[json_key]
         if value is not None:
             yield Shared(json_key, key, tuple(value) if isinstance(value, list) else value, kind)
 
 
-def _optimizer_name(kind: Any, ds: Mapping[str, Any], run: RunConfig) -> str | None:
-    """optim.name for a type of the JSON; None for one that is not built."""
-    names = {known.json_type.lower(): n for n, known in reversed(OPTIMIZERS.items())}
+def _optimizer_name(kind: Any, ds: DsJson, run: RunConfig) -> str | None:
+    """Return optim.name for a type of the JSON; None for one that is not built."""
+    names = {entry.json_type.lower(): name for name, entry in reversed(OPTIMIZERS.items())}
     name = names.get(str(kind).lower())
     # DeepSpeed's Adam decouples the decay unless told otherwise (ADAM_W_MODE_DEFAULT).
-    if name == "adam" and literal(ds, "optimizer.params.adam_w_mode") is not False:
+    if name == "adam" and ds.literal("optimizer.params.adam_w_mode") is not False:
         return "adamw"
     # "SGD" is both sgd and momentum.
     if name == "sgd" and run.is_set("optim.name") and run.optim.name == "momentum":
@@ -164,12 +164,12 @@ def _optimizer_name(kind: Any, ds: Mapping[str, Any], run: RunConfig) -> str | N
     return name
 
 
-def _optimizer_defaults(ds: Mapping[str, Any], name: str | None) -> dict[str, Any]:
-    """What DeepSpeed takes for the parameters that the JSON's optimizer lacks."""
+def _optimizer_defaults(ds: DsJson, name: str | None) -> dict[str, Any]:
+    """Return DeepSpeed's defaults for the parameters that the JSON's optimizer lacks."""
     if name is None:
         return {}
     json_type = OPTIMIZERS[name].json_type.lower()
-    if literal(ds, "optimizer.params.torch_adam"):
+    if ds.literal("optimizer.params.torch_adam"):
         json_type += ", torch_adam"
     defaults = {**ds_keys()["defaults"]["optimizer"].get(json_type, {})}
     if name == "momentum":  # which the user chose: SGD's 0 would be another optimizer
@@ -177,47 +177,46 @@ def _optimizer_defaults(ds: Mapping[str, Any], name: str | None) -> dict[str, An
     return _absent(ds, "optimizer", defaults)
 
 
-def _scheduler_defaults(ds: Mapping[str, Any], schedule: str | None) -> dict[str, Any]:
+def _scheduler_defaults(ds: DsJson, schedule: str | None) -> dict[str, Any]:
     if schedule is None:
         return {}
-    return _absent(
-        ds, "scheduler", ds_keys()["defaults"]["scheduler"][literal(ds, "scheduler.type")]
-    )
+    defaults = ds_keys()["defaults"]["scheduler"][ds.literal("scheduler.type")]
+    return _absent(ds, "scheduler", defaults)
 
 
-def _absent(ds: Mapping[str, Any], section: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a section's defaults, by dotted key, of which the section says nothing."""
-    params = ds[section].get("params") or {}
-    if params == AUTO:
+def _absent(ds: DsJson, section: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults, by dotted key, of which a section says nothing."""
+    if ds.is_auto(f"{section}.params"):
         return {}
+    params = ds.literal(f"{section}.params") or {}
     return {f"{section}.params.{n}": value for n, value in defaults.items() if n not in params}
 
 
-def _unknown_params(ds: Mapping[str, Any], source: Source) -> list[str]:
-    """What the optimizer and the scheduler cannot take; nothing of a type that is not built, whose
-    parameters are its own.
+def _check_params(draft: Draft) -> None:
+    """Refuse what the optimizer and the scheduler cannot take; nothing of a type that is not built,
+    whose parameters are its own.
     """
-    problems = []
-    built = {known.json_type.lower() for known in OPTIMIZERS.values()} | {"auto"}
-    types = {"optimizer": built, "scheduler": {kind.lower() for kind in SCHEDULES} | {"auto"}}
+    ds, problems = draft.ds, draft.problems
+    built = {entry.json_type.lower() for entry in OPTIMIZERS.values()} | {AUTO}
+    types = {"optimizer": built, "scheduler": {kind.lower() for kind in SCHEDULES} | {AUTO}}
     for noun, names in types.items():
-        if str(literal(ds, f"{noun}.type") or AUTO).lower() not in names:
+        if str(ds.literal(f"{noun}.type") or AUTO).lower() not in names:
             continue
         section = f"{noun}.params"
-        for key, value in flat(literal(ds, section) or {}, f"{section}."):
-            where = source.of(key)
+        for key, value in flat(ds.literal(section) or {}, f"{section}."):
             if key in SAME or key in IGNORED or value == AUTO:
                 continue
             if key not in FIXED:
                 hint = did_you_mean(key, [*SAME, *FIXED])
-                problems.append(f"{key} ({where}) is not a parameter known here{hint}")
+                problems.say(f"{key} ({ds.origin(key)}) is not a parameter known here{hint}")
             elif value != FIXED[key]:
-                problems.append(f"{key} is {value!r} ({where}), not built: use {FIXED[key]!r}")
-    return problems
+                problems.add(key, "which is not built", f"use {FIXED[key]!r}")
 
 
-def _not_built(key: str, kind: Any, known: Iterable[str], source: Source) -> str:
+def _not_built(types: Iterable[str]) -> tuple[str, str]:
+    """Return why a type is refused, and what to use instead."""
     return (
-        f"{key} is {kind!r} ({source.of(key)}), which is not built here: set it to one of "
-        f"{', '.join(known)}, or remove the section and set it in the run config (optim.*)"
+        "which is not built here",
+        f"set it to one of {', '.join(types)}, or remove the section and set it in the run config "
+        "(optim.*)",
     )

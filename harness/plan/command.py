@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.assignments import assign_all, did_you_mean
-from harness.config.ds_check import own_key, own_names
-from harness.config.ds_json import Source, read_ds_json
+from harness.config.assignments import did_you_mean
+from harness.config.ds_file import PREFIX as DS_PREFIX
+from harness.config.ds_file import load_ds_json
 from harness.config.run_config import RunConfig, described_keys, known_keys
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.files.paths import expanded_path
 from harness.layout.world import World
-from harness.plan.make import check_json, make_plan
+from harness.plan.make import make_plan, refuse
 from harness.plan.plan import Plan
 
-DS_PREFIX = "ds."
 DEFAULT_DS_JSON = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1.json"
 
 _EXAMPLES = """\
@@ -138,12 +137,6 @@ def _hint(option: str, known: list[str]) -> str:
     return f"; did you mean {begun}?" if begun else did_you_mean(option, known)
 
 
-def _own_name(assignment: str) -> str:
-    """`key=value` for the JSON, with the key's own name: it takes the place of the file's."""
-    key, equals, value = assignment.partition("=")
-    return own_key(key.strip()) + equals + value
-
-
 def plan_from(
     command: Command,
     environ: Mapping[str, str] = os.environ,
@@ -156,31 +149,21 @@ def plan_from(
     `estimating` as in `make_plan`.
     """
     problems: list[str] = []
-    run: RunConfig | None = None
-    ds: dict[str, Any] | None = None
-    run_texts = [text for text in command.assignments if not text.startswith(DS_PREFIX)]
-    ds_texts = [
-        _own_name(text[len(DS_PREFIX) :])
-        for text in command.assignments
-        if text.startswith(DS_PREFIX)
-    ]
+    run = RunConfig()
+    of_run = [text for text in command.assignments if not text.startswith(DS_PREFIX)]
+    of_ds = [text for text in command.assignments if text.startswith(DS_PREFIX)]
     try:
-        run = load_run_config(command.config_path, run_texts)
+        run = load_run_config(command.config_path, of_run)
     except ConfigError as error:
         problems += error.problems
-    try:
-        ds = read_ds_json(command.deepspeed_path)
-        problems += own_names(ds, Source(str(command.deepspeed_path)))
-    except ConfigError as error:
-        problems += error.problems
-    assigned, wrong = assign_all(ds or {}, ds_texts)
-    problems += [f"{DS_PREFIX}{problem}" for problem in wrong]
-    source = Source(str(command.deepspeed_path), frozenset(assigned))
+    ds, ds_problems = load_ds_json(
+        command.deepspeed_path, (text.removeprefix(DS_PREFIX) for text in of_ds)
+    )
+    problems += ds_problems
     try:
         world = world or World.from_environ(environ)
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from None
-    if problems or run is None or ds is None:
-        *_, wrong = check_json(ds or {}, world, source, estimating)
-        raise ConfigError([*problems, *wrong])
-    return make_plan(run, ds, world, ds_source=source, estimating=estimating)
+    if problems:
+        refuse(ds, world, problems, estimating)
+    return make_plan(run, ds, world, estimating=estimating)

@@ -2,78 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from harness.config.curriculum import Curriculum
-from harness.config.run_config import RunConfig
+from harness.plan.draft import Draft
 
 MAX_RISES = 10_000
 """Of the batch: each is a piece of every count of steps."""
 
 
-def curriculum_of(run: RunConfig) -> Curriculum:
-    """What ramp.* comes to, where `curriculum_problems` has none."""
-    ramp, seq_len = run.ramp, run.data.seq_len
-    return Curriculum(
-        global_batch=run.train.global_batch,
-        batch_from=ramp.batch_from,
-        batch_step=ramp.batch_step,
-        batch_samples=-(-(ramp.batch_tokens or 0) // seq_len),
-        most_pieces=seq_len // (ramp.length_from or seq_len),
-        length_samples=-(-(ramp.length_tokens or 0) // seq_len),
-    )
+def ramp(draft: Draft) -> None:
+    """Check ramp.*, and let batch and length rise as it says."""
+    problems_before = len(draft.problems)
+    _check_pairs(draft)
+    _check_batch(draft)
+    _check_length(draft)
+    if len(draft.problems) > problems_before:
+        draft.curriculum = Curriculum(draft.run.train.global_batch)
+    else:
+        draft.curriculum = draft.run.curriculum
 
 
-def curriculum_notes(run: RunConfig, curriculum: Curriculum) -> list[dict[str, Any]]:
-    """An event where the run ends before batch and length have risen."""
-    seq_len = run.data.seq_len
-    steps = run.train.num_steps(curriculum, seq_len)
+def note_unfinished_ramp(draft: Draft) -> None:
+    """Add an event if the run ends before batch and length have risen."""
+    curriculum, seq_len, steps = draft.curriculum, draft.run.data.seq_len, draft.steps
     if not steps or not curriculum.rises:
-        return []
+        return
     last = curriculum.at(curriculum.samples_after(steps - 1))
-    if last.global_batch == curriculum.global_batch and last.pieces == 1:
-        return []
-    message = (
-        f"the run ends within its ramp (ramp.*): its last step reads {last.global_batch} samples "
-        f"in sequences of {seq_len // last.pieces} tokens"
-    )
-    return [{"kind": "unfinished_ramp", "message": message}]
+    if last.global_batch < curriculum.global_batch or last.pieces > 1:
+        draft.note(
+            "unfinished_ramp",
+            f"the run ends within its ramp (ramp.*): its last step reads {last.global_batch} "
+            f"samples in sequences of {seq_len // last.pieces} tokens",
+        )
 
 
-def curriculum_problems(run: RunConfig) -> Iterator[str]:
-    """What is wrong with ramp.*."""
-    ramp, batch, seq_len = run.ramp, run.train.global_batch, run.data.seq_len
-    for first, over in (("batch_from", "batch_tokens"), ("length_from", "length_tokens")):
-        given = [name for name in (first, over) if getattr(ramp, name) is not None]
-        if len(given) == 1:
-            missing = over if given == [first] else first
-            given_key = f"ramp.{given[0]}"
-            asked = f"{given_key} is {run.get(given_key)} ({run.origin(given_key)})"
-            yield f"{asked}, but not ramp.{missing}: set both, or neither"
+def _check_pairs(draft: Draft) -> None:
+    ramp = draft.run.ramp
+    for pair in (("batch_from", "batch_tokens"), ("length_from", "length_tokens")):
+        missing = [name for name in pair if getattr(ramp, name) is None]
+        if len(missing) == 1:
+            (given,) = set(pair) - {*missing}
+            why = f"but not ramp.{missing[0]}"
+            draft.problems.add(f"ramp.{given}", why, "set both, or neither")
     if ramp.batch_step is not None and ramp.batch_from is None:
-        asked = f"ramp.batch_step is {ramp.batch_step} ({run.origin('ramp.batch_step')})"
-        yield f"{asked}, but ramp.batch_from is not given: set it"
-    if ramp.batch_from is not None:
-        asked = f"ramp.batch_from is {ramp.batch_from} ({run.origin('ramp.batch_from')})"
-        step = ramp.batch_step or ramp.batch_from
-        if ramp.batch_from >= batch:
-            yield f"{asked}: it must be less than train.global_batch, which is {batch}"
-        elif (batch - ramp.batch_from) % step:
-            below = batch - (batch - ramp.batch_from) % step
-            yield (
-                f"{asked}, from which steps of {step} (ramp.batch_step) do not reach "
-                f"train.global_batch {batch}: set that to {below} or {below + step}"
-            )
-        elif (rises := (batch - ramp.batch_from) // step) > MAX_RISES:
-            least = -(-step * rises // MAX_RISES)
-            yield f"{asked}, and rises {rises:,} times: set ramp.batch_step to {least} or more"
-    if ramp.length_from is not None:
-        halved = [seq_len >> n for n in range(1, seq_len.bit_length()) if not seq_len % 2**n]
-        legal = [length for length in halved if length >= 2]
-        if ramp.length_from not in legal:
-            yield (
-                f"ramp.length_from is {ramp.length_from} ({run.origin('ramp.length_from')}): it "
-                f"must double to data.seq_len {seq_len}: one of "
-                f"{', '.join(map(str, legal)) or 'none'}"
-            )
+        draft.problems.add("ramp.batch_step", "but ramp.batch_from is not given", "set it")
+
+
+def _check_batch(draft: Draft) -> None:
+    ramp, batch, problems = draft.run.ramp, draft.run.train.global_batch, draft.problems
+    key = "ramp.batch_from"
+    if ramp.batch_from is None:
+        return
+    step = ramp.batch_step or ramp.batch_from
+    if ramp.batch_from >= batch:
+        problems.add(key, f"it must be less than train.global_batch, which is {batch}")
+    elif (batch - ramp.batch_from) % step:
+        below = batch - (batch - ramp.batch_from) % step
+        problems.add(
+            key,
+            f"from which steps of {step} (ramp.batch_step) do not reach train.global_batch {batch}",
+            f"set that to {below} or {below + step}",
+        )
+    elif (rises := (batch - ramp.batch_from) // step) > MAX_RISES:
+        least = -(-step * rises // MAX_RISES)
+        problems.add(key, f"and rises {rises:,} times", f"set ramp.batch_step to {least} or more")
+
+
+def _check_length(draft: Draft) -> None:
+    first, seq_len = draft.run.ramp.length_from, draft.run.data.seq_len
+    if first is None:
+        return
+    halved = [seq_len >> n for n in range(1, seq_len.bit_length()) if not seq_len % 2**n]
+    legal = [length for length in halved if length >= 2]
+    if first not in legal:
+        lengths = ", ".join(map(str, legal)) or "none"
+        why = f"it must double to data.seq_len {seq_len}: one of {lengths}"
+        draft.problems.add("ramp.length_from", why)

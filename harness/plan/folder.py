@@ -1,16 +1,15 @@
-"""Whether a run folder can be made where run.dir says."""
+"""The run folder of a plan, looked at before it is made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from harness.config.run_config import RunConfig
+from harness.plan.draft import Draft
 
 
-def run_dir_problems(run: RunConfig) -> Iterator[str]:
-    """A file in the place of the folder, or of one above it. Reads the disk of this machine."""
-    text = run.run.dir
+def check_run_dir(draft: Draft) -> None:
+    """Refuse a file in the place of the folder, or of one above it. Reads this machine's disk."""
+    text = draft.run.run.dir
     if text is None:
         return
     path = Path(text).absolute()
@@ -19,5 +18,5 @@ def run_dir_problems(run: RunConfig) -> Iterator[str]:
     except OSError:  # a folder that may not be entered: opening the run says so
         return
     if nearest.exists() and not nearest.is_dir():
-        what = "it" if nearest == path else str(nearest)
-        yield f"run.dir is {text!r} ({run.origin('run.dir')}), but {what} is not a folder"
+        blocking = "it" if nearest == path else str(nearest)
+        draft.problems.add("run.dir", f"but {blocking} is not a folder")

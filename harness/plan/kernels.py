@@ -5,59 +5,62 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
-from typing import Any
 
-from harness.config.run_config import RunConfig
 from harness.layout.families import FAMILIES
-from harness.layout.world import World
+from harness.plan.draft import Draft
+from harness.plan.pipeline import num_stages
 
 LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in family.compared)
 """Families whose loss and gradients were compared with the model's own code."""
 
 
-def kernel_problems(
-    run: RunConfig, model_type: str | None, stages: int, world: World
-) -> Iterator[str]:
-    """What keeps model.kernels and model.compile from being used here."""
-    yield from _liger_problems(run, model_type, world)
-    lacking = _compiler_lacking(world.accelerator)
-    if run.model.compile and lacking:
-        yield f"model.compile is true ({run.origin('model.compile')}): it needs {lacking}"
-    on = {"model.kernels": run.model.kernels != "none", "model.compile": run.model.compile}
-    if stages > 1 and any(on.values()):
-        keys = " and ".join(f"{key} ({run.origin(key)})" for key in on if on[key])
-        yield (
+def check_kernels(draft: Draft) -> None:
+    """Refuse model.kernels and model.compile if this machine, model or layout cannot use them."""
+    run, problems = draft.run, draft.problems
+    _check_liger(draft)
+    missing = _missing_compiler(draft.world.accelerator)
+    if run.model.compile and missing:
+        problems.add("model.compile", f"it needs {missing}")
+    enabled = {"model.kernels": run.model.kernels != "none", "model.compile": run.model.compile}
+    stages = num_stages(draft.ds.tree)
+    if stages > 1 and any(enabled.values()):
+        keys = " and ".join(f"{key} ({run.origin(key)})" for key in enabled if enabled[key])
+        problems.say(
             f"{keys}: not with pipeline.stages={stages}, where nobody has compared them with the "
             "model as it is: leave it out, or use ZeRO 3 instead of stages"
         )
 
 
-def _liger_problems(run: RunConfig, model_type: str | None, world: World) -> Iterator[str]:
-    if run.model.kernels != "liger":
+def note_kernels(draft: Draft) -> None:
+    """Add events for what the estimate does not know."""
+    run = draft.run
+    if run.model.kernels == "none" and not run.model.compile:
         return
-    asked = f"model.kernels is 'liger' ({run.origin('model.kernels')})"
-    if world.accelerator == "cpu" or not importlib.util.find_spec("liger_kernel"):
-        yield f'{asked}: it needs a GPU and the package liger-kernel (pip install): use "none"'
+    draft.note(
+        "estimated_unfused", "memory is estimated as if no kernels were fused and nothing compiled"
+    )
+    if run.model.kernels == "liger" and run.train.label_smoothing:
+        draft.note(
+            "loss_not_fused",
+            "with train.label_smoothing the head is not fused with the loss (model.kernels)",
+        )
+
+
+def _check_liger(draft: Draft) -> None:
+    if draft.run.model.kernels != "liger":
+        return
+    key, model_type = "model.kernels", draft.model_config.get("model_type")
+    if draft.world.accelerator == "cpu" or not importlib.util.find_spec("liger_kernel"):
+        why = "it needs a GPU and the package liger-kernel (pip install)"
+        draft.problems.add(key, why, 'use "none"')
     if model_type and model_type not in LIGER_FAMILIES:
-        yield f'{asked}: it is for {", ".join(LIGER_FAMILIES)}, not {model_type}: use "none"'
+        why = f"it is for {', '.join(LIGER_FAMILIES)}, not {model_type}"
+        draft.problems.add(key, why, 'use "none"')
 
 
-def _compiler_lacking(accelerator: str) -> str | None:
-    """What torch's compiler lacks on this machine."""
+def _missing_compiler(accelerator: str) -> str | None:
+    """Return what torch's compiler lacks on this machine, None if nothing."""
     if accelerator == "cuda":
         return None if importlib.util.find_spec("triton") else "the package triton (pip install)"
-    found = any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
-    return None if found else "a C++ compiler (apt install g++)"
-
-
-def kernel_notes(run: RunConfig) -> list[dict[str, Any]]:
-    """Events: what the estimate does not know."""
-    if run.model.kernels == "none" and not run.model.compile:
-        return []
-    message = "memory is estimated as if no kernels were fused and nothing compiled"
-    found = [{"kind": "estimated_unfused", "message": message}]
-    if run.model.kernels == "liger" and run.train.label_smoothing:
-        message = "with train.label_smoothing the head is not fused with the loss (model.kernels)"
-        found.append({"kind": "loss_not_fused", "message": message})
-    return found
+    names = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
+    return None if any(map(shutil.which, names)) else "a C++ compiler (apt install g++)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from harness.config.ds_json import value_of
+from harness.config.ds_keys import value_of
 from harness.errors import ConfigError
 from harness.estimate.dividable import division_problems
 from harness.estimate.hardware import known_gpu

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.config.bounds import shortened
 from harness.config.run_config import RunConfig
+from harness.errors import shortened
 
 _TYPES = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))[
     "types"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from harness.config.curriculum import Curriculum
 from harness.config.lr_and_batch import Schedule
@@ -13,10 +13,9 @@ from harness.estimate.timeline import Estimate
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.world import World
-from harness.plan.curriculum import curriculum_of
-from harness.plan.resolve import Precision
 
 Event = dict[str, Any]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 NOT_TRAINED = "not_trained"
 """Kind of the event that says why train.py would refuse a plan made for its estimate."""
@@ -63,7 +62,7 @@ class Plan:
     @cached_property
     def curriculum(self) -> Curriculum:
         """How large the steps' batches are, and how long their sequences."""
-        return curriculum_of(self.run)
+        return self.run.curriculum
 
     def schedule(self, total_steps: int) -> Schedule:
         """The learning rate over a run of `total_steps` optimizer steps."""

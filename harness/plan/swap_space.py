@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from harness.config.ds_json import literal, offloaded_to
+from harness.config.ds_keys import literal, offloaded_to
 from harness.estimate.inputs import GIB
 from harness.plan.plan import Plan
 

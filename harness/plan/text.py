@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.ds_json import offloaded_to
+from harness.config.ds_keys import offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.fit import memory_line, shortages_here
 from harness.layout.shape import num_parameters, parameters_by_kind
@@ -168,6 +168,4 @@ def _note(event: Mapping[str, Any]) -> str:
         return str(event["message"])
     if event["kind"] == "adopted":
         return f"{event['key']} = {event['value']!r}, from the JSON's {event['json_key']}"
-    if event["kind"] == "override":
-        return f"{event['json_key']} is {event['value']!r}, not the JSON's {event['was']!r}"
     return str(event)

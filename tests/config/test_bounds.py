@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.config.bounds import MAX_DEPTH, beyond_bounds, parsed_toml, shortened
+from harness.config.bounds import MAX_DEPTH, beyond_bounds, parsed_toml
+from harness.errors import shortened
 
 
 def nested(depth):

@@ -2,20 +2,28 @@ from __future__ import annotations
 
 import pytest
 
-from harness.config.ds_check import check_keys, own_key
-from harness.config.ds_json import Source, ds_keys, normalized
+from harness.config.ds_check import check_keys
+from harness.config.ds_json import DsJson
+from harness.config.ds_keys import ds_keys
+from harness.config.ds_names import first_name
+from harness.errors import Problems
+
+
+def check(ds):
+    problems = Problems(ds.look_up)
+    check_keys(ds, problems)
+    return list(problems)
 
 
 def complaints(**ds):
-    return check_keys(normalized(ds), Source("ds.json")).problems
+    return check(DsJson(ds, "ds.json"))
 
 
-def checked(ds):
+def checked(tree):
     """What is left of a JSON, and the notes."""
-    left = normalized(ds)
-    check = check_keys(left, Source("ds.json"))
-    assert check.problems == []
-    return left, [event["message"] for event in check.events()]
+    ds = DsJson(tree, "ds.json")
+    assert check(ds) == []
+    return ds.tree, [event["message"] for event in ds.events]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +79,10 @@ def test_a_value_of_the_wrong_type_or_size(ds, expected):
 
 def test_what_is_wrong_is_taken_out_and_the_rest_stays():
     ds = {"fp16": {"enabled": 1, "loss_scale": 8}, "zero_optimization": {"stage": 2}, "x": 1}
-    check = check_keys(ds, Source("ds.json"))
-    assert len(check.problems) == 2
-    assert check.wrong_keys == {"fp16.enabled", "x"}
-    assert ds == {"fp16": {"loss_scale": 8}, "zero_optimization": {"stage": 2}}
+    ds = DsJson(ds, "ds.json")
+    assert len(check(ds)) == 2
+    assert ds.rejected == {"fp16.enabled", "x"}
+    assert ds.tree == {"fp16": {"loss_scale": 8}, "zero_optimization": {"stage": 2}}
 
 
 def test_what_people_write_is_accepted():
@@ -95,8 +103,9 @@ def test_what_people_write_is_accepted():
 
 
 def test_a_value_set_on_the_command_line_is_refused_as_from_there():
-    source = Source("ds.json", frozenset({"zero_optimization.stage"}))
-    (problem,) = check_keys({"zero_optimization": {"stage": 4}}, source).problems
+    (problem,) = check(
+        DsJson({"zero_optimization": {"stage": 4}}, "ds.json", {"zero_optimization.stage"})
+    )
     assert problem.startswith("zero_optimization.stage is 4 (command line)")
 
 
@@ -133,7 +142,7 @@ def test_every_other_name_of_a_key_leads_to_it():
 
     pairs = dict(others(ds_keys()))
     assert len(pairs) > 10
-    assert {name: own_key(name) for name in pairs} == pairs
+    assert {name: first_name(name) for name in pairs} == pairs
 
 
 def test_two_names_of_one_key_are_one_too_many():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from harness.config.ds_json import read_ds_json
+from harness.config.ds_file import read_ds_json
 from harness.config.foreign import foreign_config
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from harness.config.ds_json import read_ds_json
+from harness.config.ds_file import read_ds_json
 from harness.engine import quirks
 from harness.engine.processes import ending_together
 from harness.errors import ConfigError, RunStopped

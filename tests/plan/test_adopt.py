@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.config.ds_json import Source
+from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
+from harness.layout.world import World
 from harness.plan.adopt import adopt
+from harness.plan.draft import Draft
 
 
 class Adopted(NamedTuple):
@@ -17,7 +19,9 @@ class Adopted(NamedTuple):
 
 
 def adopted(ds, *assignments):
-    return Adopted(*adopt(ds, load_run_config(None, assignments), 2, Source("ds.json")))
+    draft = Draft(load_run_config(None, assignments), DsJson(ds, "ds.json"), World(world_size=2))
+    adopt(draft)
+    return Adopted(draft.run, draft.events, list(draft.problems))
 
 
 def test_a_literal_wins_over_our_default_and_is_an_event():
@@ -109,10 +113,13 @@ def test_an_optimizer_that_is_not_built_is_refused_by_name(kind):
         ({"weigth_decay": 0.1}, "optimizer.params.weigth_decay (ds.json) is not a parameter known"),
         (
             {"amsgrad": True},
-            "optimizer.params.amsgrad is True (ds.json), not built: use False",
+            "optimizer.params.amsgrad is True (ds.json), which is not built: use False",
         ),
-        ({"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm is 1.0 (ds.json), not built"),
-        ({"lr": -1.0}, "optim.lr is -1.0 (ds.json: optimizer.params.lr): it must be greater"),
+        (
+            {"max_grad_norm": 1.0},
+            "optimizer.params.max_grad_norm is 1 (ds.json), which is not built",
+        ),
+        ({"lr": -1.0}, "optim.lr is -1 (ds.json: optimizer.params.lr): it must be greater"),
         (
             {"lr": "1e-3"},
             "optim.lr is '1e-3' (ds.json: optimizer.params.lr): it must be a valid number",
@@ -259,7 +266,7 @@ def test_scheduler_conflicts_with_the_users_schedule():
         ),
         (
             {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}},
-            "scheduler.params.warmup_min_lr is 1e-05 (ds.json), not built: use 0",
+            "scheduler.params.warmup_min_lr is 1e-05 (ds.json), which is not built: use 0",
         ),
     ],
 )

@@ -405,7 +405,7 @@ def test_a_json_as_people_have_it_passes_unchanged(tmp_path, name):
     ds, note = PASS[name]
     plan, _ = plan_of(tmp_path, ds)
     assert '"auto"' not in json.dumps({**plan.deepspeed, "zero_optimization": {}})
-    kinds = {"adopted", "fallback", "override"}
+    kinds = {"adopted", "fallback", "changed"}
     notes = [row for row in describe(plan).splitlines() if row.startswith("note ")]
     if note is None:
         assert {event["kind"] for event in plan.events} <= kinds, notes

@@ -57,7 +57,7 @@ def test_liger_is_for_families_that_were_compared() -> None:
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"model\.compile is true .*it needs a C\+\+ compiler"):
+    with pytest.raises(ConfigError, match=r"model\.compile is True .*it needs a C\+\+ compiler"):
         planned("model.compile=true", world=World())
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.ds_json import Source
+from harness.config.ds_json import DsJson
 from harness.config.lr_and_batch import Schedule
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.layout.world import World
-from harness.plan import resolve as ds_resolve
+from harness.plan import precision
 from harness.plan.make import make_plan
 from harness.plan.text import describe
 from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
@@ -48,15 +48,14 @@ STAGE_1 = {"zero_optimization": {"stage": 1}}
 @pytest.fixture(autouse=True)
 def cpu_with_bf16(monkeypatch):
     """What "auto" means on a CPU depends on the one at hand."""
-    monkeypatch.setattr(ds_resolve, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
 
 
 def plan(ds, *assignments, ranks=1, **world):
     return make_plan(
         load_run_config(None, assignments),
-        ds,
+        DsJson(ds, "ds.json"),
         World(world_size=ranks, local_world_size=ranks, **world),
-        ds_source=Source("ds.json"),
     )
 
 
@@ -290,7 +289,7 @@ def test_falling_back_to_fp32_is_an_event():
 
 
 def test_automatic_bf16_is_fp32_on_a_cpu_that_only_emulates_it(monkeypatch):
-    monkeypatch.setattr(ds_resolve, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: False)
     made = plan({"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}})
     assert (made.precision, made.deepspeed["bf16"]["enabled"]) == ("fp32", False)
     assert [event["kind"] for event in made.events] == ["fallback"]
@@ -311,7 +310,7 @@ def test_what_could_not_stay_as_the_json_had_it_is_an_event():
     overridden = {
         event["json_key"]: (event["was"], event["value"])
         for event in plan(ds).events
-        if event["kind"] == "override"
+        if event["kind"] == "changed"
     }
     assert overridden == {
         "optimizer.type": ("Adam", "AdamW"),
@@ -391,7 +390,7 @@ def test_soft_capped_scores_take_the_attention_that_has_them():
 def test_soft_capped_scores_without_the_cap_are_refused():
     (problem,) = problems_of({}, "model.name=gemma-2-9b", "model.attention=sdpa")
     assert "model.attention is 'sdpa' (command line)" in problem
-    assert "gemma2 models have: use eager" in problem
+    assert "gemma2 models have; use eager" in problem
 
 
 def test_an_unknown_architecture_is_planned_without_its_shape(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.ds_json import Source
+from harness.config.ds_json import DsJson
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.layout.stages import layers_per_stage
@@ -22,7 +22,7 @@ def plan(
 ) -> Plan:
     json_ = {"zero_optimization": {"stage": stage}, "pipeline": pipeline, **ds}
     run = load_run_config(None, ["model.name=gpt2-124m", "data.seq_len=1024", *assignments])
-    return make_plan(run, json_, World(world_size=ranks), ds_source=Source("ds.json"))
+    return make_plan(run, DsJson(json_, "ds.json"), World(world_size=ranks))
 
 
 def problem_of(*args: Any, **kwargs: Any) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from harness.config.assignments import flat
-from harness.config.ds_json import literal, read_ds_json, value_of
+from harness.config.ds_file import read_ds_json
+from harness.config.ds_keys import literal, value_of
 from harness.config.run_config import RunConfig
 from harness.layout.world import World
-from harness.plan import resolve as ds_resolve
+from harness.plan import precision
 from harness.plan.make import make_plan
 
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -40,7 +41,7 @@ EXPECTED = {
 @pytest.fixture(autouse=True)
 def cpu_with_bf16(monkeypatch):
     """What "auto" means on a CPU depends on the one at hand."""
-    monkeypatch.setattr(ds_resolve, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
 
 
 def shipped(name):
@@ -76,7 +77,7 @@ def test_a_pipelined_json_splits_the_default_model(name, stages):
 
 def test_bf16_states_are_fp32_where_the_device_has_no_bf16(monkeypatch):
     assert shipped("zero2_bf16_states").deepspeed["bf16"]["bf16_optimizer_states"] is True
-    monkeypatch.setattr(ds_resolve, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: False)
     plan = shipped("zero2_bf16_states")
     assert (plan.precision, plan.deepspeed["bf16"]) == ("fp32", {"enabled": False})
 
@@ -150,8 +151,8 @@ print(json.dumps(read))
         check=True,
     )
     read = json.loads(done.stdout.splitlines()[-1])
-    for name, (precision, stage, offloaded) in EXPECTED.items():
-        assert read[name]["precision"] == precision
+    for name, (expected, stage, offloaded) in EXPECTED.items():
+        assert read[name]["precision"] == expected
         assert (read[name]["stage"], read[name]["offloaded"]) == (stage, offloaded)
         assert read[name]["batch"] == [48, 8, 6]
 

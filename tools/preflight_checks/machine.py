@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from harness.config.ds_json import offloaded_to
+from harness.config.ds_keys import offloaded_to
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
 from harness.estimate.inputs import GIB

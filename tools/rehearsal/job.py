@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import assign, flat
-from harness.config.ds_json import AUTO, literal, offloaded_to, value_of
+from harness.config.ds_keys import AUTO, literal, offloaded_to, value_of
 from harness.config.run_config import run_and_step
 from harness.data.corpus import find_corpus
 from harness.layout.families import family_of

@@ -1,0 +1,86 @@
+"""Reads a DeepSpeed JSON from its file and the command line, reporting every mistake at once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from harness.config.assignments import assign_all
+from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
+from harness.config.ds_json import DsJson
+from harness.config.ds_names import first_name, use_first_names
+from harness.config.foreign import foreign_config, top_level_keys
+from harness.errors import ConfigError, shortened
+from harness.files.regular_file import read_regular
+
+PREFIX = "ds."
+"""How keys of the JSON begin on the command line."""
+
+
+def load_ds_json(path: Path, assignments: Iterable[str] = ()) -> tuple[DsJson, list[str]]:
+    """Return the file's JSON with `key=value` set over it, and every problem with both."""
+    problems: list[str] = []
+    tree: dict[str, Any] = {}
+    try:
+        tree = read_ds_json(path)
+        problems += use_first_names(tree, str(path))
+    except ConfigError as error:
+        problems += error.problems
+    assigned, wrong = assign_all(tree, map(_with_first_name, assignments))
+    problems += [f"{PREFIX}{problem}" for problem in wrong]
+    return DsJson(tree, str(path), assigned), problems
+
+
+def _with_first_name(assignment: str) -> str:
+    """Return `key=value` with the key's first name: it takes the place of the file's."""
+    key, equals, value = assignment.partition("=")
+    return first_name(key.strip()) + equals + value
+
+
+def read_ds_json(path: str | Path) -> dict[str, Any]:
+    """Return the file as a dict. Raises ConfigError: missing, not JSON, not an object, duplicate
+    keys, beyond the bounds of a config, another program's config.
+    """
+    problems: list[str] = []
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, times in Counter(key for key, _ in pairs).items():
+            if times > 1:
+                problems.append(f"{path} has {key} {times} times in one object: keep one of them")
+        return dict(pairs)
+
+    text = ""
+    try:
+        text = read_regular(Path(path), MAX_FILE_BYTES, links=True).decode()
+        content = json.loads(
+            text, object_pairs_hook=without_duplicates, parse_constant=_no_constant
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no DeepSpeed JSON {path}: give --deepspeed an existing file, such as one "
+            f"of ds_configs/"
+        ) from None
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        problem = foreign_config(path, top_level_keys(text), "deepspeed")
+        raise ConfigError(problem or f"{where} is not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"DeepSpeed JSON {path} is nested too deep to be read") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed JSON {path} cannot be read: {error}") from None
+    if problem := beyond_bounds(content):
+        raise ConfigError(f"DeepSpeed JSON {path}: {problem}")
+    if not isinstance(content, dict):
+        problems.append(f"DeepSpeed JSON {path} holds {shortened(content)}, not an object {{...}}")
+    elif problem := foreign_config(path, content, "deepspeed"):
+        raise ConfigError(problem)
+    if problems:
+        raise ConfigError(problems)
+    return dict(content)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number that JSON has")

@@ -1,0 +1,52 @@
+"""The rules of ds_refused.toml: what a DeepSpeed JSON is refused for, and what is changed in it."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.config.ds_json import DsJson
+
+_REFUSED_FILE = Path(__file__).with_name("ds_refused.toml")
+
+Rule = Mapping[str, Any]
+
+
+@functools.cache
+def rules() -> list[Rule]:
+    """Return the rules; the file says what their keys mean."""
+    table: list[Rule] = tomllib.loads(_REFUSED_FILE.read_text(encoding="utf-8"))["rule"]
+    return table
+
+
+def apply_changes(ds: DsJson, accelerator: str = "cuda") -> None:
+    """Give each key that a rule changes its other value."""
+    for rule in rules():
+        if "instead" in rule and _applies(rule, ds, accelerator):
+            ds.set(rule["key"], rule["instead"], rule["why"])
+
+
+def refusals(ds: DsJson, accelerator: str = "cuda") -> Iterator[Rule]:
+    """Yield the rules that refuse a JSON whose keys are known and whose precision is decided."""
+    for rule in rules():
+        if "instead" not in rule and _applies(rule, ds, accelerator):
+            yield rule
+
+
+def _applies(rule: Rule, ds: DsJson, accelerator: str) -> bool:
+    """Return True if a rule's conditions hold, none of them about a key that was rejected."""
+    required, unless = rule.get("when", {}), rule.get("unless", {})
+    return (
+        rule.get("on", accelerator) == accelerator
+        and not required.keys() & ds.rejected
+        and all(_is_among(ds, key, values) for key, values in required.items())
+        and not any(_is_among(ds, key, values) for key, values in unless.items())
+    )
+
+
+def _is_among(ds: DsJson, key: str, values: list[Any]) -> bool:
+    value = ds.value(key)
+    return ("null" if value is None else value) in values

@@ -1,0 +1,67 @@
+"""The Draft: a plan in the making, which goes once through the passes of plan/make.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.config.curriculum import Curriculum
+from harness.config.ds_json import DsJson, Event
+from harness.config.lr_and_batch import Batch
+from harness.config.run_config import RunConfig, known_keys
+from harness.errors import Problems
+from harness.layout.grid import Grid
+from harness.layout.shape import Shape
+from harness.layout.stages import Bounds
+from harness.layout.world import World
+from harness.plan.plan import Precision
+
+
+@dataclass
+class Draft:
+    """Both configs and the world, and what the passes have made of them so far.
+
+    A pass takes the draft and nothing else. It leaves alone what it finds wrong, so that the
+    passes after it can look for more problems.
+    """
+
+    run: RunConfig
+    ds: DsJson
+    world: World
+    estimating: bool = False
+    """True if the plan is for its memory alone."""
+    precision: Precision = "fp32"
+    grid: Grid = field(init=False)
+    curriculum: Curriculum = field(init=False)
+    batch: Batch | None = None
+    """None until the samples of a step are divided, and if they cannot be."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    model_source: str = ""
+    shape: Shape | None = None
+    stages: Bounds | None = None
+    events: list[Event] = field(default_factory=list)
+    problems: Problems = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grid = Grid(self.world.world_size)
+        self.curriculum = Curriculum(self.run.train.global_batch)
+        self.problems = Problems(self._look_up)
+
+    def note(self, kind: str, message: str, **fields: Any) -> None:
+        """Add an event."""
+        self.events.append({"kind": kind, **fields, "message": message})
+
+    def asked(self, keys: Iterable[str]) -> str:
+        """Return where the values of a few keys came from: "train.steps: run.toml, ..."."""
+        return ", ".join(f"{key}: {self._look_up(key)[1]}" for key in keys)
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run; None under train.epochs, until the data is counted."""
+        return self.run.train.num_steps(self.curriculum, self.run.data.seq_len)
+
+    def _look_up(self, key: str) -> tuple[object, str]:
+        if key in known_keys():
+            return self.run.get(key), self.run.origin(key)
+        return self.ds.look_up(key)

@@ -1,0 +1,120 @@
+"""The DeepSpeed JSON made whole: no "auto" left, batch and optimizer filled in.
+
+The result is handed unchanged to zero.Init and to deepspeed.initialize.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from harness.config.assignments import flat
+from harness.config.ds_json import DsJson
+from harness.config.ds_keys import AUTO, ds_keys, offloaded_to
+from harness.config.run_config import RunConfig
+from harness.layout.optimizers import OPTIMIZERS
+from harness.plan.draft import Draft
+
+# DeepSpeed prints a line of its own every so many steps, and divides by it: 0 crashes at step 1.
+NEVER_PRINT_STEPS = 2**31 - 1
+_HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
+_OWNED = "the run config owns it"
+
+
+def fill_in_swap_folder(draft: Draft) -> None:
+    """Put what is offloaded to NVMe under "auto" with the temporary files (TMPDIR)."""
+    key = "zero_optimization.offload_optimizer.nvme_path"
+    if draft.ds.is_auto(key):
+        draft.ds.fill(key, tempfile.gettempdir())
+
+
+def fill_in(draft: Draft) -> None:
+    """Write what the run config owns into the JSON, and replace every "auto" that is left.
+
+    Three sizes follow the model as in the Hugging Face Trainer (transformers/integrations/
+    deepspeed.py): hidden^2, 0.9 hidden^2 and 10 hidden elements. zero_hpz_partition_size is the
+    ranks of a node. Any other "auto" is DeepSpeed's default, unless "auto" is that default itself.
+    """
+    _fill_in_batch(draft)
+    _fill_in_optimizer(draft)
+    _fill_in_reports(draft.ds)
+    _fill_in_zero(draft)
+    _drop_auto(draft.ds)
+
+
+def _fill_in_batch(draft: Draft) -> None:
+    ds, batch = draft.ds, draft.batch
+    assert batch is not None, "a batch that does not divide is a problem"
+    ds.fill("train_micro_batch_size_per_gpu", batch.micro_batch, _OWNED)
+    ds.fill("gradient_accumulation_steps", batch.grad_accum, _OWNED)
+    if draft.grid.tensor > 1:
+        # Under AutoTP DeepSpeed multiplies by every rank; from the other two it takes no harm.
+        ds.remove("train_batch_size", "left out: DeepSpeed multiplies it wrongly under AutoTP")
+    else:
+        ds.fill("train_batch_size", batch.global_batch, _OWNED)
+
+
+def _fill_in_optimizer(draft: Draft) -> None:
+    ds, optim = draft.ds, draft.run.optim
+    clips_by_value = optim.clip_value is not None  # which the engine does
+    ds.fill("gradient_clipping", 0.0 if clips_by_value else optim.clip_norm, _OWNED)
+    section = optimizer_section(draft.run)
+    if not OPTIMIZERS[optim.name].by_deepspeed:
+        ds.fill("zero_allow_untested_optimizer", True, "the engine brings the optimizer")
+        ds.fill("zero_force_ds_cpu_optimizer", False, "the engine brings the optimizer")
+    elif draft.world.accelerator == "cpu" and offloaded_to(ds.tree, "optimizer") == "none":
+        section["params"]["torch_adam"] = True  # the same, without a minute's compilation
+    ds.fill("optimizer", section, _OWNED)
+    ds.drop("scheduler")  # the loop sets the learning rate of every step itself
+
+
+def _fill_in_reports(ds: DsJson) -> None:
+    if not ds.literal("steps_per_print"):
+        ds.fill("steps_per_print", NEVER_PRINT_STEPS, "the loop reports every step")
+    if ds.literal("timers.throughput.enabled") is None:
+        # It waits for the device twice in every micro-batch, for numbers that nobody reads.
+        ds.fill("timers.throughput.enabled", False)
+
+
+def _fill_in_zero(draft: Draft) -> None:
+    ds, zero = draft.ds, "zero_optimization"
+    ds.fill(f"{zero}.stage", ds.value(f"{zero}.stage"))
+    config = draft.model_config
+    hidden_size = next((config[key] for key in _HIDDEN_SIZES if key in config), None)
+    if hidden_size is not None:
+        sizes = {
+            "reduce_bucket_size": hidden_size**2,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+        }
+        for name, size in sizes.items():
+            if ds.is_auto(f"{zero}.{name}"):
+                ds.fill(f"{zero}.{name}", size)
+    ranks_of_secondary = f"{zero}.zero_hpz_partition_size"
+    if ds.is_auto(ranks_of_secondary) and ds.value(f"{zero}.stage") == 3:
+        ds.fill(ranks_of_secondary, draft.world.local_world_size)
+
+
+def _drop_auto(ds: DsJson) -> None:
+    for key, value in list(flat(ds.tree)):
+        if value == AUTO and _default_of(key) != AUTO:
+            ds.drop(key)
+
+
+def _default_of(key: str) -> Any:
+    node: Mapping[str, Any] = ds_keys()
+    for name in key.split("."):
+        node = node.get("keys", {}).get(name, {})
+    return node.get("default")
+
+
+def optimizer_section(run: RunConfig) -> dict[str, Any]:
+    """Return the run config's optimizer as a DeepSpeed JSON has it."""
+    optim, kind = run.optim, OPTIMIZERS[run.optim.name]
+    params: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    values = {"betas": list(optim.betas), "eps": optim.eps, "momentum": optim.momentum_used}
+    params |= {key: value for key, value in values.items() if key in kind.takes}
+    if optim.name == "adam":
+        params["adam_w_mode"] = False  # DeepSpeed's Adam decouples the decay unless told not to
+    return {"type": kind.json_type, "params": params}
