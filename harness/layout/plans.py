@@ -1,0 +1,46 @@
+"""How transformers would divide a decoder over ranks; plans.json holds it, written by
+tools/proofs/generate_plans.py.
+
+Modules are named within the base model, "layers.*.mlp.up_proj" being that of every layer; the head
+is in no plan.  Modules that a config leaves out may be named: a dense model's plan lists experts.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Ends = tuple[list[str], list[str]]
+"""Names of what a module takes, and of what it returns."""
+
+
+def tensor_plan(model_type: str) -> dict[str, str] | None:
+    """The style in which tensor-parallel ranks divide each module, such as "colwise"."""
+    return _plan("tensor", model_type)
+
+
+def expert_plan(model_type: str) -> dict[str, str] | None:
+    """The style in which expert-parallel ranks divide each module, such as "grouped_gemm"."""
+    return _plan("expert", model_type)
+
+
+def pipeline_plan(model_type: str) -> dict[str, Ends] | None:
+    """What passes between the modules that a pipeline may be cut at, in forward order."""
+    plan = _plan("pipeline", model_type)
+    return plan and {module: (takes, returns) for module, (takes, returns) in plan.items()}
+
+
+def _plan(kind: str, model_type: str) -> dict[str, Any] | None:
+    """A copy of the plan; None where transformers has none."""
+    entries = (e["plan"] for e in _table()[kind] if model_type in e["families"])
+    plan: dict[str, Any] | None = next(entries, None)
+    return None if plan is None else dict(plan)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    path = Path(__file__).with_name("plans.json")
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return table
