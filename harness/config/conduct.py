@@ -68,8 +68,8 @@ class ProfileConfig(Section):
     """A closer look at a few steps."""
 
     steps: Text | None = None
-    """A:B, e.g. "10:13": a torch trace of rank 0 in steps A to B-1; in step B DeepSpeed's log of
-    its communication, after it its count of FLOPs; in the run folder's profile/. None: nothing."""
+    """A:B, e.g. "10:13": a torch trace of rank 0 in steps A to B-1, collectives included; after
+    step B the FLOPs of a forward pass; in the run folder's profile/. None: nothing."""
 
     @property
     def window(self) -> tuple[int, int] | None:

@@ -12,11 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.config.ds_keys import offloaded_to
-from harness.engine import operators, quirks, swap
+from harness.engine import operators, swap
+from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.empty import empty_model
 from harness.engine.matrices import Matrices
 from harness.engine.optimizers import Orthogonalizing, our_optimizer
-from harness.engine.pipeline import PipelineEngine, StageModule
+from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together
 from harness.engine.stages import build_stage
 from harness.engine.state import inner_optimizer
@@ -48,7 +49,7 @@ def build_engine(
     config, fallbacks = _with_buildable_optimizer(plan)
     empty = empty_model(plan, trust_remote_code, document_mask)
     parameters = described_parameters(empty)  # while its shapes are whole
-    stage, groups_before = None, quirks.process_groups()
+    stage = None
     if plan.stages is None:
         model, events = build_whole(plan, empty, device, trust_remote_code, blank)
         handed: nn.Module = model
@@ -75,7 +76,7 @@ def build_engine(
     if stage is None:
         built = ZeroEngine(engine, plan, events)
     else:
-        built = PipelineEngine(engine, plan, events, stage, empty, groups_before)
+        built = PipelineEngine(engine, plan, events, stage, empty)
     if isinstance(inner := inner_optimizer(engine), Orthogonalizing):
         names = {name for group in groups if group["muon"] for name in group["names"]}
         inner.matrices = Matrices(engine, model, names, built.data_group)
@@ -132,7 +133,7 @@ def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str
     if optimizer["type"] not in ("Adam", "AdamW") or "torch_adam" in optimizer["params"]:
         return config, []
     offloaded = offloaded_to(config, "optimizer") != "none"
-    lacking = quirks.compiled_adam_available("cpu" if offloaded else plan.world.accelerator)
+    lacking = operators.compiled_adam_available("cpu" if offloaded else plan.world.accelerator)
     if offloaded:
         raise_together(_offload_problem(lacking))
         return config, []
@@ -140,7 +141,7 @@ def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str
         raise_together(operators.problem_of("FusedAdamBuilder"))
         return config, []
     event = {"kind": "fallback", "what": "torch Adam instead of DeepSpeed's", "why": lacking}
-    return quirks.with_torch_adam(config), [event]
+    return operators.with_torch_adam(config), [event]
 
 
 def _offload_problem(lacking: str | None) -> str | None:

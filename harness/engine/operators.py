@@ -1,92 +1,19 @@
-"""DeepSpeed's compiled operators: built by one process at a time, in sight, and not in vain."""
+"""DeepSpeed's compiled operators: whether they can be built here, and what runs without them."""
 
 from __future__ import annotations
 
-import fcntl
-import functools
 import os
-import threading
-import time
-from collections.abc import Callable
+import shutil
 from pathlib import Path
-from subprocess import CalledProcessError
-from typing import IO, Any
+from typing import Any
 
-from torch.utils import cpp_extension, file_baton
+from deepspeed.accelerator import get_accelerator
 
 from harness.errors import ConfigError
-
-Say = Callable[[str], None]
-PATIENCE_S = 5.0  # until a line says why nothing happens
-TOLD_LINES, TOLD_COLUMNS = 12, 200  # of what a compiler said; a command alone has thousands
-_torch_load = cpp_extension.load
-
-
-def watch_builds(say: Say) -> None:
-    """Let `say` hear of every operator that is compiled, here or by another process.
-
-    torch compiles without a word, and takes the presence of a file for a lock: after a kill every
-    later run on the machine waits for it to vanish, for ever.
-    """
-    cpp_extension.load = functools.partial(_load, say)
-    cpp_extension.FileBaton = _Baton
-
-
-def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's `load`. Raises ConfigError with the compiler's last lines where it fails."""
-    folder = kwargs.get("build_directory") or cpp_extension._get_build_directory(name, False)
-    # One that was built is there at once, unless another installation built it.
-    teller = _Teller(say, PATIENCE_S if Path(folder, f"{name}.so").exists() else 0)
-    teller(f"compiling DeepSpeed's {name} in {folder}: some minutes, the first time on a machine")
-    cpp_extension.FileBaton = functools.partial(_Baton, say=teller)
-    began = time.monotonic()
-    try:
-        module = _torch_load(name, *args, **kwargs)
-    except (RuntimeError, ImportError, OSError, CalledProcessError) as error:
-        output = getattr(error, "output", None) or b""  # of a compiler that does not even start
-        said = f"{error}\n{output.decode(errors='replace')}"
-        raise ConfigError(
-            f"DeepSpeed's {name} could not be built in {folder} (CXX names another compiler, "
-            f"TORCH_EXTENSIONS_DIR another folder). The last lines of what the compiler said:\n"
-            f"{_last_lines(said)}"
-        ) from error
-    finally:
-        cpp_extension.FileBaton = _Baton
-        teller.stop()
-    if teller.has_told:
-        say(f"{name} was ready after {time.monotonic() - began:.0f} s")
-    return module
-
-
-class _Teller:
-    """Says what is being done if it is still being done after so many seconds."""
-
-    def __init__(self, say: Say, after_s: float) -> None:
-        self._say, self._after_s, self._timer = say, after_s, threading.Timer(0, lambda: None)
-        self.has_told = False
-
-    def __call__(self, text: str) -> None:
-        self.stop()
-        if self._after_s:
-            self._timer = threading.Timer(self._after_s, self._tell, [text])
-            self._timer.daemon = True
-            self._timer.start()
-        else:
-            self._tell(text)
-
-    def stop(self) -> None:
-        """Say no more."""
-        self._timer.cancel()
-
-    def _tell(self, text: str) -> None:
-        self.has_told = True
-        self._say(text)
 
 
 def problem_of(builder: str) -> str | None:
     """Load the operator of DeepSpeed's `builder`; None, or why this rank cannot."""
-    from deepspeed.accelerator import get_accelerator  # which looks for devices
-
     try:
         get_accelerator().create_op_builder(builder).load(verbose=False)
     except (ConfigError, RuntimeError) as error:  # DeepSpeed's own for what it lacks
@@ -94,63 +21,37 @@ def problem_of(builder: str) -> str | None:
     return None
 
 
-def _last_lines(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(f"  {line[:TOLD_COLUMNS]}" for line in lines[-TOLD_LINES:])
+def compiled_adam_available(accelerator: str) -> str | None:
+    """None when DeepSpeed's compiled Adam can be built here, else what is missing.
 
-
-class _Baton:
-    """torch's FileBaton, held by the kernel, which lets go of it with the process.
-
-    Whoever waited builds, too: a builder that was killed has built nothing, and after one that was
-    not, ninja finds nothing to do.
+    DeepSpeed's own `is_compatible` says yes without looking for a compiler; the build then fails
+    inside `initialize`, after the model was built.
     """
+    needed = ["c++", "ninja"] if accelerator == "cpu" else ["c++", "ninja", "nvcc"]
+    found = {"c++": _compiler(), "ninja": _ninja(), "nvcc": _nvcc()}
+    missing = [name for name in needed if not found[name]]
+    return f"{', '.join(missing)} not found" if missing else None
 
-    def __init__(self, lock_file_path: str, say: Say = lambda text: None) -> None:
-        self._path, self._say = Path(lock_file_path), say
-        self._file: IO[str] | None = None
 
-    def try_acquire(self) -> bool:
-        """True once this process may build; False where another one does, and locks are unknown."""
-        while True:
-            try:
-                file, is_new = self._path.open("x"), True
-            except FileExistsError:
-                try:
-                    file, is_new = self._path.open("r+"), False
-                except FileNotFoundError:  # its holder has just let go
-                    continue
-            try:
-                self._lock(file)
-            except OSError:  # Lustre without -o flock: as torch does, by the file being there
-                if not is_new:
-                    file.close()
-                    return False
-            if self._is_in_place(file):
-                self._file = file
-                return True
-            file.close()  # it was removed while we waited: others lock a new one
+def with_torch_adam(config: dict[str, Any]) -> dict[str, Any]:
+    """The same JSON with torch's Adam in the place of DeepSpeed's compiled one."""
+    optimizer = config["optimizer"]
+    params = {**optimizer["params"], "torch_adam": True}
+    return {**config, "optimizer": {**optimizer, "params": params}}
 
-    def wait(self) -> None:
-        """Wait for whoever builds, as torch does."""
-        self._say(f"waiting for another process to build, while {self._path} is there")
-        file_baton.FileBaton(str(self._path)).wait()
 
-    def release(self) -> None:
-        """Let others build."""
-        assert self._file is not None, "release without acquire"
-        self._path.unlink(missing_ok=True)
-        self._file.close()
+def _compiler() -> bool:
+    return shutil.which(os.environ.get("CXX", "c++")) is not None
 
-    def _lock(self, file: IO[str]) -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._say(f"waiting for another process, which builds in {self._path.parent}")
-            fcntl.flock(file, fcntl.LOCK_EX)
 
-    def _is_in_place(self, file: IO[str]) -> bool:
-        try:
-            return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
+def _ninja() -> bool:
+    try:
+        import ninja  # noqa: F401
+    except ImportError:
+        return shutil.which("ninja") is not None
+    return True
+
+
+def _nvcc() -> bool:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()

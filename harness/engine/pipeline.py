@@ -7,44 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeSchedule
 from torch import nn
 from transformers import PreTrainedModel
 
 from harness.data.batches import Batch
-from harness.engine import quirks
-from harness.engine.stages import Tied
+from harness.engine.deepspeed_0_19 import gradients, settlements
 from harness.engine.zero import ZeroEngine, poisoned
 from harness.models.loss import losses
 from harness.models.stage import Stage
 from harness.plan.plan import Plan
-
-
-class StageModule(PipelineModule):
-    """One rank's stage, as DeepSpeed wants it: a pipeline with one layer per stage.
-
-    `tied`: this stage's weights of which another stage holds a copy, and the group of both.
-    """
-
-    def __init__(self, stage: Stage, stages: int, tied: Tied) -> None:
-        self._tied = tied
-        with quirks.printing_nothing():
-            super().__init__([stage] * stages, num_stages=stages, partition_method="uniform")
-        for weight, group in tied:
-            # The copy of the last stage counts neither in the gradient norm nor in checkpoints.
-            weight.ds_pipe_replicated = dist.get_rank() != dist.get_global_rank(group, 0)
-
-    def _index_tied_modules(self) -> dict[str, Any]:
-        return {}
-
-    def get_tied_weights_and_groups(self) -> Tied:
-        """Whose gradients DeepSpeed sums over the group."""
-        return self._tied
-
-    def _synchronize_tied_weights(self) -> None:
-        for weight, group in self._tied:
-            dist.broadcast(weight.data, dist.get_global_rank(group, 0), group=group)
 
 
 class PipelineEngine(ZeroEngine):
@@ -57,18 +29,16 @@ class PipelineEngine(ZeroEngine):
         events: list[dict[str, Any]],
         stage: Stage,
         whole: PreTrainedModel,
-        groups_before: set[Any],
     ) -> None:
         super().__init__(engine, plan, events)
         self.stage = stage
         self._whole = whole
-        self._groups_before = groups_before
         self._shape: tuple[int, ...] = ()  # of the micro-batches that ran last
         self._column = plan.grid.group("pipeline", plan.world.rank)
         self._column_group = engine.mpu.get_pipe_parallel_group()
-        if quirks.keeps_no_grad_norm(engine):
-            quirks.count_every_stage(stage.parameters())
-        quirks.add_norms_over_stages_once(engine)
+        if gradients.keeps_no_grad_norm(engine):
+            gradients.count_every_stage(stage.parameters())
+        gradients.add_norms_over_stages_once(engine)
 
     @property
     def module(self) -> nn.Module:
@@ -93,7 +63,7 @@ class PipelineEngine(ZeroEngine):
 
         self._expect(len(batches))
         self._run(_WithoutStep(self.engine._train_schedule()), batches, finish)
-        quirks.settle_gradients(self.engine)
+        settlements.settle_gradients(self.engine)
         return total
 
     @torch.no_grad()
@@ -138,11 +108,6 @@ class PipelineEngine(ZeroEngine):
         """What really runs on this rank: classes, stages, elements held."""
         place = self.plan.grid.coords(self.plan.world.rank).pipeline
         return {**super().describe(), "pipeline_stage": place}
-
-    def close(self) -> None:
-        """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
-        super().close()
-        quirks.forget_stages(self._groups_before)
 
     @property
     def _held(self) -> nn.Module:

@@ -93,21 +93,15 @@ def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
     import deepspeed
     from deepspeed.utils import logger
 
-    from harness.engine import operators, quirks
+    from harness.engine.deepspeed_0_19.patches import Joining, patch_process
 
     logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
-    quirks.silence()
-    operators.watch_builds(_say if world.rank == 0 else lambda text: None)
-    quirks.without_shared_memory()
-    quirks.leave_muon_uncompiled()
-    quirks.forget_releases_with_the_trace()
     patience = timedelta(seconds=max(3600.0, hang_first_s) + _BEYOND_THE_WATCHDOG_S)
-    quirks.wait_in_every_group(patience)
+    say = _say if world.rank == 0 else lambda text: None
+    patch_process(Joining(world.accelerator, patience, say))
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=patience)
     _listen(world)
     atexit.register(_leave_or_end)
-    if world.accelerator == "cpu":
-        quirks.allow_fp16_on_any_cpu()
     return device
 
 

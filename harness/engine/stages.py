@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
+from harness.engine.deepspeed_0_19.pipe_module import Tied
 from harness.engine.empty import empty_model
 from harness.engine.processes import raise_together
 from harness.engine.whole import check_files, check_report, read_weights, sender
@@ -18,8 +18,6 @@ from harness.models.flow import Flow, trace_flow
 from harness.models.initialize import Send, materialize
 from harness.models.stage import Stage, reduce_to_stage
 from harness.plan.plan import Plan
-
-Tied = list[tuple[nn.Parameter, dist.ProcessGroup]]
 
 
 def build_stage(

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
-from harness.engine import eight_bit, quirks, swap
+from harness.engine import eight_bit, swap
+from harness.engine.deepspeed_0_19 import settlements
 
 # Fills a flat tensor with elements [offset, offset + numel) of (name, kind), where it is stored.
 Fill = Callable[[str, str, int, torch.Tensor], None]
@@ -147,7 +148,7 @@ def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
     for held in (*inner.state.values(), *(() if as_tensor else inner.param_groups)):
         if count is not None or _STEP in held:  # which may be beyond what was saved before any step
             held[_STEP] = torch.tensor(float(count or 0)) if as_tensor else int(count or 0)
-    quirks.replay_adam_steps(engine.optimizer)
+    settlements.replay_adam_steps(engine.optimizer)
 
 
 def pieces(

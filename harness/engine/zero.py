@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ import torch.distributed as dist
 
 from harness.checkpoint.fragment import Fragment
 from harness.data.batches import Batch
-from harness.engine import fragments, quirks, state, swap
-from harness.engine.profiles import communication_log, flops_profile, uncompiled
+from harness.engine import fragments, state, swap
+from harness.engine.deepspeed_0_19 import gradients, settlements
 from harness.errors import ExitCode, RunStopped
 from harness.models.loss import forward
 from harness.plan.plan import Plan
@@ -43,6 +42,11 @@ def poisoned(share: torch.Tensor) -> torch.Tensor:
     return share * (1 + 0 * share.detach())
 
 
+def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
+    """Within this, compiled layers run as they are written."""
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+
+
 class ZeroEngine:
     """One DeepSpeed engine: accumulates, scales, clips and steps as its JSON says."""
 
@@ -51,7 +55,7 @@ class ZeroEngine:
         self.plan = plan
         self.events = events  # what building it did that the user should know
         self.device: torch.device = engine.device
-        quirks.reduce_in_place(engine)
+        gradients.reduce_in_place(engine)
 
     def train_batch(
         self, batches: list[Batch], targets: int, lr: float, is_spike: Judge | None = None
@@ -92,7 +96,7 @@ class ZeroEngine:
             self.engine.backward(poisoned(share) * data_ranks, scale_wrt_gas=False)
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
-        quirks.settle_gradients(self.engine)
+        settlements.settle_gradients(self.engine)
         return total
 
     def apply(self, lr: float, discard: bool = False) -> float | torch.Tensor:
@@ -104,7 +108,7 @@ class ZeroEngine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         norm, limit = None, self.plan.run.optim.clip_value
-        checks_nothing = quirks.keeps_no_grad_norm(self.engine)
+        checks_nothing = gradients.keeps_no_grad_norm(self.engine)
         if limit is not None or checks_nothing:
             norm = self.grad_norm()
         if norm is not None and limit is not None:
@@ -114,17 +118,17 @@ class ZeroEngine:
             # optimizers of DeepSpeed read their norm themselves.
             discard = discard or not math.isfinite(norm)
         try:
-            with quirks.discarding(self.engine) if discard else contextlib.nullcontext():
+            with gradients.discarding(self.engine) if discard else contextlib.nullcontext():
                 self._step()
         except Exception as error:
-            if not quirks.is_minimum_loss_scale(error):
+            if not settlements.is_minimum_loss_scale(error):
                 raise
-            with quirks.discarding(self.engine):
+            with gradients.discarding(self.engine):
                 self._step()  # which was left half done
             raise RunStopped(ExitCode.DIVERGED, self._loss_scale_diagnosis()) from error
         finally:
-            quirks.drop_skipped_gradients(self.engine)
-        quirks.gather_after_writing(self.engine)
+            settlements.drop_skipped_gradients(self.engine)
+        settlements.gather_after_writing(self.engine)
         return self.engine.get_global_grad_norm() if norm is None else norm
 
     def grad_norm(self) -> torch.Tensor:
@@ -158,7 +162,7 @@ class ZeroEngine:
         Those of rank 0 on all: ranks that choose another token next would part ways.
         """
         self.engine.eval()
-        with uncompiled(self.plan.run.model.compile):  # it would compile for many lengths
+        with _uncompiled(self.plan.run.model.compile):  # it would compile for many lengths
             output = self.engine(input_ids=input_ids.to(self.device), use_cache=False)
         logits = output.logits[0, -1].float()
         dist.broadcast(logits, 0)
@@ -197,16 +201,6 @@ class ZeroEngine:
         """Whether the last step changed the weights; False after one that was skipped."""
         return bool(self.engine.was_step_applied())
 
-    def communication_log(self, path: Path | None) -> AbstractContextManager[None]:
-        """Within it, this rank's collectives are logged; a table then lies at `path`, if there is
-        one.
-        """
-        return communication_log(path)
-
-    def flops_profile(self, batch: Batch, path: Path | None) -> int:
-        """Forward a micro-batch; with a `path`, count its FLOPs there, returned too. Collective."""
-        return flops_profile(self, self._held, batch, path)
-
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
         """Pass (name, value, samples) to the monitors that the JSON enables; rank 0 only."""
         if self.engine.monitor.enabled:
@@ -228,7 +222,6 @@ class ZeroEngine:
         """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
         swap.remove_files(self.engine)
         self.engine.destroy()
-        quirks.forget_nodes()
 
     def fragments(self) -> list[Fragment]:
         """What this rank is to save of weights and optimizer states, as views of live memory."""
@@ -246,7 +239,7 @@ class ZeroEngine:
     def refresh_weights(self) -> None:
         """Compute with what `restore` has filled; collective."""
         state.refresh_weights(self.engine)
-        quirks.gather_after_writing(self.engine)
+        settlements.gather_after_writing(self.engine)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Counters, loss scaling and the optimizer's steps; the same on all ranks."""
@@ -284,7 +277,7 @@ class ZeroEngine:
 
     def _norm_group(self) -> dist.ProcessGroup | None:
         """The ranks whose gradients together are all gradients, each once."""
-        return None if quirks.keeps_no_grad_norm(self.engine) else dist.group.WORLD
+        return None if gradients.keeps_no_grad_norm(self.engine) else dist.group.WORLD
 
     def _loss_scale_diagnosis(self) -> str:
         fp16 = self.plan.deepspeed["fp16"]

@@ -79,7 +79,7 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
 
 
 def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
-    """BF16_Optimizer's flat groups are cast one by one (engine/quirks.py); the rest is packed."""
+    """BF16_Optimizer's flat groups are cast one by one (finding 36); the rest is packed."""
     if kind != "BF16_Optimizer":
         size = inputs.comm_bytes * min(inputs.parameters, _ALLREDUCE)
         yield Held("communication copy", size, frozenset({"reduce"}), "measured")

@@ -9,22 +9,24 @@ from types import TracebackType
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
 
+from harness.data.batches import Batch
 from harness.errors import RunStopped
 from harness.layout.shape import flops_per_unit
 from harness.plan.plan import Plan
+from harness.run.flops import flop_counter, flop_table
 
 LARGEST = 10
 """Operations in the summary."""
 
 
 class Profiler:
-    """Traces steps [first, last) on rank 0; in step `last` DeepSpeed logs its communication, after
-    it counts FLOPs. Nothing of it changes what is learned.
+    """Traces steps [first, last) on rank 0, and counts the FLOPs of a forward pass after step
+    `last`. Nothing of it changes what is learned.
 
-    Those two are kept out of the trace: they slow down what they look at. A trace that a stop
-    breaks off is written, and a run that goes on traces the rest; what a rollback breaks off is
-    dropped, and traced again.
+    A trace that a stop breaks off is written, and a run that goes on traces the rest; what a
+    rollback breaks off is dropped, and traced again.
     """
 
     def __init__(self, plan: Plan, engine: Any, folder: Path, say: Callable[[str], None]) -> None:
@@ -41,10 +43,6 @@ class Profiler:
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Around a training step."""
-        if step == self.last:
-            with self.engine.communication_log(self._path(f"communication-{step}.txt")):
-                yield
-            return
         if not (self.folder and self.first <= step < self.last):
             yield
             return
@@ -56,18 +54,19 @@ class Profiler:
         with record_function(f"step {step}"):
             yield
 
-    def after(self, step: int, batch: Any) -> bool:
-        """After everything else in a step; whether that took time. Collective.
+    def after(self, step: int, batch: Batch) -> bool:
+        """Write what ended with a step, after everything else in it; return whether that took time.
 
-        `batch`: a micro-batch of this rank.
+        Collective. `batch`: a micro-batch of this rank.
         """
         if step == self.last - 1:
             self._write_trace()
         elif step == self.last:
-            path = self._path(f"flops-{step}.txt")
-            flops = self.engine.flops_profile(batch, path)
-            if path:
-                self.say(f"profile        {path}: {self._compared(flops, *batch.input_ids.shape)}")
+            # Of a backward pass torch's hooks would change the order of sums, and its rounding.
+            with flop_counter() if self.folder else contextlib.nullcontext() as counter:
+                self.engine.eval_batch([batch])
+            if counter is not None:
+                self._write_flops(counter, batch)
         return step in (self.last - 1, self.last)
 
     def __enter__(self) -> Profiler:
@@ -81,28 +80,31 @@ class Profiler:
             with contextlib.suppress(RuntimeError):  # a lost device must not hide how it was lost
                 self._trace.stop()
 
-    def _path(self, name: str) -> Path | None:
-        return self.folder and self.folder / name
-
     def _write_trace(self) -> None:
-        if self._trace is None:
+        if self._trace is None or self.folder is None:
             return
         trace, self._trace = self._trace, None
         trace.stop()
         steps, self._traced = self._traced, []
-        path = self._path(f"trace-{steps[0]}-{steps[-1]}.json.gz")
+        path = self.folder / f"trace-{steps[0]}-{steps[-1]}.json.gz"
         trace.export_chrome_trace(str(path))
         self.say("\n".join([f"profile        {path}", *largest(trace, len(steps))]))
 
-    def _compared(self, flops: int, samples: int, tokens: int) -> str:
-        """DeepSpeed's count beside the formula's, a third of which is the forward pass."""
-        plan, text = self.plan, f"a forward pass: {flops:,} FLOPs as DeepSpeed counts"
-        if plan.shape is None:
-            return text
-        bounds = plan.stages or (0, None)
-        units = flops_per_unit(plan.shape, tokens)[bounds[0] : bounds[1]]
-        ours = sum(units) * samples * tokens // 3
-        return f"{text}, {flops / ours:.3f} of what mfu is reckoned with"
+    def _write_flops(self, counter: FlopCounterMode, batch: Batch) -> None:
+        """Write torch's count; show it beside the formula's, a third of which is a forward pass."""
+        if self.folder is None:
+            return
+        title, total = "a forward pass of a micro-batch", counter.get_total_flops()
+        path = self.folder / f"flops-{self.last}.txt"
+        path.write_text(flop_table(counter, title), encoding="utf-8")
+        text = f"{title}: {total:,} FLOPs as torch counts"
+        if self.plan.shape is not None:
+            samples, tokens = batch.input_ids.shape
+            first, end = (self.plan.stages or (0, None))[:2]  # rank 0 has the first stage
+            units = flops_per_unit(self.plan.shape, tokens)[first:end]
+            expected = sum(units) * samples * tokens // 3
+            text += f", {total / expected:.3f} of what mfu is reckoned with"
+        self.say(f"profile        {path}: {text}")
 
 
 def largest(trace: Any, steps: int) -> list[str]:

@@ -191,13 +191,13 @@ def zero_0_steps_with_nan() -> dict[str, Any]:
 
 def offloading_keeps_the_gradients_of_a_skipped_step() -> dict[str, Any]:
     """Without our workaround, and with it: was the step after one with NaN applied?"""
-    from harness.engine import quirks
+    from harness.engine.deepspeed_0_19 import settlements
 
     facts = {}
     for who in ("deepspeeds", "ours"):
         with contextlib.ExitStack() as without:
             if who == "deepspeeds":
-                nothing = mock.patch.object(quirks, "drop_skipped_gradients")
+                nothing = mock.patch.object(settlements, "drop_skipped_gradients")
                 without.enter_context(nothing)
             engine = engine_of(LAYOUTS["offload2-bf16"])
             with gradient_of(engine, float("nan")):

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from harness.engine import quirks
+from harness.engine.deepspeed_0_19 import gradients, pipe_module
 from harness.errors import ConfigError
 from tests.engine.rank import (
     DEVICE,
@@ -23,6 +23,7 @@ from tests.engine.rank import (
     share_of,
 )
 from tests.engine.small import EAGER, FAMILIES, SEQ_LEN
+from tools.proofs import engines
 
 SGD = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}
 
@@ -95,13 +96,11 @@ def pipeline_clips_by_value() -> list[dict[str, float]]:
 
 def pipeline_clips_stage_0() -> dict[str, float]:
     """How far one SGD step of rate 1 moves the weights, with our mark and without."""
-    from harness.engine import pipeline as room
-
     found = {"limit": 0.05}
     for name in ("ours", "deepspeeds"):
         with contextlib.ExitStack() as stack:
             if name == "deepspeeds":
-                stack.enter_context(mock.patch.object(room.quirks, "count_every_stage"))
+                stack.enter_context(mock.patch.object(gradients, "count_every_stage"))
             engine = engine_of(pipeline(0), optim={**SGD, "clip_norm": found["limit"]})
         before = dict(engine.masters())
         found["norm"] = float(engine.train_batch(*share_of(engine), 1.0).grad_norm)
@@ -148,7 +147,7 @@ def pipeline_sums_norms_by_group() -> dict[str, int]:
         for name in ("deepspeeds", "ours"):
             vars(optimizer).pop("scaled_global_norm", None)
             if name == "ours":
-                quirks.add_norms_over_stages_once(engine.engine)
+                gradients.add_norms_over_stages_once(engine.engine)
             reduce.reset_mock()
             optimizer.scaled_global_norm()
             found[name] = reduce.call_count
@@ -210,9 +209,9 @@ def pipeline_leaves_its_grid() -> dict[str, list[Any]]:
     from deepspeed.utils import groups
 
     def left() -> list[Any]:
-        return [groups.mpu is not None, len(quirks.process_groups() - before)]
+        return [groups.mpu is not None, len(engines.process_groups() - before)]
 
-    before = quirks.process_groups()
+    before = engines.process_groups()
     engine = engine_of(pipeline())
     engine.engine.destroy()
     found = {"deepspeeds": left()}
@@ -223,9 +222,9 @@ def pipeline_leaves_its_grid() -> dict[str, list[Any]]:
 def pipeline_prints() -> dict[str, str]:
     found = {}
     for name in ("ours", "deepspeeds"):
-        quiet = quirks.printing_nothing if name == "ours" else contextlib.nullcontext
+        quiet = pipe_module.printing_nothing if name == "ours" else contextlib.nullcontext
         with (
-            mock.patch.object(quirks, "printing_nothing", quiet),
+            mock.patch.object(pipe_module, "printing_nothing", quiet),
             contextlib.redirect_stdout(io.StringIO()) as printed,
         ):
             engine_of(pipeline()).close()

@@ -26,7 +26,7 @@ SPLIT = {"stage3_param_persistence_threshold": 0}
 
 
 def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
-    from harness.engine.build import build_engine
+    from tools.proofs.engines import build_engine  # imports DeepSpeed
 
     run = RunConfig.model_validate(run_config(OUT, **sections))
     return build_engine(make_plan(run, ds, WORLD), DEVICE)

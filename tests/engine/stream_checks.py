@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from harness.engine import quirks
+from harness.engine.deepspeed_0_19 import settlements
 from tests.engine.rank import engine_of, share_of, stage
 from tests.engine.simulated_device import simulated
 
@@ -71,7 +71,7 @@ def nothing_waits() -> dict[str, Any]:
     facts = {}
     for mend, names in UNORDERED.items():
         for name in names:
-            with mock.patch.object(quirks, mend):
+            with mock.patch.object(settlements, mend):
                 facts[name] = seen(*CASES[name], synchronizes="offload" in name)
     return facts
 

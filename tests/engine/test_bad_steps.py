@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.engine.quirks import _replaced
+from harness.engine.deepspeed_0_19.replaced import replaced
 
 pytestmark = pytest.mark.slow
 
@@ -82,11 +82,11 @@ def test_what_is_replaced_comes_back() -> None:
 
     thing = Thing()
     for _ in range(2):
-        with _replaced(thing, "step", lambda: "other"), _replaced(thing, "new", 1):
+        with replaced(thing, "step", lambda: "other"), replaced(thing, "new", 1):
             assert (thing.step(), thing.new) == ("other", 1)  # type: ignore[attr-defined]
         assert vars(thing) == {}
         assert thing.step() == "own"
     vars(thing)["new"] = 0
-    with _replaced(thing, "new", 1):
+    with replaced(thing, "new", 1):
         pass
     assert vars(thing) == {"new": 0}

@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 
 from harness.config.ds_file import read_ds_json
-from harness.engine import quirks
 from harness.engine.processes import ending_together
 from harness.errors import ConfigError, RunStopped
 from tests.engine import bad_step_checks, optimizer_checks, pipeline_checks, stream_checks
@@ -33,6 +32,7 @@ from tests.engine.rank import (
     stage,
 )
 from tests.engine.small import DS_CONFIGS
+from tools.proofs import engines
 
 
 def initial_weights(number: int) -> None:
@@ -230,7 +230,7 @@ def second_copy_leaves_its_group() -> dict[str, bool]:
     engine = engine_of({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
     engine.engine.destroy()
     left = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None
-    quirks.forget_nodes()
+    engines.forget_nodes()
     return {"deepspeeds": left, "ours": groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None}
 
 

@@ -60,7 +60,7 @@ class Place:
 
     def engine(self, seed: int) -> Any:
         """A new engine; with BLANK_SEED one that waits for a checkpoint."""
-        from harness.engine.build import build_engine
+        from tools.proofs.engines import build_engine
 
         with built_as(self.architecture):
             return build_engine(self._plan(seed), self.device, blank=seed == BLANK_SEED)

@@ -44,7 +44,7 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
 
     Where tensors or sequences are divided also what is saved for the backward pass.
     """
-    from harness.engine.build import build_engine
+    from tools.proofs.engines import build_engine
     from tools.proofs.memory.divided import DividedEngine
 
     before = live_storages()

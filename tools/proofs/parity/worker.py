@@ -70,7 +70,7 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
 
 def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> Trajectory:
     """Gradients and one SGD step with one engine; 20 AdamW steps and an evaluation with another."""
-    from harness.engine.build import build_engine
+    from tools.proofs.engines import build_engine
 
     if cell.how.compiled:
         # Dynamo counts recompilations of a decoder layer over all engines of a process; past the

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine import operators
-from harness.engine.operators import _Baton
+from harness.engine.deepspeed_0_19 import builds
+from harness.engine.deepspeed_0_19.builds import _Baton
 from harness.errors import ConfigError
 from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command, wait_for
 
 BUILDS = """
 import sys
-from harness.engine import operators
+from harness.engine.deepspeed_0_19 import builds
 from torch.utils import cpp_extension
-operators.watch_builds(lambda text: print(text, flush=True))
+builds.watch_builds(lambda text: print(text, flush=True))
 cpp_extension.load(name="planted", sources=[sys.argv[1]], is_python_module=False)
 print("loaded", flush=True)
 """
@@ -116,7 +116,7 @@ def test_a_build_that_fails_is_told_in_the_compilers_last_words(
     build = {"build_directory": str(tmp_path), "is_python_module": False}
     said: list[str] = []
     with pytest.raises(ConfigError, match="nothing works") as caught:
-        operators._load(said.append, name="planted", sources=[str(source(tmp_path))], **build)
+        builds._load(said.append, name="planted", sources=[str(source(tmp_path))], **build)
     assert max(map(len, str(caught.value).splitlines())) < 400
     assert len(said) == 1
 
@@ -143,10 +143,10 @@ def test_what_is_there_already_is_loaded_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another installation may have built it: it is built again, and then somebody says so."""
-    monkeypatch.setattr(operators, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(builds, "PATIENCE_S", 0.05)
     (tmp_path / "there.so").touch()
     said: list[str] = []
     for seconds in (0.0, 1.0):
-        monkeypatch.setattr(operators, "_torch_load", lambda *_, s=seconds, **__: time.sleep(s))
-        operators._load(said.append, name="there", build_directory=str(tmp_path))
+        monkeypatch.setattr(builds, "_torch_load", lambda *_, s=seconds, **__: time.sleep(s))
+        builds._load(said.append, name="there", build_directory=str(tmp_path))
         assert [text.split()[0] for text in said] == (["compiling", "there"] if seconds else [])

@@ -1,7 +1,10 @@
-"""Each defect that quirks.py works around is still there; a failure here means it can go."""
+"""Each defect that is worked around is still there; a failure here means that its patch can go."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from tests.two_ranks import REPOSITORY, environment, run_ranks
 
@@ -32,7 +36,7 @@ LOADS_THE_COMPILER = """
 import sys
 import deepspeed
 if sys.argv[1] == "harness":
-    from harness.engine.quirks import leave_muon_uncompiled
+    from harness.engine.deepspeed_0_19.process_wide import leave_muon_uncompiled
     leave_muon_uncompiled()
 before = deepspeed.runtime.compiler.compile.__name__
 import deepspeed.runtime.zero.muon.muon_optimizer
@@ -44,8 +48,8 @@ import deepspeed, torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 if "ours" in sys.argv:
-    from harness.engine import quirks
-    quirks.forget_releases_with_the_trace()
+    from harness.engine.deepspeed_0_19 import process_wide
+    process_wide.forget_releases_with_the_trace()
 released = []
 partition = "_PartitionedParameterCoordinator__release_param"
 release = getattr(PartitionedParameterCoordinator, partition)
@@ -78,7 +82,7 @@ print(len(released))
 RESUMES_ADAM = """
 import copy
 import deepspeed.ops.adam, torch
-from harness.engine.quirks import replay_adam_steps
+from harness.engine.deepspeed_0_19.settlements import replay_adam_steps
 
 def run(steps, weight, saved=None, replay=False):
     parameter = torch.nn.Parameter(weight.clone())
@@ -99,53 +103,19 @@ for name, replay in (("plain", False), ("replayed", True)):
     again, _ = run(range(9, 200), half, saved, replay)
     print(f"{name}={torch.equal(whole, again)}")
 """
-LOGS_COMMUNICATION = """
-import sys
+SEEKS_TIED = """
 import torch
-from harness.engine.processes import join, leave
+from deepspeed.pipe import PipelineModule
+from harness.engine.deepspeed_0_19.pipe_module import StageModule
+from harness.engine.processes import join
 from harness.layout.world import World
-join(World.from_environ())
-from deepspeed import comm
-from harness.engine.quirks import LOGGED_COLLECTIVES, latencies_by_call
-
-def times(ops):
-    comm.comm.comms_logger.reset_data()
-    comm.configure(enabled=True, prof_all=False, prof_ops=ops, verbose=False)
-    for _ in range(50):
-        comm.all_reduce(torch.ones(10))
-    held = [None]
-    comm.all_gather_object(held, "x")
-    comm.configure(enabled=False, prof_ops=[])
-    return comm.comm.comms_logger.comms_dict["all_reduce"][40][1]
-
-found = times(LOGGED_COLLECTIVES)
-print("summed", found == sorted(found), flush=True)
-with latencies_by_call():
-    found = times(LOGGED_COLLECTIVES)
-print("single", found != sorted(found), flush=True)
-times([*LOGGED_COLLECTIVES, "all_gather_object"])
-print("went on")
-"""
-COUNTS_LINEAR = """
-import torch
-from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from harness.engine.quirks import linear_counted_once
-
-def flops():
-    profiler = FlopsProfiler(model)
-    profiler.start_profile()
-    model(torch.ones(2, 3))
-    found = profiler.get_total_flops()
-    profiler.end_profile()
-    return found
-
-model = torch.nn.Sequential(torch.nn.Linear(3, 5, bias=False))
-torch.nn.functional.linear = zero3_linear_wrap  # as zero.Init does
-print(flops())
-with linear_counted_once():
-    print(flops())
-print(torch.nn.functional.linear is zero3_linear_wrap)
+join(World())
+stage = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False))
+stage[1].weight = stage[0].weight
+theirs = PipelineModule([stage], num_stages=1, partition_method="uniform")
+ours = StageModule(stage, 1, [(stage[0].weight, torch.distributed.group.WORLD)])
+for name, module in (("deepspeeds", theirs), ("ours", ours)):
+    print(f"{name}={len(module.get_tied_weights_and_groups())}")
 """
 
 
@@ -155,7 +125,7 @@ def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder
 
-    from harness.engine.quirks import compiled_adam_available
+    from harness.engine.operators import compiled_adam_available
 
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     assert FusedAdamBuilder().is_compatible()
@@ -304,25 +274,55 @@ def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step(
     assert found == [{"deepspeeds": False, "ours": True}] * 2
 
 
-def test_deepspeeds_log_of_communication_sums_up_and_exits_where_it_cannot_count(
-    tmp_path: Path,
-) -> None:
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    ended = run_ranks([sys.executable, "-c", LOGS_COMMUNICATION], tmp_path, ranks=1, env=env)
-    assert "summed True" in ended.output, ended.output
-    assert "single True" in ended.output
-    assert "went on" not in ended.output  # with code 0, as if all were well
-    assert ended.codes == [0]
+def test_a_new_group_of_torch_has_its_own_timeout() -> None:
+    given = distributed_c10d._get_default_timeout
+    assert given("gloo") == distributed_c10d.default_pg_timeout
+    source = inspect.getsource(distributed_c10d._new_group_with_tag)
+    assert "timeout = _get_default_timeout(backend)" in source
 
 
-def test_deepspeeds_flops_profiler_counts_zero_3s_linear_layers_twice() -> None:
+def test_deepspeeds_pipeline_finds_no_tied_weights_in_a_stage() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", COUNTS_LINEAR],
+        [sys.executable, "-c", SEEKS_TIED],
         cwd=REPOSITORY,
         env=environment(PYTHONPATH=str(REPOSITORY)),
         capture_output=True,
         text=True,
         check=True,
     )
-    once = 2 * 2 * 3 * 5
-    assert done.stdout.split() == [str(2 * once), str(once), "True"]
+    assert done.stdout.split()[-2:] == ["deepspeeds=0", "ours=1"]
+
+
+def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
+    code = (
+        "from harness.engine.deepspeed_0_19.patches import PATCHES; print(repr(["
+        "(p.names, p.why, p.when, p.test) for p in PATCHES]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    tests = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    findings = (REPOSITORY / "docs" / "deepspeed_findings.md").read_text("utf-8")
+    rows = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert len(rows) > 10
+    for names, why, when, test in rows:
+        assert f"def {test}(" in tests, names
+        assert isinstance(why, str) or f"\n## {why}. " in findings, names
+        if when == "join" and "()" not in names:
+            owner, _, last = names.split()[0].rpartition(".")
+            assert resolved(owner, last), names
+
+
+def resolved(owner: str, name: str) -> bool:
+    """Whether an attribute is there, of a module or of a class in one."""
+    try:
+        place: object = importlib.import_module(owner)
+    except ModuleNotFoundError:
+        module, _, attribute = owner.rpartition(".")
+        place = getattr(importlib.import_module(module), attribute)
+    return hasattr(place, name)

@@ -1,0 +1,88 @@
+"""Gradients of an engine: how they are reduced, what their norm is, how a step drops them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.engine.deepspeed_0_19.replaced import replaced
+
+
+def keeps_no_grad_norm(engine: Any) -> bool:
+    """True for ZeRO-0 in fp32, which clips inside `step` and records no norm at all.
+
+    `get_global_grad_norm` is then None; the norm has to be taken between backward and step.
+    """
+    return engine.zero_optimization_stage() == 0 and not (
+        engine.fp16_enabled() or engine.bfloat16_enabled()
+    )
+
+
+@contextlib.contextmanager
+def discarding(engine: Any) -> Iterator[None]:
+    """Let a step throw its gradients away, in DeepSpeed's own way out of an overflow.
+
+    The engine counts it as skipped and is clean for the next; the loss scale stays. DeepSpeed has
+    no call for that, and ZeRO-0 in fp32 has no way out at all: it steps with NaN as with anything.
+    """
+    optimizer = engine.optimizer
+    with contextlib.ExitStack() as stack:
+        if keeps_no_grad_norm(engine):
+            stack.enter_context(replaced(optimizer, "step", lambda *_, **__: None))
+            stack.enter_context(replaced(optimizer, "overflow", True))
+        else:
+            room = sys.modules[type(optimizer).__module__]
+            stack.enter_context(replaced(room, "is_invalid_grad_norm", lambda norm: True))
+            stack.enter_context(replaced(optimizer, "_update_scale", lambda overflow: None))
+        yield
+
+
+def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages.
+
+    DeepSpeed's `clip_grad_norm_` counts on the first stage alone what is not marked as split over
+    model-parallel ranks: the norm is too small, and too little is clipped.
+    """
+    for parameter in parameters:
+        parameter.model_parallel = not parameter.ds_pipe_replicated
+
+
+def add_norms_over_stages_once(engine: Any) -> None:
+    """Let ZeRO-1 sum the gradient norm over pipeline stages once for all parameter groups.
+
+    DeepSpeed sums it group by group. Stages that have different numbers of groups (a rule of
+    optim.groups or Muon's matrices may fit some stages alone) would wait for each other for ever.
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "scaled_global_norm"):
+        return
+    norm_of_groups, over_stages = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def norm_of_stages(norm_type: int = 2) -> torch.Tensor:
+        with replaced(optimizer, "_model_parallel_all_reduce", lambda tensor, op: None):
+            square = norm_of_groups(norm_type).square()  # infinity where one is not finite
+        over_stages(tensor=square, op=dist.ReduceOp.SUM)
+        return square.sqrt()
+
+    optimizer.scaled_global_norm = norm_of_stages
+
+
+def reduce_in_place(engine: Any) -> None:
+    """Let BF16_Optimizer reduce its flat gradients where they lie, and alone not at all.
+
+    DeepSpeed packs them into buffers of up to half a billion elements and copies those back; on one
+    rank, too, where fp32 sums are rounded to bf16 on the way.
+    """
+
+    def reduce(flats: list[torch.Tensor], group: Any, size: float | None = None) -> None:
+        if dist.get_world_size(group) > 1:
+            for flat in flats:
+                engine.allreduce_bucket([flat], group, size)
+
+    if hasattr(engine.optimizer, "get_grads_for_reduction"):
+        engine.allreduce_and_copy = reduce

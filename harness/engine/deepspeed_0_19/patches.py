@@ -1,0 +1,97 @@
+"""Every name of DeepSpeed and torch that the library replaces, on one screen.
+
+When the test of a row fails after an upgrade, the row and its function can go. A number is that of
+the defect in docs/deepspeed_findings.md, where a script shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from harness.engine.deepspeed_0_19 import builds, gradients, pipe_module, process_wide
+
+When = Literal["join", "build", "step"]
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A process that is about to join its group."""
+
+    accelerator: str
+    patience: timedelta  # of every collective
+    say: Callable[[str], None]  # shows a line to the user
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Names that are replaced, why, when, by what, and the test that shows that it is still needed.
+
+    At "join" once per process, at the "build" of an engine or for a single "step" on that engine.
+    """
+
+    names: str
+    why: int | str
+    when: When
+    apply: Callable[..., Any]
+    test: str
+
+
+# fmt: off
+PATCHES: tuple[Patch, ...] = (
+    Patch("torch.utils.cpp_extension.load FileBaton", 10, "join",
+          lambda joining: builds.watch_builds(joining.say),
+          "test_who_waits_for_a_builder_that_is_killed_builds"),
+    Patch("deepspeed.comm.torch.build_shm_op", 8, "join",
+          lambda _: process_wide.without_shared_memory(),
+          "test_deepspeed_builds_its_shared_memory_operator_to_join_and_we_do_not"),
+    Patch("torch.distributed.distributed_c10d._get_default_timeout",
+          "a new group has torch's default of 10 minutes, whatever the first group has", "join",
+          lambda joining: process_wide.wait_in_every_group(joining.patience),
+          "test_a_new_group_of_torch_has_its_own_timeout"),
+    Patch("deepspeed.accelerator.get_accelerator().is_fp16_supported",
+          "fp16 is refused on CPUs that torch computes it on", "join",
+          lambda joining: process_wide.allow_fp16_on_any_cpu(joining.accelerator),
+          "test_deepspeed_refuses_fp16_on_this_cpu"),
+    Patch("deepspeed.runtime.zero.partitioned_param_coordinator"
+          ".PartitionedParameterCoordinator._invalidate_trace", 28, "join",
+          lambda _: process_wide.forget_releases_with_the_trace(),
+          "test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once"),
+    Patch("deepspeed.runtime.compiler.compile",
+          "an import compiles Muon's functions, which are never called", "join",
+          lambda _: process_wide.leave_muon_uncompiled(),
+          "test_deepspeeds_muon_loads_the_compiler_and_ours_does_not"),
+    Patch("deepspeed.runtime.bf16_optimizer.see_memory_usage",
+          "memory reports are printed whatever the log level", "join",
+          lambda _: process_wide.silence(),
+          "test_deepspeeds_bf16_optimizer_prints_memory_reports"),
+    Patch("deepspeed.pipe.PipelineModule._index_tied_modules _synchronize_tied_weights",
+          "tied weights are sought in layers, of which a stage here is one", "build",
+          pipe_module.StageModule,
+          "test_deepspeeds_pipeline_finds_no_tied_weights_in_a_stage"),
+    Patch("sys.stdout", "PipelineModule prints whatever the log level", "build",
+          pipe_module.printing_nothing,
+          "test_deepspeeds_pipeline_prints_whatever_the_log_level"),
+    Patch("engine.allreduce_and_copy", 36, "build",
+          gradients.reduce_in_place,
+          "test_deepspeed_packs_flat_gradients_to_reduce_them_and_we_do_not"),
+    Patch("engine.optimizer.scaled_global_norm _model_parallel_all_reduce", 38, "build",
+          gradients.add_norms_over_stages_once,
+          "test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once"),
+    Patch("parameter.model_parallel", 11, "build",
+          gradients.count_every_stage,
+          "test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage"),
+    Patch("engine.optimizer.step overflow _update_scale, its module's is_invalid_grad_norm", 27,
+          "step", gradients.discarding,
+          "test_zero_0_in_fp32_steps_with_nan"),
+)
+# fmt: on
+
+
+def patch_process(joining: Joining) -> None:
+    """Apply all that is replaced once per process; before the group is joined."""
+    for patch in PATCHES:
+        if patch.when == "join":
+            patch.apply(joining)
