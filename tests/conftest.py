@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.two_ranks import SHARED_MEMORY, write_corpus
-from tests.zygote import Zygote
+from tests.two_ranks import SHARED_MEMORY, forking, write_corpus
+from tools.proofs.zygote import Zygote
 
 if TYPE_CHECKING:
     from harness.data.build import Data
@@ -81,7 +81,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def zygote() -> Iterator[Zygote]:
     """Starts real runs within two seconds. Whatever happens to them, they leave nothing behind."""
     with tempfile.TemporaryDirectory() as temporary:
-        process = Zygote(TMPDIR=temporary)
+        process = forking(TMPDIR=temporary)
         yield process
         process.close()
         assert process.left == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.runfolder import RunFolder
+from tools.proofs import ranks as cpu_ranks
+from tools.proofs.ranks import REPOSITORY
+from tools.proofs.ranks import Ranks as Group
+from tools.proofs.zygote import Zygote
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "harness" / "train.py"
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -56,19 +58,6 @@ def write_corpus(path: Path, documents: int = 200) -> Path:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks that run."""
-
-    processes: list[subprocess.Popen[bytes]]
-    logs: list[Path]
-    port: int
-
-    @property
-    def ended(self) -> bool:
-        return any(process.poll() is not None for process in self.processes)
-
-
-@dataclass(frozen=True)
 class Ended:
     """How a group of ranks ended."""
 
@@ -86,20 +75,26 @@ class Ended:
         return self
 
 
+# Of the environment, for a run on CPU; None removes a variable.
+CHANGES = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONPATH": None,
+    # As in an activated environment: another ninja would build every operator again.
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
+
+
 def environment(**changes: str | None) -> dict[str, str]:
     """This process's environment for a run on CPU; None removes a variable."""
-    values = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": None,
-        # As in an activated environment: another ninja would build every operator again.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        **changes,
-    }
-    return {name: value for name, value in values.items() if value is not None}
+    return cpu_ranks.environment(CHANGES, changes)
+
+
+def forking(**variables: str) -> Zygote:
+    """A process that forks ranks of runs, into which a fault of tests/faults/plant.py can go."""
+    return Zygote({**CHANGES, "PYTHONWARNINGS": "ignore", **variables}, "tests.faults.plant")
 
 
 def start(
@@ -109,30 +104,8 @@ def start(
     env: Mapping[str, str | None] | None = None,
 ) -> Group:
     """Start `command` once per rank; rank N writes to `folder`/rank-N.log."""
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    processes = []
-    for rank in range(ranks):
-        place = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "LOCAL_SIZE": str(ranks),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-        }
-        with (folder / f"rank-{rank}.log").open("wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    [str(word) for word in command],
-                    cwd=folder,
-                    env=environment(**{**place, **(env or {})}),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    return Group(processes, [folder / f"rank-{rank}.log" for rank in range(ranks)], port)
+    words = [str(word) for word in command]
+    return cpu_ranks.start(words, ranks, folder, folder, {**CHANGES, **(env or {})})
 
 
 def wait(group: Group, timeout_s: float = 900) -> Ended:
@@ -177,10 +150,3 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 600)
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

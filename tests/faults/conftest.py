@@ -13,7 +13,7 @@ import pytest
 
 from harness.runfolder import RunFolder
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL
-from tests.zygote import Outcome, Zygote
+from tools.proofs.zygote import Outcome, Zygote
 
 STEPS = 8
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"

@@ -24,7 +24,7 @@ from harness.runfolder import RunFolder
 from tests.faults.conftest import arguments
 from tests.faults.soak_attempts import DAMAGES, HANGS, REFERENCE, WORDS, Attempt, drawn
 from tests.two_ranks import SHARED_MEMORY, write_corpus
-from tests.zygote import Outcome, Zygote
+from tools.proofs.zygote import Outcome, Zygote
 
 
 @dataclass

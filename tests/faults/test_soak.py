@@ -16,7 +16,7 @@ from tests.faults.checks import check_tidy
 from tests.faults.soak import Story
 from tests.faults.soak_attempts import PLACES, drawn
 from tests.faults.soak_report import apart, markdown, redone
-from tests.zygote import Zygote
+from tools.proofs.zygote import Zygote
 
 INTERRUPTIONS = int(os.environ.get("SOAK", "5"))
 SEED = int(os.environ.get("SEED", "0"))

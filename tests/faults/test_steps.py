@@ -13,8 +13,8 @@ import pytest
 from harness.config.curriculum import Curriculum
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
-from tests.zygote import Outcome, Zygote
 from tools.batch_text import first_sample_of
+from tools.proofs.zygote import Outcome, Zygote
 
 pytestmark = pytest.mark.slow
 

@@ -24,8 +24,7 @@ from tests.fuzz.base import build_base
 from tests.fuzz.fuzzer import Fuzzer, Name, Tried, names, remove
 from tests.fuzz.kinds.table import KINDS
 from tests.fuzz.report import counted, table, unbalanced
-from tests.two_ranks import REPOSITORY
-from tests.zygote import Zygote
+from tests.two_ranks import REPOSITORY, forking
 
 _REPORT_EVERY = 100
 
@@ -40,7 +39,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         jobs = 1 if args.only else args.jobs
         (folder / "tmp").mkdir(parents=True)
-        zygotes = [Zygote(TMPDIR=str(folder / "tmp")) for _ in range(jobs)]
+        zygotes = [forking(TMPDIR=str(folder / "tmp")) for _ in range(jobs)]
         for zygote in zygotes:
             stack.callback(zygote.close)
         fuzzer = Fuzzer(folder, build_base(zygotes[0], folder / "base"), zygotes)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.fuzz.case import Base
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, write_corpus
-from tests.zygote import Outcome, Zygote
+from tools.proofs.zygote import Outcome, Zygote
 
 
 def build_base(zygote: Zygote, folder: Path) -> Base:

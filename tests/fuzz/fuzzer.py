@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from tests.fuzz.case import Base, Case, Kind, Place, is_valid
 from tests.fuzz.kinds.table import KINDS
 from tests.fuzz.rule import HANG, NOT_MADE, Fault, faults_of, files_in
-from tests.zygote import Outcome, Zygote
+from tools.proofs.zygote import Outcome, Zygote
 
 LIMIT_S = 20.0
 """After which an input is tried again, alone and with three times as long: then it is a hang."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.errors import ExitCode
 from tests.fuzz.case import SECRET, Case, Place
-from tests.zygote import OVERRAN, Outcome
+from tools.proofs.zygote import OVERRAN, Outcome
 
 TRACEBACK, HANG, EXECUTED = "traceback", "hang", "executed"
 CODE, WRITTEN, LEAKED, NOT_ACCEPTED = "exit code", "written", "leaked", "not accepted"

@@ -12,7 +12,7 @@ from tests.fuzz.case import VALID_EVERY, Base, Case, Place
 from tests.fuzz.fuzzer import Fuzzer, Name, made, names, remove, tried
 from tests.fuzz.kinds.table import KINDS
 from tests.fuzz.report import counted, table, unbalanced
-from tests.zygote import Zygote
+from tools.proofs.zygote import Zygote
 
 # Of the seed that `make fuzz` begins with, so that a failure there is one here.
 SEED = 0

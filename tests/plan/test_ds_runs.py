@@ -10,7 +10,7 @@ import pytest
 
 from harness.runfolder import RunFolder
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events
-from tests.zygote import Zygote
+from tools.proofs.zygote import Zygote
 
 pytestmark = pytest.mark.slow
 BF16_STATES = {

@@ -19,7 +19,7 @@ from harness.plan.plan import Plan
 from harness.plan.text import describe
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
-from tests.zygote import Zygote
+from tools.proofs.zygote import Zygote
 
 GPU = World(accelerator="cuda", gpu="h100-80")
 

@@ -15,7 +15,7 @@ from safetensors.torch import save as to_safetensors
 from harness.plan.weights import weight_file_problems
 from tests.engine.small import MODEL
 from tests.two_ranks import SHORT_RUN
-from tests.zygote import Zygote
+from tools.proofs.zygote import Zygote
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
 WHOLE = to_safetensors({"a": torch.arange(6.0), "b": torch.zeros(2, 3, dtype=torch.bfloat16)})

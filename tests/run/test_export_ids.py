@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.runfolder import RunFolder
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL
-from tests.zygote import Zygote
 from tools.export_hf import main
+from tools.proofs.zygote import Zygote
 
 pytestmark = pytest.mark.slow
 # As a preset's: ids of another tokenizer.

@@ -11,7 +11,7 @@ import pytest
 from harness.data.build import DataSpec, build_data
 from harness.runfolder import RunFolder
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events
-from tests.zygote import Zygote
+from tools.proofs.zygote import Zygote
 
 STEPS, BATCH, SEQ_LEN = 12, 2, 16
 WORDS = "the model reads a long question and answers it in a word or two".split()  # noqa: SIM905

@@ -15,12 +15,12 @@ from harness.config.run_config import RunConfig
 from harness.data.build import DataSpec, build_data
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
-from tests.zygote import Zygote
 from tools.proofs.cells import GLOBAL_BATCH
 from tools.proofs.models import LEARNED
 from tools.proofs.parity import recipe
 from tools.proofs.parity.measure import Trajectory, difference
 from tools.proofs.parity.reference import Split, Task, Way, spread, train
+from tools.proofs.zygote import Zygote
 
 STEPS, WARMUP_STEPS, LEAST = 12, 4, 0.25
 HELD_OUT_SAMPLES = 5  # an evaluation's last batch is incomplete

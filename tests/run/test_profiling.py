@@ -24,7 +24,7 @@ from harness.run.flops import flop_counter, flop_table
 from harness.run.profiling import Profiler
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
-from tests.zygote import Outcome, Zygote
+from tools.proofs.zygote import Outcome, Zygote
 
 STEPS = 8
 WINDOW = "profile.steps=3:6"

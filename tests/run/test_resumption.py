@@ -13,7 +13,7 @@ from harness.checkpoint.load import Store
 from harness.checkpoint.manifest import read_manifest
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
-from tests.zygote import Outcome, Zygote
+from tools.proofs.zygote import Outcome, Zygote
 
 pytestmark = pytest.mark.slow
 

@@ -30,13 +30,12 @@ from tools.proofs.checkpoints.compare import Apart, apart
 from tools.proofs.checkpoints.defects import DEFECTS
 from tools.proofs.checkpoints.report import Row, markdown, summary, terminal_line
 from tools.proofs.checkpoints.worker import Job
+from tools.proofs.jobs import Group, run_jobs
 from tools.proofs.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
 from tools.proofs.models import EVERYWHERE, SAVED, WIDE
-from tools.proofs.ranks import run_module
 
 TOLERANCE_FACTOR = 5.0
 ROUNDING = 2.0**-23  # fp32's last place: two right sums may differ by it
-JOBS_PER_LAUNCH = 60  # not all that engines leave behind is given back: threads pile up
 YARDSTICK = Side("zero1", 1)
 OTHER_SPLITS = (8, 1)  # samples in a micro-batch, where the yardstick has 4
 
@@ -70,12 +69,9 @@ def check(cells: list[Cell], out: Path) -> list[Row]:
 def _do(loads: list[Job], out: Path) -> None:
     """First everything that is loaded is saved, whatever the number of ranks."""
     saves = [Job(job.precision, job.architecture, job.source) for job in loads]
-    for jobs in (saves, loads):
-        missing = [job for job in dict.fromkeys(jobs) if not (out / job.result).exists()]
-        for ranks in sorted({job.side.ranks for job in missing}):
-            todo = [job for job in missing if job.side.ranks == ranks]
-            for start in range(0, len(todo), JOBS_PER_LAUNCH):
-                _launch(todo[start : start + JOBS_PER_LAUNCH], ranks, out)
+    every = dict.fromkeys((*saves, *loads))
+    missing = [job for job in every if not (out / job.result).exists()]
+    run_jobs("checkpoints", missing, out, lambda job: Group(int(bool(job.target)), job.side.ranks))
 
 
 def _load(cell: Cell, defect: str | None = None) -> Job:
@@ -140,15 +136,6 @@ def _self_test(out: Path) -> int:
         print(f"planted: {defect or 'nothing'}\n  {terminal_line(row)}")
         missed += is_missed(row.failures, defect, cell)
     return self_test_result(missed, f"{len(DEFECTS)} defects planted")
-
-
-def _launch(jobs: list[Job], ranks: int, out: Path) -> None:
-    """Do `jobs` in one process group."""
-    todo = out / f"todo-{ranks}.json"
-    todo.write_text(json.dumps([job.to_json() for job in jobs]))
-    run_module(
-        "tools.proofs.checkpoints.worker", [f"--jobs={todo}", f"--out={out}"], ranks, errors=out
-    )
 
 
 def _read(out: Path, job: Job) -> dict[str, list[str]]:

@@ -18,21 +18,18 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
+from tools.proofs.jobs import Group, run_jobs
 from tools.proofs.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
 from tools.proofs.models import LEARNED
 from tools.proofs.parity.cells import Cell, Job, all_cells, covering_cells
 from tools.proofs.parity.report import Row, markdown, self_test_markdown, terminal_line
-from tools.proofs.ranks import run_module
 
 TOLERANCE_FACTOR = 5.0
-CELLS_PER_LAUNCH = 40  # not all that engines leave behind is given back: threads pile up
-SELF_TEST_RANKS = 2
 
 
 def main() -> int:
@@ -55,14 +52,7 @@ def main() -> int:
 
 def check(cells: list[Cell], out: Path) -> list[Row]:
     """Train what `out` does not hold yet, compare everything, print a line per cell."""
-    for ranks in sorted({cell.ranks for cell in cells}):
-        missing = [
-            Job(cell)
-            for cell in cells
-            if cell.ranks == ranks and not (out / f"{cell.name}.json").exists()
-        ]
-        for start in range(0, len(missing), CELLS_PER_LAUNCH):
-            _launch(missing[start : start + CELLS_PER_LAUNCH], ranks, out)
+    _train([Job(cell) for cell in cells], out)
     return _compared(cells, out)
 
 
@@ -88,9 +78,7 @@ def _self_test(out: Path, page: Path | None) -> int:
     trials = {None: undamaged} | trials
     folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
     jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
-    missing = [job for job in jobs if not (out / job.folder / f"{job.cell.name}.json").exists()]
-    for start in range(0, len(missing), CELLS_PER_LAUNCH):
-        _launch(missing[start : start + CELLS_PER_LAUNCH], SELF_TEST_RANKS, out)
+    _train(jobs, out)
     missed: list[str] = []
     rows: dict[str | None, list[Row]] = {}
     for defect, cells in trials.items():
@@ -104,13 +92,12 @@ def _self_test(out: Path, page: Path | None) -> int:
     return self_test_result(missed, planted)
 
 
-def _launch(jobs: list[Job], ranks: int, out: Path) -> None:
-    """Train `jobs` in one process group, each into its own folder under `out`."""
-    todo = out / f"todo-{ranks}.json"
-    todo.write_text(json.dumps([asdict(job) for job in jobs]))
+def _train(jobs: list[Job], out: Path) -> None:
+    """Train what `out` does not hold yet, each job into its own folder there."""
     for name, config in LEARNED.items():
         (out / f"{name}.config.json").write_text(json.dumps(config))
-    run_module("tools.proofs.parity.worker", [f"--jobs={todo}", f"--out={out}"], ranks, errors=out)
+    missing = [job for job in jobs if not (out / job.folder / f"{job.cell.name}.json").exists()]
+    run_jobs("parity", missing, out, lambda job: Group(0, job.cell.ranks))
 
 
 if __name__ == "__main__":

@@ -1,57 +1,104 @@
-"""One rank of a process group that does job after job with the real engine."""
+"""The gates' worker: one rank of a process group that does job after job with the real engine.
+
+`run_jobs` starts the ranks, forks of one process that has imported everything. Each gate's
+worker.py has `do(job, world, device, out)`, which does one job and keeps what it gave in `out`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
+from tools.proofs.ranks import PATIENCE_S, raise_errors
+from tools.proofs.zygote import Zygote
 
-from harness.engine.processes import ending_together, join
-from harness.layout.world import World
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-Job = TypeVar("Job")
-Done = TypeVar("Done")
+    J = TypeVar("J", bound=DataclassInstance)
+
+PER_LAUNCH = 40  # not all that engines leave behind is given back: threads pile up
 
 
-def job_arguments(description: str | None) -> tuple[list[Any], Path]:
-    """(the jobs, as JSON values; the folder of what they give), from the command line."""
-    parser = argparse.ArgumentParser(description=description)
+class Group(NamedTuple):
+    """Jobs that one process group can do; groups come in this order."""
+
+    place: int
+    ranks: int
+
+
+def run_jobs(gate: str, jobs: Sequence[J], out: Path, group_of: Callable[[J], Group]) -> None:
+    """Do `jobs`, in groups. Raises SystemExit with what a rank wrote when it fails."""
+    if not jobs:
+        return
+    with Zygote() as zygote:
+        for group, members in groupby(sorted(jobs, key=group_of), group_of):
+            todo = list(members)
+            for start in range(0, len(todo), PER_LAUNCH):
+                _launch(zygote, gate, todo[start : start + PER_LAUNCH], out, group.ranks)
+
+
+def _launch(zygote: Zygote, gate: str, jobs: Sequence[J], out: Path, ranks: int) -> None:
+    for stale in out.glob("*.error"):
+        stale.unlink()
+    path = out / f"todo-{ranks}.json"
+    path.write_text(json.dumps([asdict(job) for job in jobs]))
+    arguments = [gate, f"--jobs={path}", f"--out={out}"]
+    ended = zygote.run(
+        arguments,
+        ranks=ranks,
+        main="tools.proofs.jobs",
+        limit_s=math.inf,
+        patience_s=PATIENCE_S,
+    )
+    raise_errors(ended.codes, out)
+
+
+def main(argv: list[str]) -> int:
+    """Join the other ranks and do the jobs of a file, one after the other.
+
+    What goes wrong lies in OUT/RANK.error, and ends the whole group.
+    """
+    from harness.engine.processes import ending_together, join
+    from harness.layout.world import World
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("gate", help="parity, checkpoints or memory")
     parser.add_argument("--jobs", type=Path, required=True, help="JSON list of jobs")
     parser.add_argument("--out", type=Path, required=True, help="folder of what they give")
-    args = parser.parse_args()
-    return json.loads(args.jobs.read_text()), args.out
-
-
-def do_jobs(
-    jobs: dict[str, Job],
-    out: Path,
-    do: Callable[[Job, World, torch.device], Done],
-    keep: Callable[[Job, Done], None],
-) -> None:
-    """Join the other ranks and `do` the jobs, by name, one after the other; rank 0 `keep`s.
-
-    What goes wrong lies in `out`/RANK.error, and ends the whole group.
-    """
+    args = parser.parse_args(argv)
+    worker: Any = importlib.import_module(f"tools.proofs.{args.gate}.worker")
+    jobs = [worker.Job.from_json(values) for values in json.loads(args.jobs.read_text())]
     world = World.from_environ()
     device = join(world)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled
     with ending_together():
-        for number, (name, job) in enumerate(jobs.items(), 1):
+        for number, job in enumerate(jobs, 1):
             began = time.perf_counter()
             try:
-                done = do(job, world, device)
+                worker.do(job, world, device, args.out)
             except Exception:
                 # Another rank may wait in a collective: all end here.
-                (out / f"{world.rank}.error").write_text(f"{name}:\n{traceback.format_exc()}")
+                error = args.out / f"{world.rank}.error"
+                error.write_text(f"{job.label}:\n{traceback.format_exc()}")
                 raise
             if world.rank == 0:
-                keep(job, done)
                 seconds = time.perf_counter() - began
-                print(f"  {number}/{len(jobs)} {name} in {seconds:.1f} s", flush=True)
+                print(f"  {number}/{len(jobs)} {job.label} in {seconds:.1f} s", flush=True)
+    return 0
+
+
+def compute_alike() -> None:
+    """Have torch choose deterministic kernels, as a gate needs that compares bits."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled

@@ -21,19 +21,18 @@ import json
 import platform
 import sys
 import tempfile
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
+from tools.proofs.jobs import Group, run_jobs
 from tools.proofs.matrix import chosen
 from tools.proofs.memory.cases import RANKS, Case, all_cases, covering_cases
 from tools.proofs.memory.compare import PEAKS, POINTS, SAVED, Row, compare, markdown
 from tools.proofs.memory.gpu import GPU_CASES, gpu_markdown, measure_gpu, no_gpu, verdict_of
 from tools.proofs.models import MEASURED
-from tools.proofs.ranks import run_module
 
 TOLERANCE = 0.01
 
@@ -87,19 +86,9 @@ def measure(cases: list[Case], out: Path) -> list[Row]:
     last = f"rank{RANKS - 1}.json"
     missing = [case for case in cases if not (out / f"{case.name}.{last}").exists()]
     # DeepSpeed keeps what it knows of divided tensors and sequences in globals.
-    for axes in (("data", "pipeline"), ("tensor",), ("sequence",)):
-        if group := [case for case in missing if case.axis in axes]:
-            _launch(group, out)
+    place = {"tensor": 1, "sequence": 2}
+    run_jobs("memory", missing, out, lambda case: Group(place.get(case.axis, 0), RANKS))
     return [row for case in cases for row in compare(case, out)]
-
-
-def _launch(cases: list[Case], out: Path) -> None:
-    """Run one process group over `cases`; raises SystemExit with the first rank's error."""
-    todo = out / "todo.json"
-    todo.write_text(json.dumps([asdict(case) for case in cases]))
-    run_module(
-        "tools.proofs.memory.worker", [f"--cases={todo}", f"--out={out}"], ranks=RANKS, errors=out
-    )
 
 
 _SAVED_HEADING = """\

@@ -1,4 +1,4 @@
-"""Process groups of CPU ranks on this machine, for the tools that drive the real engine."""
+"""Process groups of CPU ranks on this machine, for all that drives the real engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 PATIENCE_S = 30.0  # how long ranks may take to end once one has failed: they wait for it
 ENDING_S = 5.0  # how long a rank may take over a SIGTERM
+ON_CPU = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class Ranks:
     processes: list[subprocess.Popen[bytes]]
     logs: list[Path]
     """What each says, if anywhere."""
+    port: int
+    """Where they meet, which is in the names of what they share."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether any of them has."""
+        return any(process.poll() is not None for process in self.processes)
 
     def wait(
         self, limit_s: float = float("inf"), meanwhile: Callable[[], None] = lambda: None
@@ -57,32 +66,50 @@ class Ranks:
                 process.wait()
 
 
-@contextlib.contextmanager
-def started(
-    command: Sequence[str], ranks: int, cwd: Path = REPOSITORY, logs: Path | None = None
-) -> Iterator[Ranks]:
-    """Start `command` once per rank, as torchrun would; whatever happens, none outlives the block.
-
-    Rank N writes to `logs`/rank-N.log; without a folder all write where this process does.
-    """
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    base = {
-        **os.environ,
+        return int(probe.getsockname()[1])
+
+
+def place_of(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables by which a rank finds the others, as torchrun sets them."""
+    return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "LOCAL_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONWARNINGS": "ignore",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
     }
+
+
+def environment(*changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with `changes`, of which None removes a variable."""
+    changed: dict[str, str | None] = {**os.environ}
+    for values in changes:
+        changed |= values
+    return {name: value for name, value in changed.items() if value is not None}
+
+
+def start(
+    command: Sequence[str],
+    ranks: int,
+    cwd: Path = REPOSITORY,
+    logs: Path | None = None,
+    env: Mapping[str, str | None] = ON_CPU,
+) -> Ranks:
+    """Start `command` once per rank, as torchrun would.
+
+    Rank N writes to `logs`/rank-N.log; without a folder all write where this process does. `env`
+    changes this process's environment; None removes a variable.
+    """
     paths = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
     if logs:
         logs.mkdir(parents=True, exist_ok=True)
-    group = Ranks([], paths)
+    group = Ranks([], paths, free_port())
     try:
         with _deferred(signal.SIGINT, signal.SIGTERM):
             for rank in range(ranks):
@@ -91,12 +118,25 @@ def started(
                         subprocess.Popen(
                             command,
                             cwd=cwd,
-                            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            env=environment(place_of(rank, ranks, group.port), env),
                             stdin=subprocess.DEVNULL,
                             stdout=log,
                             stderr=subprocess.STDOUT if log else None,
                         )
                     )
+    except BaseException:
+        group.end()
+        raise
+    return group
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], ranks: int, cwd: Path = REPOSITORY, logs: Path | None = None
+) -> Iterator[Ranks]:
+    """`start`; whatever happens, no rank outlives the block."""
+    group = start(command, ranks, cwd, logs)
+    try:
         yield group
     finally:
         group.end()
@@ -105,6 +145,9 @@ def started(
 @contextlib.contextmanager
 def _deferred(*numbers: signal.Signals) -> Iterator[None]:
     """Signals come when the block is done: one in the middle of a start would lose a process."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets them
+        yield
+        return
     come: list[int] = []
     before = {n: signal.signal(n, lambda number, _: come.append(number)) for n in numbers}
     try:
@@ -124,7 +167,11 @@ def run_module(module: str, arguments: list[str], ranks: int, errors: Path) -> N
     for stale in errors.glob("*.error"):
         stale.unlink()
     with started([sys.executable, "-m", module, *arguments], ranks) as group:
-        codes = group.wait()
-    if any(codes):
+        raise_errors(group.wait(), errors)
+
+
+def raise_errors(codes: Sequence[int | None], errors: Path) -> None:
+    """Raise SystemExit with what ranks wrote to `errors`/*.error, where one did not end with 0."""
+    if any(code != 0 for code in codes):
         texts = [path.read_text() for path in sorted(errors.glob("*.error"))]
         raise SystemExit("\n".join(texts) or f"the process group ended with {codes}")

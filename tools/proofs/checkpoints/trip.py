@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +149,6 @@ def gathered(found: list[str]) -> list[str]:
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, found)
     return sorted({item for items in told for item in items})
-
-
-def to_json(trip: Trip) -> dict[str, Any]:
-    """As it is kept."""
-    return asdict(trip)
 
 
 def _missing(engine: Any, saved: Checkpoint) -> list[str]:

@@ -1,4 +1,4 @@
-"""One rank of a process group that saves and loads job after job with the real engine."""
+"""Saves or loads with the real engine, on one rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from harness.layout.world import World
 from tools.proofs.checkpoints.cells import Cell, Side
 from tools.proofs.checkpoints.defects import planted
-from tools.proofs.checkpoints.trip import Place, load_half, save_half, to_json
-from tools.proofs.jobs import do_jobs, job_arguments
+from tools.proofs.checkpoints.trip import Place, load_half, save_half
+from tools.proofs.jobs import compute_alike
 
 
 @dataclass(frozen=True)
@@ -50,37 +50,27 @@ class Job:
         planted = f" with {self.defect}" if self.defect else ""
         return f"{cell.name}{split}{planted}.json"
 
-    def to_json(self) -> dict[str, Any]:
-        """For the ranks."""
-        return asdict(self)
+    @property
+    def label(self) -> str:
+        """What a terminal shows of it."""
+        return self.result.removesuffix(".json")
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
-        """What `to_json` gave."""
+        """Return what `asdict` gave as JSON."""
         target = values["target"] and Side(**values["target"])
         return cls(**{**values, "source": Side(**values["source"]), "target": target})
 
 
-def do(job: Job, world: World, device: torch.device, out: Path) -> dict[str, Any]:
-    """One job on this rank."""
+def do(job: Job, world: World, device: torch.device, out: Path) -> None:
+    """Do one job on this rank; rank 0 keeps what it gave."""
+    compute_alike()
     place = Place(job.precision, job.architecture, job.side, world, device, out, job.micro_batch)
     if job.target is None:
-        return to_json(save_half(place, out / job.saved))
-    again = None if job.micro_batch else out / "again" / job.result.removesuffix(".json")
-    with planted(job.defect):
-        return to_json(load_half(place, out / job.saved, again))
-
-
-def main() -> None:
-    """Do the jobs of a file, one after the other."""
-    values, out = job_arguments(__doc__)
-    jobs = {job.result.removesuffix(".json"): job for job in map(Job.from_json, values)}
-
-    def keep(job: Job, found: dict[str, Any]) -> None:
-        (out / job.result).write_text(json.dumps(found))
-
-    do_jobs(jobs, out, lambda job, world, device: do(job, world, device, out), keep)
-
-
-if __name__ == "__main__":
-    main()
+        trip = save_half(place, out / job.saved)
+    else:
+        again = None if job.micro_batch else out / "again" / job.label
+        with planted(job.defect):
+            trip = load_half(place, out / job.saved, again)
+    if world.rank == 0:
+        (out / job.result).write_text(json.dumps(asdict(trip)))

@@ -42,6 +42,16 @@ class Case(Divided):
         return "-".join(str(value) for value in parts.values())
 
     @property
+    def label(self) -> str:
+        """What a terminal shows of it."""
+        return f"measured {self.name}"
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Case:
+        """Return what `asdict` gave as JSON."""
+        return cls(**values)
+
+    @property
     def axis(self) -> Axis:
         """What the ranks differ in: "data", or what the layout divides over them."""
         if self.layout.startswith("tensor"):

@@ -1,10 +1,8 @@
-"""One rank of a process group that measures the model states of case after case."""
+"""Measures the model states of a case, on one rank."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,14 @@ import torch
 
 from harness.config.run_config import RunConfig
 from harness.data.batches import Batch
-from harness.engine.processes import ending_together, join
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run.live_memory import live_storages
 from tools.proofs.memory.cases import SEQ_LEN, Case
 from tools.proofs.memory.live import rise
+
+Job = Case
 
 
 def plan_of(case: Case, world: World, model: Path) -> Plan:
@@ -82,28 +81,8 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
     return {"optimizer": optimizer, "points": points, "peaks": peaks}
 
 
-def main() -> None:
-    """Measure the cases of a file, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=Path, required=True, help="JSON list of cases")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the measurements")
-    args = parser.parse_args()
-    world = World.from_environ()
-    device = join(world)
+def do(case: Case, world: World, device: torch.device, out: Path) -> None:
+    """Measure one case; every rank keeps what it held."""
     torch.manual_seed(0)
-    model = args.out / "config.json"
-    with ending_together():
-        for values in json.loads(args.cases.read_text()):
-            case = Case(**values)
-            path = args.out / f"{case.name}.rank{world.rank}"
-            try:
-                found = measure(case, world, device, model)
-            except Exception:
-                # The other rank may wait in a collective: the whole group ends here.
-                path.with_suffix(path.suffix + ".error").write_text(traceback.format_exc())
-                raise
-            path.with_suffix(path.suffix + ".json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    measured = measure(case, world, device, out / "config.json")
+    (out / f"{case.name}.rank{world.rank}.json").write_text(json.dumps(measured))

@@ -60,6 +60,16 @@ class Job:
     defect: str | None = None
     folder: str = "."
 
+    @property
+    def label(self) -> str:
+        """What a terminal shows of it."""
+        return f"trained {self.cell.name}" + (f" with {self.defect}" if self.defect else "")
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Job:
+        """Return what `asdict` gave as JSON."""
+        return cls(**{**values, "cell": Cell(**values["cell"])})
+
 
 def all_cells() -> list[Cell]:
     """Every combination."""

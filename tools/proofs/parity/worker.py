@@ -1,4 +1,4 @@
-"""One rank of a process group that trains cell after cell with the real engine."""
+"""Trains a cell with the real engine, on one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.loop import Run, evaluate
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tools.proofs.cells import GLOBAL_BATCH
-from tools.proofs.jobs import do_jobs, job_arguments
+from tools.proofs.jobs import compute_alike
 from tools.proofs.models import ATTENTION, SEQ_LEN
 from tools.proofs.parity import recipe
 from tools.proofs.parity.cells import STEPS, Cell, Job
@@ -133,25 +133,11 @@ def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
     return [rows(batch, samples.tolist()) for samples in share]
 
 
-def main() -> None:
-    """Train the jobs of a file, one after the other."""
-    values, out = job_arguments(__doc__)
-    jobs = [Job(Cell(**v["cell"]), v["defect"], v["folder"]) for v in values]
-
-    def train(job: Job, world: World, device: torch.device) -> Trajectory:
-        with planted(job.defect, world):
-            return train_cell(job.cell, world, device, out)
-
-    def keep(job: Job, found: Trajectory) -> None:
+def do(job: Job, world: World, device: torch.device, out: Path) -> None:
+    """Train a job's cell; rank 0 keeps the trajectory in its folder."""
+    compute_alike()
+    with planted(job.defect, world):
+        trained = train_cell(job.cell, world, device, out)
+    if world.rank == 0:
         (out / job.folder).mkdir(exist_ok=True)
-        found.save(out / job.folder / job.cell.name)
-
-    do_jobs({_name(job): job for job in jobs}, out, train, keep)
-
-
-def _name(job: Job) -> str:
-    return f"trained {job.cell.name}" + (f" with {job.defect}" if job.defect else "")
-
-
-if __name__ == "__main__":
-    main()
+        trained.save(out / job.folder / job.cell.name)

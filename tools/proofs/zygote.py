@@ -1,10 +1,8 @@
 """Real runs of several ranks within two seconds: processes that have imported everything, forked.
 
-`python -m tests.zygote` reads one JSON object per line: {"args": [...], "ranks": 2, "logs":
-FOLDER, "fault": {...}, "limit_s": 120}, runs `train.py` with a fault in it (tests/faults/plant.py)
-on so many ranks, and answers with their exit codes; -9 is a kill, None a rank that had to be ended.
-"main" names another module whose main(argv) is called, "cwd" the folder where; "bounded" limits
-what a rank may use.
+`python -m tools.proofs.zygote FD` reads a job per line, as `Zygote.run` writes it, forks its ranks,
+and answers on the file descriptor FD: their exit codes (-9 is a kill, None a rank that had to be
+ended), how long each took, the port where they met, and what they left behind.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ import math
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.two_ranks import REPOSITORY, environment
+from tools.proofs.ranks import ON_CPU, REPOSITORY, environment, free_port, place_of
 
 # What a bounded rank may use. RLIMIT_DATA counts memory that is written to, and not the libraries.
 BOUNDS = {
@@ -42,7 +40,9 @@ BOUNDS = {
 }
 OVERRAN = signal.SIGXCPU
 _TO_PRINT_STACKS_S = 2.0
-_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+# Of prctl(2).
+_SET_DEATH_SIGNAL = 1
+_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -55,28 +55,37 @@ class Outcome:
 
     @property
     def output(self) -> str:
+        """What all of them wrote."""
         return "\n".join(self.outputs)
 
 
 class Zygote:
-    """The process that forks; close() it."""
+    """The process that forks; a context that ends it."""
 
-    def __init__(self, **variables: str) -> None:
+    def __init__(self, env: Mapping[str, str | None] = ON_CPU, planter: str = "") -> None:
+        """`env` changes this process's environment; None removes a variable.
+
+        `planter`: a module whose `plant(fault, rank)` acts in each rank of a run with a fault.
+        """
         self.ports: list[int] = []  # where its runs met, which is in the names of what they share
         self.left: list[str] = []  # processes that outlived their ranks: command, folder of logs
+        self._planter = planter
+        answers, to_answer = os.pipe()
+        self._answers = os.fdopen(answers)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote"],
+            [sys.executable, "-m", "tools.proofs.zygote", str(to_answer)],
             cwd=REPOSITORY,
-            env=environment(PYTHONPATH=str(REPOSITORY), PYTHONWARNINGS="ignore", **variables),
+            env=environment(env, {"PYTHONPATH": str(REPOSITORY)}),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            pass_fds=[to_answer],
             text=True,
         )
+        os.close(to_answer)
 
     def run(
         self,
         args: list[str],
-        logs: Path,
+        logs: Path | None = None,
         fault: dict[str, Any] | None = None,
         ranks: int = 2,
         limit_s: float = 180,
@@ -84,31 +93,54 @@ class Zygote:
         main: str = "harness.train",
         cwd: Path | None = None,
         bounded: bool = False,
+        patience_s: float = math.inf,
     ) -> Outcome:
         """Train with `args` on `ranks` ranks, and wait for all of them.
 
         `main`: another module whose main(argv) is called. `bounded`: within BOUNDS, with `cwd` as
-        its home; a rank that exceeds its time prints its stacks and ends by OVERRAN.
+        its home; a rank that exceeds its time prints its stacks and ends by OVERRAN. `patience_s`:
+        how long ranks may outlive one that failed. Without `logs` they write where this process
+        does.
         """
+        if logs:
+            logs.mkdir(parents=True, exist_ok=True)
+        job = {
+            "args": args,
+            "ranks": ranks,
+            "logs": str(logs) if logs else None,
+            "fault": fault,
+            "planter": self._planter,
+            "limit_s": limit_s,
+            "patience_s": patience_s,
+            "main": main,
+            "cwd": str(cwd) if cwd else None,
+            "bounded": bounded,
+        }
         assert self._process.stdin
-        assert self._process.stdout
-        logs.mkdir(parents=True, exist_ok=True)
-        job = {"args": args, "ranks": ranks, "logs": str(logs), "fault": fault, "limit_s": limit_s}
-        job |= {"main": main, "cwd": str(cwd) if cwd else None, "bounded": bounded}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        codes, seconds, port, left = json.loads(self._process.stdout.readline())
+        codes, seconds, port, left = json.loads(self._answers.readline())
         self.ports.append(port)
         if None not in codes:  # a rank that is ended here cannot end its compiler
             self.left += [f"{command} ({logs})" for command in left]
-        texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
+        texts = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in texts]
         return Outcome(codes, outputs, seconds)
 
     def close(self) -> None:
+        """Let it end; it has no ranks."""
         assert self._process.stdin
         self._process.stdin.close()
+        self._answers.close()
         self._process.wait(30)
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # its ranks end with it
+            self._process.kill()
+        self.close()
 
 
 def main() -> None:
@@ -122,15 +154,14 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whoever a rank leaves is ours
     gc.collect()
     gc.freeze()  # what is imported need not be searched for tensors in every run
-    for line in sys.stdin:
-        print(json.dumps(_ranks(json.loads(line))), flush=True)
+    with os.fdopen(int(sys.argv[1]), "w") as answers:
+        for line in sys.stdin:
+            print(json.dumps(_ranks(json.loads(line), answers.fileno())), file=answers, flush=True)
 
 
-def _ranks(job: dict[str, Any]) -> tuple[list[int | None], list[float], int, list[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = [_fork(rank, port, job) for rank in range(job["ranks"])]
+def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
+    port = free_port()
+    pids = [_fork(rank, port, job, to_answer) for rank in range(job["ranks"])]
     began = time.monotonic()
     deadline = began + job["limit_s"]
     codes: dict[int, int] = {}
@@ -138,6 +169,8 @@ def _ranks(job: dict[str, Any]) -> tuple[list[int | None], list[float], int, lis
 
     def collect(until: float) -> None:
         while len(codes) < len(pids) and time.monotonic() < until:
+            if failed := [seconds[pid] for pid, code in codes.items() if code]:
+                until = min(until, began + min(failed) + job["patience_s"])
             for pid in {*pids} - {*codes}:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -183,24 +216,19 @@ def _bound(home: str) -> None:
         resource.setrlimit(what, (most, most + 5))  # at the second, CPU time ends without a word
 
 
-def _fork(rank: int, port: int, job: dict[str, Any]) -> int:
+def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid:
         return pid
-    log = os.open(f"{job['logs']}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    os.close(to_answer)
+    if job["logs"]:
+        log = os.open(f"{job['logs']}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
     os.close(0)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        WORLD_SIZE=str(job["ranks"]),
-        LOCAL_WORLD_SIZE=str(job["ranks"]),
-        LOCAL_SIZE=str(job["ranks"]),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-    )
+    os.environ.update(place_of(rank, job["ranks"], port))
     code = 1
     try:
         if job["cwd"]:
@@ -208,9 +236,7 @@ def _fork(rank: int, port: int, job: dict[str, Any]) -> int:
         if job["bounded"]:
             _bound(job["cwd"])
         if job["fault"]:
-            from tests.faults.plant import plant
-
-            plant(job["fault"], rank)
+            importlib.import_module(job["planter"]).plant(job["fault"], rank)
         sys.argv = [job["main"], *job["args"]]  # some tools look there
         command = importlib.import_module(job["main"]).main
         code = command(job["args"]) if inspect.signature(command).parameters else command()
