@@ -122,7 +122,7 @@ def test_a_factor_for_each_dimension_of_a_head_is_cut_with_it() -> None:
 
 
 def test_a_model_that_cannot_be_shrunk_says_why() -> None:
-    with pytest.raises(ValueError, match="hidden_size or n_embd or d_model is missing"):
+    with pytest.raises(ValueError, match="hidden_size or n_embd or n_embed or d_model is missing"):
         shrunk({"model_type": "new", "num_hidden_layers": 2}, LAYERS, VOCAB_SIZE)
     with pytest.raises(ValueError, match="its code comes with its repository"):
         shrunk({"model_type": "new", "auto_map": {}}, LAYERS, VOCAB_SIZE)

@@ -8,6 +8,20 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+# Keys of any config that hold a size; the first is the one that transformers usually takes.
+SIZE_KEYS: dict[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head": ("head_dim",),
+    "width": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "positions": (
+        *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
+    ),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+}
+
 _FILE = Path(__file__).with_name("families.toml")
 _NOT_INHERITED = {"like", "compared"}  # what was compared for one family says nothing of another
 _COMPARISONS = {"activations", "divided activations", "liger"}
@@ -38,7 +52,8 @@ class Family:
     """
 
     name: str
-    # What the config class assumes
+    # The config class: its keys, and what it assumes where they are absent
+    keys: Mapping[str, list[str]] = field(default_factory=dict)
     tied: bool = False
     head_dim: int | None = None
     sliding_window: int | None = None
@@ -75,6 +90,15 @@ class Family:
     fp32_norms: bool = False
     norms_side_by_side: bool = False
     compared: frozenset[str] = frozenset()
+
+    def size_keys(self, size: str) -> tuple[str, ...]:
+        """Keys of its config that hold a size, which SIZE_KEYS names.
+
+        All that any config has for it, where the family is not known tensor by tensor.
+        """
+        if size in self.keys:
+            return tuple(self.keys[size])
+        return SIZE_KEYS[size][:1] if self.layers else SIZE_KEYS[size]
 
     @property
     def layer_norm(self) -> bool:
@@ -158,6 +182,8 @@ def _problems(family: Family) -> Iterator[str]:
     """Values that mean nothing to any reader of the table."""
     if others := family.compared - _COMPARISONS:
         yield f"compared has {sorted(others)}: only {sorted(_COMPARISONS)} are compared"
+    if unknown_sizes := family.keys.keys() - SIZE_KEYS.keys():
+        yield f"keys has {sorted(unknown_sizes)}: the sizes are {', '.join(SIZE_KEYS)}"
     if family.slides is not None and family.slides not in _WINDOW_RULES:
         yield f"slides is {family.slides!r}: it must be one of {sorted(_WINDOW_RULES)}"
     if family.layers and bool(family.activation) == family.gated_mlp:

@@ -97,20 +97,22 @@ def read_sizes(keys: Keys) -> Sizes:
             f"the tensors of model_type {model_type!r} are not known: one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    hidden_size = keys.size("hidden_size", "n_embd", "n_embed")
-    num_layers = keys.size("num_hidden_layers", "n_layer")
-    num_heads = keys.size("num_attention_heads", "n_head")
+    hidden_size = keys.size(*family.size_keys("hidden"))
+    num_layers = keys.size(*family.size_keys("layers"))
+    num_heads = keys.size(*family.size_keys("heads"))
     num_kv_heads = _kv_heads(keys, family, num_heads)
-    head_dim = keys.size("head_dim", default=family.head_dim or hidden_size // num_heads or 1)
+    head_keys = family.size_keys("head")
+    head_dim = keys.size(*head_keys, default=family.head_dim or hidden_size // num_heads or 1)
     has_experts = family.experts
-    num_experts = keys.size("num_local_experts", "num_experts") if has_experts else 0
+    num_experts = keys.size(*family.size_keys("experts")) if has_experts else 0
     experts_per_token = keys.size("num_experts_per_tok") if has_experts else 0
     if num_heads % num_kv_heads:
         keys.problems.append(
             f"num_attention_heads = {num_heads} is not a multiple of "
             f"num_key_value_heads = {num_kv_heads}"
         )
-    if hidden_size % num_heads and keys.config.get("head_dim", family.head_dim) is None:
+    assumed = all(keys.config.get(key, family.head_dim) is None for key in head_keys)
+    if hidden_size % num_heads and assumed:
         keys.problems.append(
             f"hidden size {hidden_size} is not a multiple of {num_heads} attention heads"
         )
@@ -127,12 +129,10 @@ def read_sizes(keys: Keys) -> Sizes:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=keys.size(
-            *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+            *family.size_keys("width"),
             default=family.mlp_ratio * hidden_size if family.mlp_ratio else None,
         ),
-        max_positions=keys.size(
-            "max_position_embeddings", "n_positions", default=family.max_positions
-        ),
+        max_positions=keys.size(*family.size_keys("positions"), default=family.max_positions),
         tied=keys.flag("tie_word_embeddings", family.tied),
         sliding_windows=_sliding_windows(keys, family, num_layers),
         num_experts=num_experts,
@@ -153,7 +153,7 @@ def flags_on(keys: Keys, family: Family) -> set[str]:
 
 
 def _kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
-    named = keys.size("num_key_value_heads", "num_kv_heads", default=num_heads)
+    named = keys.size(*family.size_keys("kv_heads"), default=num_heads)
     on = flags_on(keys, family)
     for rule in family.kv_heads:
         number, _, conditions = rule.partition(" if=")

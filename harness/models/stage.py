@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from harness.layout.families import SIZE_KEYS
 from harness.models.flow import Flow, StandIn
 from harness.models.pieces import decoder_layers, pieces
 
@@ -155,14 +156,14 @@ def reduce_to_stage(model: PreTrainedModel, flow: Flow, first_layer: int, end_la
 def _num_experts(model: PreTrainedModel) -> int:
     module = sys.modules[type(model).__module__]
     config = model.config.get_text_config(decoder=True)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    found = [getattr(config, name) for name in names if getattr(config, name, None)]
-    if not hasattr(module, _BALANCING) or not found:
+    counts = [getattr(config, key, None) for key in SIZE_KEYS["experts"]]
+    experts = next((count for count in counts if count), None)
+    if not hasattr(module, _BALANCING) or experts is None:
         raise ValueError(
             f"the balancing loss of {type(model).__name__} cannot be carried over stages: set "
             "model.overrides.output_router_logits=false, or use ZeRO 3"
         )
-    return int(found[0])
+    return int(experts)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from harness.errors import ConfigError
-from harness.layout.families import family_of
+from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.shape import Shape
 from harness.layout.sizes import UnknownArchitecture
 from harness.plan.draft import Draft
@@ -13,7 +13,6 @@ from harness.plan.model_config import find_model_config, load_model_config, max_
 from harness.plan.optimizer import check_groups
 from harness.plan.weights import weight_file_problems
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
 
 
@@ -41,7 +40,7 @@ def find_model(draft: Draft) -> None:
 def check_experts(draft: Draft) -> None:
     """Refuse widths of experts that torch's grouped_mm does not multiply: rows of 16 bytes each."""
     config = draft.model_config
-    if not any(isinstance(config.get(key), int) for key in _EXPERT_COUNTS):
+    if not any(isinstance(config.get(key), int) for key in SIZE_KEYS["experts"]):
         return
     multiple = 4 if draft.precision == "fp32" else 8
     inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"

@@ -17,7 +17,7 @@ from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
-from harness.layout.families import family_of
+from harness.layout.families import SIZE_KEYS, family_of
 from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
@@ -26,7 +26,6 @@ PRESETS = Path(__file__).resolve().parents[1] / "presets"
 _UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
 # So like a preset that it is meant: the nearest hub id without a "/", gpt2-xl, has 0.63.
 _NEAR = 0.8
-_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
 
 def preset_names() -> list[str]:
@@ -86,7 +85,7 @@ def find_model_config(
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Longest sequence the model has positions for, None where its config names no limit."""
-    limits = (config.get(key) for key in _POSITION_KEYS)
+    limits = (config.get(key) for key in SIZE_KEYS["positions"])
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.config.run_config import RunConfig
 from harness.errors import shortened
+from harness.layout.families import SIZE_KEYS
 
 _TYPES = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))[
     "types"
@@ -48,8 +49,8 @@ def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
     for kind, (words, holds) in _IS.items():
         if key in _TYPES[kind].split() and not holds(value):
             return words
-    for noun, most in _MOST.items():
-        if key in _TYPES[noun].split() and _number(value) and value > most:
+    for size, most in _MOST.items():
+        if key in SIZE_KEYS[size] and _number(value) and value > most:
             return f"at most {most:,}"
     if key.endswith(DROPOUT_ENDINGS) and _number(value) and not 0 <= value <= 1:
         return "a probability, from 0 to 1"

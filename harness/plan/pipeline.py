@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.config.ds_keys import AUTO, literal, value_of
 from harness.estimate.timeline import rank_timeline
+from harness.layout.families import SIZE_KEYS
 from harness.layout.grid import Coords
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
 from harness.plan.draft import Draft
@@ -16,7 +17,6 @@ from harness.plan.plan import Plan
 
 _STAGES, _PARTITION = "pipeline.stages", "pipeline.partition"
 _BALANCES = ("time", "memory", "best")  # "best" is DeepSpeed's default, and no more than a word
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def num_stages(ds: Mapping[str, Any]) -> int:
@@ -108,5 +108,5 @@ def _bounds(draft: Draft, partition: object) -> Bounds | None:
 
 
 def _count_layers(config: Mapping[str, Any]) -> int | None:
-    counts = (config.get(key) for key in _LAYER_COUNTS)
+    counts = (config.get(key) for key in SIZE_KEYS["layers"])
     return next((count for count in counts if isinstance(count, int)), None)

@@ -119,6 +119,7 @@ def test_what_was_compared_is_not_inherited() -> None:
         ('[a]\nautotp = "mlp"', r"\[a\] autotp = 'mlp' is not a tuple"),
         ('[a]\nlike = "b"\n[b]', r"\[a\] is like 'b', which is no table above it"),
         ('[a]\ncompared = ["all"]', r"\[a\] compared has \['all'\]: only \['activations'"),
+        ('[a]\nkeys.depth = ["n"]', r"\[a\] keys has \['depth'\]: the sizes are hidden, layers"),
         ('[a]\nslides = "some"', r"\[a\] slides is 'some': it must be one of"),
         ('[a]\nlayers = ["mlp fc"]\nlayer_prefix = "h."', r"\[a\] 'mlp fc' names no sizes"),
         ('[a]\nlayer_prefix = "h."', r"\[a\] layers and layer_prefix go together"),

@@ -9,7 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.layout.families import FAMILIES
+from harness.layout.families import FAMILIES, SIZE_KEYS
 from harness.layout.shape import (
     Shape,
     active_parameters,
@@ -130,6 +130,23 @@ def test_what_a_config_leaves_out_means_what_transformers_means(
     """The sizes from the sparse config are those from transformers' filled-in one."""
     filled = AutoConfig.for_model(model_type, **config).to_dict()
     assert Shape.from_hf({"model_type": model_type, **config}) == Shape.from_hf(filled)
+
+
+@pytest.mark.parametrize(("model_type", "config"), CASES)
+def test_keys_of_other_families_mean_nothing(model_type: str, config: dict[str, Any]) -> None:
+    """A size under a key that the config class does not read is no size of the model."""
+    family, config_class = FAMILIES[model_type], type(AutoConfig.for_model(model_type))
+    others = {
+        key: 8 * number
+        for number, (size, keys) in enumerate(SIZE_KEYS.items(), 3)
+        for key in set(keys) - set(family.size_keys(size))
+        if not isinstance(getattr(config_class, key, None), property)  # cannot be set at all
+    }
+    assert others
+    odd = AutoConfig.for_model(model_type, **config, **others)
+    shape = Shape.from_hf({"model_type": model_type, **config, **others})
+    assert our_tensors(shape) == transformers_tensors(odd)
+    assert shape == Shape.from_hf({"model_type": model_type, **config})
 
 
 @pytest.mark.parametrize(

@@ -10,23 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.layout.families import Family, family_of
+from harness.layout.families import SIZE_KEYS, Family, family_of
 
 HIDDEN_SIZE = 64  # of all query heads together, as near as the number of heads allows
 MOST_HEADS_PER_KEY = 16
 WINDOW = 16  # tokens; shorter than a rehearsed sample, so that it bites
 EXPERTS = 4
 
-# The families' names for one thing.
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-HIDDEN = ("hidden_size", "n_embd", "d_model")
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+LAYERS, HIDDEN = SIZE_KEYS["layers"], SIZE_KEYS["hidden"]
+_HEADS, _KEY_HEADS = SIZE_KEYS["heads"], SIZE_KEYS["kv_heads"]
 _WIDTHS = (
-    *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "word_embed_proj_dim"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+    *SIZE_KEYS["width"],
+    *("word_embed_proj_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ROPE = ("rope_scaling", "rope_parameters")
 
 
@@ -124,7 +120,7 @@ def _widths(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, An
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    name = _key(config, _EXPERT_COUNTS)
+    name = _key(config, SIZE_KEYS["experts"])
     if name is None:
         return {}
     chosen = min(config.get("num_experts_per_tok") or 1, 2)
