@@ -27,7 +27,7 @@ _UNFUSED = {"gelu_new": 4, "gelu_fast": 4}
 
 
 def activation_evidence(inputs: Inputs) -> Evidence:
-    """How well the family's activations are known."""
+    """Return the evidence for the family's activations."""
     compared = inputs.shape.family.compared
     traced = "activations" in compared and not inputs.dropout
     traced |= inputs.traced_layer_bytes is not None
@@ -48,12 +48,12 @@ class Layer:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all parts."""
         return self.attention + self.mlp + self.norms + self.layers
 
 
 def layer_activations(inputs: Inputs, index: int) -> Layer:
-    """What autograd keeps of layer `index` without checkpointing."""
+    """Return the bytes that autograd keeps of layer `index` without checkpointing."""
     if inputs.traced_layer_bytes is not None:
         return Layer(0, 0, 0, int(inputs.traced_layer_bytes * inputs.tokens))
     per_token = Layer(_attention(inputs, index), _mlp(inputs, index), _norms(inputs))
@@ -69,38 +69,38 @@ def activations(inputs: Inputs) -> list[Held]:
     layers = [layer_activations(inputs, index) for index in range(inputs.shape.num_layers)]
     before_loss = frozenset({"forward", "loss"})
     everything = before_loss | {"backward_first"}
-    held = []
+    parts: list[Held] = []
     last, first = layers[-1], layers[0]
 
     def saved(name: str, total: int, of_first: int) -> None:
         """`total` of a micro-batch, of which the end of its backward pass needs `of_first`."""
-        held.append(Held(name, batches * total, everything, evidence))
+        parts.append(Held(name, batches * total, everything, evidence))
         left = (batches - 1) * total + of_first
-        held.append(Held(name, left, frozenset({"backward_last"}), evidence))
+        parts.append(Held(name, left, frozenset({"backward_last"}), evidence))
 
     if inputs.checkpointing == "full":
         boundary = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
         saved("activations: layer inputs", len(layers) * boundary, boundary)
         for phase, layer in (("backward_first", last), ("backward_last", first)):
-            held.append(Held("recomputed layer", layer.total, frozenset({phase}), evidence))
+            parts.append(Held("recomputed layer", layer.total, frozenset({phase}), evidence))
     else:
         for kind in ("attention", "mlp", "norms", "layers"):
             total = sum(getattr(layer, kind) for layer in layers)
             saved(f"activations: {kind}", total, getattr(first, kind))
     full = inputs.checkpointing == "full"  # then the mask is an argument of every layer
     lives = everything | BACKWARD if full else frozenset({"forward"})
-    held.append(Held("attention mask", _mask(inputs), lives, "read"))
+    parts.append(Held("attention mask", _mask(inputs), lives, "read"))
     shared = batches * (_INDEX * inputs.tokens + _positions(inputs) + _embedding_norm(inputs))
-    held.append(Held("activations: shared", shared, everything | BACKWARD, evidence))
-    held.append(Held("backward temporaries", _temporaries(inputs), BACKWARD, "guessed"))
+    parts.append(Held("activations: shared", shared, everything | BACKWARD, evidence))
+    parts.append(Held("backward temporaries", _temporaries(inputs), BACKWARD, "guessed"))
     if inputs.has_head:
-        held.append(Held("activations: head", _head(inputs), before_loss, evidence))
-        held += _logits(inputs)
-    return [part for part in held if part.bytes]
+        parts.append(Held("activations: head", _head(inputs), before_loss, evidence))
+        parts += _logits(inputs)
+    return [part for part in parts if part.bytes]
 
 
 def saved_for_backward(inputs: Inputs) -> int:
-    """All that autograd holds between a forward pass and its backward pass.
+    """Return the bytes that autograd holds between a forward pass and its backward pass.
 
     Under checkpointing rotary tensors and mask are arguments of each layer, alive but not saved.
     """
@@ -151,7 +151,7 @@ def _attention(inputs: Inputs, index: int) -> int:
 
 
 def _masked(inputs: Inputs, index: int) -> bool:
-    """Whether a mask is made for SDPA: it knows only the plain causal one by itself.
+    """Return whether a mask is made for SDPA: it knows only the plain causal one by itself.
 
     Ulysses makes none at all (docs/deepspeed_findings.md, 15).
     """

@@ -16,15 +16,15 @@ _NORM = 8  # bytes
 
 
 def communication(inputs: Inputs) -> list[Held]:
-    """What reducing gradients takes."""
+    """Buffers in which gradients are reduced."""
     kind = optimizer_class(inputs)
     if kind == "DeepSpeedZeroOptimizer":
-        found = _bucket12(inputs)
+        buffers = _bucket12(inputs)
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
-        found = _bucket3(inputs)
+        buffers = _bucket3(inputs)
     else:
-        found = _allreduce(inputs, kind)
-    return [held for held in found if held.bytes]
+        buffers = _allreduce(inputs, kind)
+    return [part for part in buffers if part.bytes]
 
 
 def _bucket12(inputs: Inputs) -> Iterator[Held]:
@@ -121,8 +121,8 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
         turn = working = total
     copy = element * min(prefetched, total)
     return [
-        held
-        for held in (
+        part
+        for part in (
             Held(
                 "gathered parameters", element * turn, frozenset({"loss", "backward_first"}), "read"
             ),
@@ -135,12 +135,12 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
             Held("prefetch copy", copy, frozenset({"forward", "evaluation"}) | BACKWARD, "read"),
             Held("gathered parameters", element * largest, frozenset({"build", "save"}), "read"),
         )
-        if held.bytes
+        if part.bytes
     ]
 
 
 def pipeline(inputs: Inputs) -> list[Held]:
-    """What a pipeline stage keeps of each micro-batch besides its layers' activations.
+    """Tensors that a pipeline stage keeps of each micro-batch besides its layers' activations.
 
     pipe/engine.py: one buffer receives activations and gradients alike; what was received is
     copied, and lives until its gradient is sent; outputs live until their backward pass.  The last
@@ -151,14 +151,14 @@ def pipeline(inputs: Inputs) -> list[Held]:
         return []
     working = frozenset({"forward", "loss", "evaluation"}) | BACKWARD
     stream = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
-    found = [Held("pipeline: receive buffer", stream, STEPPED, "measured")]
+    parts = [Held("pipeline: receive buffer", stream, STEPPED, "measured")]
     if inputs.has_head:
         kept = 2 * min(2, inputs.grad_accum) * stream
-        return [*found, Held("pipeline: inputs", kept, working | {"reduce"}, "measured")]
-    held = stream * inputs.in_flight
-    found.append(Held("pipeline: outputs", held, working, "read"))
+        return [*parts, Held("pipeline: inputs", kept, working | {"reduce"}, "measured")]
+    in_flight = stream * inputs.in_flight
+    parts.append(Held("pipeline: outputs", in_flight, working, "read"))
     if inputs.stage:
-        found.append(Held("pipeline: inputs", held, working, "read"))
+        parts.append(Held("pipeline: inputs", in_flight, working, "read"))
         sent = frozenset({"backward_last"})
-        found.append(Held("pipeline: gradient to send", stream, sent, "read"))
-    return found
+        parts.append(Held("pipeline: gradient to send", stream, sent, "read"))
+    return parts

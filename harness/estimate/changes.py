@@ -27,20 +27,20 @@ class Change:
 
 def helpful_changes(before: Estimate) -> list[Change]:
     """The changes that save memory on the device; those that make it fit first, gentlest first."""
-    found = []
+    changes = []
     for text, inputs in _candidates(before):
         if division_problems(inputs):
             continue
         after = estimate_memory(inputs, before.device_bytes)
         saved = before.worst.peak - after.worst.peak
         if saved > 0:
-            found.append(Change(text, after, saved))
+            changes.append(Change(text, after, saved))
     ranking = ("fits", "fits without margin", "does not fit", "unknown device")
-    return sorted(found, key=lambda change: ranking.index(change.estimate.verdict))
+    return sorted(changes, key=lambda change: ranking.index(change.estimate.verdict))
 
 
 def with_stage(inputs: Inputs, stage: int) -> Inputs:
-    """The same run under another ZeRO stage; offload goes where the stage has none."""
+    """Return the run under another ZeRO stage, without offload that the stage does not have."""
     zero = inputs.zero
     return replace(
         inputs,
@@ -54,13 +54,13 @@ def with_stage(inputs: Inputs, stage: int) -> Inputs:
 
 
 def with_micro_batch(inputs: Inputs, micro_batch: int) -> Inputs:
-    """The same global batch in other micro-batches."""
+    """Return the run with its global batch in other micro-batches."""
     accum = -(-inputs.micro_batch * inputs.grad_accum // micro_batch)
     return replace(inputs, micro_batch=micro_batch, grad_accum=accum)
 
 
 def with_stages(inputs: Inputs, stages: int) -> Inputs:
-    """The same GPUs and global batch with the model cut into pipeline stages.
+    """Return the run on the same GPUs with its model cut into pipeline stages.
 
     Raises ValueError for GPUs or layers that are not that many stages.
     """

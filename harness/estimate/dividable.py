@@ -1,4 +1,4 @@
-"""Which divisions over tensor- and sequence-parallel ranks DeepSpeed 0.19.8 really runs."""
+"""Divisions over tensor- and sequence-parallel ranks that DeepSpeed 0.19.8 really runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TENSOR, _SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 
 
 def division_problems(inputs: Inputs) -> list[str]:
-    """Why DeepSpeed would not run it; none without tensor- and sequence-parallel ranks."""
+    """Return the reasons why DeepSpeed would not run a division over ranks."""
     grid, shape = inputs.grid, inputs.shape
     sizes = {"pipeline.stages": grid.pipeline, _TENSOR: grid.tensor, _SEQUENCE: grid.sequence}
     used = [f"{key} {size}" for key, size in sizes.items() if size > 1]
@@ -27,20 +27,20 @@ def division_problems(inputs: Inputs) -> list[str]:
 
 
 def _sequence_problems(inputs: Inputs) -> list[str]:
-    """What ulysses_sp.py asks for (__init__, register_with_transformers), and what fails."""
+    """Return the checks of ulysses_sp.py (__init__, register_with_transformers) that would fail."""
     shape, ranks, kv_heads = inputs.shape, inputs.grid.sequence, inputs.shape.num_kv_heads
-    found = []
+    reasons = []
     if not shape.family.ulysses:
         families = ", ".join(name for name, family in FAMILIES.items() if family.ulysses)
-        found.append(f"Ulysses cannot run {shape.model_type}, only {families}")
+        reasons.append(f"Ulysses cannot run {shape.model_type}, only {families}")
     if inputs.attention == "eager":
-        found.append('Ulysses has no eager attention: use model.attention="sdpa"')
+        reasons.append('Ulysses has no eager attention: use model.attention="sdpa"')
     if shape.num_heads % ranks:
-        found.append(f"it must divide {shape.num_heads} attention heads")
+        reasons.append(f"it must divide {shape.num_heads} attention heads")
     if kv_heads % ranks and ranks % kv_heads:
-        found.append(f"it must divide {kv_heads} key heads, or they it")
+        reasons.append(f"it must divide {kv_heads} key heads, or they it")
     if inputs.seq_len % ranks:
-        found.append(f"it must divide data.seq_len, {inputs.seq_len}")
+        reasons.append(f"it must divide data.seq_len, {inputs.seq_len}")
     if optimizer_class(inputs) == "BF16_Optimizer":
-        found.append("stage 1 in bf16 with sums in fp32 fails in its step: use stage 2 or 3")
-    return [f"{_SEQUENCE} is {ranks}: {text}" for text in found]
+        reasons.append("stage 1 in bf16 with sums in fp32 fails in its step: use stage 2 or 3")
+    return [f"{_SEQUENCE} is {ranks}: {text}" for text in reasons]

@@ -21,7 +21,7 @@ RUNS = "runs"  # where a run without run.dir is made
 
 
 def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -> list[str]:
-    """What the run needs and this machine lacks, with the single changes that would help.
+    """Return the memory that this machine lacks, with the single changes that would help.
 
     `free_gpu`: bytes of this rank's GPU; `free_host`: of the node, for all its ranks; None where
     nobody says.
@@ -37,7 +37,7 @@ def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -
 
 
 def shortages_here(estimate: Estimate, local_rank: int, run_dir: str | None) -> list[str]:
-    """The same for the machine that this is, the GPU of this rank and the disk of the run."""
+    """Return the shortages of this machine: the rank's GPU, the host and the disk of the run."""
     on_gpu = estimate.inputs.accelerator == "cuda"
     return [
         *shortages(estimate, free_on_gpu(local_rank) if on_gpu else None, free_on_host()),
@@ -58,7 +58,7 @@ def _short_disk(needed: int, run_dir: Path) -> list[str]:
 
 
 def memory_line(estimate: Estimate) -> str:
-    """Where the peak is and what it is made of, in one line."""
+    """Return the peak, its phase and its largest parts in one line."""
     worst = estimate.worst
     parts = sorted(worst.phase(worst.peak_phase).items(), key=lambda part: -part[1])[:3]
     largest = ", ".join(f"{name} {_gib(size)}" for name, size in parts)
@@ -119,11 +119,11 @@ def free_on_gpu(local_rank: int, environ: Mapping[str, str] = os.environ) -> int
 def free_on_host() -> int | None:
     """Bytes that the kernel can still give, within the limits of this process's control groups."""
     try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", (_PROC / "meminfo").read_text())
+        available = re.search(r"MemAvailable:\s+(\d+) kB", (_PROC / "meminfo").read_text())
         group = (_PROC / "self/cgroup").read_text().partition("::")[2].strip().lstrip("/")
     except OSError:
         return None
-    free = [int(found[1]) * 1024] if found else []
+    free = [int(available[1]) * 1024] if available else []
     for folder in (_CGROUPS / group, *(_CGROUPS / group).parents):
         try:
             limit = int((folder / "memory.max").read_text())  # ValueError: "max"

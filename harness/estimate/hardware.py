@@ -48,18 +48,18 @@ def find_gpu(name: str) -> Gpu:
     Raises ValueError with the keys that there are, or that it may mean.
     """
     words = set(re.findall(r"rtx|[a-z]+\d+[a-z]*|\d+|[a-z]+", name.lower()))
-    found = []
+    matching = []
     for key, gpu in GPUS.items():
         must = set(gpu.must.split())
         if must <= words <= must | set(gpu.may.split()) | _COMMON_WORDS:
-            found.append(key)
-    if len(found) == 1:
-        return GPUS[found[0]]
-    raise ValueError(f"unknown GPU {name!r}: one of {', '.join(found or GPUS)}")
+            matching.append(key)
+    if len(matching) == 1:
+        return GPUS[matching[0]]
+    raise ValueError(f"unknown GPU {name!r}: one of {', '.join(matching or GPUS)}")
 
 
 def known_gpu(name: str | None) -> Gpu | None:
-    """The same, None where there is no name or no such GPU in the table."""
+    """Return the GPU of that name, None without a name or if the table lacks it."""
     try:
         return find_gpu(name) if name else None
     except ValueError:

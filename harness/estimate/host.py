@@ -13,7 +13,7 @@ PROCESS_DEVICE = int(1.0 * GIB)
 
 
 def process(inputs: Inputs) -> list[Held]:
-    """What a rank costs before any tensor."""
+    """Memory of a rank's process before any tensor."""
     parts = [Held("process", PROCESS_HOST, ALWAYS, "guessed", "host")]
     if inputs.accelerator == "cuda":
         parts.append(Held("process", PROCESS_DEVICE, ALWAYS, "guessed"))
@@ -36,16 +36,16 @@ def loading(inputs: Inputs) -> list[Held]:
 def nvme_buffers(inputs: Inputs) -> list[Held]:
     """Pinned host buffers through which states and weights are swapped."""
     zero = inputs.zero
-    found = []
+    buffers = []
     if zero.offload_optimizer == "nvme":
         subs = sub_groups(inputs.groups(), inputs.shards, zero.sub_group_size)
         # optimizer_utils.py: each buffer holds the largest sub-group in fp32.
         size = zero.nvme_buffers * FP32 * max(subs)
-        found.append(Held("nvme optimizer buffers", size, ALWAYS, "read", "host"))
+        buffers.append(Held("nvme optimizer buffers", size, ALWAYS, "read", "host"))
     if zero.offload_param == "nvme":
         size = zero.nvme_param_buffers * zero.nvme_param_buffer * inputs.element_bytes
-        found.append(Held("nvme parameter buffers", size, ALWAYS, "read", "host"))
-    return found
+        buffers.append(Held("nvme parameter buffers", size, ALWAYS, "read", "host"))
+    return buffers
 
 
 def saving(inputs: Inputs) -> list[Held]:
@@ -57,7 +57,7 @@ def saving(inputs: Inputs) -> list[Held]:
 
 
 def checkpoint_bytes(inputs: Inputs) -> int:
-    """What a checkpoint holds of the parameters: master weights, moments (checkpoint/files.py)."""
+    """Bytes of a checkpoint's tensors: master weights and moments (checkpoint/files.py)."""
     moments = moment_bytes(inputs)
     if inputs.zero.optimizer == "adamw8bit":  # two codes, two scales for every element
         moments = 2 * (1 + 4)

@@ -1,4 +1,4 @@
-"""What the memory of a run depends on, and the unit that it is counted in."""
+"""Inputs of a run's memory estimate, and the unit that it is counted in."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class ZeroSettings:
 
     @property
     def overlap_comm(self) -> bool:
-        """Whether gradients are reduced while the backward pass goes on."""
+        """True if gradients are reduced while the backward pass goes on."""
         return self.stage == 3 if self.overlap_given is None else self.overlap_given
 
 
@@ -162,16 +162,16 @@ class Inputs:
     checkpointing: Literal["none", "full"] = "none"
     attention: str = "sdpa"
     fused: bool = False
-    """Whether operations are fused (model.kernels, model.compile), which is not counted."""
+    """True if operations are fused (model.kernels, model.compile), which is not counted."""
     document_mask: bool = False
-    """Whether tokens attend only within their own document: the mask is then a tensor."""
+    """True if tokens attend only within their own document: the mask is then a tensor."""
     activation: str = ""
     """The MLP's activation function, by its Hugging Face name; "" for the family's usual one."""
     dropout: float = 0.0
     loads_weights: bool = False
-    """Whether weights are read (model.init_from) rather than drawn."""
+    """True if weights are read (model.init_from) rather than drawn."""
     saves_in_background: bool = False
-    """Whether what is saved is copied to the host (save.async)."""
+    """True if what is saved is copied to the host (save.async)."""
     gpus_per_node: int = 1
     accelerator: Literal["cuda", "cpu"] = "cuda"
     rules: tuple[GroupRule, ...] = ()
@@ -179,15 +179,15 @@ class Inputs:
     bounds: Bounds | None = None
     """How the model's units are split over pipeline stages; None without any."""
     parallel_residual: bool = True
-    """Whether GPT-NeoX's attention and MLP read norms of one input (use_parallel_residual)."""
+    """True if GPT-NeoX's attention and MLP read norms of one input (use_parallel_residual)."""
     traced_layer_bytes: float | None = None
-    """What a layer keeps of a token, traced; None for families whose operations are counted."""
+    """Traced bytes that a layer keeps of a token; None if the operations are counted."""
     stage: int | None = None
     """The pipeline stage that `shape` is; None where it is the whole model."""
 
     def of_stage(self, stage: int) -> Inputs:
-        """The same run as the first tensor-parallel rank of a pipeline stage sees it: with its part
-        of the model.
+        """Return the run with the part of the model that the first tensor-parallel rank of a
+        pipeline stage has.
         """
         shape = tensor_shard(self.shape, self.grid.tensor)
         if self.bounds is None:
@@ -196,7 +196,7 @@ class Inputs:
 
     @property
     def has_head(self) -> bool:
-        """Whether the loss is computed here."""
+        """True if the loss is computed here."""
         return self.stage in (None, self.grid.pipeline - 1)
 
     @property
@@ -208,7 +208,7 @@ class Inputs:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier micro-batches are there when most activations are."""
+        """True if gradients of earlier micro-batches are there when most activations are."""
         return self.grad_accum > self.in_flight
 
     @property

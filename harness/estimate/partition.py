@@ -1,4 +1,4 @@
-"""How DeepSpeed cuts parameters into shards: padding, and whole parameters where it keeps them."""
+"""ZeRO's shards of parameters: padding, and whole parameters where DeepSpeed keeps them."""
 
 from __future__ import annotations
 

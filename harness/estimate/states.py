@@ -48,7 +48,7 @@ def model_states(inputs: Inputs, rank: int) -> list[Held]:
         "DeepSpeedZeroOptimizer": _zero12,
         "DeepSpeedZeroOptimizer_Stage3": _zero3,
     }
-    return [held for held in kinds[optimizer_class(inputs)](inputs, rank) if held.bytes]
+    return [part for part in kinds[optimizer_class(inputs)](inputs, rank) if part.bytes]
 
 
 def moment_bytes(inputs: Inputs) -> float:
@@ -90,7 +90,7 @@ def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
 
 
 def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
-    """What an optimizer's arithmetic holds beside the `largest` tensor that it steps.
+    """Temporaries of an optimizer's arithmetic beside the `largest` tensor that it steps.
 
     torch's Adam holds a root and a quotient, ours (engine/optimizers.py) one update; DeepSpeed's
     nothing. Adagrad holds a decayed gradient and a root; Muon an update, and two whole matrices in
@@ -159,7 +159,7 @@ def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
 
 
 def _widened(inputs: Inputs) -> bool:
-    """Whether gradients are summed in fp32 though the model computes in 16 bits."""
+    """Return whether gradients are summed in fp32 though the model computes in 16 bits."""
     return inputs.element_bytes != FP32 and inputs.sum_bytes == FP32
 
 

@@ -31,7 +31,7 @@ PROCESS = "process"
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """All that one rank holds."""
+    """Memory of one rank over the phases of a step."""
 
     rank: int
     """Global rank."""
@@ -108,7 +108,7 @@ def weakest(evidence: Iterable[Evidence]) -> Evidence:
 
 
 def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
-    """All that the global rank `rank` of a run holds."""
+    """Return the memory of the global rank `rank` of a run."""
     place, whole = inputs.grid.coords(rank), inputs
     inputs = inputs.of_stage(place.pipeline)
     parts = [
@@ -127,7 +127,7 @@ def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will need."""
+    """Memory that a run will need."""
 
     inputs: Inputs
     ranks: tuple[RankTimeline, ...]
@@ -154,7 +154,7 @@ class Estimate:
 
     @property
     def cpu_bytes_per_node(self) -> int:
-        """The same where they compute on the CPU."""
+        """Largest memory of a node's ranks together if they compute on the CPU."""
         return self._per_node(lambda rank: rank.on_cpu)
 
     @property
@@ -186,7 +186,7 @@ class Estimate:
 
     @property
     def process_bytes(self) -> int:
-        """What the device loses before any tensor."""
+        """Bytes of the device that are taken before any tensor."""
         parts = (part for part in self.worst.held if part.component == PROCESS)
         return sum(part.bytes for part in parts if part.place == "device")
 

@@ -1,1 +1,1 @@
-"""How ranks divide a model, from the standard library alone."""
+"""Models, and their division over ranks, from the standard library alone."""

@@ -22,7 +22,7 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
     groups = _part(heads, ranks)
 
     def share(kind: str, size: int) -> int:
-        """What the first rank has of a dimension of a tensor of this kind."""
+        """Return the first rank's part of a dimension of a tensor of this kind."""
         by_heads = kind == "attention" or (kind == "mlp" and family.autotp_mlp_by_heads)
         return size * groups // heads if by_heads and size % heads == 0 else _part(size, ranks)
 
@@ -64,5 +64,5 @@ def divided_kinds(shape: Shape) -> tuple[str, ...]:
 
 
 def divides_vocabulary(shape: Shape) -> bool:
-    """Whether a tensor-parallel rank has logits of a part of the vocabulary only."""
+    """Return whether a tensor-parallel rank has logits of a part of the vocabulary only."""
     return shape.tied and "embedding" in divided_kinds(shape)

@@ -1,4 +1,4 @@
-"""Families of decoders: all that the harness knows of one `model_type`, read from families.toml."""
+"""Families of decoders, read from families.toml: the facts about each `model_type`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Module:
     """Within the model, or within the layer."""
     sizes: tuple[str, ...]
     transposed: bool = False
-    """Whether a linear layer's weight is (in, out)."""
+    """True if a linear layer's weight is (in, out)."""
     bias: tuple[str, ...] | None = None
     """Conditions of which one gives it a bias; empty for always, None for never."""
     conditions: tuple[str, ...] = ()
@@ -102,35 +102,35 @@ class Family:
 
     @property
     def layer_norm(self) -> bool:
-        """Whether its norms are LayerNorms, which have a bias, rather than RMSNorms."""
+        """True if its norms are LayerNorms, which have a bias, rather than RMSNorms."""
         return any(module.kind == "norm" and module.bias is not None for module in self.layers)
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions are looked up in an embedding."""
+        """True if positions are looked up in an embedding."""
         return any("positions" in size for module in self.before for size in module.sizes)
 
     @property
     def fused_projections(self) -> bool:
-        """Whether one module projects queries, keys and values."""
+        """True if one module projects queries, keys and values."""
         return sum(module.kind == "attention" for module in self.layers) == 2
 
     @property
     def gated_mlp(self) -> bool:
-        """Whether the MLP multiplies two projections of its input."""
+        """True if the MLP multiplies two projections of its input."""
         outputs = [module.sizes[-1] for module in self.layers if module.kind == "mlp"]
         return outputs.count("width") + 2 * outputs.count("2*width") == 2
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a model type; without a table one with every default and no layers."""
+    """Return the family of a model type: all defaults and no layers if it has no table."""
     return _TABLES.get(model_type) or Family(model_type)
 
 
 def read_families(text: str) -> dict[str, Family]:
-    """The families in a TOML text, by model type.
+    """Return the families in a TOML text, by model type.
 
-    Raises ValueError for a table that says what no family has, naming both.
+    Raises ValueError that names the table and its unknown key or meaningless value.
     """
     raw: dict[str, dict[str, Any]] = {}
     for name, table in tomllib.loads(text).items():
@@ -143,12 +143,12 @@ def read_families(text: str) -> dict[str, Family]:
 
 
 def holds(condition: str, flags: Collection[str]) -> bool:
-    """Whether a flag is on, or off where the condition begins with "!"."""
+    """Return whether a flag is on, or off where the condition begins with "!"."""
     return condition[1:] not in flags if condition.startswith("!") else condition in flags
 
 
 def _family(name: str, table: Mapping[str, Any]) -> Family:
-    """One table with each value as the type of its field."""
+    """Return one table as a Family, each value checked against the type of its field."""
     types = {each.name: str(each.type) for each in fields(Family) if each.name != "name"}
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -173,13 +173,13 @@ def _family(name: str, table: Mapping[str, Any]) -> Family:
 
 
 def _toml_type(kind: str) -> type[Any]:
-    """What tomllib reads for a field of this type."""
+    """Return the type that tomllib reads for a field."""
     beginnings = {"tuple": list, "frozenset": list, "Mapping": dict, "bool": bool, "int": int}
     return next((type_ for word, type_ in beginnings.items() if kind.startswith(word)), str)
 
 
 def _problems(family: Family) -> Iterator[str]:
-    """Values that mean nothing to any reader of the table."""
+    """Yield the values that no reader of the table understands."""
     if others := family.compared - _COMPARISONS:
         yield f"compared has {sorted(others)}: only {sorted(_COMPARISONS)} are compared"
     if unknown_sizes := family.keys.keys() - SIZE_KEYS.keys():
@@ -193,7 +193,7 @@ def _problems(family: Family) -> Iterator[str]:
 
 
 def _module(family: str, line: str) -> Module:
-    """One line: KIND NAME SIZES [bias | bias=FLAG|FLAG] [if=FLAG,!FLAG]."""
+    """Parse one line: KIND NAME SIZES [bias | bias=FLAG|FLAG] [if=FLAG,!FLAG]."""
     kind, name, *words = line.split()
     kind, _, transposed = kind.partition("^")
     options = {}

@@ -1,4 +1,4 @@
-"""Where a rank stands: global rank <-> (pipeline, data, sequence, tensor) coordinates.
+"""Place of a rank: global rank <-> (pipeline, data, sequence, tensor) coordinates.
 
 Pipeline is the outermost axis and tensor the innermost, so that the ranks that talk most are
 neighbours on one node.  This is the order of DeepSpeed's `PipeModelDataParallelTopology` (axes
@@ -30,7 +30,7 @@ class Coords:
 class Grid:
     """`world_size` ranks as a box: pipeline x data x sequence x tensor.
 
-    Raises ValueError when a size is below 1 or the three given sizes do not divide `world_size`.
+    Raises ValueError when a size is below 1 or the three sizes do not divide `world_size`.
     """
 
     world_size: int

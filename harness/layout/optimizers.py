@@ -48,7 +48,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What parameters whose name `pattern` is found in are stepped with instead."""
+    """Other settings for the parameters whose names match `pattern`."""
 
     pattern: str
     lr_multiplier: float = 1.0
@@ -58,7 +58,7 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class Group:
-    """What the parameters of one optimizer group have in common."""
+    """Settings that the parameters of one optimizer group share."""
 
     weight_decay: float
     lr_multiplier: float = 1.0
@@ -68,11 +68,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What its group depends on."""
+    """The properties of a parameter that decide its group."""
 
     name: str
     matrix: bool
-    """Whether it decays: a matrix, and no embedding."""
+    """True if it decays: a matrix, and no embedding."""
     head: bool = False
 
 
@@ -86,7 +86,7 @@ def optimizer_groups(
     those of the rules. Of the rules that fit a name, the first counts.
     """
     rules = tuple(rules)
-    found: dict[tuple[int, bool, bool], tuple[Group, list[str]]] = {}
+    groups: dict[tuple[int, bool, bool], tuple[Group, list[str]]] = {}
     for parameter in parameters:
         place, rule = next(
             ((n, r) for n, r in enumerate(rules, 1) if re.search(r.pattern, parameter.name)),
@@ -98,5 +98,5 @@ def optimizer_groups(
         by_muon = muon and parameter.matrix and not parameter.head
         group = Group(decay, rule.lr_multiplier, by_muon)
         key = (place, not parameter.matrix, not by_muon)
-        found.setdefault(key, (group, []))[1].append(parameter.name)
-    return [found[key] for key in sorted(found)]
+        groups.setdefault(key, (group, []))[1].append(parameter.name)
+    return [groups[key] for key in sorted(groups)]

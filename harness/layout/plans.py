@@ -1,5 +1,6 @@
-"""How transformers would divide a decoder over ranks; plans.json holds it, written by
-tools/proofs/generate_plans.py.
+"""Transformers' own plans to divide a decoder over ranks, read from plans.json.
+
+tools/proofs/generate_plans.py writes that file.
 
 Modules are named within the base model, "layers.*.mlp.up_proj" being that of every layer; the head
 is in no plan.  Modules that a config leaves out may be named: a dense model's plan lists experts.
@@ -13,27 +14,27 @@ from pathlib import Path
 from typing import Any
 
 Ends = tuple[list[str], list[str]]
-"""Names of what a module takes, and of what it returns."""
+"""Names of a module's inputs, and of its outputs."""
 
 
 def tensor_plan(model_type: str) -> dict[str, str] | None:
-    """The style in which tensor-parallel ranks divide each module, such as "colwise"."""
+    """Return the style in which tensor-parallel ranks divide each module, such as "colwise"."""
     return _plan("tensor", model_type)
 
 
 def expert_plan(model_type: str) -> dict[str, str] | None:
-    """The style in which expert-parallel ranks divide each module, such as "grouped_gemm"."""
+    """Return the style in which expert-parallel ranks divide each module: "grouped_gemm"."""
     return _plan("expert", model_type)
 
 
 def pipeline_plan(model_type: str) -> dict[str, Ends] | None:
-    """What passes between the modules that a pipeline may be cut at, in forward order."""
+    """Return the inputs and outputs of the modules between which a pipeline is cut, in order."""
     plan = _plan("pipeline", model_type)
     return plan and {module: (takes, returns) for module, (takes, returns) in plan.items()}
 
 
 def _plan(kind: str, model_type: str) -> dict[str, Any] | None:
-    """A copy of the plan; None where transformers has none."""
+    """Return a copy of the plan, None if transformers has none."""
     entries = (e["plan"] for e in _table()[kind] if model_type in e["families"])
     plan: dict[str, Any] | None = next(entries, None)
     return None if plan is None else dict(plan)

@@ -67,7 +67,7 @@ def active_parameters(shape: Shape) -> int:
 
 
 def _active_per_unit(shape: Shape) -> list[int]:
-    """The same for each of `Body.units`; a tied head is work of the last."""
+    """Return the active parameters of each of `Body.units`; a tied head is work of the last."""
     totals = []
     for unit in shape.body.units:
         experts = sum(tensor.numel for tensor in unit if tensor.kind == "experts")
@@ -97,7 +97,7 @@ def flops_per_token(shape: Shape, seq_len: int) -> float:
 
 
 def flops_per_unit(shape: Shape, seq_len: int) -> list[int]:
-    """The same for each of `Body.units`: before the layers, every layer, after them."""
+    """Return the operations of each of `Body.units`: before the layers, every layer, after them."""
     contexts = (min(seq_len, window or seq_len) for window in shape.sliding_windows)
     attention = [0, *(12 * shape.q_size * context for context in contexts), 0]
     weights = _active_per_unit(shape)

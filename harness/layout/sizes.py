@@ -47,7 +47,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a family's tensors are made of; sizes count elements, lengths count tokens."""
+    """Sizes of a decoder's tensors, in elements; lengths, in tokens."""
 
     model_type: str
     vocab_size: int
@@ -61,7 +61,7 @@ class Sizes:
     max_positions: int
     """Longest sequence in tokens."""
     tied: bool
-    """Whether the output head is the embedding matrix."""
+    """True if the output head is the embedding matrix."""
     sliding_windows: tuple[int | None, ...]
     """Per layer, how many tokens attention looks back over; None where it sees them all."""
     num_experts: int
@@ -72,7 +72,7 @@ class Sizes:
 
     @property
     def family(self) -> Family:
-        """All that is known of the model type."""
+        """The facts about the model type."""
         return family_of(self.model_type)
 
     @property
@@ -87,7 +87,7 @@ class Sizes:
 
 
 def read_sizes(keys: Keys) -> Sizes:
-    """The sizes in an HF config; what is wrong with them is added to `keys.problems`.
+    """Return the sizes in an HF config, and add what contradicts itself to `keys.problems`.
 
     Raises UnknownArchitecture for a `model_type` that is not in FAMILIES.
     """

@@ -1,4 +1,4 @@
-"""How decoder layers are split over pipeline stages, and when each stage works on what.
+"""Splits of decoder layers over pipeline stages, and the schedule of the stages.
 
 A pipelined model is a list of units in forward order (`Body.units`): unit 0 is all before the
 decoder layers, units 1 to L are those layers, unit L + 1 is all after them.  A split is a tuple of
@@ -45,28 +45,28 @@ def balanced(num_layers: int, stages: int, cost: Callable[[int, int, int], int])
 
     def search(most: int | None) -> tuple[int, Bounds]:
         """By the largest cost or, once that is known, by the sum of squares."""
-        found: dict[int, tuple[int, Bounds]] = {0: (0, (0,))}  # by the unit that comes next
+        best: dict[int, tuple[int, Bounds]] = {0: (0, (0,))}  # by the unit that comes next
         for stage in range(stages):
             # The stages after this one need a layer each.
             ends = range(stage + 2, num_layers - stages + stage + 3)
             options: dict[int, tuple[int, Bounds]] = {}
             for end in ends if stage < stages - 1 else (num_layers + 2,):
-                for begin, (value, bounds) in found.items():
+                for begin, (value, bounds) in best.items():
                     here = cost(stage, begin, end) if begin < end else None
                     if here is None or (most is not None and here > most):
                         continue
                     total = max(value, here) if most is None else value + here * here
                     option = (total, (*bounds, end))
                     options[end] = min(option, options.get(end, option))
-            found = options
-        return found[num_layers + 2]
+            best = options
+        return best[num_layers + 2]
 
     largest, _ = search(None)
     return search(largest)[1]
 
 
 def split_evenly(num_layers: int, stages: int) -> Bounds:
-    """The same number of layers everywhere, for models of which only that number is known.
+    """Return equal numbers of layers for all stages, for models of which nothing else is known.
 
     What is left over goes to the stages after the first, which has the embedding, and before the
     last, which has the head.  Raises ValueError for more stages than layers.
@@ -83,14 +83,16 @@ def bounds_of(layers_per_stage: Sequence[Any], num_layers: int, stages: int) -> 
 
     Raises ValueError for numbers that are no such split.
     """
-    given = list(layers_per_stage)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in given):
-        raise ValueError(f"{given}: every stage holds a whole number of decoder layers, at least 1")
-    if len(given) != stages:
-        raise ValueError(f"{given} lists {len(given)} stages of {stages}")
-    if sum(given) != num_layers:
-        raise ValueError(f"{given} holds {sum(given)} decoder layers of {num_layers}")
-    ends = [1 + end for end in accumulate(given)]
+    layers = list(layers_per_stage)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in layers):
+        raise ValueError(
+            f"{layers}: every stage holds a whole number of decoder layers, at least 1"
+        )
+    if len(layers) != stages:
+        raise ValueError(f"{layers} lists {len(layers)} stages of {stages}")
+    if sum(layers) != num_layers:
+        raise ValueError(f"{layers} holds {sum(layers)} decoder layers of {num_layers}")
+    ends = [1 + end for end in accumulate(layers)]
     return 0, *ends[:-1], num_layers + 2
 
 
@@ -111,9 +113,9 @@ def stage_shape(shape: Shape, bounds: Bounds, stage: int) -> Shape:
     if stage and end > last and shape.tied:
         after += body.before[:1]
     before = () if stage else body.before
-    held = Body(before, body.layer_prefix, body.layers[layers], after)
+    part = Body(before, body.layer_prefix, body.layers[layers], after)
     windows = shape.sliding_windows[layers]
-    return replace(shape, num_layers=len(held.layers), sliding_windows=windows, body=held)
+    return replace(shape, num_layers=len(part.layers), sliding_windows=windows, body=part)
 
 
 def stage_parameters(shape: Shape, bounds: Bounds) -> tuple[int, ...]:
@@ -140,7 +142,7 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def schedule(stages: int, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
-    """What each stage does at each tick of one step: DeepSpeed's TrainSchedule, which is 1F1B.
+    """Return the work of each stage at each tick of one step: DeepSpeed's TrainSchedule, 1F1B.
 
     Forward and backward pass take a tick each; a stage's peers one further are one tick apart.
     """

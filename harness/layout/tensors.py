@@ -36,7 +36,7 @@ class Body:
     before: tuple[Tensor, ...]
     """Embeddings and what follows them; names within the model."""
     layer_prefix: str
-    """What stands before the index of a layer in a name, such as "model.layers."."""
+    """Beginning of a layer's name, before its index, such as "model.layers."."""
     layers: tuple[tuple[Tensor, ...], ...]
     """Per layer; names within the layer."""
     after: tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class Body:
 
     @property
     def units(self) -> tuple[tuple[Tensor, ...], ...]:
-        """What a pipeline may cut between: before the layers, every layer, after them."""
+        """Tensors that a pipeline keeps together: before the layers, every layer, after them."""
         return self.before, *self.layers, self.after
 
 
@@ -76,7 +76,7 @@ def build_body(sizes: Sizes, keys: Keys) -> Body:
 
 
 def _sparse(sizes: Sizes, keys: Keys) -> list[bool]:
-    """Which layers have experts instead of an MLP: Qwen3-MoE may leave some out."""
+    """Return, for each layer, whether it has experts instead of an MLP (Qwen3-MoE mixes both)."""
     every = keys.size("decoder_sparse_step", default=1)
     dense = keys.config.get("mlp_only_layers") or ()
     return [

@@ -88,7 +88,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def find_accelerator(environ: Mapping[str, str] = os.environ) -> Literal["cuda", "cpu"]:
-    """What the ranks will compute on, found without importing torch."""
+    """Return the kind of device that the ranks compute on, without importing torch."""
     if environ.get("DS_ACCELERATOR") == "cuda":
         return "cuda"
     if environ.get("DS_ACCELERATOR") == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -106,7 +106,7 @@ def find_gpu_name() -> str | None:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16).
+    """Return whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16).
 
     Others emulate it: right, but here 5 times slower than fp32.
     """

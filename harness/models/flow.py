@@ -1,4 +1,4 @@
-"""How hidden states run through a decoder: may it be cut between layers, and what stays where?"""
+"""The path of hidden states through a decoder, which decides if it can be cut into stages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from harness.models.pieces import decoder_layers, pieces
 
 @dataclass(frozen=True)
 class Flow:
-    """What runs around the decoder layers, by qualified name, in the order of the model."""
+    """Modules around the decoder layers, by qualified name, in the order of the model."""
 
     before: tuple[str, ...]
     after: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
     """Parameters that are one, by both names: of a module before the layers, and of one after."""
     returns_tuple: bool
-    """Whether the model expects (hidden states, ...) of a layer, rather than hidden states."""
+    """True if the model expects (hidden states, ...) of a layer, rather than hidden states."""
 
 
 class _CannotBeCut(ValueError):
-    """What `trace_flow` raises."""
+    """Raised by `trace_flow`."""
 
 
 class _OtherStyle(Exception):

@@ -70,7 +70,7 @@ class _AskedForDocuments(Exception):
 
 
 def separates_documents(model: PreTrainedModel) -> bool:
-    """Whether a skeleton's attention reads document boundaries from `position_ids`.
+    """Return whether a skeleton's attention reads document boundaries from `position_ids`.
 
     Some architectures take no positions, or leave them out of their mask: OPT, Falcon, BLOOM.
     """
@@ -80,7 +80,7 @@ def separates_documents(model: PreTrainedModel) -> bool:
 
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     positions = torch.tensor([[0, 1, 0, 1]], device="meta")
-    found, masking_utils.find_packed_sequence_indices = (
+    original, masking_utils.find_packed_sequence_indices = (
         masking_utils.find_packed_sequence_indices,
         asked,
     )
@@ -91,12 +91,12 @@ def separates_documents(model: PreTrainedModel) -> bool:
     except Exception:  # whatever tensors without values lead to: the mask was made before
         return False
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        masking_utils.find_packed_sequence_indices = original
     return False
 
 
 def described_parameters(model: PreTrainedModel) -> list[Parameter]:
-    """What the optimizer's groups depend on, of every parameter. Needs the shapes of a skeleton.
+    """Return the properties of every parameter that decide its optimizer group. Needs a skeleton.
 
     Matrices decay, and the stacked matrices of experts; not biases, norms and embeddings (nor a
     head that is tied to an embedding).

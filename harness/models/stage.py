@@ -3,7 +3,7 @@
 Nothing is built anew, so Hugging Face's own code makes masks, positions and rotary embeddings,
 every parameter keeps its name, and layer i is still layer i. Between stages travels one tensor, so
 that one backward pass brings back its gradient: the hidden states, and beside them, along the last
-axis, what the routers of a mixture of experts said, which the balancing loss needs at the end.
+axis, the router logits of a mixture of experts, which the balancing loss needs at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Finish = Callable[[Any], torch.Tensor]
 
 
 class Stage(nn.Module):
-    """What `reduce_to_stage` left of a model, between what is received and what is sent.
+    """One stage of a model that `reduce_to_stage` has cut, between receiving and sending.
 
     Takes and returns what DeepSpeed sends between stages: token ids on the first stage, else
     (micro_batch, seq_len, hidden_size + routers); with document boundaries a tuple of that and the
@@ -49,15 +49,15 @@ class Stage(nn.Module):
     def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """One micro-batch through this stage."""
         carried, *positions = inputs if isinstance(inputs, tuple) else (inputs,)
-        given: dict[str, Any] = {"position_ids": positions[0]} if positions else {}
+        keywords: dict[str, Any] = {"position_ids": positions[0]} if positions else {}
         ids, routers = carried, ()
         if self.enter is not None:
             self.enter.hidden, routers = self._unpacked(carried)
             ids = torch.zeros(carried.shape[:2], dtype=torch.int64, device=carried.device)
         if self.leave is None:
             with _balancing(self.model, routers):
-                return self.finish(self.model(input_ids=ids, use_cache=False, **given))
-        outputs = self.model.base_model(input_ids=ids, use_cache=False, **given)
+                return self.finish(self.model(input_ids=ids, use_cache=False, **keywords))
+        outputs = self.model.base_model(input_ids=ids, use_cache=False, **keywords)
         own = (outputs.router_logits or ()) if self.routed else ()  # dense layers have none
         packed = self._packed(self.leave.taken(), (*routers, *own))
         return (packed, *positions) if positions else packed

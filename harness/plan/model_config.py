@@ -42,12 +42,12 @@ def load_model_config(run: RunConfig) -> tuple[dict[str, Any], str]:
     config, source = find_model_config(run.model.name, run.origin("model.name"))
     if not isinstance(config.get("model_type"), str):
         raise ConfigError(f"model.name is {run.model.name!r}, but {source} has no model_type")
-    known = {*config, *_UNSAID["optional"].split()}
+    allowed = {*config, *_UNSAID["optional"].split()}
     problems = [
         f"model.overrides.{key} ({run.origin(f'model.overrides.{key}')}) is not a config key of "
-        f"{source}{did_you_mean(key, known)}"
+        f"{source}{did_you_mean(key, allowed)}"
         for key in run.model.overrides
-        if key not in known
+        if key not in allowed
     ]
     if problems:
         raise ConfigError(problems)
@@ -132,11 +132,11 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 def _dropouts(config: Mapping[str, Any], run: RunConfig) -> dict[str, float]:
     """The config's dropout probabilities that the run config sets. Raises ConfigError."""
-    keys, found, problems = _dropout_keys(config), {}, []
+    keys, dropouts, problems = _dropout_keys(config), {}, []
     kinds: dict[str, tuple[str, ...]] = {"attention": ("att",), "embedding": ("emb",)}
     kinds["residual"] = tuple(key for key in keys if not key.startswith(("att", "emb")))
     if run.model.dropout is not None:
-        found = dict.fromkeys(keys, run.model.dropout)
+        dropouts = dict.fromkeys(keys, run.model.dropout)
     for kind, beginnings in kinds.items():
         value = getattr(run.model, f"{kind}_dropout")
         theirs = [key for key in keys if beginnings and key.startswith(beginnings)]
@@ -146,10 +146,10 @@ def _dropouts(config: Mapping[str, Any], run: RunConfig) -> dict[str, float]:
                 f"{config['model_type']} models have only {', '.join(sorted(keys))}: remove it"
             )
         elif value is not None:
-            found |= dict.fromkeys(theirs, value)
+            dropouts |= dict.fromkeys(theirs, value)
     if problems:
         raise ConfigError(problems)
-    return found
+    return dropouts
 
 
 def _dropout_keys(config: Mapping[str, Any]) -> set[str]:

@@ -33,7 +33,7 @@ _IS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def value_problems(config: Mapping[str, Any], run: RunConfig, source: str) -> Iterator[str]:
-    """What is wrong with the values of a config, `run`'s overrides in it; null is fine anywhere."""
+    """Yield the problems of a config's values, `run`'s overrides in it; null is fine anywhere."""
     for key, value in config.items():
         must_be = None if value is None else _must_be(key, value, config)
         if must_be:
@@ -45,7 +45,7 @@ def value_problems(config: Mapping[str, Any], run: RunConfig, source: str) -> It
 
 
 def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
-    """What the value of a key must be instead; None where it is fine, or nobody knows."""
+    """Return the values that a key may have, None if its value is fine or nothing is known."""
     for kind, (words, holds) in _IS.items():
         if key in _TYPES[kind].split() and not holds(value):
             return words
