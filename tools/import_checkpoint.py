@@ -23,16 +23,10 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.export import replacing
-from harness.checkpoint.files import (
-    Entry,
-    Written,
-    from_index,
-    to_index,
-    write_bytes,
-    write_fragments,
-)
+from harness.checkpoint.files import Written, write_bytes, write_fragments
+from harness.checkpoint.index import INDEX, Entry, from_index, to_index
 from harness.checkpoint.load import verified
-from harness.checkpoint.manifest import INDEX, MANIFEST, Manifest, TrainState
+from harness.checkpoint.manifest import MANIFEST, Manifest, TrainState
 from harness.checkpoint.store import Store
 from harness.data.tokenizer_files import copy_tokenizer
 from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
@@ -110,7 +104,7 @@ def _write(folder: Path, native: Native, manifest: Manifest) -> None:
         written, here = write_fragments(folder, number, fragments)
         files, entries = [*files, *written], [*entries, *here]
     index = to_index(entries)
-    list(from_index(index, native.folder))  # frozen weights are counted nowhere else
+    from_index(index, native.folder)  # frozen weights are counted nowhere else
     files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
     write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from harness.checkpoint.fragment import WEIGHT, Fragment
+from harness.checkpoint.index import Entry
 from harness.checkpoint.tensor_file import TensorReader, header
 from harness.errors import Unusable
 from harness.files.regular_file import open_regular
-from harness.files.table import Table
+from harness.layout.box import Overlap, Part, Piece, overlaps
 
-INDEX = "index.json"
 _OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files of all ranks
 FILE_BYTES = 2**30  # about as large as a file becomes; nothing larger is ever in memory twice
 _HASHING = ThreadPoolExecutor(1, thread_name_prefix="hashing")
@@ -43,69 +41,6 @@ class Written:
     sha256: str
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Where a fragment is: its tensors are `key(kind)` in `file`."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    numel: int
-    kinds: tuple[str, ...]
-    file: str
-
-    def key(self, kind: str) -> str:
-        """The name of one of its tensors within the file."""
-        return f"{self.name}@{self.offset}/{kind}"
-
-
-def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Entries as JSON: with a thousand ranks, what a parameter's have in common counts."""
-    index: dict[str, Any] = {}
-    for entry in entries:
-        about = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
-        index.setdefault(entry.name, about)["at"].append((entry.offset, entry.numel, entry.file))
-    return index
-
-
-def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The index of all ranks; what several have (a buffer, on pipeline stages) is there once."""
-    whole: dict[str, Any] = {}
-    for index in indices:
-        for name, about in index.items():
-            pieces = whole.setdefault(name, {**about, "at": {}})["at"]
-            pieces |= {offset: (offset, *rest) for offset, *rest in about["at"]}
-    return {name: {**about, "at": [*about["at"].values()]} for name, about in whole.items()}
-
-
-def from_index(index: object, place: object = INDEX) -> Iterator[Entry]:
-    """What `to_index` was given. Raises Unusable where `index`, read from `place`, has another make
-    or the pieces of a parameter are not all of its elements, each once.
-    """
-    for name, about in Table(index, place).tables():
-        shape, kinds = about.counts("shape"), about.texts("kinds")
-        end = 0
-        for offset, numel, file in sorted(_piece(about, piece) for piece in about.row("at")):
-            if offset != end or numel < 1:
-                raise Unusable(
-                    f"{place}: a piece of {name} begins at element {offset} and has {numel}, but "
-                    f"the one before ends at {end}"
-                )
-            end = offset + numel
-            yield Entry(name, shape, offset, numel, kinds, file)
-        if end != math.prod(shape):
-            raise Unusable(f"{place}: the pieces of {name} {list(shape)} end at element {end}")
-
-
-def _piece(about: Table, piece: object) -> tuple[int, int, str]:
-    """[offset, elements, file] of one piece."""
-    if isinstance(piece, list | tuple) and len(piece) == 3:
-        offset, numel, file = piece
-        if type(offset) is type(numel) is int and type(file) is str:
-            return offset, numel, file
-    raise Unusable(f"{about.file}: {about.key}.at has {piece!r:.60}, not [offset, elements, file]")
-
-
 def write_fragments(
     folder: Path, rank: int, fragments: Iterable[Fragment]
 ) -> tuple[list[Written], list[Entry]]:
@@ -116,7 +51,7 @@ def write_fragments(
     written, entries = [], []
     for number, batch in enumerate(_batches(fragments)):
         name = f"rank-{rank:05d}-{number:03d}.safetensors"
-        here = [Entry(f.name, f.shape, f.offset, f.numel, tuple(f.tensors), name) for f in batch]
+        here = [Entry(f.name, f.part, f.offset, f.numel, tuple(f.tensors), name) for f in batch]
         tensors = {
             entry.key(kind): tensor
             for entry, fragment in zip(here, batch, strict=True)
@@ -135,7 +70,7 @@ def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
             continue  # a buffer without elements
         most = max(1, FILE_BYTES * fragment.numel // fragment.bytes)
         for start in range(0, fragment.numel, most):
-            part = fragment.part(start, min(most, fragment.numel - start))
+            part = fragment.narrow(start, min(most, fragment.numel - start))
             if batch and size + part.bytes > FILE_BYTES:
                 yield batch
                 batch, size = [], 0
@@ -198,22 +133,40 @@ class Reader:
         return [kind for e in self.by_name.get(name, ())[:1] for kind in e.kinds if kind != WEIGHT]
 
     @torch.no_grad()
-    def fill(self, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
-        """Fill flat `out` with elements [offset, offset + numel) of a parameter's `kind`.
+    def fill(
+        self, name: str, kind: str, offset: int, out: torch.Tensor, part: Part | None = None
+    ) -> None:
+        """Fill flat `out` with elements [offset, offset + numel) of a parameter's `kind`, or of a
+        `part` of it.
 
         Raises Unusable where the checkpoint lacks some of them.
         """
-        end, filled = offset + out.numel(), 0
-        for entry in self.by_name.get(name, ()):
-            first, last = max(offset, entry.offset), min(end, entry.offset + entry.numel)
-            if first < last and kind in entry.kinds:
-                part = out[first - offset : last - offset]
-                self._file(entry.file).read(entry.key(kind), first - entry.offset, part)
-                filled += last - first
+        entries, filled = self.by_name.get(name, ()), 0
+        for entry in entries:
+            if kind not in entry.kinds:
+                continue
+            wanted = Piece(part or Part.of(entry.shape), offset, out.numel())
+            for overlap in overlaps(wanted, entry.piece):
+                self._read(entry, kind, overlap, out)
+                filled += overlap.numel
         if filled != out.numel():
+            end = offset + out.numel()
             raise Unusable(
                 f"{self.folder} has {filled} of elements {offset} to {end} of {name}/{kind}"
             )
+
+    def _read(self, entry: Entry, kind: str, overlap: Overlap, out: torch.Tensor) -> None:
+        """Fill what of `out` lies in one fragment."""
+        file, key = self._file(entry.file), entry.key(kind)
+        at, first = overlap.first
+        if overlap.is_flat:
+            file.read(key, first, out[at : at + overlap.numel])
+            return
+        rows = torch.empty(overlap.span(1), dtype=file.dtype(key))
+        file.read(key, first, rows)
+        to, of = overlap.strides
+        target = out.as_strided(overlap.shape, to, out.storage_offset() + at)
+        target.copy_(rows.as_strided(overlap.shape, of))
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """One tensor in its shape, on the host."""

@@ -7,21 +7,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from harness.layout.box import Part
+
 WEIGHT = "weight"
 BUFFER = "buffer"
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [offset, offset + numel) of a parameter, flattened; views of live memory.
+    """Elements [offset, offset + numel) of a part of a parameter, flattened; views of live memory.
 
     `tensors`, by kind: "weight" (what the optimizer steps: the fp32 master weight where there is
     one), "exp_avg", ... as the optimizer names its states, each (numel,); or "buffer" alone.
-    `shape`: the whole parameter's.
+    `part`: all of the parameter unless an axis of the layout cuts it.
     """
 
     name: str
-    shape: tuple[int, ...]
+    part: Part
     offset: int
     tensors: dict[str, torch.Tensor]
 
@@ -35,7 +37,7 @@ class Fragment:
         """Of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def part(self, start: int, numel: int) -> Fragment:
+    def narrow(self, start: int, numel: int) -> Fragment:
         """Elements [start, start + numel) of this fragment."""
         tensors = {kind: t.narrow(0, start, numel) for kind, t in self.tensors.items()}
         return replace(self, offset=self.offset + start, tensors=tensors)
@@ -45,7 +47,7 @@ class Fragment:
         size = math.ceil(self.numel / shares)
         start = index * size
         numel = min(size, self.numel - start)
-        return self.part(start, numel) if numel > 0 else None
+        return self.narrow(start, numel) if numel > 0 else None
 
     def copied(self) -> Fragment:
         """The same on the host, in memory of its own."""

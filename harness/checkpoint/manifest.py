@@ -11,14 +11,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.files import INDEX, Entry, Written, from_index
+from harness.checkpoint.files import Written
+from harness.checkpoint.index import INDEX, Entry, from_index, is_divided
 from harness.errors import Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
 
-__all__ = ["INDEX", "MANIFEST", "PROBE", "Manifest", "TrainState", "read_index", "read_manifest"]
+__all__ = [
+    "DIVIDED",
+    "INDEX",
+    "MANIFEST",
+    "PROBE",
+    "Manifest",
+    "TrainState",
+    "read_index",
+    "read_manifest",
+]
 
-FORMAT = 1
+# An index whose pieces are of whole parameters, and one with parts of them. What needs no parts is
+# written without: earlier versions read it, too.
+WHOLE, DIVIDED = 1, 2
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 PRECISIONS = ("fp32", "bf16", "fp16")
 _WEIGHTS = re.compile(r"rank-[0-9]{5}-[0-9]{3}\.safetensors")
@@ -62,6 +74,7 @@ class Manifest:
     files: list[Written] = field(default_factory=list)
     checksum: str = ""
     """SHA-256 of all the rest; a resumed run names it."""
+    format: int = WHOLE
 
     @property
     def bytes(self) -> int:
@@ -70,7 +83,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """As it is on disk, with its checksum."""
-        content = {"format": FORMAT, **asdict(self), "checksum": ""}
+        content = {"format": self.format, **asdict(self), "checksum": ""}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
@@ -110,9 +123,12 @@ def read_index(folder: Path, manifest: Manifest) -> list[Entry]:
     """Where every fragment is: all elements of each, in files of the manifest. Raises Unusable."""
     path = folder / INDEX
     try:
-        entries = list(from_index(read_json(path, _MOST_INDEX_BYTES), path))
+        index = read_json(path, _MOST_INDEX_BYTES)
     except OSError as error:
         raise Unusable(f"{path} cannot be read: {error.strerror}") from None
+    entries = from_index(index, path)
+    if is_divided(index) and manifest.format != DIVIDED:
+        raise Unusable(f"{path} has parts of parameters, which format {manifest.format} has not")
     files = {file.name for file in manifest.files if _WEIGHTS.fullmatch(file.name)}
     if strange := {entry.file for entry in entries} - files:
         raise Unusable(f"{path} names {min(strange)!r}, which is not the manifest's")
@@ -121,8 +137,10 @@ def read_index(folder: Path, manifest: Manifest) -> list[Entry]:
 
 def _manifest(content: Table) -> Manifest:
     """A manifest whose values are of the types that this version writes."""
-    if (version := content.get("format")) != FORMAT:
-        raise Unusable(f"{content.file} has format {version!r:.60}, this version reads {FORMAT}")
+    if type(version := content.get("format")) is not int or version not in (WHOLE, DIVIDED):
+        raise Unusable(
+            f"{content.file} has format {version!r:.60}, this version reads {WHOLE} and {DIVIDED}"
+        )
     checksum = content.text("checksum")
     if checksum != _checksum({**content.values, "checksum": ""}):
         raise Unusable(f"{content.file} does not match its own checksum")
@@ -151,6 +169,7 @@ def _manifest(content: Table) -> Manifest:
         watch=watch.as_json(),
         files=files,
         checksum=checksum,
+        format=version,
     )
 
 

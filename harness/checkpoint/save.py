@@ -15,16 +15,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save as to_safetensors
 
-from harness.checkpoint.files import (
-    Written,
-    merged,
-    start_hashing,
-    to_index,
-    write_bytes,
-    write_fragments,
-)
+from harness.checkpoint.files import Written, start_hashing, write_bytes, write_fragments
 from harness.checkpoint.fragment import Fragment
-from harness.checkpoint.manifest import INDEX, MANIFEST, PROBE, Manifest
+from harness.checkpoint.index import INDEX, is_divided, merged, to_index
+from harness.checkpoint.manifest import DIVIDED, MANIFEST, PROBE, Manifest
 from harness.checkpoint.store import Retention, Store
 from harness.errors import ExitCode, RunStopped
 from harness.estimate.inputs import as_size
@@ -186,6 +180,8 @@ class Saver:
         index = merged(index for _, index, _ in told)
         files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
         whole = replace(manifest, files=files)
+        if is_divided(index):
+            whole = replace(whole, format=DIVIDED)
         write_bytes(folder / MANIFEST, whole.to_bytes())
         self.before_publishing()
         self.store.publish(step)

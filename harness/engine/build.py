@@ -17,6 +17,7 @@ from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.empty import empty_model
 from harness.engine.matrices import Matrices
 from harness.engine.optimizers import Orthogonalizing, our_optimizer
+from harness.engine.parts import note_copies
 from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together
 from harness.engine.stages import build_stage
@@ -24,6 +25,7 @@ from harness.engine.state import inner_optimizer
 from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
 from harness.layout.optimizers import Parameter, optimizer_groups
+from harness.layout.share import Share
 from harness.models.depth import drop_layers
 from harness.models.kernels import use_liger
 from harness.models.pieces import decoder_layers
@@ -65,6 +67,7 @@ def build_engine(
         use_liger(model)
     if plan.run.model.compile:
         _compile_layers(model, plan.zero_stage)
+    note_copies(model, Share(plan.grid, plan.world.rank))
     groups = _parameter_groups(plan, parameters, model)
     engine, *_ = deepspeed.initialize(
         model=handed,

@@ -11,6 +11,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
 from harness.engine import swap
+from harness.engine.parts import is_copy
 
 
 def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -40,7 +41,7 @@ def grad_norm(
 
     On the engine's `device`, over which the ranks talk; offloaded gradients are on the host.
     """
-    mine = [g.detach().float() for p, g in local_gradients(module) if not _is_copy(p)]
+    mine = [g.detach().float() for p, g in local_gradients(module) if not is_copy(p)]
     norm = torch.nn.utils.get_total_norm(mine).to(device)
     if group is None:
         return norm
@@ -49,13 +50,8 @@ def grad_norm(
     return squares.sqrt()
 
 
-def _is_copy(parameter: nn.Parameter) -> bool:
-    """Whether another pipeline stage holds the same weight, and counts it."""
-    return bool(getattr(parameter, "ds_pipe_replicated", False))
-
-
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in module.named_parameters() if not _is_copy(p))
+    return ((name, p) for name, p in module.named_parameters() if not is_copy(p))
 
 
 def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

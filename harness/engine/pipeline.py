@@ -49,7 +49,7 @@ class PipelineEngine(ZeroEngine):
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
         self.engine.module.train()
         total = torch.zeros((), device=self.device)
-        data_ranks, labels = self.plan.grid.data, self._labels(batches)
+        labels, data_ranks = self._labels(batches), self.share.data_ranks
         smoothing = self.plan.run.train.label_smoothing
 
         def finish(outputs: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ class PipelineEngine(ZeroEngine):
             if auxiliary is not None:
                 share = share + auxiliary / (len(batches) * data_ranks)
             # DeepSpeed averages over data ranks and micro-batches; the shares are to be summed.
-            return poisoned(share) * (data_ranks * len(batches))
+            return poisoned(share) * (self._averaged_over * len(batches))
 
         self._expect(len(batches))
         self._run(_WithoutStep(self.engine._train_schedule()), batches, finish)
@@ -99,11 +99,6 @@ class PipelineEngine(ZeroEngine):
         dist.broadcast(logits, self.plan.grid.group("pipeline", 0)[-1])
         return logits
 
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks that differ in their data alone: those of this stage."""
-        return self.engine.mpu.get_data_parallel_group()
-
     def describe(self) -> dict[str, Any]:
         """What really runs on this rank: classes, stages, elements held."""
         place = self.plan.grid.coords(self.plan.world.rank).pipeline
@@ -136,8 +131,9 @@ class PipelineEngine(ZeroEngine):
     def _step(self) -> None:
         self.engine._exec_optimizer_step()
 
-    def _norm_group(self) -> dist.ProcessGroup:
-        return super()._norm_group() or self._column_group
+    def _made_groups(self) -> list[dist.ProcessGroup]:
+        grid = self.engine.mpu
+        return [grid.get_data_parallel_group(), grid.get_pipe_parallel_group()]
 
     def _inputs(self, batch: Batch) -> Any:
         """What the first stage takes, on the device: DeepSpeed's own copying waits for the host."""

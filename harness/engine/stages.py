@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 
 from harness.engine.deepspeed_0_19.pipe_module import Tied
 from harness.engine.empty import empty_model
+from harness.engine.groups import sender
 from harness.engine.processes import raise_together
-from harness.engine.whole import check_files, check_report, read_weights, sender
+from harness.engine.whole import check_files, check_report, read_weights
 from harness.errors import ConfigError
+from harness.layout.share import Share
 from harness.layout.stages import layers_per_stage
 from harness.models.flow import Flow, trace_flow
-from harness.models.initialize import Send, materialize
+from harness.models.initialize import materialize
 from harness.models.stage import Stage, reduce_to_stage
 from harness.plan.plan import Plan
 
@@ -78,15 +80,16 @@ def _built(
             set(report["unexpected_keys"]) - elsewhere,
         )
         return Stage(model.to(device)), events
-    model = empty_model(plan, trust_remote_code)
+    share = Share(plan.grid, plan.world.rank)
+    model, replicas = empty_model(plan, trust_remote_code), share.ranks("replicas")
     reduce_to_stage(model, flow, first_layer, end_layer)
     materialize(
         model,
         None if blank else plan.run.train.seed,
         device,
-        rank=place.data,
-        world_size=plan.grid.data,
-        send=_sender(plan),
+        rank=replicas.index(share.rank),
+        world_size=len(replicas),
+        send=sender(share),
     )
     return Stage(model), []
 
@@ -105,15 +108,6 @@ def _reduced_class(
     Reduced.__name__ = whole.__name__
     Reduced.__module__ = whole.__module__  # where the balancing loss is looked for
     return Reduced
-
-
-def _sender(plan: Plan) -> Send | None:
-    """Sends a tensor to the other data ranks of the same stage; all ranks make all groups."""
-    mine = plan.grid.group("data", plan.world.rank)
-    if len(mine) == 1:
-        return None
-    groups = {ranks: dist.new_group(ranks) for ranks in plan.grid.groups("data")}
-    return sender(mine, groups[mine])
 
 
 def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:

@@ -17,9 +17,13 @@ from torch import nn
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
 from harness.engine import eight_bit, swap
 from harness.engine.deepspeed_0_19 import settlements
+from harness.engine.parts import is_copy, part_of
+from harness.layout.box import Part
+from harness.layout.share import Share
 
-# Fills a flat tensor with elements [offset, offset + numel) of (name, kind), where it is stored.
-Fill = Callable[[str, str, int, torch.Tensor], None]
+# Fills a flat tensor with elements [offset, offset + numel) of a part of (name, kind), where it is
+# stored.
+Fill = Callable[[str, str, int, torch.Tensor, Part], None]
 # The kinds of optimizer state that were saved of a parameter.
 Kinds = Callable[[str], Collection[str]]
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -41,41 +45,48 @@ class Place:
     numel: int
     replicated: bool  # on all data ranks alike
 
+    @property
+    def part(self) -> Part:
+        """What the tensor is of the whole model's parameter, of which `offset` counts elements."""
+        return part_of(self.parameter)
+
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fragment of `flat`, or of a state of the same shape."""
         return tensor.detach().view(-1).narrow(0, self.start, self.numel)
 
 
-def fragments(engine: Any, module: nn.Module, data_rank: int, data_ranks: int) -> list[Fragment]:
+def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
     """What this rank is to save: together the ranks hold every element once.
 
-    What all data ranks hold alike is dealt out among them.
+    What all its replicas hold alike is dealt out among them.
     """
     found = []
+    replicas = share.ranks("replicas")
+    place_among = replicas.index(share.rank)
     flats, states = _held(engine)
     for place in pieces(engine, module, flats):
-        if getattr(place.parameter, "ds_pipe_replicated", False):
-            continue  # the other end of the pipeline saves it
+        if is_copy(place.parameter):
+            continue  # another rank saves it
         state = states.get(place.flat, {})
         moments = {k: place.view(v) for k, v in state.items() if _is_per_element(k, v, place.flat)}
         fragment = Fragment(
             place.name,
-            tuple(getattr(place.parameter, "ds_shape", place.parameter.shape)),
+            place.part,
             place.offset,
             {WEIGHT: place.view(place.flat), **moments},
         )
-        own = fragment.share(data_rank, data_ranks) if place.replicated else fragment
+        own = fragment.share(place_among, len(replicas)) if place.replicated else fragment
         if own is not None:
             found.append(own)
-        if data_rank == 0:
+        if place_among == 0:
             means = {key: state[key] for key in _MEANS if key in state}
             found += [
-                Fragment(f"{place.name}:{key}", tuple(mean.shape), 0, {key: mean.view(-1)})
+                Fragment(f"{place.name}:{key}", Part.of(mean.shape), 0, {key: mean.view(-1)})
                 for key, mean in means.items()
             ]
-    if data_rank == 0:
+    if place_among == 0:
         found += [
-            Fragment(name, tuple(buffer.shape), 0, {BUFFER: buffer.detach().reshape(-1)})
+            Fragment(name, Part.of(buffer.shape), 0, {BUFFER: buffer.detach().reshape(-1)})
             for name, buffer in _persistent_buffers(module)
         ]
     return found
@@ -95,7 +106,7 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
     flats, states = _held(engine)
     for place in pieces(engine, module, flats):
         name = getattr(place.parameter, "tied_to", place.name)
-        fill(name, WEIGHT, place.offset, place.view(place.flat))
+        fill(name, WEIGHT, place.offset, place.view(place.flat), place.part)
         if place.parameter.requires_grad:
             wanted = kinds(name)  # none for a weight that never had a gradient
             for kind, moment in states.get(place.flat, {}).items():
@@ -107,18 +118,18 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
                 state = states[place.flat]
                 if kind not in state:
                     state[kind] = torch.zeros_like(place.flat, requires_grad=False)
-                fill(name, kind, place.offset, place.view(state[kind]))
+                fill(name, kind, place.offset, place.view(state[kind]), place.part)
             for key, dimension in _MEANS.items():
                 if kinds(f"{name}:{key}"):
                     shape = list(place.parameter.shape)
                     shape[dimension] = 1
                     mean = states[place.flat].setdefault(key, place.flat.new_empty(shape))
-                    fill(f"{name}:{key}", key, 0, mean.view(-1))
+                    fill(f"{name}:{key}", key, 0, mean.view(-1), Part.of(mean.shape))
     if eight_bit.is_eight_bit(inner):
         inner.state.update({flat: eight_bit.per_block(inner, s) for flat, s in states.items()})
     for name, buffer in _persistent_buffers(module):
         flat = torch.empty_like(buffer).view(-1)
-        fill(name, BUFFER, 0, flat)
+        fill(name, BUFFER, 0, flat, Part.of(buffer.shape))
         buffer.copy_(flat.view_as(buffer))
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
+from harness.engine.groups import sender
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
-from harness.models.initialize import Send, materialize, move_buffers
+from harness.layout.share import Share
+from harness.models.initialize import materialize, move_buffers
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems
 
@@ -36,15 +37,16 @@ def build_whole(
     """
     if plan.run.model.init_from is not None and not blank:
         return _load_together(plan, empty, device, trust_remote_code)
-    problem = None
+    problem, share = None, Share(plan.grid, plan.world.rank)
+    replicas = share.ranks("replicas")
     try:
         materialize(
             empty,
             None if blank else plan.run.train.seed,
             device,
-            rank=plan.world.rank,
-            world_size=plan.world.world_size,
-            send=sender(range(plan.world.world_size)),
+            rank=replicas.index(share.rank),
+            world_size=len(replicas),
+            send=sender(share),
             placed=_Partition(plan.deepspeed) if plan.zero_stage == 3 else None,
         )
     except ValueError as error:
@@ -135,17 +137,6 @@ def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) 
         return []
     message = f"{source} also holds weights that the model lacks: {', '.join(unused[:5])}"
     return [{"kind": "unused_weights", "message": message, "names": unused}]
-
-
-def sender(ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> Send | None:
-    """Sends a tensor from one of `ranks`, by its place among them, to all; None for one rank."""
-    if len(ranks) == 1:
-        return None
-
-    def send(tensor: torch.Tensor, owner: int) -> None:
-        dist.broadcast(tensor.view(torch.uint8), ranks[owner], group=group)
-
-    return send
 
 
 class _Partition:

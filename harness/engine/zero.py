@@ -16,7 +16,9 @@ from harness.checkpoint.fragment import Fragment
 from harness.data.batches import Batch
 from harness.engine import fragments, state, swap
 from harness.engine.deepspeed_0_19 import gradients, settlements
+from harness.engine.groups import Groups
 from harness.errors import ExitCode, RunStopped
+from harness.layout.share import Share
 from harness.models.loss import forward
 from harness.plan.plan import Plan
 
@@ -53,8 +55,11 @@ class ZeroEngine:
     def __init__(self, engine: Any, plan: Plan, events: list[dict[str, Any]]) -> None:
         self.engine = engine
         self.plan = plan
+        self.share = Share(plan.grid, plan.world.rank)
         self.events = events  # what building it did that the user should know
         self.device: torch.device = engine.device
+        self.groups = Groups(self.share, self._made_groups())
+        self._averaged_over = self.groups.size("replicas")  # DeepSpeed's data-parallel ranks
         gradients.reduce_in_place(engine)
 
     def train_batch(
@@ -80,7 +85,6 @@ class ZeroEngine:
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
         self.engine.train()
-        data_ranks = self.plan.grid.data
         total = torch.zeros((), device=self.device)
         self._expect(len(batches))
         for batch in batches:
@@ -90,10 +94,10 @@ class ZeroEngine:
             share = token_loss / max(targets, 1)
             total += share.detach()
             if auxiliary is not None:
-                share = share + auxiliary / (len(batches) * data_ranks)
+                share = share + auxiliary / (len(batches) * self.share.data_ranks)
             # DeepSpeed averages over the data ranks; the shares are to be summed. Its division by
             # the accumulation steps is off: micro-batches need not hold equally many targets.
-            self.engine.backward(poisoned(share) * data_ranks, scale_wrt_gas=False)
+            self.engine.backward(poisoned(share) * self._averaged_over, scale_wrt_gas=False)
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
         settlements.settle_gradients(self.engine)
@@ -141,9 +145,9 @@ class ZeroEngine:
         return fragments.whole_weights(self._held)
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that differ in their data alone; None for all ranks."""
-        return None
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that differ in their tokens alone, and have equal weights."""
+        return self.groups.of("replicas")
 
     @torch.no_grad()
     def eval_batch(self, batches: list[Batch]) -> torch.Tensor:
@@ -170,7 +174,7 @@ class ZeroEngine:
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the data ranks, in place."""
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=self.groups.of("loss"))
         return values
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -225,9 +229,7 @@ class ZeroEngine:
 
     def fragments(self) -> list[Fragment]:
         """What this rank is to save of weights and optimizer states, as views of live memory."""
-        grid = self.plan.grid
-        data_rank = grid.coords(self.plan.world.rank).data
-        return state.fragments(self.engine, self._held, data_rank, grid.data)
+        return state.fragments(self.engine, self._held, self.share)
 
     def restore(self, fill: state.Fill, kinds: state.Kinds) -> None:
         """Fill weights, and their `kinds` of optimizer state, from where they are.
@@ -269,15 +271,21 @@ class ZeroEngine:
     def _expect(self, micro_batches: int) -> None:
         """Tell DeepSpeed how many micro-batches the next step has, at most those of its JSON."""
         if micro_batches != self.engine.gradient_accumulation_steps():
-            samples = micro_batches * self.plan.micro_batch * self.plan.grid.data
+            samples = micro_batches * self.plan.micro_batch * self._averaged_over
             self.engine.set_train_batch_size(samples)
 
     def _step(self) -> None:
         self.engine.step()
 
+    def _made_groups(self) -> list[dist.ProcessGroup]:
+        """The groups of some ranks that DeepSpeed has made."""
+        return []
+
     def _norm_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose gradients together are all gradients, each once."""
-        return None if gradients.keeps_no_grad_norm(self.engine) else dist.group.WORLD
+        """The ranks whose gradients together are all gradients, each once; None for this alone."""
+        if not gradients.keeps_no_grad_norm(self.engine):
+            return self.groups.of("norm")
+        return self.groups.of("model") if self.groups.size("model") > 1 else None
 
     def _loss_scale_diagnosis(self) -> str:
         fp16 = self.plan.deepspeed["fp16"]

@@ -84,11 +84,11 @@ class Grid:
         """Every group along `axis`, ordered by first rank: what `new_group` is called with."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.world_size)}))
 
-    def alike(self, axes: Collection[Axis], rank: int) -> tuple[int, ...]:
-        """Return the ranks at the same place as `rank` on all of `axes`, in ascending order."""
-        here = self.coords(rank)
-        return tuple(
-            other
-            for other, place in enumerate(map(self.coords, range(self.world_size)))
-            if all(getattr(place, axis) == getattr(here, axis) for axis in axes)
-        )
+    def alike(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that are at the same place on all of `axes`, ordered by first
+        rank.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(map(self.coords, range(self.world_size))):
+            groups.setdefault(tuple(getattr(place, axis) for axis in axes), []).append(rank)
+        return tuple(map(tuple, groups.values()))

@@ -33,8 +33,9 @@ GROUPS: dict[Purpose, tuple[Axis, ...]] = {
     # Draw the same dropout: it falls on hidden states that all of them have.
     "dropout": ("pipeline", "data", "sequence"),
 }
-# Ranks that differ on one of these have other layers, or other shards of ZeRO.
-_SHARDED: tuple[Axis, ...] = ("pipeline", "data", "sequence")
+# Ranks along these axes hold equal shards of a parameter that is not cut; along others they have
+# other layers, or other shards of ZeRO.
+_COPIED: tuple[Axis, ...] = ("tensor",)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,11 @@ class Share:
 
     def ranks(self, purpose: Purpose) -> tuple[int, ...]:
         """Return this rank's group for a purpose, ascending."""
-        return self.grid.alike(GROUPS[purpose], self.rank)
+        return next(group for group in self.every(purpose) if self.rank in group)
+
+    def every(self, purpose: Purpose) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of all ranks for a purpose, ordered by first rank: all make all."""
+        return self.grid.alike(GROUPS[purpose])
 
     def part(self, name: str, shape: tuple[int, ...]) -> Part:
         """Return what this rank holds of a parameter of the whole `shape`, ZeRO's shards put
@@ -97,7 +102,9 @@ class Share:
         """Return whether it is this rank, of those that hold the same of a parameter beside ZeRO's
         shards, that saves it and counts it in the norm.
         """
-        others = self.grid.alike(_SHARDED, self.rank)
-        earlier = (replace(self, rank=rank) for rank in others if rank < self.rank)
+        peers = (rank for axis in _COPIED for rank in self.grid.group(axis, self.rank))
+        earlier = [replace(self, rank=rank) for rank in peers if rank < self.rank]
+        if not earlier:
+            return True
         own = self.part(name, shape)
         return all(other.part(name, shape) != own for other in earlier)

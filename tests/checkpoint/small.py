@@ -11,6 +11,7 @@ from harness.checkpoint.fragment import Fragment
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Retention, Store
+from harness.layout.box import Part
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -23,7 +24,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 def fragments(seed: int = 0) -> list[Fragment]:
     """All of every parameter, with a moment."""
     return [
-        Fragment(name, tuple(t.shape), 0, {"weight": t.view(-1), "exp_avg": 2 * t.view(-1)})
+        Fragment(name, Part.of(t.shape), 0, {"weight": t.view(-1), "exp_avg": 2 * t.view(-1)})
         for name, t in weights(seed).items()
     ]
 

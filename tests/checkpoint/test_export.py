@@ -17,6 +17,7 @@ from harness.checkpoint.export import replacing, write_model
 from harness.checkpoint.files import Reader, write_fragments
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
 from harness.errors import ConfigError
+from harness.layout.box import Part
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import FAMILIES, MODEL
@@ -59,7 +60,7 @@ def stored(model: PreTrainedModel, folder: Path, cuts: int = 3) -> Reader:
     tensors = {name: (WEIGHT, p.detach().float()) for name, p in model.named_parameters()}
     tensors |= {name: (BUFFER, b) for name, b in model.named_buffers() if name in kept}
     fragments = [
-        Fragment(name, tuple(tensor.shape), 0, {kind: tensor.reshape(-1)})
+        Fragment(name, Part.of(tensor.shape), 0, {kind: tensor.reshape(-1)})
         for name, (kind, tensor) in tensors.items()
     ]
     entries = []
@@ -187,8 +188,10 @@ import json, re, sys
 from pathlib import Path
 import torch
 from harness.checkpoint.export import write_model
-from harness.checkpoint.files import Entry, Reader
+from harness.checkpoint.files import Reader
+from harness.checkpoint.index import Entry
 from harness.checkpoint.tensor_file import TensorWriter
+from harness.layout.box import Part
 from harness.models.skeleton import hf_config, skeleton
 
 def held(kind):  # getrusage's peak would begin with that of the process that started this one
@@ -200,7 +203,7 @@ torch.set_num_threads(1)
 for size in (64, config["hidden_size"]):  # the small one brings in all that is imported
     model = skeleton(hf_config({**config, "hidden_size": size}), torch.bfloat16)
     entries = [
-        Entry(name, tuple(p.shape), 0, p.numel(), ("weight",), f"{size}")
+        Entry(name, Part.of(p.shape), 0, p.numel(), ("weight",), f"{size}")
         for name, p in model.named_parameters()
     ]
     meta = {e.key("weight"): torch.empty(e.numel, device="meta") for e in entries}

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from harness.checkpoint import files
-from harness.checkpoint.files import Reader, from_index, to_index, write_fragments
+from harness.checkpoint.files import Reader, write_fragments
 from harness.checkpoint.fragment import Fragment
+from harness.checkpoint.index import from_index, to_index
 from harness.errors import Unusable
+from harness.layout.box import Part
 from tests.checkpoint.small import fragments, weights
 
 
@@ -30,7 +32,7 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
 def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
-    _, entries = write_fragments(tmp_path, 0, [Fragment("b", (5,), 0, {"buffer": tensor})])
+    _, entries = write_fragments(tmp_path, 0, [Fragment("b", Part.of((5,)), 0, {"buffer": tensor})])
     assert torch.equal(Reader(tmp_path, entries).whole("b", "buffer"), tensor)
 
 
@@ -51,7 +53,7 @@ def test_large_fragments_are_cut_into_files_of_a_size(
 def test_any_range_is_read_from_whatever_pieces(tmp_path: Path) -> None:
     whole = torch.arange(20.0)
     pieces = [
-        Fragment("w", (4, 5), start, {"weight": whole[start:end]})
+        Fragment("w", Part.of((4, 5)), start, {"weight": whole[start:end]})
         for start, end in ((0, 3), (3, 4), (4, 15), (15, 20))
     ]
     _, first = write_fragments(tmp_path, 0, pieces[:2])
@@ -65,7 +67,7 @@ def test_any_range_is_read_from_whatever_pieces(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    half = Fragment("w", (8,), 0, {"weight": torch.zeros(4)})
+    half = Fragment("w", Part.of((8,)), 0, {"weight": torch.zeros(4)})
     _, entries = write_fragments(tmp_path, 0, [half])
     reader = Reader(tmp_path, entries)
     with pytest.raises(Unusable, match="has 2 of elements 2 to 8 of w/weight"):
@@ -78,7 +80,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 5, 16])
 def test_shares_are_the_whole_once(shares: int) -> None:
-    fragment = Fragment("w", (13,), 0, {"weight": torch.arange(13)})
+    fragment = Fragment("w", Part.of((13,)), 0, {"weight": torch.arange(13)})
     parts = [fragment.share(index, shares) for index in range(shares)]
     found = torch.cat([part.tensors["weight"] for part in parts if part is not None])
     assert torch.equal(found, torch.arange(13))
@@ -88,6 +90,6 @@ def test_shares_are_the_whole_once(shares: int) -> None:
 
 def test_a_copy_does_not_follow_the_live_memory() -> None:
     live = torch.zeros(3)
-    copy = Fragment("w", (3,), 0, {"weight": live}).copied()
+    copy = Fragment("w", Part.of((3,)), 0, {"weight": live}).copied()
     live += 1
     assert torch.equal(copy.tensors["weight"], torch.zeros(3))

@@ -81,7 +81,7 @@ def put(content: dict[str, Any], key: str, value: object) -> None:
         *(("model_config", value) for value in (None, [], {}, {"model_type": 3})),
         *(("probe_loss", value) for value in ("x", [], {})),
         *(("held_out_loss", value) for value in ("x", True)),
-        *(("format", value) for value in (2, "1", None, [])),
+        *(("format", value) for value in (0, 3, "1", True, 1.0, None, [])),
         ("about", None),
     ],
 )

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save
 
 from harness.checkpoint import load
-from harness.checkpoint.files import sha256_of, to_index, write_bytes, write_fragments
+from harness.checkpoint.files import sha256_of, write_bytes, write_fragments
 from harness.checkpoint.fragment import WEIGHT, Fragment
-from harness.checkpoint.manifest import INDEX, MANIFEST, PROBE, Manifest, TrainState
+from harness.checkpoint.index import INDEX, to_index
+from harness.checkpoint.manifest import MANIFEST, PROBE, Manifest, TrainState
 from harness.errors import Unusable
+from harness.layout.box import Part
 
 RANKS = 2
 
@@ -27,7 +29,9 @@ def checkpoint(tmp_path: Path) -> Path:
     files, entries = [], []
     for rank in range(RANKS):
         tensors = {WEIGHT: torch.arange(3.0) + rank, "exp_avg": torch.ones(3)}
-        written, found = write_fragments(folder, rank, [Fragment("w", (6,), 3 * rank, tensors)])
+        written, found = write_fragments(
+            folder, rank, [Fragment("w", Part.of((6,)), 3 * rank, tensors)]
+        )
         files += written
         entries += found
         if rank == 0:
@@ -67,7 +71,7 @@ def test_every_rank_checks_what_it_wrote_and_the_index(checkpoint: Path) -> None
 def test_a_hash_is_that_of_the_file_on_disk(tmp_path: Path) -> None:
     weights = torch.randn(1_000_001)
     (written,), _ = write_fragments(
-        tmp_path, 0, [Fragment("w", (1_000_001,), 0, {WEIGHT: weights})]
+        tmp_path, 0, [Fragment("w", Part.of((1_000_001,)), 0, {WEIGHT: weights})]
     )
     path = tmp_path / written.name
     assert (written.bytes, written.sha256) == (path.stat().st_size, sha256_of(path))

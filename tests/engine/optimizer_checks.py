@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.files import Reader, from_index, merged, to_index, write_fragments
+from harness.checkpoint.files import Reader, write_fragments
+from harness.checkpoint.index import from_index, merged, to_index
 from tests.engine.rank import OUT, WORLD, engine_of, share_of, stage
 from tests.engine.small import FAMILIES
 

@@ -46,6 +46,7 @@ def halves(
 @pytest.mark.parametrize("purpose", GROUPS)
 def test_groups_split_the_world(grid: Grid, purpose: Purpose) -> None:
     groups = {share.ranks(purpose) for share in shares(grid)}
+    assert all(share.every(purpose) == tuple(sorted(groups)) for share in shares(grid))
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
     assert all(share.rank in share.ranks(purpose) for share in shares(grid))
     assert len({len(group) for group in groups}) == 1

@@ -11,6 +11,7 @@ from harness.checkpoint.files import Reader, write_fragments
 from harness.checkpoint.fragment import WEIGHT, Fragment
 from harness.checkpoint.load import Checkpoint
 from harness.checkpoint.manifest import Manifest, TrainState
+from harness.layout.box import Part
 from tests.run_tools import run_tool
 from tools.proofs.checkpoints.cells import (
     LAYOUTS,
@@ -111,7 +112,7 @@ class Held(Checkpoint):
 
 def held(path: Path, tensors: dict[str, torch.Tensor], step: float = 3.0) -> Checkpoint:
     path.mkdir()
-    fragments = [Fragment("w", (2, 2), 0, tensors)]
+    fragments = [Fragment("w", Part.of((2, 2)), 0, tensors)]
     _, entries = write_fragments(path, 0, fragments)
     engine = {"counters": {}, "loss_scaling": {}, "optimizer": {"step": step}}
     manifest = Manifest(TrainState(), "fp32", {}, None, engine, None, None, {"entries": entries})

@@ -15,6 +15,7 @@ import torch
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
 from harness.errors import Unusable
 from harness.files.table import Table
+from harness.layout.box import Part
 from tools.importing.pickles import read, tensor_of
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -104,7 +105,8 @@ class Native:
                 place = Table(getattr(value, "__dict__", value), table.file, table.path_of(name))
                 start, numel = place.count("start"), place.count("numel")
                 tensors = rank.tensors(flat, start, numel, str(name))
-                yield Fragment(str(name), self._shape(str(name), rank), before[str(name)], tensors)
+                part = Part.of(self._shape(str(name), rank))
+                yield Fragment(str(name), part, before[str(name)], tensors)
 
     def _shape(self, name: str, rank: Rank) -> tuple[int, ...]:
         if name not in self.shapes:
@@ -127,7 +129,7 @@ class Native:
                     f"elements where {name} {shape} goes beyond"
                 )
             if own > 0:
-                yield Fragment(name, shape, offset, rank.tensors(flat, start, own, name))
+                yield Fragment(name, Part.of(shape), offset, rank.tensors(flat, start, own, name))
             start += share
 
     def _frozen(self, rank: int) -> Iterator[Fragment]:
@@ -143,7 +145,7 @@ class Native:
             offset = weight.numel() * rank if self.stage == 3 else 0
             own = min(weight.numel(), math.prod(shape) - offset)
             if own > 0:
-                yield Fragment(name, shape, offset, {WEIGHT: weight[:own].float()})
+                yield Fragment(name, Part.of(shape), offset, {WEIGHT: weight[:own].float()})
 
     def _buffers(self) -> Iterator[Fragment]:
         module = self.model.table("module")
@@ -151,7 +153,7 @@ class Native:
             if name in module:
                 buffer = tensor_of(module, name)
                 shape = tuple(module.get(name).shape)  # type: ignore[attr-defined]
-                yield Fragment(name, shape, 0, {BUFFER: buffer})
+                yield Fragment(name, Part.of(shape), 0, {BUFFER: buffer})
 
     def _model_states(self, rank: int) -> Table:
         prefix = f"zero_pp_rank_{rank}_" if self.stage == 3 else ""

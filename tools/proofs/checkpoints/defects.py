@@ -120,8 +120,8 @@ def weights_stale() -> Iterator[None]:
 def _filling(change: Change) -> Iterator[None]:
     original = Reader.fill
 
-    def fill(self: Reader, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
-        change(original, self, name, kind, offset, out)
+    def fill(self: Reader, name: str, kind: str, offset: int, out: Any, *part: Any) -> None:
+        change(lambda *args: original(*args, *part), self, name, kind, offset, out)
 
     from tools.proofs.checkpoints import compare
 

@@ -1,0 +1,169 @@
+"""index.json: which elements of which parameter lie in which file of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from harness.checkpoint.fragment import BUFFER
+from harness.errors import Unusable
+from harness.files.table import Table
+from harness.layout.box import Part, Piece, Range, describe, uncovered
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a fragment is: its tensors are `key(kind)` in `file`."""
+
+    name: str
+    part: Part
+    offset: int
+    numel: int
+    kinds: tuple[str, ...]
+    file: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's."""
+        return self.part.whole
+
+    @property
+    def piece(self) -> Piece:
+        """Which elements of the parameter it holds."""
+        return Piece(self.part, self.offset, self.numel)
+
+    def key(self, kind: str) -> str:
+        """The name of one of its tensors within the file."""
+        return f"{self.name}@{self.offset}/{kind}"
+
+
+def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
+    """Return entries as JSON: with a thousand ranks, what a parameter's have in common counts.
+
+    A piece of a parameter that no axis cuts is [offset, elements, file]; of one that is cut, the
+    number of its part follows.
+    """
+    index: dict[str, Any] = {}
+    for entry in entries:
+        about = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
+        about = index.setdefault(entry.name, about)
+        place: tuple[object, ...] = (entry.offset, entry.numel, entry.file)
+        if not entry.part.is_whole:
+            parts = about.setdefault("parts", [])
+            if entry.part.ranges not in parts:
+                parts.append(entry.part.ranges)
+            place += (parts.index(entry.part.ranges),)
+        about["at"].append(place)
+    return index
+
+
+def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the index of all ranks; a buffer that several have (on pipeline stages) is there once.
+
+    Raises Unusable where two ranks saved the same elements of a weight, or some are missing.
+    """
+    whole: dict[str, Any] = {}
+    pieces: dict[str, dict[tuple[int, ...], tuple[int, str]]] = {}
+    for index in indices:
+        for name, about in index.items():
+            here = whole.setdefault(name, {"shape": about["shape"], "kinds": about["kinds"]})
+            if here["shape"] != about["shape"]:
+                raise Unusable(
+                    f"{name} is {here['shape']} on one rank, {about['shape']} on another"
+                )
+            is_buffer, parts = BUFFER in about["kinds"], here.setdefault("parts", [])
+            known = pieces.setdefault(name, {})
+            for offset, numel, file, *number in about["at"]:
+                part = number and about["parts"][number[0]]
+                if part and part not in parts:
+                    parts.append(part)
+                place = (offset, parts.index(part)) if part else (offset,)
+                first = known.setdefault(place, (numel, file))
+                if first != (numel, file) and not (is_buffer and first[0] == numel):
+                    raise Unusable(f"{first[1]} and {file} both hold {name} from {offset} on")
+    for name, about in whole.items():
+        if not about["parts"]:
+            del about["parts"]
+        about["at"] = [(at[0], *piece, *at[1:]) for at, piece in pieces[name].items()]
+        saved, numel = sum(numel for numel, _ in pieces[name].values()), math.prod(about["shape"])
+        if saved != numel:
+            raise Unusable(f"the ranks saved {saved} elements of {name}, which has {numel}")
+    return whole
+
+
+def from_index(index: object, place: object = INDEX) -> list[Entry]:
+    """Return the entries that `to_index` was given.
+
+    Raises Unusable where `index`, read from `place`, has another make or the pieces of a parameter
+    are not all of its elements, each once.
+    """
+    entries: list[Entry] = []
+    for name, about in Table(index, place).tables():
+        kinds, parts = about.texts("kinds"), _parts(about)
+        pieces = [_piece(about, piece, len(parts)) for piece in about.row("at")]
+        for number, part in enumerate(parts):
+            own = [(offset, numel, file) for offset, numel, file, of in pieces if of == number]
+            what = f"{name} {describe(part) if 'parts' in about else list(part.whole)}"
+            _check_part(what, part, own, place)
+            entries += [Entry(name, part, *piece[:2], kinds, piece[2]) for piece in own]
+        if problem := uncovered(parts):
+            raise Unusable(f"{place}: of {name}, {problem}")
+    return entries
+
+
+def is_divided(index: dict[str, Any]) -> bool:
+    """Return whether an axis cuts any parameter."""
+    return any("parts" in about for about in index.values())
+
+
+def _check_part(what: str, part: Part, pieces: list[tuple[int, int, str]], place: object) -> None:
+    """Require all elements of a part, each once."""
+    end = 0
+    for offset, numel, _ in sorted(pieces):
+        if offset != end or numel < 1:
+            raise Unusable(
+                f"{place}: a piece of {what} begins at element {offset} and has {numel}, but the "
+                f"one before ends at {end}"
+            )
+        end = offset + numel
+    if end != part.numel:
+        raise Unusable(f"{place}: the pieces of {what} end at element {end}")
+
+
+def _parts(about: Table) -> list[Part]:
+    """The parts that the pieces of one parameter refer to by number; one that is whole has one."""
+    shape = about.counts("shape")
+    if "parts" not in about:
+        return [Part.of(shape)]
+    return [_part(about, part, shape) for part in about.row("parts")]
+
+
+def _part(about: Table, value: object, shape: tuple[int, ...]) -> Part:
+    try:
+        return Part(shape, tuple(tuple(_range(edges) for edges in cut) for cut in value))  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise Unusable(
+            f"{about.file}: {about.key}.parts has {value!r:.60}, no part of {list(shape)}"
+        ) from None
+
+
+def _range(edges: Any) -> Range:
+    start, stop = edges
+    if type(start) is type(stop) is int:
+        return start, stop
+    raise TypeError
+
+
+def _piece(about: Table, piece: object, parts: int) -> tuple[int, int, str, int]:
+    """[offset, elements, file] of one piece, and the number of its part where there are parts."""
+    if isinstance(piece, list | tuple) and len(piece) == 3 + ("parts" in about):
+        offset, numel, file, *part = piece
+        number = part[0] if part else 0
+        are_counts = type(offset) is type(numel) is type(number) is int
+        if are_counts and type(file) is str and 0 <= number < parts:
+            return offset, numel, file, number
+    raise Unusable(f"{about.file}: {about.key}.at has {piece!r:.60}, not [offset, elements, file]")

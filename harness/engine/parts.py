@@ -1,0 +1,31 @@
+"""What a rank's parameters are of the whole model's: noted on them, where DeepSpeed keeps them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from harness.layout.box import Part
+from harness.layout.share import Share
+
+
+def part_of(parameter: Any) -> Part:
+    """Return what a parameter, shards of ZeRO put together, is of the whole model's: all of it,
+    unless an axis that cuts parameters left another `part` on it.
+    """
+    part: Part | None = getattr(parameter, "part", None)
+    return part or Part.of(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def note_copies(module: nn.Module, share: Share) -> None:
+    """Note on every parameter whether ranks with other parts of the model have the same."""
+    for name, parameter in module.named_parameters():
+        parameter.is_copy = not share.is_first(name, part_of(parameter).whole)  # type: ignore[attr-defined]
+
+
+def is_copy(parameter: nn.Parameter) -> bool:
+    """Return whether another rank saves the same of a parameter, and counts it in the norm."""
+    # DeepSpeed's mark: a weight that another pipeline stage holds, too.
+    at_the_other_end = getattr(parameter, "ds_pipe_replicated", False)
+    return bool(at_the_other_end or getattr(parameter, "is_copy", False))

@@ -1,0 +1,274 @@
+"""What is where in a checkpoint: parts of parameters stay apart, and earlier indices are read."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.checkpoint import save as saving
+from harness.checkpoint.files import Reader, write_fragments
+from harness.checkpoint.fragment import Fragment
+from harness.checkpoint.index import INDEX, from_index, merged, to_index
+from harness.checkpoint.load import verified
+from harness.checkpoint.manifest import MANIFEST, read_manifest
+from harness.checkpoint.save import Saver
+from harness.checkpoint.store import Retention, Store
+from harness.errors import RunStopped, Unusable
+from harness.layout.box import Part, share_of, share_of_fused
+from tests.checkpoint.small import manifest
+
+SHAPE = (12, 10)
+
+
+def weights(shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+    return torch.arange(float(Part.of(shape).numel)).view(shape)
+
+
+def cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The part of a whole tensor, flat."""
+    for dimension, ranges in enumerate(part.ranges):
+        pieces = [tensor.narrow(dimension, start, stop - start) for start, stop in ranges]
+        tensor = torch.cat(pieces, dimension)
+    return tensor.reshape(-1)
+
+
+def by_rows(ranks: int) -> list[Part]:
+    return [Part.of(SHAPE).cut(0, share_of(12, rank, ranks)) for rank in range(ranks)]
+
+
+def by_columns(ranks: int) -> list[Part]:
+    return [Part.of(SHAPE).cut(1, share_of(10, rank, ranks)) for rank in range(ranks)]
+
+
+def fused(ranks: int) -> list[Part]:
+    return [Part.of(SHAPE).cut(0, share_of_fused((6, 3, 3), rank, ranks)) for rank in range(ranks)]
+
+
+def both(ranks: int) -> list[Part]:
+    return [p.cut(1, share_of(10, n, 2)) for p in by_rows(ranks) for n in range(2)]
+
+
+CUTS = {"whole": [Part.of(SHAPE)], "rows": by_rows(2), "uneven rows": by_rows(5)}
+CUTS |= {"columns": by_columns(2), "uneven columns": by_columns(3), "fused": fused(3)}
+CUTS |= {"both": both(2)}
+
+
+def written(folder: Path, parts: list[Part], shards: int = 2) -> dict[str, Any]:
+    """The index of ranks that hold these parts, each in shards of ZeRO."""
+    indices, rank = [], 0
+    for part in parts:
+        tensors = {"weight": cut(weights(), part), "exp_avg": cut(2 * weights(), part)}
+        for shard in range(shards):
+            own = Fragment("w", part, 0, tensors).share(shard, shards)
+            _, entries = write_fragments(folder, rank, [own] if own else [])
+            indices.append(to_index(entries))
+            rank += 1
+    # As it comes out of a file.
+    index: dict[str, Any] = json.loads(json.dumps(merged(indices)))
+    return index
+
+
+def test_tensor_shards_of_one_parameter_stay_apart(tmp_path: Path) -> None:
+    """Two ranks that hold half of it each, from its own element 0 on."""
+    reader = Reader(tmp_path, from_index(written(tmp_path, by_columns(2))))
+    assert torch.equal(reader.whole("w", "weight"), weights())
+    assert torch.equal(reader.whole("w", "exp_avg"), 2 * weights())
+
+
+@pytest.mark.parametrize("after", CUTS)
+@pytest.mark.parametrize("before", CUTS)
+def test_any_cut_is_read_from_any_other(tmp_path: Path, before: str, after: str) -> None:
+    reader = Reader(tmp_path, from_index(written(tmp_path, CUTS[before])))
+    draw = random.Random(0)
+    for part in CUTS[after]:
+        own = cut(2 * weights(), part)
+        for _ in range(5):
+            start, stop = sorted(draw.choices(range(part.numel + 1), k=2))
+            around = torch.full((stop - start + 2,), -1.0)
+            reader.fill("w", "exp_avg", start, around[1:-1], part)
+            assert torch.equal(around[1:-1], own[start:stop])
+            assert around[0] == around[-1] == -1
+    assert torch.equal(reader.whole("w", "weight"), weights())
+
+
+def test_another_dtype_is_read_from_a_cut(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, from_index(written(tmp_path, by_columns(2))))
+    half = torch.empty(120, dtype=torch.bfloat16)
+    reader.fill("w", "weight", 0, half)
+    assert torch.equal(half, weights().view(-1).bfloat16())
+
+
+def test_an_index_without_cuts_is_as_it_was(tmp_path: Path) -> None:
+    assert written(tmp_path, CUTS["whole"]) == {
+        "w": {
+            "shape": [12, 10],
+            "kinds": ["weight", "exp_avg"],
+            "at": [[0, 60, "rank-00000-000.safetensors"], [60, 60, "rank-00001-000.safetensors"]],
+        }
+    }
+
+
+def test_a_cut_is_written_once_for_all_its_pieces(tmp_path: Path) -> None:
+    index = written(tmp_path, by_columns(2))
+    assert index["w"]["parts"] == [[[[0, 12]], [[0, 5]]], [[[0, 12]], [[5, 10]]]]
+    assert [piece[0::3] for piece in index["w"]["at"]] == [[0, 0], [30, 0], [0, 1], [30, 1]]
+
+
+def of_one_rank(rank: int, part: Part, kind: str = "weight", numel: int = 8) -> dict[str, Any]:
+    return {
+        "w": {
+            "shape": part.whole,
+            "kinds": (kind,),
+            "at": [(0, numel, f"rank-{rank:05d}-000.safetensors")],
+        }
+    }
+
+
+def test_two_ranks_that_save_the_same_elements_are_refused() -> None:
+    """An axis that cut a parameter and did not say so."""
+    part = Part.of((2, 4))
+    with pytest.raises(Unusable, match=r"rank-00000.* and rank-00001.* both hold w from 0"):
+        merged([of_one_rank(0, part), of_one_rank(1, part)])
+
+
+def test_a_shape_that_ranks_disagree_on_is_refused() -> None:
+    with pytest.raises(Unusable, match=r"w is .2, 4. on one rank, .4, 2. on another"):
+        merged([of_one_rank(0, Part.of((2, 4))), of_one_rank(1, Part.of((4, 2)))])
+
+
+def test_a_buffer_that_several_ranks_have_is_there_once() -> None:
+    part = Part.of((2, 4))
+    index = merged([of_one_rank(0, part, "buffer"), of_one_rank(1, part, "buffer")])
+    assert index["w"]["at"] == [(0, 8, "rank-00000-000.safetensors")]
+
+
+def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
+    """Found before a checkpoint gets its name, not when it is needed."""
+    half = Fragment("w", Part.of(SHAPE).cut(0, ((0, 6),)), 0, {"weight": torch.zeros(60)})
+    saver = Saver(Store(tmp_path), 0, Retention())
+    saver.start(manifest(2), [half], {}, background=False)
+    with pytest.raises(RunStopped, match="saved 60 elements of w, which has 120"):
+        saver.finish()
+    assert Store(tmp_path).all() == []
+
+
+def spoilt(index: dict[str, Any], what: str) -> None:
+    about = index["w"]
+    parts, pieces = about["parts"], about["at"]
+    match what:
+        case "beyond the shape":
+            parts[1][1] = [[5, 11]]
+        case "backwards":
+            parts[1][1] = [[10, 5]]
+        case "no number":
+            pieces[2][3] = "1"
+        case "another part":
+            pieces[2][3] = 2
+        case "a part twice":
+            parts[1] = parts[0]
+        case "overlapping":
+            parts[1][1] = [[4, 9]]
+        case "less":
+            parts[1][1] = [[5, 9]]
+        case "too few dimensions":
+            parts[1] = parts[1][:1]
+        case "no ranges":
+            parts[1] = 7
+        case "too many edges":
+            parts[1][1] = [[5, 6, 10]]
+        case "a flag":
+            parts[1][1] = [[True, 10]]
+        case "no piece":
+            about["at"] = []
+
+
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ("beyond the shape", "no part of"),
+        ("backwards", "no part of"),
+        ("no number", "not .offset, elements, file"),
+        ("another part", "not .offset, elements, file"),
+        ("a part twice", "overlap"),
+        ("overlapping", "overlap"),
+        ("less", "the pieces of w .* end at element 60"),
+        ("too few dimensions", "no part of"),
+        ("no ranges", "no part of"),
+        ("too many edges", "no part of"),
+        ("a flag", "no part of"),
+        ("no piece", "end at element 0"),
+    ],
+)
+def test_a_damaged_part_is_refused(tmp_path: Path, what: str, problem: str) -> None:
+    index = written(tmp_path, by_columns(2))
+    spoilt(index, what)
+    with pytest.raises(Unusable, match=problem):
+        from_index(index)
+
+
+def save_divided(folder: Path) -> Path:
+    """A checkpoint of two ranks, each with half of the columns; the second is written here."""
+    first, second = (
+        Fragment("w", part, 0, {"weight": cut(weights(), part)}) for part in by_columns(2)
+    )
+    saver, probe = Saver(Store(folder), 0, Retention()), torch.zeros(1, 4, dtype=torch.int64)
+    probes = {"input_ids": probe, "labels": probe.clone()}
+    saver.start(manifest(2), [first], probes, background=False)
+    files, entries = write_fragments(Store(folder).unfinished(2), 1, [second])
+
+    def gather(mine: Any, told: list[Any]) -> None:
+        told[:] = [mine, (files, to_index(entries), None)]
+
+    with mock.patch.object(saving.dist, "gather_object", gather):
+        saved = saver.finish()
+    assert saved is not None
+    return saved.path
+
+
+def test_a_checkpoint_with_parts_has_a_format_of_its_own(tmp_path: Path) -> None:
+    """Earlier versions name the format that they cannot read, and load nothing wrong."""
+    path = save_divided(tmp_path)
+    assert json.loads((path / MANIFEST).read_bytes())["format"] == 2
+    checkpoint = verified(path)
+    assert torch.equal(checkpoint.reader().whole("w", "weight"), weights())
+
+
+# Two ranks of ZeRO 1 wrote this before parameters could be cut.
+FORMAT_1 = Path(__file__).parent / "format_1" / "step-00000002"
+
+
+def test_a_checkpoint_of_format_1_is_read_to_the_last_bit() -> None:
+    assert json.loads((FORMAT_1 / MANIFEST).read_bytes())["format"] == 1
+    checkpoint = verified(FORMAT_1)
+    reader = checkpoint.reader()
+    index = json.loads((FORMAT_1 / INDEX).read_bytes())
+    assert sorted(reader.by_name) == sorted(index)
+    stored = {path.name: load_file(path) for path in FORMAT_1.glob("rank-*")}
+    for name, about in index.items():
+        for kind in about["kinds"]:
+            pieces = [stored[file][f"{name}@{offset}/{kind}"] for offset, _, file in about["at"]]
+            expected = torch.cat(pieces).view(about["shape"])
+            assert torch.equal(reader.whole(name, kind), expected), (name, kind)
+
+
+def test_what_is_not_cut_is_written_as_format_1(tmp_path: Path) -> None:
+    """To the byte: earlier versions read it."""
+    assert read_manifest(FORMAT_1).to_bytes() == (FORMAT_1 / MANIFEST).read_bytes()
+    index = json.loads((FORMAT_1 / INDEX).read_bytes())
+    assert json.dumps(to_index(from_index(index))) == json.dumps(index)
+
+
+def test_parts_in_format_1_are_refused(tmp_path: Path) -> None:
+    path = save_divided(tmp_path)
+    content = replace(read_manifest(path), format=1)
+    (path / MANIFEST).write_bytes(content.to_bytes())
+    with pytest.raises(Unusable, match="has parts of parameters, which format 1 has not"):
+        verified(path).reader()
