@@ -17,7 +17,11 @@ class Groups:
     def __init__(self, share: Share, made: Iterable[dist.ProcessGroup] = ()) -> None:
         self._share = share
         every = [*made, dist.group.WORLD]  # which stands for others of the same ranks
-        self._by_ranks = {tuple(sorted(dist.get_process_group_ranks(g))): g for g in every}
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {
+            tuple(sorted(dist.get_process_group_ranks(group))): group
+            for group in every
+            if group is not None
+        }
 
     def of(self, purpose: Purpose) -> dist.ProcessGroup:
         """Return this rank's group. KeyError where nobody made it."""
