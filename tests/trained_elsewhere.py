@@ -1,17 +1,13 @@
-"""On every rank: what other programs save, by those programs' own calls.
+"""On every rank: what transformers' Trainer saves, by DeepSpeed's own calls.
 
-    python tests/trained_elsewhere.py harness OUT train.py's arguments
-    python tests/trained_elsewhere.py trainer OUT JSON CONFIG
+    python tests/trained_elsewhere.py OUT JSON CONFIG
 
-"harness": the main loop, saving as its earlier versions did, through DeepSpeed's `save_checkpoint`.
-"trainer": transformers' Trainer. It also leaves OUT/expected.pt, all weights and moments in full.
+It also leaves OUT/expected.pt, all weights and moments in full.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,24 +16,11 @@ import torch.distributed as dist
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-def harness(out: Path, arguments: list[str]) -> None:
-    import harness.loop
-    from harness.plan.command import parse_command, plan_from
-
-    def save(run: harness.loop.Run, watch: object, background: bool) -> None:
-        folder = run.folder.checkpoints_dir / f"step-{run.state.step:08d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        run.engine.engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
-        (folder / "state.json").write_text(json.dumps({"state": asdict(run.state)}))
-
-    harness.loop.save = save
-    plan = plan_from(parse_command([*arguments, f"run.dir={out}"]))
-    sys.exit(int(harness.loop.train(harness.loop.build(plan))))
-
-
 def trainer(out: Path, ds_json: str, config: str) -> None:
+    import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
+    deepspeed.init_distributed(dist_backend="gloo")  # ZeRO-3 divides the model as it is built
     wish = TrainingArguments(
         str(out),
         deepspeed=ds_json,
@@ -73,8 +56,5 @@ def in_full(engine: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 
 
 if __name__ == "__main__":
-    kind, folder, *rest = sys.argv[1:]
-    if kind == "harness":
-        harness(Path(folder), rest)
-    else:
-        trainer(Path(folder), *rest)
+    folder, *rest = sys.argv[1:]
+    trainer(Path(folder), *rest)

@@ -1,13 +1,12 @@
 """Bring a checkpoint of DeepSpeed's own format here, so that training goes on: weights and moments.
 
-    python tools/import_checkpoint.py runs/OLD --out runs/NEW
+    python tools/import_checkpoint.py outputs --out runs/NEW
     python tools/import_checkpoint.py outputs/checkpoint-500 --out runs/NEW
 
-SOURCE is a run of an earlier version of this harness (its newest checkpoint, or RUN@STEP), or one
-of the Hugging Face Trainer; ZeRO 1, 2 or 3, any number of ranks. Its files are pickles: one that
-asks for anything but tensors and plain values is refused before it is opened. A run of the harness
-goes on by run.dir=runs/NEW; of any other, resume.from=runs/NEW@STEP begins a run with its weights
-and moments.
+SOURCE is a checkpoint of the Hugging Face Trainer, or its output folder (the newest, or
+FOLDER@STEP); ZeRO 1, 2 or 3, any number of ranks. Its files are pickles: one that asks for anything
+but tensors and plain values is rejected before it is opened. resume.from=runs/NEW@STEP begins a run
+with its weights and moments.
 """
 
 from __future__ import annotations
@@ -41,7 +40,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=option_path, help="RUN, RUN@STEP, or a checkpoint's folder")
+    parser.add_argument(
+        "source", type=option_path, help="FOLDER, FOLDER@STEP, or a checkpoint's own"
+    )
     parser.add_argument(
         "--out", type=option_path, required=True, help="run folder, also one that exists"
     )
@@ -60,8 +61,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; nothing is left of it", 130)
     step = int(path.name.removeprefix("step-"))
-    way = f"run.dir={arguments.out}" if source.plan else f"resume.from={arguments.out}@{step}"
-    print(f"imported {path}; {way} goes on from it")
+    print(f"imported {path}; resume.from={arguments.out}@{step} goes on from it")
     return 0
 
 
@@ -75,19 +75,13 @@ def import_checkpoint(source: Source, run: RunFolder) -> Path:
     step = manifest.state.step
     if store.at(step).exists():
         raise ConfigError(f"{store.at(step)} exists: choose another --out")
-    if source.plan is not None and run.read_plan() not in (None, source.plan):
-        raise ConfigError(f"{run.plan_path} is of another run: choose another --out")
     store.make_unfinished(step)
     folder = store.unfinished(step)
     try:
         _write(folder, native, manifest)
-        if any(source.tokenizer.glob("tokenizer*")) and not run.tokenizer_dir.exists():
+        if any(source.path.glob("tokenizer*")) and not run.tokenizer_dir.exists():
             with replacing(run.tokenizer_dir) as unfinished:
-                copy_tokenizer(source.tokenizer, unfinished)
-        if source.plan is not None:
-            written = run.plan_path.with_name(".plan.json")
-            written.write_text(json.dumps(source.plan, indent=2) + "\n", encoding="utf-8")
-            written.replace(run.plan_path)
+                copy_tokenizer(source.path, unfinished)
         path = store.publish(step)  # last: after a kill before it the same command begins again
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -111,13 +105,11 @@ def _write(folder: Path, native: Native, manifest: Manifest) -> None:
 
 def _manifest(source: Source, native: Native) -> Manifest:
     counters = native.scalars["counters"]
-    state = TrainState(counters["global_steps"], counters["global_samples"])
-    plan = source.plan or {}
     return Manifest(
-        state=source.state or state,
-        precision=plan.get("precision") or native.precision,
+        state=TrainState(counters["global_steps"], counters["global_samples"]),
+        precision=native.precision,
         model_config=source.model_config,
-        data_fingerprint=plan.get("data_fingerprint"),
+        data_fingerprint=None,
         engine=native.scalars,
         probe_loss=None,
         held_out_loss=None,

@@ -98,10 +98,6 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = _manifest(Table(read_json(path, _MOST_MANIFEST_BYTES), path))
     except FileNotFoundError:
-        if (folder / "engine").is_dir():
-            raise Unusable(
-                f"{folder} was saved by an earlier version: tools/import_checkpoint.py reads it"
-            ) from None
         raise Unusable(f"{path} is not there") from None
     except RecursionError:  # what was just read is too deep to be written
         raise Unusable(f"{path} is nested too deep") from None

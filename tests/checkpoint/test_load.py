@@ -100,15 +100,6 @@ def test_nobody_believes_the_pointer(tmp_path: Path, pointer: str | None) -> Non
     assert found.path == newest
 
 
-def test_an_older_version_is_not_taken_for_damage(tmp_path: Path) -> None:
-    old = tmp_path / "step-00000004"
-    (old / "engine").mkdir(parents=True)
-    (old / "state.json").write_text("{}")
-    found, (problem,) = newest_usable(tmp_path)
-    assert found is None
-    assert "tools/import_checkpoint.py" in problem
-
-
 def test_a_run_and_a_step_name_a_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "a@run"
     for step in (3, 12):

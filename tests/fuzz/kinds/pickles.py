@@ -73,10 +73,10 @@ def save(value: Any, path: Path, **options: Any) -> None:
 
 
 def make(draw: random.Random, place: Place, valid: bool) -> Case:
-    """A checkpoint of ZeRO 1, 2 or 3 as the Trainer or an earlier harness left it."""
+    """A checkpoint of ZeRO 1, 2 or 3 as the Trainer left it."""
     stage = draw.choice((1, 2, 3))
     optim, model = _states(stage)
-    root, engine, about = _folders(draw, place)
+    root, engine, about = _folders(place)
     note = "valid"
     options: dict[str, Any] = {}
     after: Callable[[], str] | None = None
@@ -142,25 +142,14 @@ def _states(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"optimizer_state_dict": optimizer, "ds_config": ds_config}, model
 
 
-def _folders(draw: random.Random, place: Place) -> tuple[Path, Path, list[Path]]:
+def _folders(place: Place) -> tuple[Path, Path, list[Path]]:
     """What is named, where the pickles go, and the JSON files beside them."""
-    if draw.randrange(2):
-        root = place.folder / "output"
-        engine = root / "checkpoint-2" / "global_step2"
-        engine.mkdir(parents=True)
-        config = root / "checkpoint-2" / "config.json"
-        config.write_text(json.dumps(MODEL))
-        return root, engine, [config]
-    root = place.folder / "old"
-    step = root / "checkpoints" / "step-00000002"
-    engine = step / "engine"
+    root = place.folder / "output"
+    engine = root / "checkpoint-2" / "global_step2"
     engine.mkdir(parents=True)
-    (step / "state.json").write_text(
-        json.dumps({"state": {"step": 2, "samples": 16, "tokens": 99}})
-    )
-    plan = {"model_config": MODEL, "precision": "fp32", "data_fingerprint": "x", "run": {}}
-    (root / "plan.json").write_text(json.dumps(plan))
-    return root, engine, [step / "state.json", root / "plan.json"]
+    config = root / "checkpoint-2" / "config.json"
+    config.write_text(json.dumps(MODEL))
+    return root, engine, [config]
 
 
 def _planted(draw: random.Random, place: Place, tree: dict[str, Any]) -> str:
