@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from harness.config.curriculum import Curriculum
 from harness.data.order import window_of
 from harness.data.packing import Packed, Span
+from harness.layout.share import starts_of
 
 Item = TypeVar("Item")
 
@@ -87,8 +88,8 @@ def share_of_rank(
     assert global_batch % per_round == 0, (
         f"global_batch {global_batch} is no multiple of {data_ranks} ranks x {micro_batch} samples"
     )
-    rounds = np.arange(global_batch // per_round)[:, None]
-    return first_sample + (rounds * data_ranks + data_rank) * micro_batch + np.arange(micro_batch)
+    starts = np.array(starts_of(data_rank, data_ranks, global_batch, micro_batch), dtype=np.int64)
+    return first_sample + starts[:, None] + np.arange(micro_batch)
 
 
 class Stream:

@@ -4,47 +4,53 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from harness.layout.box import Part, Range, share_of
 from harness.layout.shape import Shape
+from harness.layout.share import Cutter
 from harness.layout.tensors import Tensor
 
+Ranges = tuple[Range, ...]
 
-def tensor_shard(shape: Shape, ranks: int) -> Shape:
-    """The part of a model that the first of `ranks` tensor-parallel ranks holds; none holds more.
+
+def autotp_cutter(shape: Shape) -> Cutter:
+    """Return which rows or columns of each parameter every tensor-parallel rank holds.
 
     Attention is divided by groups of heads with a common key, the rest evenly, whole pieces first
     (module_inject/tp_shard.py, get_shard_size). Norms are whole on every rank, and so are
     embeddings, but for one that is the head as well: then a rank has a part of the vocabulary and
     of the logits.
     """
+    kinds = {tensor.name: tensor.kind for tensor in shape.tensors()}
+
+    def cut(name: str, sizes: tuple[int, ...], place: int, places: int) -> dict[int, Ranges]:
+        return _cuts(shape, Tensor(name, sizes, kinds[name]), place, places)
+
+    return cut
+
+
+def tensor_shard(shape: Shape, ranks: int) -> Shape:
+    """Return the part of a model that the first of `ranks` tensor-parallel ranks holds; none holds
+    more.
+    """
     if ranks == 1:
         return shape
-    kinds, heads, family = divided_kinds(shape), shape.num_kv_heads, shape.family
-    groups = _part(heads, ranks)
-
-    def share(kind: str, size: int) -> int:
-        """Return the first rank's part of a dimension of a tensor of this kind."""
-        by_heads = kind == "attention" or (kind == "mlp" and family.autotp_mlp_by_heads)
-        return size * groups // heads if by_heads and size % heads == 0 else _part(size, ranks)
 
     def cut(tensor: Tensor) -> Tensor:
-        """The first rank's part of a tensor: the tensor itself where it is not divided."""
-        whole = tensor.kind not in kinds or (tensor.kind == "embedding" and not shape.tied)
-        *_, module, what = tensor.name.split(".")
-        by_input = module in family.autotp_inputs
-        if whole or (by_input and what == "bias"):
-            return tensor
-        first, *others = tensor.shape
-        if by_input:
-            return replace(tensor, shape=(first, share(tensor.kind, others[0])))
-        return replace(tensor, shape=(share(tensor.kind, first), *others))
+        part = Part.of(tensor.shape)
+        for dimension, ranges in _cuts(shape, tensor, 0, ranks).items():
+            part = part.cut(dimension, ranges)
+        return replace(tensor, shape=part.shape)
 
-    body = shape.body
+    def first(kind: str, size: int) -> int:
+        return _length(_ranges(shape, kind, size, 0, ranks))
+
+    body, has_part = shape.body, divides_vocabulary(shape)
     return replace(
         shape,
-        num_heads=share("attention", shape.num_heads),
-        num_kv_heads=groups,
-        intermediate_size=share("mlp", shape.intermediate_size),
-        vocab_size=_part(shape.vocab_size, ranks if divides_vocabulary(shape) else 1),
+        num_heads=first("attention", shape.num_heads),
+        num_kv_heads=first("attention", shape.num_kv_heads),
+        intermediate_size=first("mlp", shape.intermediate_size),
+        vocab_size=first("head", shape.vocab_size) if has_part else shape.vocab_size,
         body=replace(
             body,
             before=tuple(map(cut, body.before)),
@@ -54,8 +60,29 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
     )
 
 
-def _part(size: int, ranks: int) -> int:
-    return -(-size // ranks)
+def _cuts(shape: Shape, tensor: Tensor, place: int, places: int) -> dict[int, Ranges]:
+    """The ranges of the dimension that is divided; none of a tensor that is whole."""
+    tied_only = tensor.kind == "embedding" and not shape.tied
+    *_, module, what = tensor.name.split(".")
+    by_input = module in shape.family.autotp_inputs
+    if tensor.kind not in divided_kinds(shape) or tied_only or (by_input and what == "bias"):
+        return {}
+    dimension = int(by_input)
+    return {dimension: _ranges(shape, tensor.kind, tensor.shape[dimension], place, places)}
+
+
+def _ranges(shape: Shape, kind: str, size: int, place: int, places: int) -> Ranges:
+    """What a rank has of a dimension of a tensor of this kind."""
+    by_heads = kind == "attention" or (kind == "mlp" and shape.family.autotp_mlp_by_heads)
+    width, left = divmod(size, shape.num_kv_heads)
+    if left or not by_heads:
+        return share_of(size, place, places)
+    heads = share_of(shape.num_kv_heads, place, places)
+    return tuple((start * width, stop * width) for start, stop in heads)
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def divided_kinds(shape: Shape) -> tuple[str, ...]:

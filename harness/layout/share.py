@@ -38,6 +38,14 @@ GROUPS: dict[Purpose, tuple[Axis, ...]] = {
 _COPIED: tuple[Axis, ...] = ("tensor",)
 
 
+def starts_of(data_rank: int, data_ranks: int, samples: int, micro_batch: int) -> range:
+    """Return the first sample of each micro-batch of one data rank: they are dealt out in turn."""
+    together = micro_batch * data_ranks
+    rounds = -(-samples // together)
+    first = data_rank * micro_batch
+    return range(first, first + rounds * together, together)
+
+
 @dataclass(frozen=True)
 class Share:
     """What `rank` has of everything. `cutters`: by axis, in the order in which they cut."""
@@ -61,10 +69,7 @@ class Share:
 
         All ranks read equally many: the last may begin, or end, beyond the samples.
         """
-        together = micro_batch * self.data_ranks
-        rounds = -(-samples // together)
-        first = self.data_rank * micro_batch
-        return range(first, first + rounds * together, together)
+        return starts_of(self.data_rank, self.data_ranks, samples, micro_batch)
 
     def positions(self, seq_len: int) -> Range:
         """Return the range of tokens that it computes of each of its samples."""

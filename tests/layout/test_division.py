@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from harness.layout.division import tensor_shard
+from harness.layout.box import uncovered
+from harness.layout.division import autotp_cutter, tensor_shard
+from harness.layout.grid import Grid
 from harness.layout.shape import Shape
+from harness.layout.share import Share
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -95,3 +98,32 @@ def test_opts_mlp_is_divided_by_heads() -> None:
         96,
     )
     assert part.intermediate_size == 168
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("qwen2", {"tie_word_embeddings": False}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"num_key_value_heads": 3}),
+        ("gpt_neox", {"num_key_value_heads": None}),
+        ("opt", {"num_key_value_heads": None, "ffn_dim": 252, "intermediate_size": None}),
+    ],
+)
+def test_the_ranks_have_every_parameter_once_and_the_first_has_what_is_counted(
+    model_type: str, config: dict[str, Any], ranks: int
+) -> None:
+    whole = shape(model_type, **config)
+    cutters = {"tensor": autotp_cutter(whole)}
+    shares = [Share(Grid(ranks, tensor=ranks), rank, cutters) for rank in range(ranks)]
+    first = {tensor.name: tensor.shape for tensor in tensor_shard(whole, ranks).tensors()}
+    for tensor in whole.tensors():
+        name, sizes = tensor.name, tensor.shape
+        parts = [share.part(name, sizes) for share in shares]
+        assert parts[0].shape == first[name]
+        assert max(part.numel for part in parts) == parts[0].numel
+        assert (
+            uncovered([p for s, p in zip(shares, parts, strict=True) if s.is_first(name, sizes)])
+            is None
+        )
