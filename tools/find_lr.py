@@ -124,25 +124,26 @@ def _temporary() -> Path:
 
 def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
     """Take the steps on all ranks; raises ConfigError where the run cannot be built."""
-    from harness.loop import build, seed_dropout
+    import torch
+
+    from harness.run.build import build
 
     run = build(plan)
     rates: list[float] = []
     losses: list[float] = []
     try:
-        with closing(run.stream()) as stream:
-            for number, batches in zip(range(steps), stream, strict=False):
+        with closing(run.steps):
+            for number in range(steps):
                 rate = lowest * (highest / lowest) ** (number / (steps - 1))
                 run.pulse("step", number)
-                reads = run.next_step
-                targets = run.data.train.targets_in(run.state.samples, reads.global_batch)
-                seed_dropout(plan, run.state.step + 1)
+                step = run.steps.take()
+                torch.manual_seed(step.dropout_seed)
                 try:
-                    result = run.engine.train_batch(batches, targets, rate)
+                    result = run.engine.train_batch(step.batches, step.targets, rate)
                 except RunStopped:  # fp16's loss scale is at its minimum
                     break
-                run.state = run.state.after(reads.global_batch, plan.run.data.seq_len)
-                if not targets:
+                run.steps.done(step)
+                if not step.targets:
                     continue
                 loss = float(run.engine.sum_over_ranks(result.loss_share.clone()))
                 if not math.isfinite(loss):

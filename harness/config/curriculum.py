@@ -13,14 +13,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one optimizer step reads, over all ranks."""
+class Slice:
+    """The samples that one optimizer step reads, over all ranks."""
 
     first_sample: int
     global_batch: int
     """Samples."""
     pieces: int = 1
     """Sequences that a sample is read as."""
+
+    @property
+    def samples(self) -> list[int]:
+        """The first sample, and the first behind the slice."""
+        return [self.first_sample, self.first_sample + self.global_batch]
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,12 @@ class Curriculum:
     length_samples: int = 0
     """Samples over which sequences grow."""
 
-    def at(self, samples: int) -> Step:
-        """The step that begins after `samples` consumed."""
-        return Step(samples, self._batch(samples), self._pieces(samples))
+    def at(self, samples: int) -> Slice:
+        """Return the slice of the step that begins after `samples` consumed."""
+        return Slice(samples, self._batch(samples), self._pieces(samples))
 
-    def walk(self, samples: int) -> Iterator[Step]:
-        """That step and all after it, without end."""
+    def walk(self, samples: int) -> Iterator[Slice]:
+        """Yield that slice and all after it, without end."""
         while True:
             step = self.at(samples)
             yield step

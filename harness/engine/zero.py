@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +16,11 @@ from harness.data.batches import Batch
 from harness.engine import fragments, state, swap
 from harness.engine.deepspeed_0_19 import gradients, settlements
 from harness.engine.groups import Groups
+from harness.engine.api import Judge, StepResult
 from harness.errors import ExitCode, RunStopped
 from harness.layout.share import Share
 from harness.models.loss import forward
 from harness.plan.plan import Plan
-
-Judge = Callable[[torch.Tensor, torch.Tensor], bool]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did. Tensors stay on the device: reading them is the caller's sync.
-
-    `loss_share`: this rank's part of the loss; the sum over data ranks is the mean over the target
-    tokens of the global batch. `grad_norm`: before clipping, over all ranks.
-    """
-
-    loss_share: torch.Tensor
-    grad_norm: float | torch.Tensor
 
 
 def poisoned(share: torch.Tensor) -> torch.Tensor:

@@ -41,21 +41,24 @@ class MemoryCheck:
         inputs = plan.estimate and plan.estimate.inputs
         self._timeline = rank_timeline(inputs, plan.world.rank) if inputs else None
         self._measured: dict[str, int] = {"built": self._held()} if inputs else {}
+        self._steps = 0
+        self.compared: list[Compared] = []
+        """The comparison, once the last step that is watched is done; to be taken away."""
 
-    def step_done(self, step: int) -> list[Compared]:
-        """After every step, before its metrics; the comparison after the last one watched."""
-        if self._timeline is None or step > STEPS:
-            return []
+    def step_done(self) -> None:
+        """Measure after a step, before its metrics line resets the peak."""
+        self._steps += 1
+        if self._timeline is None or self._steps > STEPS:
+            return
         if self._cuda:
-            peak = torch.cuda.max_memory_allocated()  # which every metrics line sets back
+            peak = torch.cuda.max_memory_allocated()
             self._measured["peak"] = max(peak, self._measured.get("peak", 0))
-        if step < STEPS:
-            return []
-        self._measured["between_steps"] = self._held()
-        return [
-            Compared(point, self._predicted(point), measured)
-            for point, measured in self._measured.items()
-        ]
+        if self._steps == STEPS:
+            self._measured["between_steps"] = self._held()
+            self.compared = [
+                Compared(point, self._predicted(point), measured)
+                for point, measured in self._measured.items()
+            ]
 
     def _held(self) -> int:
         if self._cuda:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from harness.config.curriculum import Step
+from harness.config.curriculum import Slice
 from harness.estimate.hardware import known_gpu
 from harness.estimate.inputs import GIB
 from harness.layout.shape import flops_per_token
@@ -33,15 +33,15 @@ class Meter:
         self._steps = self._tokens = 0
         self._flops = 0.0
 
-    def step_done(self, step: Step) -> None:
+    def step_done(self, reads: Slice) -> None:
         """Count one optimizer step."""
         seq_len = self.plan.run.data.seq_len
-        tokens = step.global_batch * seq_len
+        tokens = reads.global_batch * seq_len
         self._steps += 1
         self._tokens += tokens
         if self._peak_flops is not None and self.plan.shape is not None:
-            self._flops += tokens * flops_per_token(self.plan.shape, seq_len // step.pieces)
-        self._last = step
+            self._flops += tokens * flops_per_token(self.plan.shape, seq_len // reads.pieces)
+        self._last = reads
 
     def line(
         self, loss_share: torch.Tensor, grad_norm: float | torch.Tensor, targets: int, **known: Any
@@ -76,8 +76,8 @@ class Meter:
 def _peak_flops(plan: Plan) -> float | None:
     """Dense FLOP/s of all devices together in the run's precision; None where it is not known."""
     gpu = known_gpu(plan.world.gpu)
-    tflops = gpu and gpu.peak_tflops(plan.precision)
-    return tflops and tflops * 1e12 * plan.world.world_size
+    tflops = gpu.peak_tflops(plan.precision) if gpu else None
+    return tflops * 1e12 * plan.world.world_size if tflops else None
 
 
 def _peak_allocated_gib(device: torch.device) -> float | None:

@@ -1,4 +1,4 @@
-"""What a run says of itself: what really runs, what it holds, why memory ran out."""
+"""Notes on a run: the classes that really run, its memory, and why memory ran out."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import torch
 import torch.distributed as dist
 
 from harness.estimate.fit import changes_that_help, memory_line
-from harness.run.live_memory import Compared
-from harness.run.start import Run
+from harness.run.run import Run
 
 
 def note_what_runs(run: Run) -> None:
-    """Record each rank's classes and share of the parameters: what really runs."""
+    """Record the classes that really run on each rank, and its share of the parameters."""
     ranks: list[Any] = [None] * run.plan.world.world_size
     dist.all_gather_object(ranks, run.engine.describe())
     run.event("engine", step=1, ranks=ranks)
 
 
-def note_memory(run: Run, compared: list[Compared]) -> None:
-    """Record what was predicted beside what was measured, each rank's own; show the worst."""
+def note_memory(run: Run) -> None:
+    """Record predicted and measured memory of each rank once there is a comparison; show the
+    worst.
+    """
+    compared, run.memory.compared = run.memory.compared, []
     if not compared:
         return
     ranks: list[Any] = [None] * run.plan.world.world_size
@@ -36,13 +38,13 @@ def note_memory(run: Run, compared: list[Compared]) -> None:
 
 def explain_out_of_memory(run: Run) -> None:
     """Say what was expected, what there is and what would help; on the rank that ran out."""
-    found, device = run.plan.estimate, run.engine.device
+    estimate, device = run.plan.estimate, run.engine.device
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
     lines = [f"rank {run.plan.world.rank} ran out of memory after step {run.state.step}"]
     if total is not None:
         lines.append(torch.cuda.memory_summary(device, abbreviated=True))
-    if found is not None:
-        lines += [f"expected: {memory_line(found)}", changes_that_help(found, total)]
+    if estimate is not None:
+        lines += [f"expected: {memory_line(estimate)}", changes_that_help(estimate, total)]
     run.folder.append_failure(
         run.plan.world.rank, "out_of_memory", step=run.state.step, message="; ".join(lines)
     )

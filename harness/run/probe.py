@@ -11,6 +11,7 @@ from harness.checkpoint.load import Checkpoint
 from harness.data.batches import Batch
 from harness.data.build import Data
 from harness.errors import NoCheckpoint
+from harness.layout.share import Share
 from harness.plan.plan import Plan
 
 SAMPLES = 8  # a forward pass of one micro-batch on most layouts
@@ -39,16 +40,13 @@ def stored_probe(checkpoint: Checkpoint) -> Batch:
 
 
 def loss_of(engine: Any, batch: Batch) -> float | None:
-    """Mean loss in nats over a batch's targets, whatever the layout; None without targets.
+    """Return the mean loss in nats over a batch's targets, None without any. Collective.
 
-    Collective: all data ranks run equally often, and what is too much counts not.
+    All data ranks run equally often: padding samples are masked out.
     """
-    plan, samples = engine.plan, len(batch.labels)
-    micro, ranks = plan.micro_batch, plan.grid.data
-    first = plan.grid.coords(plan.world.rank).data * micro
-    parts = []
-    for start in range(0, samples, micro * ranks):
-        rows = torch.arange(start + first, start + first + micro)
+    plan, samples, parts = engine.plan, len(batch.labels), []
+    for start in Share(plan.grid, plan.world.rank).starts(samples, plan.micro_batch):
+        rows = torch.arange(start, start + plan.micro_batch)
         labels = batch.labels[rows % samples].clone()
         labels[rows >= samples] = -100
         positions = None if batch.position_ids is None else batch.position_ids[rows % samples]

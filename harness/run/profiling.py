@@ -76,9 +76,15 @@ class Profiler:
         """Ends what the loop has left open."""
         if error is None or isinstance(error, RunStopped):
             self._write_trace()
-        elif self._trace is not None:
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """Throw away what a rollback breaks off, which is traced again."""
+        trace, self._trace, self._traced = self._trace, None, []
+        if trace is not None:
             with contextlib.suppress(RuntimeError):  # a lost device must not hide how it was lost
-                self._trace.stop()
+                trace.stop()
 
     def _write_trace(self) -> None:
         if self._trace is None or self.folder is None:

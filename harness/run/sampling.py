@@ -33,4 +33,4 @@ def sample_text(
         if choice.item() == tokenizer.eos_token_id:
             break
         ids.append(int(choice))
-    return tokenizer.decode(ids)
+    return str(tokenizer.decode(ids))

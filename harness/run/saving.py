@@ -1,21 +1,17 @@
-"""A run's checkpoints, made: what goes into one, and when the background has finished one."""
+"""Saves a run's checkpoints."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
 
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.save import Saved
 from harness.run.probe import as_tensors, loss_of, probe_batch
-from harness.run.start import Run
+from harness.run.run import Run
 
 
-def save(run: Run, known: dict[str, Any], background: bool = False) -> None:
-    """Save the run as it is, with what its watch has `known`; after the last save is finished.
-
-    Raises RunStopped (cannot save).
-    """
+def save(run: Run, background: bool = False) -> None:
+    """Save the run as it is, once the last save is finished. Raises RunStopped (cannot save)."""
     run.pulse("save", run.state.step)
     finish_save(run)
     plan, probe = run.plan, probe_batch(run.data)
@@ -27,7 +23,7 @@ def save(run: Run, known: dict[str, Any], background: bool = False) -> None:
         engine=run.engine.scalars(),
         probe_loss=loss_of(run.engine, probe),
         held_out_loss=run.held_out_nats,
-        watch=known,
+        watch=run.judge.state(),
         about={
             "world_size": plan.world.world_size,
             "zero_stage": plan.zero_stage,

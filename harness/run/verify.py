@@ -1,9 +1,8 @@
-"""A pipelined run proves at its start that the stages compute what the unsplit model computes."""
+"""Compares the first step of a pipelined run with the unsplit model's."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from harness.data.batches import Batch
 from harness.errors import ConfigError
 from harness.estimate.fit import free_on_host
 from harness.run.live_memory import is_out_of_memory
-from harness.run.start import Run
+from harness.run.run import Run, Unsplit
 
 # Relative differences of loss and gradient norm: wider than rounding in the parity gate. A defect
 # may be narrower in 16 bits: a lost mask that moved the loss by 3e-4 there would pass as to loss.
@@ -22,15 +21,6 @@ TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2), "fp16": (1e-3, 2e-2)}
 # What pipeline.verify = "auto" lets everybody wait for, in FLOP: 3 s of an H200's matrix products
 # (790 TFLOP/s); of each thread of a CPU 8 s, at the 127 GFLOP/s measured in fp32 on a Xeon.
 _AUTO_FLOPS = {"cuda": 2e15, "cpu": 1e12}
-
-
-@dataclass(frozen=True)
-class Unsplit:
-    """What the unsplit model says to the first global batch."""
-
-    loss: float
-    grad_norm: float | None
-    """None where a training step is random."""
 
 
 def unsplit_start(run: Run) -> Unsplit | None:
@@ -44,13 +34,13 @@ def unsplit_start(run: Run) -> Unsplit | None:
     if plan.stages is None or run.state.step > 0:
         return None
     targets = run.data.train.targets_in(0, plan.curriculum.at(0).global_batch)
-    found: list[Any] = [None, None]
+    answer: list[Any] = [None, None]
     if run.is_writer:  # it decides for all: free memory differs
-        found = _asked(run, targets)
-    dist.broadcast_object_list(found)
-    unsplit, why_not = found
+        answer = _asked(run, targets)
+    dist.broadcast_object_list(answer)
+    unsplit: Unsplit | None = answer[0]
     if unsplit is None:
-        run.event("not_verified", message=why_not)
+        run.event("not_verified", message=answer[1])
         return None
     coords = plan.grid.coords(plan.world.rank)
     mine = _micro_batches(run, coords.data, plan.grid.data)
@@ -61,22 +51,22 @@ def unsplit_start(run: Run) -> Unsplit | None:
 
 def check_norm(run: Run, unsplit: Unsplit, grad_norm: float | torch.Tensor) -> None:
     """Compare the first step's gradient norm. Raises ConfigError where it differs."""
-    norm: float | str | None = unsplit.grad_norm
-    if norm is None:
-        norm = "not compared: steps are random"
-    elif not (run.engine.step_applied and math.isfinite(norm)):
-        norm = "not compared: fp16 overflowed"
-    else:
+    norm, result = unsplit.grad_norm, "not compared: steps are random"
+    if norm is not None:
+        result = "not compared: fp16 overflowed"
+    if norm is not None and run.engine.step_applied and math.isfinite(norm):
         tolerance = TOLERANCES[run.plan.precision][1]
         _check("gradient norm", float(grad_norm), norm, tolerance, run)
-    run.event("verified", loss=unsplit.loss, grad_norm=norm)
+        run.event("verified", loss=unsplit.loss, grad_norm=norm)
+    else:
+        run.event("verified", loss=unsplit.loss, grad_norm=result)
 
 
-def _check(what: str, found: float, expected: float, tolerance: float, run: Run) -> None:
-    if math.isclose(found, expected, rel_tol=tolerance):
+def _check(what: str, value: float, expected: float, tolerance: float, run: Run) -> None:
+    if math.isclose(value, expected, rel_tol=tolerance):
         return
     raise ConfigError(
-        f"the first batch's {what} is {found:.7g} over {run.plan.grid.pipeline} pipeline stages, "
+        f"the first batch's {what} is {value:.7g} over {run.plan.grid.pipeline} pipeline stages, "
         f"but {expected:.7g} without (relative tolerance {tolerance:g}): "
         f"{run.plan.run.model.name} does not train right in stages; use ZeRO 3, and report this"
     )

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from harness.config.curriculum import Curriculum, Step
+from harness.config.curriculum import Curriculum, Slice
 
 # GPT-3's: 32k tokens to 3.2M over 12 billion, in samples of 2,048 (arXiv 2005.14165, table 2.1).
 GPT3 = Curriculum(1600, batch_from=16, batch_samples=12 * 10**9 // 2048)
@@ -16,7 +16,7 @@ CURRICULA = [Curriculum(48), GPT3, SMALL, Curriculum(6, 2, 1, 7), Curriculum(8, 
 
 def test_a_run_without_one_has_equal_steps() -> None:
     plain = Curriculum(48)
-    assert list(islice(plain.walk(96), 2)) == [Step(96, 48), Step(144, 48)]
+    assert list(islice(plain.walk(96), 2)) == [Slice(96, 48), Slice(144, 48)]
     assert (plain.samples_after(7), plain.steps_for(7 * 48 + 1)) == (7 * 48, 8)
 
 

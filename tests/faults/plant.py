@@ -153,12 +153,12 @@ def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> Non
 
 
 def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
-    from harness import loop
     from harness.checkpoint import files, save, store
     from harness.data import batches
     from harness.engine import build
     from harness.engine.zero import ZeroEngine
-    from harness.run import saving, start, watch
+    from harness.run import begin, checkpointing, finish, reporting, saving
+    from harness.run import build as run_build
     from harness.runfolder import RunFolder
 
     def inside_a_file(act: Callable[[], None]) -> None:
@@ -223,13 +223,13 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         return place
 
     return {
-        "before the data": call(start, "build_data"),
-        "before joining": call(start, "join"),
+        "before the data": call(run_build, "build_data"),
+        "before joining": call(run_build, "join"),
         "before the engine": call(build, "build_engine"),
-        "before the folder": call(start, "open_folder"),
+        "before the folder": call(run_build, "open_folder"),
         "before the plan": call(RunFolder, "write_plan"),
-        "keeping the tokenizer": call(start, "replacing"),
-        "within the tokenizer": call(start, "save_tokenizer", "after"),
+        "keeping the tokenizer": call(begin, "replacing"),
+        "within the tokenizer": call(begin, "save_tokenizer", "after"),
         "a line of metrics": call(RunFolder, "append_metrics"),
         "recording a save": call(saving, "_record"),
         "after the folder": call(store.Store, "make_unfinished", "after"),
@@ -244,10 +244,10 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "during retention": removing,
         "any moment": any_moment,
         "in a step": call(ZeroEngine, "apply"),
-        "in an evaluation": call(loop, "evaluate"),
+        "in an evaluation": call(reporting, "evaluate"),
         "before a save": call(saving, "probe_batch"),
-        "exporting": call(loop, "export"),
-        "comparing replicas": call(watch.Watch, "check_replicas"),
+        "exporting": call(finish, "export"),
+        "comparing replicas": call(checkpointing, "check_replicas"),
         "reading a step's batches": call(batches, "share_of_rank"),
     }
 

@@ -8,7 +8,9 @@ from unittest import mock
 
 import torch
 
-from harness.run.watch import Watch
+from harness import loop
+from harness.run.run import Run
+from harness.steps import Step
 
 
 def spoil(spoils: dict[str, Any]) -> None:
@@ -18,14 +20,15 @@ def spoil(spoils: dict[str, Any]) -> None:
     rank alone.
     """
     steps = itertools.count(1)
-    train_batch = Watch.train_batch
+    take_step = loop.take_step
 
-    def spoiled(watch: Watch, *arguments: Any) -> Any:
+    def spoiled(run: Run, step: Step) -> Any:
         from harness.engine import pipeline, zero
 
-        run = watch.run
         last = run.plan.world.rank == run.plan.world.world_size - 1
-        factor = float(spoils.get("loss", {}).get(str(run.state.samples), 1.0)) if last else 1.0
+        factor = (
+            float(spoils.get("loss", {}).get(str(step.reads.first_sample), 1.0)) if last else 1.0
+        )
         if next(steps) == spoils.get("nan") and last:
             factor = float("nan")
         forward, losses = zero.forward, pipeline.losses
@@ -42,13 +45,13 @@ def spoil(spoils: dict[str, Any]) -> None:
             mock.patch.object(zero, "forward", scaled),
             mock.patch.object(pipeline, "losses", scaled_losses),
         ):
-            result = train_batch(watch, *arguments)
-        if last and run.state.step + 1 == spoils.get("flip"):
+            result = take_step(run, step)
+        if last and step.number == spoils.get("flip"):
             *_, (_, weight) = run.engine.replicated()
             weight.view(-1).view(torch.int32)[-1] ^= 1
-        if run.state.step + 1 == spoils.get("ruin"):
+        if step.number == spoils.get("ruin"):
             *_, (_, weight) = run.engine.replicated()
             weight.fill_(float("nan"))
         return result
 
-    Watch.train_batch = spoiled  # type: ignore[method-assign]
+    loop.take_step = spoiled

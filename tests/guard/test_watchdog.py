@@ -11,7 +11,7 @@ import pytest
 from harness.checkpoint.manifest import TrainState
 from harness.guard.pulse import Limits, Pulse
 from harness.guard.watchdog import Watchdog
-from harness.run.start import Run
+from harness.run.run import Run
 from harness.runfolder import RunFolder
 from tests.two_ranks import wait_for
 

@@ -1,0 +1,188 @@
+"""Builds a run from a Plan: everything that the loop needs, on this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+from typing import Any
+
+from harness.checkpoint.export import export_problem
+from harness.checkpoint.save import Saver
+from harness.checkpoint.store import Retention, Store
+from harness.data.build import Data, DataSpec, build_data
+from harness.engine.processes import alarm, join
+from harness.errors import ConfigError, ExitCode
+from harness.estimate.fit import shortages_here
+from harness.estimate.host import checkpoint_bytes
+from harness.guard.alarm import Failure
+from harness.guard.judge import Judge
+from harness.guard.pulse import Limits, Pulse
+from harness.guard.signals import StopGuard
+from harness.guard.stop_request import StopAsked, StopRequest
+from harness.guard.time_left import TimeLeft, slurm_seconds_left
+from harness.guard.watchdog import Watchdog
+from harness.plan.plan import Plan
+from harness.plan.swap_space import swap_problems
+from harness.plan.text import row, summary
+from harness.run.begin import begin
+from harness.run.live_memory import MemoryCheck
+from harness.run.metrics import Meter, Progress
+from harness.run.open_folder import open_folder
+from harness.run.record import plan_record
+from harness.run.resumption import find_beginning
+from harness.run.run import Profiler, Run
+from harness.runfolder import RunFolder
+from harness.steps import Steps
+
+
+def _give_up(rank: int) -> None:
+    """End all ranks: this one was asked twice to stop while it started."""
+    failure = Failure(rank, ExitCode.STOPPED, "asked twice to stop")
+    alarm().end(failure, lambda first: print(first, file=sys.stderr, flush=True))
+
+
+def build(
+    plan: Plan,
+    trust_remote_code: bool = False,
+    data: Data | None = None,
+    request: StopRequest | None = None,
+) -> Run:
+    """Make everything that the loop needs; resumes the run that `run.dir` already holds.
+
+    What is wrong with data, model or folder raises ConfigError on every rank, before the run
+    folder is written. `data` takes the place of what the plan names. `request`: signals are noted
+    there already; where one comes, all ranks raise RunStopped as soon as they meet.
+    """
+    request = request or StopRequest()
+    progress = Progress(enabled=plan.world.rank == 0)
+    progress.say(summary(plan))
+    time_left = _time_left(plan)
+    if lacking := [*swap_problems(plan), *_foreign_export(plan)]:
+        raise ConfigError(lacking)
+    forced = _check_fit(plan)
+    spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
+    with contextlib.suppress(StopAsked), request.breaks_off():
+        data = data or build_data(spec, progress.say)
+    with request.joins():
+        device = join(plan.world, plan.run.guard.hang_first_s)
+    request.give_up = functools.partial(_give_up, plan.world.rank)
+    guard = StopGuard(plan.world.world_size, request)
+    guard.stop_if_asked()
+    assert data is not None, "nothing but a request to stop breaks it off"
+    progress.say(row("data", data.summary()))
+    _require_targets(plan, data)
+    total_steps = _total_steps(plan, data)
+    record = plan_record(plan, data, total_steps)
+    pulse, watchdog = _watched(plan)
+    with contextlib.ExitStack() as unless_built:
+        unless_built.callback(watchdog.close)
+        beginning = find_beginning(plan, record)
+        from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices
+
+        blank = beginning.checkpoint is not None
+        engine = build_engine(plan, device, trust_remote_code, data.train.document_mask, blank)
+        memory = MemoryCheck(plan, device)
+        guard.stop_if_asked()  # a large model takes minutes; the folder is as it was
+        folder = open_folder(plan, progress.say)
+        progress.total_steps = total_steps
+        run = Run(
+            plan=plan,
+            data=data,
+            engine=engine,
+            folder=folder,
+            saver=_saver(plan, folder),
+            steps=Steps(plan, data.train, total_steps),
+            judge=Judge(plan.run.guard, plan.run.eval),
+            guard=guard,
+            pulse=pulse,
+            watchdog=watchdog,
+            time_left=time_left,
+            meter=Meter(plan),
+            memory=memory,
+            progress=progress,
+        )
+        watchdog.folder, watchdog.on_hang = folder.heartbeats_dir, run.hangs
+        alarm().on_end = run.fails
+        events = [*plan.events, *data.events(), *forced, *engine.events]
+        begin(run, record, events, beginning)
+        run.profiler = _profiler(run)
+        unless_built.pop_all()
+    return run
+
+
+def _require_targets(plan: Plan, data: Data) -> None:
+    """Raises ConfigError where an evaluation would be the mean of nothing."""
+    samples = min(plan.run.eval.samples, data.held_out.samples)
+    if not data.held_out.targets_in(0, samples):
+        raise ConfigError(
+            f"the {samples} held-out samples hold no target, only prompts: raise eval.samples (now "
+            f"{plan.run.eval.samples}), data.held_out or data.seq_len"
+        )
+
+
+def _total_steps(plan: Plan, data: Data) -> int:
+    if plan.steps is not None:
+        return plan.steps
+    assert plan.run.train.epochs is not None
+    samples = math.ceil(plan.run.train.epochs * data.train.samples)
+    steps = plan.curriculum.steps_for(samples)
+    if problems := plan.run.profile.problems(steps):
+        raise ConfigError(problems)
+    return steps
+
+
+def _watched(plan: Plan) -> tuple[Pulse, Watchdog]:
+    """What this rank's progress is told to, and who ends it where there is none."""
+    guard = plan.run.guard
+    pulse = Pulse(Limits(guard.hang_floor_s, guard.hang_factor, guard.hang_first_s))
+    watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size)
+    if guard.hang_floor_s:
+        watchdog.start()
+    return pulse, watchdog
+
+
+def _time_left(plan: Plan) -> TimeLeft:
+    """Asked for once, on the rank whose clock counts."""
+    limit_s = plan.run.guard.time_limit_s
+    if limit_s is None and plan.world.rank == 0:
+        limit_s = slurm_seconds_left()
+    saved = checkpoint_bytes(plan.estimate.inputs) if plan.estimate else 0
+    return TimeLeft(limit_s, saved / plan.world.world_size)
+
+
+def _foreign_export(plan: Plan) -> list[str]:
+    """What keeps the export from being made, found before the run and not after it."""
+    run_dir = plan.run.run.dir
+    if not plan.run.save.export or run_dir is None:
+        return []
+    problem = export_problem(RunFolder(run_dir).export_dir)
+    return [f"save.export: {problem}, or set save.export=false"] if problem else []
+
+
+def _check_fit(plan: Plan) -> list[dict[str, Any]]:
+    """Refuse what this machine cannot hold; under plan.force it is an event instead."""
+    if plan.estimate is None:
+        return []
+    problems = shortages_here(plan.estimate, plan.world.local_rank, plan.run.run.dir)
+    if problems and not plan.run.plan.force:
+        raise ConfigError(problems)
+    return [{"kind": "forced", "message": problem} for problem in problems]
+
+
+def _profiler(run: Run) -> Profiler | None:
+    """Return the profiler, if this process takes a step of profile.steps."""
+    window = run.plan.run.profile.window
+    if window is None or window[1] <= run.state.step:
+        return None
+    from harness.run.profiling import Profiler  # loads torch's profiler
+
+    return Profiler(run.plan, run.engine, run.folder.profile_dir, run.progress.say)
+
+
+def _saver(plan: Plan, folder: RunFolder) -> Saver:
+    wish = plan.run.save
+    keep = Retention(wish.keep, wish.keep_every, wish.keep_best)
+    # The lines of the steps that a checkpoint holds are never written again.
+    return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep, folder.sync)

@@ -1,0 +1,41 @@
+"""Compares the copies of weights that all data ranks of a run hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.guard.replicas import ReplicasDiffer, outliers
+from harness.run.run import Run, is_due
+from harness.run.saving import finish_save
+
+
+def check_replicas(run: Run, saves: bool) -> None:
+    """Compare the ranks' copies if that is due, and before every save. Collective.
+
+    Raises ReplicasDiffer, which names the ranks and the weights.
+    """
+    every, data_ranks = run.plan.run.guard.replicas_every, run.plan.grid.data
+    if not every or data_ranks == 1 or not (saves or is_due(run.state.step, every)):
+        return
+    weights = list(run.engine.replicated())
+    of_all_ranks: list[Any] = [None] * run.plan.world.world_size
+    dist.all_gather_object(of_all_ranks, outliers(weights, run.engine.data_group))
+    different = {name: ranks for of_rank in of_all_ranks for name, ranks in of_rank.items()}
+    if not different:
+        run.event("replicas_equal", step=run.state.step, tensors=len(weights))
+        return
+    run.event("replicas_differ", step=run.state.step, ranks_by_parameter=different)
+    finish_save(run)  # they were equal when it began
+    newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
+    who = f"rank {', '.join(map(str, ranks))}"
+    if len(ranks) == data_ranks:
+        who += " (among which there is no majority)"
+    advice = "No checkpoint predates it: begin the run again"
+    if newest:
+        advice = f"{newest[0].name} predates it: start again from there"
+    raise ReplicasDiffer(
+        f"after step {run.state.step} data ranks differ in {len(different)} weights that should be "
+        f"the same, {name} on {who}: faulty memory or links there. {advice}"
+    )

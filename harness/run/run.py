@@ -1,0 +1,144 @@
+"""A run: all its parts on this rank."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from harness.checkpoint.manifest import TrainState
+from harness.checkpoint.save import Saver
+from harness.data.batches import Batch
+from harness.data.build import Data
+from harness.errors import CannotSave, ExitCode
+from harness.guard.alarm import Failure
+from harness.guard.judge import Judge
+from harness.guard.pulse import Pulse
+from harness.guard.signals import StopGuard
+from harness.guard.time_left import TimeLeft
+from harness.guard.watchdog import Watchdog
+from harness.plan.plan import Plan
+from harness.run.live_memory import MemoryCheck
+from harness.run.metrics import Meter, Progress
+from harness.runfolder import Outcome, RunFolder
+from harness.steps import Steps
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return True at every multiple of `every` steps; never for 0."""
+    return every > 0 and step % every == 0
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """Loss and gradient norm of the first global batch, computed by the unsplit model."""
+
+    loss: float
+    grad_norm: float | None
+    """None if a training step is random."""
+
+
+class Profiler(Protocol):
+    """Looks closer at a few steps (run/profiling.py, which loads torch's profiler)."""
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Surround a training step."""
+        ...
+
+    def after(self, step: int, batch: Batch) -> bool:
+        """Write what ended with a step; True if that took time. Collective."""
+        ...
+
+    def drop(self) -> None:
+        """Throw away what a rollback breaks off."""
+        ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+@dataclass
+class Run:
+    """All parts of a run on this rank. Only rank 0's folder is open for writing."""
+
+    plan: Plan
+    data: Data
+    engine: Any
+    folder: RunFolder
+    saver: Saver
+    steps: Steps
+    judge: Judge
+    guard: StopGuard
+    pulse: Pulse
+    watchdog: Watchdog
+    time_left: TimeLeft
+    meter: Meter
+    memory: MemoryCheck
+    progress: Progress
+    profiler: Profiler | None = None
+    """None if this process takes no step of profile.steps."""
+    held_out_nats: float | None = None
+    """The last evaluation's loss; None before the first of this process."""
+    first_step: int = 1
+    """Number of the first step that this process takes."""
+    unsplit: Unsplit | None = None
+    """None if the first step is compared with nothing."""
+
+    @property
+    def state(self) -> TrainState:
+        """How far the run is."""
+        return self.steps.state
+
+    @property
+    def is_writer(self) -> bool:
+        """True on the rank that writes the run folder."""
+        return self.plan.world.rank == 0
+
+    def sum(self, values: torch.Tensor) -> list[float]:
+        """Return the values summed over all ranks; waits for the device. Collective."""
+        sums: list[float] = self.engine.sum_over_ranks(values).tolist()
+        return sums
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Record something that should not pass unnoticed."""
+        if self.is_writer:
+            self.folder.append_event(kind, **fields)
+
+    def stop_asked(self) -> tuple[bool, bool]:
+        """Return the answer of `guard.agree` after a look at rank 0's clock. Collective."""
+        longest = self.pulse.longest_s
+        if self.is_writer and self.time_left.is_last_step(longest("step"), longest("save")):
+            self.guard.request.ask("the time limit")
+        return self.guard.agree(self.saver.written)
+
+    def hangs(self, report: dict[str, Any] | None) -> None:
+        """Final report, written from the watchdog's thread: this process ends next."""
+        rank, step, message = self.plan.world.rank, self.state.step, "the ranks hang"
+        if report is not None:
+            message = report["message"]
+            self.folder.append_failure(rank, "hang", step=step, message=message)
+        if report is not None or self.is_writer:  # rank 0 may be the one that hangs
+            self.folder.write_failure(ExitCode.HANG, step, message)
+
+    def fails(self, failure: Failure) -> None:
+        """Record what ends all ranks, on the rank that failed; and on rank 0, which sees the folder
+        also where that one does not. This process ends next.
+        """
+        step = self.state.step
+        if failure.rank == self.plan.world.rank:
+            self.folder.append_failure(failure.rank, step=step, message=failure.message)
+        if failure.rank == self.plan.world.rank or self.is_writer:
+            self.folder.write_failure(failure.code, step, failure.message)
+        self.folder.close()
+
+    def ended(self, outcome: Outcome, code: int, message: str | None = None) -> None:
+        """Record how the run ended, with all ranks, and let go of its folder."""
+        if self.is_writer:
+            try:
+                self.folder.write_status(outcome, code, self.state.step, message)
+            except CannotSave as error:  # must not hide what ended the run
+                self.progress.say(str(error))
+            self.folder.close()

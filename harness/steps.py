@@ -1,0 +1,102 @@
+"""The optimizer steps of a run: the samples that each reads, its learning rate, its random seed.
+
+All of it follows from the plan and from the number of steps and samples before it: a run that
+resumes, in whatever layout, takes the same steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from harness.checkpoint.manifest import TrainState
+from harness.config.curriculum import Slice
+from harness.data.batches import Batch, Stream
+from harness.layout.share import Share
+from harness.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, about to be taken."""
+
+    number: int
+    """From 1."""
+    reads: Slice
+    """The samples of all ranks."""
+    batches: list[Batch]
+    """This rank's micro-batches."""
+    targets: int
+    """Target tokens of all ranks."""
+    lr: float
+    dropout_seed: int
+
+
+class Steps:
+    """The steps of a run from its `state` on. One after the other is taken, then done."""
+
+    def __init__(self, plan: Plan, train: Stream, total: int) -> None:
+        self.state = TrainState()
+        self.total = total
+        """Number of the last step."""
+        self._plan, self._train = plan, train
+        self._schedule = plan.schedule(total)
+        self._share = Share(plan.grid, plan.world.rank)
+        self._batches: Generator[list[Batch]] | None = None
+
+    @property
+    def are_left(self) -> bool:
+        """True until the last step is done."""
+        return self.state.step < self.total
+
+    @property
+    def next_slice(self) -> Slice:
+        """The samples that the next step reads."""
+        return self._plan.curriculum.at(self.state.samples)
+
+    def take(self) -> Step:
+        """Return the next step; waits for its batches."""
+        if self._batches is None:
+            self._batches = self._read_ahead()
+        number, reads = self.state.step + 1, self.next_slice
+        return Step(
+            number,
+            reads,
+            next(self._batches),
+            self._train.targets_in(reads.first_sample, reads.global_batch),
+            self._schedule.lr(number),
+            dropout_seed(self._plan.run.train.seed, number, self._share.dropout_rank),
+        )
+
+    def done(self, step: Step) -> None:
+        """Go on behind a step."""
+        self.state = self.state.after(step.reads.global_batch, self._plan.run.data.seq_len)
+
+    def move(self, state: TrainState) -> None:
+        """Go on from another state, before or behind this one."""
+        self.close()
+        self.state = state
+
+    def close(self) -> None:
+        """Read no more batches ahead."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def _read_ahead(self) -> Generator[list[Batch]]:
+        return self._train.steps(
+            self.state.samples,
+            curriculum=self._plan.curriculum,
+            micro_batch=self._plan.micro_batch,
+            data_rank=self._share.data_rank,
+            data_ranks=self._share.data_ranks,
+            prefetch=self._plan.run.data.prefetch,
+            pin_memory=self._plan.world.accelerator == "cuda",
+        )
+
+
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """Return the seed of a step's dropout: a resumed run has no generator to restore."""
+    digest = hashlib.sha256(f"dropout:{seed}:{step}:{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
