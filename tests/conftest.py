@@ -54,9 +54,10 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def library(cache_dir: Path) -> Data:
     """The default corpus, built once for all tests."""
+    from harness.config.sections import DataConfig
     from harness.data.build import DataSpec, build_data  # torch, which most tests do without
 
-    return build_data(DataSpec(cache_dir=str(cache_dir)))
+    return build_data(DataSpec(DataConfig(cache_dir=str(cache_dir))))
 
 
 @pytest.fixture(scope="session")
@@ -69,11 +70,12 @@ def tokenizer_dir(library: Data, tmp_path_factory: pytest.TempPathFactory) -> st
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments that name a small corpus, tokenised once for all runs."""
+    from harness.config.sections import DataConfig
     from harness.data.build import DataSpec, build_data
 
     folder = tmp_path_factory.mktemp("data")
     corpus = write_corpus(folder / "corpus")
-    build_data(DataSpec(path=str(corpus), cache_dir=str(folder / "cache")))
+    build_data(DataSpec(DataConfig(path=str(corpus), cache_dir=str(folder / "cache"))))
     return [f"data.path={corpus}", f"data.cache_dir={folder / 'cache'}"]
 
 

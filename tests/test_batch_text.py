@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.run_config import RunConfig
+from harness.config.sections import DataConfig
 from harness.data.build import Data, DataSpec, build_data
 from tools.batch_text import show_step
 
@@ -32,7 +33,15 @@ def test_masks_and_positions(
     tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
 ) -> None:
     path = write_jsonl(*({"prompt": "ab " * 9, "completion": "c"} for _ in range(8)))
-    spec = DataSpec(str(path), tokenizer_dir, seq_len=8, cache_dir=str(tmp_path), held_out=0.3)
+    spec = DataSpec(
+        DataConfig(
+            path=str(path),
+            tokenizer=tokenizer_dir,
+            seq_len=8,
+            cache_dir=str(tmp_path),
+            held_out=0.3,
+        )
+    )
     data = build_data(spec)
     shown = show_step(data, step=1, global_batch=2, first=0)
     assert "targets   - -" in shown

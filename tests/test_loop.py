@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.config.sections import DataConfig
 from harness.data.build import Data, DataSpec, build_data
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
@@ -58,7 +59,9 @@ METRICS = {
 def opened(data: list[str]) -> Data:
     """What those arguments name."""
     path, cache = (argument.partition("=")[2] for argument in data)
-    return build_data(DataSpec(path=path, cache_dir=cache, seq_len=32, model_vocab_size=512))
+    return build_data(
+        DataSpec(DataConfig(path=path, cache_dir=cache, seq_len=32), model_vocab_size=512)
+    )
 
 
 def stochastic(data: list[str], run_dir: Path, *more: object) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from harness.config.run_config import RunConfig, run_and_step
+from harness.config.sections import DataConfig
 from harness.data.baselines import unigram_and_bigram_nats
 from harness.data.batches import Stream
 from harness.data.cache import Report, build_once, cache_key, cached_array, default_cache
@@ -39,7 +40,6 @@ from harness.data.tokenizer import (
     vocab_size,
 )
 from harness.errors import ConfigError
-from harness.files.file_kinds import Format
 from harness.files.paths import user_path
 from harness.plan.data import shortened
 from harness.runfolder import RunFolder
@@ -49,45 +49,23 @@ _FIRST_TOKENS = 64  # more than a line that is shown
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What build_data needs of the run config."""
+    """What build_data needs to know."""
 
-    path: str | None = None
-    """Text file, folder, .jsonl, or .bin/.idx pair; None: the Python library."""
-    tokenizer: str | None = None
-    """Folder or hub id; None trains one on the corpus."""
-    seq_len: int = 128
-    held_out: float = 0.02
-    """Fraction of the documents."""
-    document_mask: bool | None = None
-    """None: on where prompts are masked."""
-    cache_dir: str | None = None
+    config: DataConfig = field(default_factory=DataConfig)
     seed: int = 0
+    """Seed of the order in which the train split is read."""
     model_vocab_size: int | None = None
     """None: the tokenizer's."""
     trust_remote_code: bool = False
-    format: Format | None = None
-    """What the files of `path` are; None: what their names say."""
-    shuffle_targets: bool = False
-    """Control experiment: targets drawn from all over the split, so nothing can be learned."""
 
     @classmethod
     def of_run(
         cls, run: RunConfig, model_config: Mapping[str, Any], *, trust_remote_code: bool = False
     ) -> DataSpec:
-        """What a run says; a model that brings its weights brings its tokenizer too."""
-        data = run.data
-        return cls(
-            path=data.path,
-            tokenizer=data.tokenizer or _tokenizer_of(run.model.init_from),
-            seq_len=data.seq_len,
-            held_out=data.held_out,
-            document_mask=data.document_mask,
-            cache_dir=data.cache_dir,
-            seed=run.train.seed,
-            model_vocab_size=model_config.get("vocab_size"),
-            trust_remote_code=trust_remote_code,
-            format=data.format,
-        )
+        """Return the spec of a run; a model that brings its weights brings its tokenizer too."""
+        tokenizer = run.data.tokenizer or _tokenizer_of(run.model.init_from)
+        config = run.data.model_copy(update={"tokenizer": tokenizer})
+        return cls(config, run.train.seed, model_config.get("vocab_size"), trust_remote_code)
 
 
 def _tokenizer_of(init_from: str | None) -> str | None:
@@ -165,7 +143,7 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     """
     report = report or (lambda line: None)
     corpus, identity, cache = _open(spec)
-    source = spec.tokenizer or _trained_tokenizer(corpus, cache, report)
+    source = spec.config.tokenizer or _trained_tokenizer(corpus, cache, report)
     tokenizer = _load_tokenizer(source, spec)
     known_ids = spec.model_vocab_size or vocab_size(tokenizer)
     key = _tokens_key(identity, tokenizer)
@@ -177,7 +155,7 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     tokens = IndexedTokens(prefix)
     folder = build_once(
         _split_folder(cache, key, spec),
-        lambda path: write_split(tokens, prompts, tokenizer, spec.held_out, path, report),
+        lambda path: write_split(tokens, prompts, tokenizer, spec.config.held_out, path, report),
         report,
     )
     facts = read_facts(folder)
@@ -186,16 +164,15 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         side: Packed(
             tokens.ids,
             load_split(folder, side),
-            seq_len=spec.seq_len,
+            seq_len=spec.config.seq_len,
             eos_id=tokenizer.eos_token_id,
             vocab_size=known_ids,
             add_separator=facts.add_separator,
-            shuffle_targets=spec.shuffle_targets,
         )
         for side in SIDES
     }
     _require_windows(packed, spec)
-    document_mask = spec.document_mask
+    document_mask = spec.config.document_mask
     if document_mask is None:
         document_mask = any(side.split.masks_prompts for side in packed.values())
     # The held-out order is the same for every seed, so that runs are compared on the same samples.
@@ -217,7 +194,7 @@ def cached_fingerprint(spec: DataSpec) -> str | None:
     Builds nothing. Raises ConfigError for input that build_data would refuse on sight.
     """
     corpus, identity, cache = _open(spec)
-    source = spec.tokenizer or _tokenizer_folder(corpus, cache)
+    source = spec.config.tokenizer or _tokenizer_folder(corpus, cache)
     if isinstance(source, Path) and not source.is_dir():
         return None  # of a tokenizer that is still to be trained
     key = _tokens_key(identity, _load_tokenizer(source, spec))
@@ -227,9 +204,13 @@ def cached_fingerprint(spec: DataSpec) -> str | None:
 
 def _open(spec: DataSpec) -> tuple[Corpus, list[object], Path]:
     """The corpus, its identity, and the cache."""
-    cache = user_path("data.cache_dir", spec.cache_dir) if spec.cache_dir else default_cache()
+    cache = (
+        user_path("data.cache_dir", spec.config.cache_dir)
+        if spec.config.cache_dir
+        else default_cache()
+    )
     try:
-        corpus = find_corpus(spec.path, spec.format)
+        corpus = find_corpus(spec.config.path, spec.config.format)
         return corpus, corpus.identity(), cache
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
@@ -252,7 +233,9 @@ def _tokens_key(identity: list[object], tokenizer: PreTrainedTokenizerBase) -> s
 
 
 def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
-    return cache / f"split-{cache_key(source=key, held_out=spec.held_out, format=SPLIT_FORMAT)}"
+    return (
+        cache / f"split-{cache_key(source=key, held_out=spec.config.held_out, format=SPLIT_FORMAT)}"
+    )
 
 
 def _tokenizer_folder(corpus: Corpus, cache: Path) -> Path:
@@ -279,8 +262,8 @@ def _require_windows(packed: dict[str, Packed], spec: DataSpec) -> None:
     problems = [
         f"data.path: the {side.replace('_', '-')} split has {windows.split.num_tokens} tokens in "
         f"{windows.split.num_documents} documents; one sample takes data.seq_len + 1 = "
-        f"{spec.seq_len + 1}: give more text, lower data.seq_len, or change data.held_out "
-        f"(now {spec.held_out})"
+        f"{spec.config.seq_len + 1}: give more text, lower data.seq_len, or change data.held_out "
+        f"(now {spec.config.held_out})"
         for side, windows in packed.items()
         if not windows.num_windows
     ]

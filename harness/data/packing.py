@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.order import permute, round_keys
 from harness.data.split import Split
 from harness.data.token_file import TokenFile
 from harness.errors import ConfigError
@@ -53,13 +52,12 @@ class Packed:
         eos_id: int,
         vocab_size: int,
         add_separator: bool,
-        shuffle_targets: bool = False,
     ) -> None:
         self.split, self.seq_len = split, seq_len
         self.num_windows = max(0, split.num_tokens - 1) // seq_len
         self._tokens = tokens
         self._eos_id, self._vocab_size = eos_id, vocab_size
-        self._add_separator, self._shuffle_targets = add_separator, shuffle_targets
+        self._add_separator = add_separator
 
     def read(self, windows: NDArray[np.int64]) -> Windows:
         """The (n,) windows asked for; ConfigError for an id outside the vocabulary."""
@@ -68,7 +66,7 @@ class Packed:
         rows = self._rows_of(windows)
         starts = self.split.starts[rows]
         ids = self._ids(rows, places - starts)
-        labels = self._shuffled(places[:, 1:]) if self._shuffle_targets else ids[:, 1:]
+        labels = ids[:, 1:]
         if self.split.masks_prompts:
             prompts = self.split.prompts[rows + 1] - self.split.prompts[rows]
             labels = np.where((places - starts < prompts)[:, 1:], IGNORED, labels)
@@ -135,15 +133,3 @@ class Packed:
                 f"{self._vocab_size} (model.overrides.vocab_size)"
             )
         return ids
-
-    def _shuffled(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Ids from all over the stream in place of those at `places`: nothing left to learn but
-        their frequencies."""
-        keys = round_keys("shuffled targets", self.split.num_tokens)
-        elsewhere = permute(places.ravel(), self.split.num_tokens, keys)
-        ascending = np.argsort(elsewhere)
-        elsewhere = elsewhere[ascending]
-        rows = self._rows_at(elsewhere)
-        ids = np.empty_like(elsewhere)
-        ids[ascending] = self._ids(rows, elsewhere - self.split.starts[rows])
-        return ids.reshape(places.shape)

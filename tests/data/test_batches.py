@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.config.curriculum import Curriculum
+from harness.config.sections import DataConfig
 from harness.data.batches import Batch, Stream, load_ahead, share_of_rank
 from harness.data.build import Data, DataSpec, build_data
 
@@ -73,7 +74,9 @@ def test_a_batch_is_its_samples(library: Data) -> None:
 
 
 def test_positions_restart_when_documents_are_masked(cache_dir: Path) -> None:
-    data = build_data(DataSpec(cache_dir=str(cache_dir), document_mask=True, seq_len=2000))
+    data = build_data(
+        DataSpec(DataConfig(cache_dir=str(cache_dir), document_mask=True, seq_len=2000))
+    )
     batch = data.train.batch(0, 16)
     assert batch.position_ids is not None
     ended = batch.input_ids[:, :-1] == data.eos_id
@@ -92,7 +95,9 @@ def test_a_sample_that_is_cut_is_what_shorter_samples_are(
     piece before and where they begin inside."""
     long, short = (
         build_data(
-            DataSpec(cache_dir=str(cache_dir), document_mask=document_mask, seq_len=seq_len)
+            DataSpec(
+                DataConfig(cache_dir=str(cache_dir), document_mask=document_mask, seq_len=seq_len)
+            )
         ).train
         for seq_len in (2000, 250)
     )
@@ -130,7 +135,7 @@ def test_a_global_batch_larger_than_the_epoch_wraps(library: Data) -> None:
 
 
 def test_the_seed_reorders_training_but_not_the_held_out(library: Data, cache_dir: Path) -> None:
-    other = build_data(DataSpec(cache_dir=str(cache_dir), seed=1))
+    other = build_data(DataSpec(DataConfig(cache_dir=str(cache_dir)), seed=1))
     assert other.fingerprint == library.fingerprint
     assert not same(other.train.batch(0, 4), library.train.batch(0, 4))
     assert same(other.held_out.batch(0, 4), library.held_out.batch(0, 4))

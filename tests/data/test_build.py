@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from harness.config.run_config import RunConfig
+from harness.config.sections import DataConfig
 from harness.data.build import Data, DataSpec, build_data, cached_fingerprint
 from harness.data.fingerprint import order_key
 from harness.data.indexed import write_indexed
@@ -34,7 +35,7 @@ def text(number: int, words: int = 60) -> str:
 
 def opened(path: Path | None, tmp_path: Path, **options: object) -> Data:
     settings = {"seq_len": 16, "held_out": 0.2, "cache_dir": str(tmp_path / "cache"), **options}
-    return build_data(DataSpec(path=None if path is None else str(path), **settings))
+    return build_data(DataSpec(DataConfig(path=None if path is None else str(path), **settings)))
 
 
 def everything(data: Data) -> dict[int, list[int]]:
@@ -118,7 +119,7 @@ def test_the_tokenizer_is_trained_on_the_users_text(tmp_path: Path) -> None:
 def test_a_second_start_only_opens_the_cache(library: Data, cache_dir: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in cache_dir.rglob("*")}
     began = time.monotonic()
-    again = build_data(DataSpec(cache_dir=str(cache_dir), seq_len=64), pytest.fail)
+    again = build_data(DataSpec(DataConfig(cache_dir=str(cache_dir), seq_len=64)), pytest.fail)
     assert time.monotonic() - began < 10
     assert {file: file.stat().st_mtime_ns for file in cache_dir.rglob("*")} == before
     assert again.fingerprint == library.fingerprint
@@ -132,7 +133,9 @@ def test_the_fingerprint_of_what_was_built_is_known_without_building(
     path = write_jsonl(*({"text": f"{number} words, or a few more"} for number in range(200)))
     cache = tmp_path / "cache"
     tokenizer = None if trains_tokenizer else tokenizer_dir
-    spec = DataSpec(path=str(path), cache_dir=str(cache), seq_len=8, tokenizer=tokenizer)
+    spec = DataSpec(
+        DataConfig(path=str(path), cache_dir=str(cache), seq_len=8, tokenizer=tokenizer)
+    )
     assert cached_fingerprint(spec) is None
     assert not cache.exists()
     assert build_data(spec).fingerprint == cached_fingerprint(spec)
@@ -160,22 +163,16 @@ def test_the_library_is_as_the_readme_says(library: Data) -> None:
     assert 5 < library.bigram_nats + 1.5 < library.unigram_nats < math.log(8192)
 
 
-def test_shuffled_targets_teach_nothing_but_frequencies(library: Data, cache_dir: Path) -> None:
-    data = build_data(DataSpec(cache_dir=str(cache_dir), shuffle_targets=True))
-    assert torch.equal(data.train.batch(0, 8).input_ids, library.train.batch(0, 8).input_ids)
-    assert data.unigram_nats == pytest.approx(library.unigram_nats, abs=0.1)
-    assert data.bigram_nats > data.unigram_nats - 0.05
-
-
 def test_a_run_says_what_it_needs() -> None:
     given = {
         "data": {"path": "p", "seq_len": 9, "held_out": 0.5, "cache_dir": "c"},
         "train": {"seed": 4},
     }
     spec = DataSpec.of_run(RunConfig.model_validate(given), {"vocab_size": 100})
-    assert spec == DataSpec("p", None, 9, 0.5, None, "c", 4, 100)
+    config = DataConfig(path="p", seq_len=9, held_out=0.5, cache_dir="c")
+    assert spec == DataSpec(config, 4, 100)
     with_weights = RunConfig.model_validate({"model": {"init_from": "folder"}})
-    assert DataSpec.of_run(with_weights, {}).tokenizer == "folder"
+    assert DataSpec.of_run(with_weights, {}).config.tokenizer == "folder"
 
 
 def refused(path: Path | None, tmp_path: Path, **options: object) -> list[str]:

@@ -78,9 +78,10 @@ def test_one_of_many_processes_builds(tmp_path: Path) -> None:
 
 
 def build_data_of(path: str, cache: str, results: multiprocessing.Queue) -> None:
+    from harness.config.sections import DataConfig
     from harness.data.build import DataSpec, build_data  # takes seconds; the others need it not
 
-    data = build_data(DataSpec(path=path, seq_len=16, held_out=0.2, cache_dir=cache))
+    data = build_data(DataSpec(DataConfig(path=path, seq_len=16, held_out=0.2, cache_dir=cache)))
     results.put((data.fingerprint, data.train.batch(0, 3).input_ids.tolist()))
 
 

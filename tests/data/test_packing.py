@@ -163,30 +163,3 @@ def test_negative_ids_are_named(tmp_path: Path) -> None:
     packed = Case([], [], {"train": load_split(tmp_path, "train")}, tokens, False).packed()
     with pytest.raises(ConfigError, match="token id -1 at offset 2"):
         packed.read(np.array([0]))
-
-
-def test_shuffled_targets_keep_only_the_frequencies(tmp_path: Path) -> None:
-    case = make(tmp_path, masked=True)
-    windows = np.arange(case.packed().num_windows)
-    plain, shuffled = case.packed().read(windows), case.packed(shuffle_targets=True).read(windows)
-    again = case.packed(shuffle_targets=True, seq_len=SEQ_LEN).read(windows[::-1]).labels[::-1]
-    assert (plain.ids == shuffled.ids).all()
-    assert ((plain.labels == IGNORED) == (shuffled.labels == IGNORED)).all()
-    assert (shuffled.labels == again).all()
-    learned = plain.labels != IGNORED
-    assert (plain.labels[learned] == shuffled.labels[learned]).mean() < 0.2
-    assert set(shuffled.labels[learned]) <= set(case.stream()[0])
-
-
-def test_too_little_text_has_no_window(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    tokens = case.splits["train"].num_tokens
-    assert case.packed(seq_len=tokens - 1).num_windows == 1
-    assert case.packed(seq_len=tokens).num_windows == 0
-
-
-def test_inputs_and_labels_never_share_memory(tmp_path: Path) -> None:
-    """Of a single window both would else be views of one array: what evaluation blanks in the
-    labels would be blanked in the inputs."""
-    windows = make(tmp_path).packed().read(np.array([0]))
-    assert not np.shares_memory(windows.ids, windows.labels)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.load import verified
+from harness.config.sections import DataConfig
 from harness.data.build import DataSpec, build_data
 from harness.errors import Unusable
 from harness.runfolder import RunFolder
@@ -199,7 +200,7 @@ def _data(folder: Path) -> list[str]:
     corpus, cache = folder / "corpus", folder / "cache"
     if not corpus.exists():
         write_corpus(corpus)
-    build_data(DataSpec(path=str(corpus), cache_dir=str(cache)))
+    build_data(DataSpec(DataConfig(path=str(corpus), cache_dir=str(cache))))
     return [f"data.path={corpus}", f"data.cache_dir={cache}"]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.config.sections import DataConfig
 from harness.data.build import DataSpec, build_data
 from harness.runfolder import RunFolder
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events
@@ -35,7 +36,7 @@ def write_pairs(path: Path) -> Path:
 
 def empty_steps(path: Path, cache: Path) -> list[int]:
     """The steps without a target, by the data alone."""
-    spec = DataSpec(path=str(path), cache_dir=str(cache), seq_len=SEQ_LEN)
+    spec = DataSpec(DataConfig(path=str(path), cache_dir=str(cache), seq_len=SEQ_LEN))
     train = build_data(spec).train
     return [s for s in range(1, STEPS + 1) if not train.targets_in((s - 1) * BATCH, BATCH)]
 

@@ -69,7 +69,7 @@ def look(plan: Plan, trust_remote_code: bool, first_of_node: bool) -> Seen:
     values["code"] += f", commit {(git_commit() or 'unknown')[:12]}"
     spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
     try:
-        values.update(_data(find_corpus(spec.path, spec.format)))
+        values.update(_data(find_corpus(spec.config.path, spec.config.format)))
         fingerprint = cached_fingerprint(spec)
         values["fingerprint"] = fingerprint[:16] if fingerprint else NOT_CACHED
     except ConfigError as error:

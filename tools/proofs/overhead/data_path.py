@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from harness.config.curriculum import Curriculum
+from harness.config.sections import DataConfig
 from harness.data.build import Data, DataSpec, build_data
 from harness.data.tokenizer import PIECES_AT_ONCE
 from tools.proofs.overhead.job import ACCUMULATED, SEQ_LEN
@@ -33,14 +34,18 @@ def data_rates(data: Data, rounds: int) -> Iterator[dict[str, float]]:
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         for number in range(rounds):
             cache = folder / f"cache-{number}"
-            spec = DataSpec(str(corpus), tokenizer=str(tokenizer), cache_dir=str(cache))
+            spec = DataSpec(
+                DataConfig(path=str(corpus), tokenizer=str(tokenizer), cache_dir=str(cache))
+            )
             found = {"text": _seconds_to_tokenise(spec), "raw": _raw_seconds(data, texts)}
             found = {name: megabytes / seconds for name, seconds in found.items()}
             (index,) = cache.glob("tokens-*/*.idx")
             pair = str(index.with_suffix(""))
             for samples, seq_len in BATCHES:
                 again = DataSpec(
-                    pair, tokenizer=str(tokenizer), cache_dir=str(cache), seq_len=seq_len
+                    DataConfig(
+                        path=pair, tokenizer=str(tokenizer), cache_dir=str(cache), seq_len=seq_len
+                    )
                 )
                 found[f"{samples} x {seq_len}"] = _tokens_per_s(build_data(again), samples, seq_len)
             yield found
