@@ -14,9 +14,9 @@ import torch.distributed as dist
 from harness.checkpoint.fragment import Fragment
 from harness.data.batches import Batch
 from harness.engine import fragments, state, swap
+from harness.engine.api import Judge, StepResult
 from harness.engine.deepspeed_0_19 import gradients, settlements
 from harness.engine.groups import Groups
-from harness.engine.api import Judge, StepResult
 from harness.errors import ExitCode, RunStopped
 from harness.layout.share import Share
 from harness.models.loss import forward
