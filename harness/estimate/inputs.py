@@ -177,7 +177,7 @@ class Inputs:
     rules: tuple[GroupRule, ...] = ()
     """optim.groups."""
     bounds: Bounds | None = None
-    """How the model's units are split over pipeline stages; None without any."""
+    """The split of the model's units over pipeline stages; None without any."""
     parallel_residual: bool = True
     """True if GPT-NeoX's attention and MLP read norms of one input (use_parallel_residual)."""
     traced_layer_bytes: float | None = None

@@ -28,7 +28,7 @@ class Optimizer:
     layouts: str = "any"
     """any; unoffloaded: not with its states on the host; whole: ZeRO 0 alone, in fp32."""
     package: str | None = None
-    """What has to be installed for it."""
+    """The Python package that it needs."""
 
 
 _ADAM = ("betas", "eps")

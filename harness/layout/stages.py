@@ -18,7 +18,7 @@ from harness.layout.tensors import Body
 
 Bounds = tuple[int, ...]
 Work = tuple[Literal["forward", "backward"], int] | None
-"""What a stage does with which micro-batch; None where it waits."""
+"""A pass and the micro-batch that it is for; None while a stage waits."""
 
 
 def split(shape: Shape, stages: int, seq_len: int, recompute: bool = False) -> Bounds:
