@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,10 +165,15 @@ class _Model:
 def _built_by_transformers(architecture: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the architecture as transformers does from its file, with the harness's own weights."""
     attention = ATTENTION.get(architecture, "sdpa")
-    values = copy.deepcopy(LEARNED[architecture])
+    return copy.deepcopy(_built_once(json.dumps(LEARNED[architecture]), dtype, attention))
+
+
+@functools.cache
+def _built_once(config_json: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    values = json.loads(config_json)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    drawn = skeleton(hf_config(LEARNED[architecture]), dtype, attention)
+    drawn = skeleton(hf_config(json.loads(config_json)), dtype, attention)
     materialize(drawn, recipe.SEED, torch.device("cpu"))
     weights = dict(drawn.named_parameters())
     with torch.no_grad():

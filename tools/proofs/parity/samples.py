@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from harness.data.batches import Batch
@@ -12,8 +14,9 @@ from tools.proofs.parity.recipe import HELD_OUT_SAMPLES
 DOCUMENT_TOKENS = 11  # does not divide SEQ_LEN: documents end in the middle of samples
 
 
+@functools.cache
 def global_batch(step: int) -> Batch:
-    """The global batch of one step, (GLOBAL_BATCH, SEQ_LEN) on the CPU.
+    """The global batch of one step, (GLOBAL_BATCH, SEQ_LEN) on the CPU; whoever changes it copies.
 
     Tokens follow a fixed permutation within a document, so a model that attends learns quickly.
     Samples hold documents that must not see each other (`position_ids` restart), and prompts of
