@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 # What takes longest begins first, so that no worker is left with it alone.
-LONG = ("engine", "test_parity.py", "test_slurm.py", "test_checkpoints.py", "test_learning.py")
+LONG = (
+    *("engine", "test_parity.py", "test_parity_defects.py", "test_slurm.py"),
+    *("test_checkpoints.py", "test_learning.py"),
+)
 
 
 def room_of(file: str) -> str:

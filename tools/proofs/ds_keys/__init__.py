@@ -1,0 +1,1 @@
+"""Parts of tools/proofs/generate_ds_keys.py: what DeepSpeed says of its keys, and we of them."""
