@@ -25,7 +25,6 @@ from harness.engine.state import inner_optimizer
 from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
 from harness.layout.optimizers import Parameter, optimizer_groups
-from harness.layout.share import Share
 from harness.models.depth import drop_layers
 from harness.models.kernels import use_liger
 from harness.models.pieces import decoder_layers
@@ -67,7 +66,7 @@ def build_engine(
         use_liger(model)
     if plan.run.model.compile:
         _compile_layers(model, plan.zero_stage)
-    note_copies(model, Share(plan.grid, plan.world.rank))
+    note_copies(model, plan.share)
     groups = _parameter_groups(plan, parameters, model)
     engine, *_ = deepspeed.initialize(
         model=handed,

@@ -14,7 +14,6 @@ from harness.engine.groups import sender
 from harness.engine.processes import raise_together
 from harness.engine.whole import check_files, check_report, read_weights
 from harness.errors import ConfigError
-from harness.layout.share import Share
 from harness.layout.stages import layers_per_stage
 from harness.models.flow import Flow, trace_flow
 from harness.models.initialize import materialize
@@ -80,7 +79,7 @@ def _built(
             set(report["unexpected_keys"]) - elsewhere,
         )
         return Stage(model.to(device)), events
-    share = Share(plan.grid, plan.world.rank)
+    share = plan.share
     model, replicas = empty_model(plan, trust_remote_code), share.ranks("replicas")
     reduce_to_stage(model, flow, first_layer, end_layer)
     materialize(

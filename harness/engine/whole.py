@@ -15,7 +15,6 @@ from transformers.integrations import HfDeepSpeedConfig
 from harness.engine.groups import sender
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
-from harness.layout.share import Share
 from harness.models.initialize import materialize, move_buffers
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems
@@ -37,7 +36,7 @@ def build_whole(
     """
     if plan.run.model.init_from is not None and not blank:
         return _load_together(plan, empty, device, trust_remote_code)
-    problem, share = None, Share(plan.grid, plan.world.rank)
+    problem, share = None, plan.share
     replicas = share.ranks("replicas")
     try:
         materialize(

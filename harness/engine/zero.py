@@ -18,7 +18,6 @@ from harness.engine.api import Judge, StepResult
 from harness.engine.deepspeed_0_19 import gradients, settlements
 from harness.engine.groups import Groups
 from harness.errors import ExitCode, RunStopped
-from harness.layout.share import Share
 from harness.models.loss import forward
 from harness.plan.plan import Plan
 
@@ -41,7 +40,7 @@ class ZeroEngine:
     def __init__(self, engine: Any, plan: Plan, events: list[dict[str, Any]]) -> None:
         self.engine = engine
         self.plan = plan
-        self.share = Share(plan.grid, plan.world.rank)
+        self.share = plan.share
         self.events = events  # what building it did that the user should know
         self.device: torch.device = engine.device
         self.groups = Groups(self.share, self._made_groups())

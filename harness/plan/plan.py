@@ -12,6 +12,7 @@ from harness.config.run_config import RunConfig
 from harness.estimate.timeline import Estimate
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
+from harness.layout.share import Share
 from harness.layout.world import World
 
 Event = dict[str, Any]
@@ -53,6 +54,11 @@ class Plan:
     events: tuple[Event, ...] = ()
     estimate: Estimate | None = None
     """The memory it comes to; None for an architecture that nobody has counted."""
+
+    @property
+    def share(self) -> Share:
+        """What this rank has of tokens and weights, and with whom it talks."""
+        return Share(self.grid, self.world.rank)
 
     @property
     def steps(self) -> int | None:
