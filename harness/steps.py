@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from harness.checkpoint.manifest import TrainState
 from harness.config.curriculum import Slice
 from harness.data.batches import Batch, Stream
-from harness.layout.share import Share
 from harness.plan.plan import Plan
 
 
@@ -42,7 +41,7 @@ class Steps:
         """Number of the last step."""
         self._plan, self._train = plan, train
         self._schedule = plan.schedule(total)
-        self._share = Share(plan.grid, plan.world.rank)
+        self._share = plan.share
         self._batches: Generator[list[Batch]] | None = None
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 Axis = Literal["pipeline", "data", "sequence", "tensor"]
@@ -88,7 +89,12 @@ class Grid:
         """Return the groups of ranks that are at the same place on all of `axes`, ordered by first
         rank.
         """
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(map(self.coords, range(self.world_size))):
-            groups.setdefault(tuple(getattr(place, axis) for axis in axes), []).append(rank)
-        return tuple(map(tuple, groups.values()))
+        return _alike(self, tuple(axes))
+
+
+@cache
+def _alike(grid: Grid, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(map(grid.coords, range(grid.world_size))):
+        groups.setdefault(tuple(getattr(place, axis) for axis in axes), []).append(rank)
+    return tuple(map(tuple, groups.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from harness.layout.share import Share
 from harness.run.run import Run
 
 EVALUATED_AT_ONCE = 8  # micro-batches between two looks at whether to stop
@@ -21,7 +20,7 @@ def evaluate(run: Run) -> float | None:
     batches = []
     run.pulse("evaluation", run.state.step)
     # All ranks run equally often (ZeRO-3 gathers weights together): padding samples are masked out.
-    for start in Share(plan.grid, plan.world.rank).starts(samples, plan.micro_batch):
+    for start in plan.share.starts(samples, plan.micro_batch):
         batch = stream.batch(start, plan.micro_batch)
         batch.labels[max(0, samples - start) :] = -100
         batches.append(batch)

@@ -11,7 +11,6 @@ from harness.checkpoint.load import Checkpoint
 from harness.data.batches import Batch
 from harness.data.build import Data
 from harness.errors import NoCheckpoint
-from harness.layout.share import Share
 from harness.plan.plan import Plan
 
 SAMPLES = 8  # a forward pass of one micro-batch on most layouts
@@ -45,7 +44,7 @@ def loss_of(engine: Any, batch: Batch) -> float | None:
     All data ranks run equally often: padding samples are masked out.
     """
     plan, samples, parts = engine.plan, len(batch.labels), []
-    for start in Share(plan.grid, plan.world.rank).starts(samples, plan.micro_batch):
+    for start in plan.share.starts(samples, plan.micro_batch):
         rows = torch.arange(start, start + plan.micro_batch)
         labels = batch.labels[rows % samples].clone()
         labels[rows >= samples] = -100

@@ -16,8 +16,8 @@ def check_replicas(run: Run, saves: bool) -> None:
 
     Raises ReplicasDiffer, which names the ranks and the weights.
     """
-    every, data_ranks = run.plan.run.guard.replicas_every, run.plan.grid.data
-    if not every or data_ranks == 1 or not (saves or is_due(run.state.step, every)):
+    every, copies = run.plan.run.guard.replicas_every, len(run.plan.share.ranks("replicas"))
+    if not every or copies == 1 or not (saves or is_due(run.state.step, every)):
         return
     weights = list(run.engine.replicated())
     of_all_ranks: list[Any] = [None] * run.plan.world.world_size
@@ -30,7 +30,7 @@ def check_replicas(run: Run, saves: bool) -> None:
     finish_save(run)  # they were equal when it began
     newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
     who = f"rank {', '.join(map(str, ranks))}"
-    if len(ranks) == data_ranks:
+    if len(ranks) == copies:
         who += " (among which there is no majority)"
     advice = "No checkpoint predates it: begin the run again"
     if newest:

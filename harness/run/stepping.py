@@ -36,7 +36,8 @@ def take_step(run: Run, step: Step) -> StepResult | None:
 
     def is_spike(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
         """Judge, alike on all ranks, the same two numbers."""
-        shares = torch.stack([loss_share.double(), norm.double() / run.plan.world.world_size])
+        ranks = len(run.plan.share.ranks("loss"))  # over which both are summed
+        shares = torch.stack([loss_share.double(), norm.double() / ranks])
         spike = look_for_spike(run, step.number, step.reads, *run.sum(shares))
         spikes.extend([spike] if spike else [])
         return spike is not None

@@ -12,6 +12,8 @@ from harness.checkpoint.load import is_run
 from harness.data.batches import Batch
 from harness.errors import ConfigError
 from harness.estimate.fit import free_on_host
+from harness.layout.grid import Grid
+from harness.layout.share import Share
 from harness.run.live_memory import is_out_of_memory
 from harness.run.run import Run, Unsplit
 
@@ -42,8 +44,7 @@ def unsplit_start(run: Run) -> Unsplit | None:
     if unsplit is None:
         run.event("not_verified", message=answer[1])
         return None
-    coords = plan.grid.coords(plan.world.rank)
-    mine = _micro_batches(run, coords.data, plan.grid.data)
+    mine = _micro_batches(run, plan.share)
     loss = run.engine.sum_over_ranks(run.engine.eval_batch(mine))[0].item() / max(targets, 1)
     _check("loss", loss, unsplit.loss, TOLERANCES[plan.precision][0], run)
     return unsplit
@@ -79,7 +80,7 @@ def _asked(run: Run, targets: int) -> list[Any]:
     why_not = _why_not(run)
     if why_not is not None:
         return [None, why_not]
-    engine, batches = run.engine, _micro_batches(run)
+    engine, batches = run.engine, _micro_batches(run, Share(Grid(1), 0))
     try:
         loss, norm = unsplit_loss_and_norm(
             run.plan, engine.module, engine.device, batches, targets, engine.loss_scale
@@ -121,8 +122,8 @@ def _why_not(run: Run) -> str | None:
     return None
 
 
-def _micro_batches(run: Run, data_rank: int = 0, data_ranks: int = 1) -> list[Batch]:
-    """The first global batch's, of one data rank or of all in the order in which they take them."""
+def _micro_batches(run: Run, share: Share) -> list[Batch]:
+    """The first global batch's, of one rank."""
     micro, first = run.plan.micro_batch, run.plan.curriculum.at(0)
-    starts = range(0, first.global_batch, micro)[data_rank::data_ranks]
+    starts = share.starts(first.global_batch, micro)
     return [run.data.train.batch(start, micro).cut(first.pieces) for start in starts]
