@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.config.lr_and_batch import MAX_DEFAULT_MICRO_BATCH
+from harness.config.batch import MAX_DEFAULT_MICRO_BATCH
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.inputs import GIB

@@ -28,10 +28,10 @@ from harness.config.conduct import (
     SaveConfig,
 )
 from harness.config.curriculum import Curriculum
+from harness.config.optim import OptimConfig
 from harness.config.sections import (
     DataConfig,
     ModelConfig,
-    OptimConfig,
     RampConfig,
     Section,
     TrainConfig,

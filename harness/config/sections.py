@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -11,15 +10,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from harness.config.curriculum import Curriculum
-from harness.config.lr_and_batch import DECAYS
 from harness.files.paths import expanded_path
-from harness.layout.optimizers import OPTIMIZERS
 
 # Keys of which at most one may be given.
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
@@ -172,78 +168,3 @@ class RampConfig(Section):
     is read as several of them, and a step keeps its tokens."""
     length_tokens: Count | None = None
     """Tokens over which they double, in equal parts."""
-
-
-class GroupConfig(Section):
-    """Parameters that are stepped otherwise than the rest."""
-
-    pattern: Text
-    """A regular expression that is found in their names."""
-    lr_multiplier: PositiveOrZero = 1.0
-    """Their learning rate, in units of the others'."""
-    weight_decay: PositiveOrZero | None = None
-    """Their weight decay; None: what they would have without the rule."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str) -> str:
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression: {error}") from None
-        return value
-
-
-class OptimConfig(Section):
-    """The optimizer and its learning rate."""
-
-    name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
-    """adamw, lion, muon, adam8bit decouple weight decay; the others add it to the gradient (L2),
-    but for adafactor. muon steps the layers' matrices, adamw the rest."""
-    lr: Positive = 3e-3
-    """Maximum learning rate. lion wants a third to a tenth of adamw's; muon's updates are scaled to
-    adamw's size."""
-    betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of Adam's first and second moment; lion's two."""
-    eps: Positive = 1e-8
-    """Denominator floor of Adam and Adagrad."""
-    momentum: Probability = 0.0
-    """Of sgd, momentum (0.9 unless it is given) and muon (0.95)."""
-    groups: list[GroupConfig] = Field(default_factory=list)
-    """Rules for parameters by name, the first that fits counts:
-    optim.groups='[{pattern="embed", lr_multiplier=0.5, weight_decay=0.0}]'."""
-    weight_decay: PositiveOrZero = 0.1
-    """Decay per unit of learning rate; never on biases, norms and embeddings."""
-    clip_norm: PositiveOrZero = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
-    clip_value: Positive | None = None
-    """Largest absolute value of a gradient element; excludes clip_norm."""
-    schedule: Literal[tuple(DECAYS)] = "cosine"  # type: ignore[valid-type]
-    """Shape of the learning rate after warm-up; wsd stays, and decays at the end; inverse_sqrt
-    falls as 1 / sqrt(step), however long the run."""
-    warmup_steps: CountOrZero = 20
-    """Steps over which the learning rate rises to lr."""
-    warmup_type: Literal["linear", "log"] = "linear"
-    """Curve of the rise; "log" is steep first, as in DeepSpeed's own schedulers."""
-    min_lr_ratio: Fraction = 0.1
-    """Learning rate at the end, as a fraction of lr."""
-    decay_fraction: Fraction = 0.2
-    """Part of all steps that wsd spends decaying."""
-    power: Positive = 2.0
-    """Of polynomial: how much faster it falls at first than at the end; 1 is linear."""
-    cycles: Annotated[int, Field(gt=0, le=10_000)] = 4
-    """Times that cosine_restarts falls, from the maximum each time."""
-    cycle_growth: Annotated[float, Field(ge=1)] = 1.0
-    """How many times as long as the last each of these is."""
-
-    @property
-    def momentum_used(self) -> float:
-        """`momentum`, or what is usual for the optimizer where it was not given."""
-        given = "momentum" in self.model_fields_set
-        return self.momentum if given else OPTIMIZERS[self.name].momentum
-
-    @model_validator(mode="after")
-    def _one_clipping(self) -> OptimConfig:
-        if self.clip_value is not None and self.clip_norm and "clip_norm" in self.model_fields_set:
-            raise ValueError("optim.clip_norm and optim.clip_value exclude each other: keep one")
-        return self

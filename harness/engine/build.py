@@ -29,7 +29,6 @@ from harness.models.depth import drop_layers
 from harness.models.kernels import use_liger
 from harness.models.pieces import decoder_layers
 from harness.models.skeleton import described_parameters
-from harness.plan.optimizer import group_rules
 from harness.plan.plan import Plan
 
 
@@ -110,7 +109,7 @@ def _parameter_groups(
     found = optimizer_groups(
         (parameter for parameter in parameters if parameter.name in held),
         optim.weight_decay,
-        group_rules(plan.run),
+        optim.groups,
         muon=optim.name == "muon",
     )
     return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,20 @@ OPTIMIZERS = {
 """Each has its reference in tests/engine/test_optimizers.py."""
 
 
-@dataclass(frozen=True)
-class GroupRule:
-    """Other settings for the parameters whose names match `pattern`."""
+class GroupRule(Protocol):
+    """Other settings for the parameters whose names match `pattern`: an entry of optim.groups."""
 
-    pattern: str
-    lr_multiplier: float = 1.0
-    weight_decay: float | None = None
-    """None keeps what the parameter would have."""
+    @property
+    def pattern(self) -> str:
+        """Regular expression, searched for in names."""
+
+    @property
+    def lr_multiplier(self) -> float:
+        """Their learning rate, in units of the others'."""
+
+    @property
+    def weight_decay(self) -> float | None:
+        """Their weight decay; None keeps what they would have."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +89,20 @@ def optimizer_groups(
     rules: Iterable[GroupRule] = (),
     muon: bool = False,
 ) -> list[tuple[Group, list[str]]]:
-    """Groups and the names in them: first what decays, then biases, norms and embeddings, then
-    those of the rules. Of the rules that fit a name, the first counts.
+    """Return groups and the names in them: first matrices, then biases, norms and embeddings, then
+    those of the rules. Of the rules that match a name, the first counts.
     """
     rules = tuple(rules)
     groups: dict[tuple[int, bool, bool], tuple[Group, list[str]]] = {}
     for parameter in parameters:
-        place, rule = next(
-            ((n, r) for n, r in enumerate(rules, 1) if re.search(r.pattern, parameter.name)),
-            (0, GroupRule("")),
-        )
+        matches = (n for n, rule in enumerate(rules) if re.search(rule.pattern, parameter.name))
+        place = next(matches, -1)
+        rule = rules[place] if place >= 0 else None
         decay = weight_decay if parameter.matrix else 0.0
-        if rule.weight_decay is not None:
+        if rule is not None and rule.weight_decay is not None:
             decay = rule.weight_decay
         by_muon = muon and parameter.matrix and not parameter.head
-        group = Group(decay, rule.lr_multiplier, by_muon)
+        group = Group(decay, rule.lr_multiplier if rule else 1.0, by_muon)
         key = (place, not parameter.matrix, not by_muon)
         groups.setdefault(key, (group, []))[1].append(parameter.name)
     return [groups[key] for key in sorted(groups)]

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.config.batch import Batch
 from harness.config.curriculum import Curriculum
 from harness.config.ds_json import DsJson, Event
-from harness.config.lr_and_batch import Batch
 from harness.config.run_config import RunConfig, known_keys
 from harness.errors import Problems
 from harness.layout.grid import Grid

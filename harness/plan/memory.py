@@ -10,7 +10,6 @@ from harness.estimate.dividable import division_problems
 from harness.estimate.hardware import known_gpu
 from harness.estimate.inputs import GIB, Inputs, ZeroSettings
 from harness.estimate.timeline import Estimate, estimate_memory
-from harness.plan.optimizer import group_rules
 from harness.plan.plan import Plan
 
 
@@ -58,7 +57,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         saves_in_background=run.save.async_,
         gpus_per_node=plan.world.local_world_size,
         accelerator=plan.world.accelerator,
-        rules=group_rules(plan.run),
+        rules=tuple(plan.run.optim.groups),
         bounds=plan.stages,
         parallel_residual=config.get("use_parallel_residual") is not False,
     )

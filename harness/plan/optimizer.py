@@ -6,17 +6,11 @@ import importlib.util
 import re
 
 from harness.config.ds_keys import offloaded_to
-from harness.config.run_config import RunConfig
-from harness.layout.optimizers import OPTIMIZERS, GroupRule
+from harness.config.optim import DECAYS
+from harness.layout.optimizers import OPTIMIZERS
 from harness.plan.draft import Draft
 
 _SETTINGS = ("betas", "eps", "momentum")
-_OF_SCHEDULES = {
-    "decay_fraction": "wsd",
-    "power": "polynomial",
-    "cycles": "cosine_restarts",
-    "cycle_growth": "cosine_restarts",
-}
 _HALF_STATES = (
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
@@ -36,10 +30,11 @@ def check_optimizer(draft: Draft) -> None:
     for setting in _SETTINGS:
         if setting not in kind.takes and run.is_set(f"optim.{setting}"):
             problems.add(f"optim.{setting}", f"which {name} does not take", "remove it")
-    for setting, schedule in _OF_SCHEDULES.items():
-        if run.optim.schedule != schedule and run.is_set(f"optim.{setting}"):
-            why = f"which is for optim.schedule={schedule}"
-            problems.add(f"optim.{setting}", why, "remove it")
+    for schedule, decay in DECAYS.items():
+        for setting in decay.settings:
+            if run.optim.schedule != schedule and run.is_set(f"optim.{setting}"):
+                why = f"which is for optim.schedule={schedule}"
+                problems.add(f"optim.{setting}", why, "remove it")
     if kind.package and not importlib.util.find_spec(kind.package):
         why = f"it needs the package {kind.package} (pip install {kind.package})"
         problems.add("optim.name", why)
@@ -105,8 +100,3 @@ def check_groups(draft: Draft) -> None:
                 f"optim.groups has the pattern {rule.pattern!r} ({origin}), which no parameter's "
                 f"name fits: they are {names[0]}, {names[-1]} and the like"
             )
-
-
-def group_rules(run: RunConfig) -> tuple[GroupRule, ...]:
-    """Return optim.groups as the planner and the engine take them."""
-    return tuple(GroupRule(**rule.model_dump()) for rule in run.optim.groups)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from harness.config.curriculum import Curriculum
-from harness.config.lr_and_batch import Schedule
+from harness.config.optim import Schedule
 from harness.config.run_config import RunConfig
 from harness.estimate.timeline import Estimate
 from harness.layout.grid import Grid
@@ -71,20 +71,8 @@ class Plan:
         return self.run.curriculum
 
     def schedule(self, total_steps: int) -> Schedule:
-        """The learning rate over a run of `total_steps` optimizer steps."""
-        optim = self.run.optim
-        return Schedule(
-            optim.schedule,
-            optim.lr,
-            total_steps,
-            warmup_steps=optim.warmup_steps,
-            warmup_type=optim.warmup_type,
-            min_lr_ratio=optim.min_lr_ratio,
-            decay_fraction=optim.decay_fraction,
-            power=optim.power,
-            cycles=optim.cycles,
-            cycle_growth=optim.cycle_growth,
-        )
+        """Return the learning rate over a run of `total_steps` optimizer steps."""
+        return Schedule(self.run.optim, total_steps)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values, for plan.json."""

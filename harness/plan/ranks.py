@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.config.lr_and_batch import Batch
+from harness.config.batch import Batch
 from harness.layout.grid import Grid
 from harness.plan.draft import Draft
 from harness.plan.pipeline import num_stages

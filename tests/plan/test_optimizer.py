@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from harness.config.optim import GroupConfig
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.layout.optimizers import (
     OPTIMIZERS,
     Group,
-    GroupRule,
     Parameter,
     optimizer_groups,
 )
@@ -106,7 +106,10 @@ def test_groups_follow_the_first_rule_that_fits() -> None:
         Parameter("layer.norm", matrix=False),
         Parameter("head", matrix=True, head=True),
     ]
-    rules = [GroupRule("layer", 0.5), GroupRule("norm|head", 2.0, 0.3)]
+    rules = [
+        GroupConfig(pattern="layer", lr_multiplier=0.5),
+        GroupConfig(pattern="norm|head", lr_multiplier=2.0, weight_decay=0.3),
+    ]
     assert optimizer_groups(parameters, 0.1, rules, muon=True) == [
         (Group(0.0), ["embed"]),
         (Group(0.1, 0.5, muon=True), ["layer.q"]),

@@ -1,0 +1,182 @@
+"""The optimizer's section of the run config, and the learning rate that it describes.
+
+A schedule is one entry of DECAYS, and a field of OptimConfig for each setting of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, field_validator, model_validator
+
+from harness.config.sections import (
+    CountOrZero,
+    Fraction,
+    Positive,
+    PositiveOrZero,
+    Probability,
+    Section,
+    Text,
+)
+from harness.layout.optimizers import OPTIMIZERS
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _restarts(progress: float, optim: OptimConfig) -> float:
+    """Cosine, again and again (arXiv 1608.03983); a cycle is `cycle_growth` times the last."""
+    last = optim.cycles - 1  # in units of which the others are: no power is too large
+    lengths = [optim.cycle_growth ** (cycle - last) for cycle in range(optim.cycles)]
+    begin, shares = 0.0, [length / sum(lengths) for length in lengths]
+    for share in shares[:-1]:
+        if progress < begin + share - 1e-12:  # where it ends the next begins
+            break
+        begin += share
+    else:
+        share = shares[-1]
+    return _cosine(min(1.0, (progress - begin) / share))
+
+
+class Decay(NamedTuple):
+    """The fall of the learning rate behind the warm-up."""
+
+    share: Callable[[float, OptimConfig], float]
+    """Progress in [0, 1] -> share of the way from the lowest rate (0) to the highest (1)."""
+    settings: tuple[str, ...] = ()
+    """Fields of OptimConfig that no other schedule takes."""
+
+
+DECAYS: dict[str, Decay] = {
+    "constant": Decay(lambda _progress, _: 1.0),
+    "linear": Decay(lambda progress, _: 1.0 - progress),
+    "cosine": Decay(lambda progress, _: _cosine(progress)),
+    # Warm-up, stable, decay (arXiv 2404.06395); linear decay as in arXiv 2405.18392.
+    "wsd": Decay(lambda progress, _: 1.0 - progress, ("decay_fraction",)),
+    "polynomial": Decay(lambda progress, optim: (1.0 - progress) ** optim.power, ("power",)),
+    "cosine_restarts": Decay(_restarts, ("cycles", "cycle_growth")),
+    # As in arXiv 1706.03762, section 5.3: of the step alone, see Schedule.lr.
+    "inverse_sqrt": Decay(lambda _progress, _: 1.0),
+}
+
+
+class GroupConfig(Section):
+    """Parameters that are stepped otherwise than the rest."""
+
+    pattern: Text
+    """A regular expression that is found in their names."""
+    lr_multiplier: PositiveOrZero = 1.0
+    """Their learning rate, in units of the others'."""
+    weight_decay: PositiveOrZero | None = None
+    """Their weight decay; None: what they would have without the rule."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{value!r} is no regular expression: {error}") from None
+        return value
+
+
+class OptimConfig(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
+    """adamw, lion, muon, adam8bit decouple weight decay; the others add it to the gradient (L2),
+    but for adafactor. muon steps the layers' matrices, adamw the rest."""
+    lr: Positive = 3e-3
+    """Maximum learning rate. lion wants a third to a tenth of adamw's; muon's updates are scaled to
+    adamw's size."""
+    betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
+    """Decay rates of Adam's first and second moment; lion's two."""
+    eps: Positive = 1e-8
+    """Denominator floor of Adam and Adagrad."""
+    momentum: Probability = 0.0
+    """Of sgd, momentum (0.9 unless it is given) and muon (0.95)."""
+    groups: list[GroupConfig] = Field(default_factory=list)
+    """Rules for parameters by name, the first that fits counts:
+    optim.groups='[{pattern="embed", lr_multiplier=0.5, weight_decay=0.0}]'."""
+    weight_decay: PositiveOrZero = 0.1
+    """Decay per unit of learning rate; never on biases, norms and embeddings."""
+    clip_norm: PositiveOrZero = 1.0
+    """Largest global norm of the gradient; 0 does not clip."""
+    clip_value: Positive | None = None
+    """Largest absolute value of a gradient element; excludes clip_norm."""
+    schedule: Literal[tuple(DECAYS)] = "cosine"  # type: ignore[valid-type]
+    """Shape of the learning rate after warm-up; wsd stays, and decays at the end; inverse_sqrt
+    falls as 1 / sqrt(step), however long the run."""
+    warmup_steps: CountOrZero = 20
+    """Steps over which the learning rate rises to lr."""
+    warmup_type: Literal["linear", "log"] = "linear"
+    """Curve of the rise; "log" is steep first, as in DeepSpeed's own schedulers."""
+    min_lr_ratio: Fraction = 0.1
+    """Learning rate at the end, as a fraction of lr."""
+    decay_fraction: Fraction = 0.2
+    """Part of all steps that wsd spends decaying."""
+    power: Positive = 2.0
+    """Of polynomial: how much faster it falls at first than at the end; 1 is linear."""
+    cycles: Annotated[int, Field(gt=0, le=10_000)] = 4
+    """Times that cosine_restarts falls, from the maximum each time."""
+    cycle_growth: Annotated[float, Field(ge=1)] = 1.0
+    """How many times as long as the last each of these is."""
+
+    @property
+    def momentum_used(self) -> float:
+        """`momentum`, or what is usual for the optimizer where it was not given."""
+        given = "momentum" in self.model_fields_set
+        return self.momentum if given else OPTIMIZERS[self.name].momentum
+
+    @model_validator(mode="after")
+    def _one_clipping(self) -> OptimConfig:
+        if self.clip_value is not None and self.clip_norm and "clip_norm" in self.model_fields_set:
+            raise ValueError("optim.clip_norm and optim.clip_value exclude each other: keep one")
+        return self
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over a run: a pure function of the step.
+
+    Steps count from 1: `lr(1)` is used by the first optimizer step, `lr(warmup_steps)` is the
+    maximum and `lr(total_steps)` is `optim.lr * min_lr_ratio`, where it stays ("inverse_sqrt" never
+    falls below that, and need not get there). No step is wasted at a learning rate of zero, as
+    DeepSpeed's own schedulers waste their first two.
+    """
+
+    optim: OptimConfig
+    total_steps: int
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step`, counted from 1."""
+        if step < 1:
+            raise ValueError(f"steps count from 1, not {step}")
+        optim = self.optim
+        if step < optim.warmup_steps:
+            return optim.lr * self._ramp(step)
+        if optim.schedule == "constant":
+            return optim.lr
+        if optim.schedule == "inverse_sqrt":
+            share = math.sqrt(max(1, optim.warmup_steps) / step)
+            return optim.lr * max(optim.min_lr_ratio, share)
+        share = DECAYS[optim.schedule].share(self._decay_progress(step), optim)
+        return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
+
+    def _ramp(self, step: int) -> float:
+        """Return the share of the maximum that a step of the warm-up has reached."""
+        if self.optim.warmup_type == "log":
+            return math.log(step + 1) / math.log(self.optim.warmup_steps + 1)
+        return step / self.optim.warmup_steps
+
+    def _decay_progress(self, step: int) -> float:
+        first, total = self.optim.warmup_steps, self.total_steps
+        if self.optim.schedule == "wsd":
+            first = max(first, total - round(self.optim.decay_fraction * total))
+        # A run shorter than its warm-up has no steps to decay in; past its end it is at the floor.
+        return min(1.0, max(0, step - first) / max(1, total - first))

@@ -1,0 +1,109 @@
+"""Schedules against their closed forms."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
+
+from harness.config.optim import DECAYS, OptimConfig, Schedule
+
+
+def schedule_of(
+    name: str, lr: float, total_steps: int, warmup_steps: int = 0, **settings: object
+) -> Schedule:
+    section = {"schedule": name, "lr": lr, "warmup_steps": warmup_steps, **settings}
+    return Schedule(OptimConfig.model_validate(section), total_steps)
+
+
+@pytest.mark.parametrize("name", DECAYS)
+def test_warmup_is_linear_from_the_first_step_and_ends_at_the_maximum(name: str) -> None:
+    schedule = schedule_of(name, 1e-3, total_steps=100, warmup_steps=10)
+    assert [schedule.lr(step) for step in range(1, 11)] == pytest.approx(
+        [1e-4 * step for step in range(1, 11)]
+    )
+    assert max(schedule.lr(step) for step in range(1, 200)) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "polynomial"])
+def test_decays_fall_to_the_floor_at_the_last_step_and_stay(name: str) -> None:
+    schedule = schedule_of(name, 1e-3, total_steps=100, warmup_steps=10, min_lr_ratio=0.1)
+    rates = [schedule.lr(step) for step in range(10, 101)]
+    assert all(later <= earlier for earlier, later in pairwise(rates))
+    assert schedule.lr(99) > 1.001e-4
+    assert schedule.lr(100) == pytest.approx(1e-4)
+    assert schedule.lr(1000) == pytest.approx(1e-4)
+
+
+def test_middles() -> None:
+    assert schedule_of("constant", 1e-3, total_steps=10).lr(10) == 1e-3
+    assert schedule_of("linear", 1e-3, 110, 10, min_lr_ratio=0.0).lr(60) == pytest.approx(5e-4)
+    assert schedule_of("cosine", 1e-3, 110, 10, min_lr_ratio=0.0).lr(35) == pytest.approx(
+        5e-4 * (1 + math.cos(math.pi / 4))
+    )
+    wsd = schedule_of("wsd", 1e-3, 100, 10, min_lr_ratio=0.0, decay_fraction=0.2)
+    assert wsd.lr(80) == 1e-3
+    assert wsd.lr(90) == pytest.approx(5e-4)
+
+
+def test_polynomials_fall_by_their_power() -> None:
+    schedule = schedule_of("polynomial", 1e-3, 110, 10, min_lr_ratio=0.1, power=3.0)
+    for step in (10, 35, 60, 110, 200):
+        share = (1 - min(1.0, (step - 10) / 100)) ** 3
+        assert schedule.lr(step) == pytest.approx(1e-3 * (0.1 + 0.9 * share))
+    linear = schedule_of("linear", 1e-3, 110, 10)
+    first_power = schedule_of("polynomial", 1e-3, 110, 10, min_lr_ratio=0.1, power=1.0)
+    assert [first_power.lr(s) for s in (10, 50)] == [linear.lr(s) for s in (10, 50)]
+
+
+def test_inverse_square_roots_fall_with_the_step_however_long_the_run() -> None:
+    for total in (100, 10**6):
+        schedule = schedule_of("inverse_sqrt", 1e-3, total, warmup_steps=16, min_lr_ratio=0.01)
+        assert [schedule.lr(step) for step in (8, 16, 64, 1600)] == pytest.approx(
+            [5e-4, 1e-3, 5e-4, 1e-4]
+        )
+        assert schedule.lr(10**9) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("cycles", "growth", "first"), [(1, 1, 100), (4, 1, 25), (2, 3, 25)])
+def test_warm_restarts_are_torchs(cycles: int, growth: int, first: int) -> None:
+    schedule = schedule_of(
+        "cosine_restarts",
+        1e-3,
+        110,
+        10,
+        min_lr_ratio=0.1,
+        cycles=cycles,
+        cycle_growth=float(growth),
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    theirs = CosineAnnealingWarmRestarts(optimizer, first, growth, eta_min=1e-4)
+    for step in range(10, 110):
+        assert schedule.lr(step) == pytest.approx(theirs.get_last_lr()[0]), step
+        optimizer.step()
+        theirs.step()
+    assert schedule.lr(110) == schedule.lr(500) == pytest.approx(1e-4)  # the end, not a beginning
+
+
+def test_a_run_shorter_than_its_warmup_never_reaches_the_maximum() -> None:
+    schedule = schedule_of("cosine", 1e-3, total_steps=5, warmup_steps=10)
+    assert [schedule.lr(step) for step in range(1, 6)] == pytest.approx(
+        [1e-4, 2e-4, 3e-4, 4e-4, 5e-4]
+    )
+
+
+def test_steps_count_from_1() -> None:
+    with pytest.raises(ValueError, match="count from 1, not 0"):
+        schedule_of("cosine", 1e-3, 10).lr(0)
+
+
+def test_logarithmic_warmup_is_steep_first_and_ends_at_the_maximum_too() -> None:
+    schedule = schedule_of("constant", 1e-3, 100, warmup_steps=9, warmup_type="log")
+    assert schedule.lr(1) == pytest.approx(1e-3 * math.log(2) / math.log(10))
+    assert [schedule.lr(step) for step in (9, 10, 100)] == pytest.approx([1e-3] * 3)
+    rates = [schedule.lr(step) for step in range(1, 10)]
+    gains = [later - earlier for earlier, later in pairwise(rates)]
+    assert all(0 < later < earlier for earlier, later in pairwise(gains))
