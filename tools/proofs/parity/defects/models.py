@@ -57,7 +57,7 @@ def layers_swapped(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def tied_gradients_apart(world: World) -> Iterator[None]:
     """Each end of the pipeline keeps its own part of a tied weight's gradient."""
-    from harness.engine.pipeline import StageModule
+    from harness.engine.deepspeed_0_19.pipe_module import StageModule
 
     with mock.patch.object(StageModule, "get_tied_weights_and_groups", return_value=[]):
         yield
