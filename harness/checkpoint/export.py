@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -121,7 +122,8 @@ def _write_config(folder: Path, model: PreTrainedModel) -> None:
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
-        custom_object_save(model, folder, config=model.config)
+        config: Any = model.config  # transformers declares a dict, and passes the object itself
+        custom_object_save(model, folder, config=config)
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

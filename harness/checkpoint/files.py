@@ -64,7 +64,8 @@ def write_fragments(
 
 def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
     """Fragments, large ones cut, in groups that fill a file."""
-    batch, size = [], 0
+    batch: list[Fragment] = []
+    size = 0
     for fragment in fragments:
         if not fragment.numel:
             continue  # a buffer without elements
@@ -88,7 +89,7 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
         hashed = [_HASHING.submit(digest.update, head)]
         file.write(head)
         for tensor in map(tensors.__getitem__, places):
-            data = memoryview(tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy())
+            data = tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().data
             hashed.append(_HASHING.submit(digest.update, data))
             file.write(data)
             if tensor.device.type != "cpu":

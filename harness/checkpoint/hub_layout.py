@@ -52,7 +52,7 @@ class HubLayout:
         if getattr(model, "_weight_conversions", None) is None:  # else asked for at every part
             every = get_model_conversion_mapping(model, add_legacy=False)
             every = [c for c in every if not isinstance(c, PrefixChange)]  # as transformers does
-            model._weight_conversions = every or None
+            vars(model)["_weight_conversions"] = every or None
         self.tensors: Tensors = self._converted(state)
         """As they will be written, on meta, in the order of the shards."""
         self._parts = [self._by_rows(part) for part in self._find_parts(state)]
@@ -127,7 +127,8 @@ class HubLayout:
     def _converted(self, tensors: Tensors) -> Tensors:
         if self._model._weight_conversions is None:
             return tensors
-        return revert_weight_conversion(self._model, dict(tensors))
+        reverted: Tensors = revert_weight_conversion(self._model, dict(tensors))
+        return reverted
 
 
 def _to_be_saved(model: PreTrainedModel) -> Tensors:

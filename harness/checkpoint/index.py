@@ -115,9 +115,9 @@ def from_index(index: object, place: object = INDEX) -> list[Entry]:
     return entries
 
 
-def is_divided(index: dict[str, Any]) -> bool:
+def is_divided(index: object) -> bool:
     """Return whether an axis cuts any parameter."""
-    return any("parts" in about for about in index.values())
+    return isinstance(index, dict) and any("parts" in about for about in index.values())
 
 
 def _check_part(what: str, part: Part, pieces: list[tuple[int, int, str]], place: object) -> None:

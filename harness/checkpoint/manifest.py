@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 import re
@@ -81,7 +82,7 @@ class Manifest:
         """Of all files."""
         return sum(file.bytes for file in self.files)
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self) -> builtins.bytes:
         """As it is on disk, with its checksum."""
         content = {"format": self.format, **asdict(self), "checksum": ""}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()

@@ -99,7 +99,7 @@ class TensorReader:
             part.copy_(chunk)
 
     def _read_into(self, host: torch.Tensor, key: str) -> None:
-        data = memoryview(host.detach().view(torch.uint8).numpy())
+        data = host.detach().view(torch.uint8).numpy().data
         if self._file.readinto(data) != len(data):
             raise Unusable(f"{self._path} ends within {key}")
 
@@ -118,7 +118,7 @@ class TensorWriter:
     def write(self, name: str, offset: int, elements: torch.Tensor) -> None:
         """A tensor's elements from `offset` on, on the host, in the dtype that was announced."""
         self._file.seek(self._start + self._at[name] + offset * elements.itemsize)
-        self._file.write(memoryview(elements.contiguous().view(-1).view(torch.uint8).numpy()))
+        self._file.write(elements.contiguous().view(-1).view(torch.uint8).numpy().data)
         self._missing -= elements.nbytes
 
     def close(self) -> None:

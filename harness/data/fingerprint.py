@@ -39,7 +39,7 @@ def survey(file: TokenFile, modified_ns: int | None, report: Report) -> Ids:
     if not whole:
         digest.update(f"sample:{file.num_bytes}:{modified_ns}:".encode())
     for ids in file.blocks() if whole else _sample(file):
-        digest.update(ids)
+        digest.update(ids.data)
         lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
         done += ids.nbytes
         if done - reported > _REPORT_EVERY_BYTES:

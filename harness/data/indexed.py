@@ -91,7 +91,8 @@ class IndexedTokens:
                 f"{self.idx_path}: its documents run from sequence {ends[0]} to {ends[1]} of "
                 f"{len(self._sizes)}, or are out of order"
             )
-        return starts[self._bounds]
+        bounds: NDArray[np.int64] = starts[self._bounds]
+        return bounds
 
 
 def write_indexed(

@@ -109,7 +109,8 @@ class Packed:
         """Prompt tokens in the stream before each of the (n,) places."""
         rows = self._rows_at(places)
         before, after = self.split.prompts[rows], self.split.prompts[rows + 1]
-        return before + np.minimum(places - self.split.starts[rows], after - before)
+        inside: NDArray[np.int64] = np.minimum(places - self.split.starts[rows], after - before)
+        return before + inside
 
     def _rows_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The split's row that holds each place of the stream; the last row at its very end."""

@@ -59,7 +59,8 @@ class TokenFile:
             begins.tolist(), lengths.tolist(), lows.tolist(), strict=True
         ):
             self._fill(ids[begin : begin + length], low)
-        return ids[places + np.repeat(begins - lows, counts)]
+        picked: NDArray[np.integer] = ids[places + np.repeat(begins - lows, counts)]
+        return picked
 
     def blocks(self) -> Iterator[NDArray[np.integer]]:
         """All ids in order, BLOCK_BYTES at a time."""
@@ -74,7 +75,7 @@ class TokenFile:
         return ids
 
     def _fill(self, ids: NDArray[np.integer], first: int) -> None:
-        left, offset = memoryview(ids).cast("B"), first * self.dtype.itemsize
+        left, offset = ids.data.cast("B"), first * self.dtype.itemsize
         while left:
             try:
                 count = os.preadv(self._file.fileno(), [left], offset)

@@ -1,13 +1,32 @@
-"""The engine's interface, for everybody outside this room; imports no deepspeed."""
+"""The engine as everybody outside this room sees it; imports no deepspeed.
+
+`build.build_engine` returns one: ZeroEngine, or PipelineEngine where the JSON has stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
 
+from harness.checkpoint.fragment import Fragment
+from harness.data.batches import Batch
+from harness.layout.box import Part
+from harness.plan.plan import Plan
+
+# Decides, alike on all ranks, from this rank's part of the loss and the norm to leave a step out.
 Judge = Callable[[torch.Tensor, torch.Tensor], bool]
+# Fills a flat tensor with elements [offset, offset + numel) of a part of (name, kind), where it is
+# stored.
+Fill = Callable[[str, str, int, torch.Tensor, Part], None]
+# The kinds of optimizer state that were saved of a parameter.
+Kinds = Callable[[str], Collection[str]]
+# Plain numbers by section: "counters", "loss_scaling", "optimizer".
+Scalars = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -20,3 +39,91 @@ class StepResult:
 
     loss_share: torch.Tensor
     grad_norm: float | torch.Tensor
+
+
+class Engine(Protocol):
+    """A model that trains in the layout of a plan. All ranks make the same calls in one order."""
+
+    # --- train and evaluate ---
+
+    def train_batch(
+        self, batches: list[Batch], targets: int, lr: float, is_spike: Judge | None = None
+    ) -> StepResult:
+        """Take one optimizer step on this rank's micro-batches of a global batch.
+
+        `targets`: target tokens of the whole global batch, over all ranks.
+        Raises RunStopped (diverged) when fp16's loss scale cannot fall any further.
+        """
+
+    def eval_batch(self, batches: list[Batch]) -> torch.Tensor:
+        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced."""
+
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return logits (vocab_size,) after the last of `input_ids` (1, tokens)."""
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over the data ranks, in place."""
+
+    @property
+    def step_applied(self) -> bool:
+        """False after a step that was skipped and changed nothing."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not applied, since the start."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss before its backward pass: 1 but for fp16."""
+
+    # --- hold ---
+
+    def fragments(self) -> list[Fragment]:
+        """Return this rank's share of what is to be saved, as views of live memory."""
+
+    def restore(self, fill: Fill, kinds: Kinds) -> None:
+        """Fill weights, and their `kinds` of optimizer state. Not collective; may raise on a rank.
+
+        Once it raised on none, `refresh_weights` follows.
+        """
+
+    def refresh_weights(self) -> None:
+        """Compute with what `restore` has filled."""
+
+    def scalars(self) -> Scalars:
+        """Return counters, loss scaling and the optimizer's steps; the same on all ranks."""
+
+    def restore_scalars(self, saved: Scalars) -> None:
+        """Set what `scalars` gave; after `restore`."""
+
+    def replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, weight) of what the ranks of `data_group` hold in common between steps."""
+
+    # --- see ---
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it was built from."""
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The Hugging Face model; with stages the whole one, without its weights."""
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that differ in their data alone."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the classes, the ZeRO stage and the elements that really are on this rank."""
+
+    def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
+        """Pass (name, value, samples) to the monitors that the JSON enables; rank 0 only."""
+
+    # --- end ---
+
+    def close(self) -> None:
+        """Give back hooks, buffers and files; the engine is unusable afterwards."""

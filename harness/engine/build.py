@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from harness.config.ds_keys import offloaded_to
 from harness.engine import operators, swap
+from harness.engine.deepspeed_0_19.internals import inner_optimizer
 from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.empty import empty_model
 from harness.engine.matrices import Matrices
@@ -21,7 +22,6 @@ from harness.engine.parts import note_copies
 from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together
 from harness.engine.stages import build_stage
-from harness.engine.state import inner_optimizer
 from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
 from harness.layout.optimizers import Parameter, optimizer_groups

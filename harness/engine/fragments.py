@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
-from harness.engine import swap
+from harness.engine.deepspeed_0_19 import internals
 from harness.engine.parts import is_copy
 
 
@@ -21,13 +20,10 @@ def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Ten
     multiplied by the loss scale.
     """
     for parameter in module.parameters():
-        if hasattr(parameter, "ds_id"):  # ZeRO-3
-            optimizer = parameter._z3_optimizer
-            held = optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)[0]
-            # On NVMe the next one takes its buffer.
-            yield parameter, held.clone() if swap.is_swapped(optimizer) else held
-        elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1, ZeRO-2
-            fragment = _owned_gradient(parameter)
+        if internals.is_partitioned(parameter):
+            yield parameter, internals.shard_gradient(parameter)
+        elif internals.is_linked(parameter):
+            fragment = internals.linked_gradient(parameter)
             if fragment is not None:
                 yield parameter, fragment
         elif parameter.grad is not None:  # ZeRO-0
@@ -54,18 +50,6 @@ def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module.named_parameters() if not is_copy(p))
 
 
-def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The part of one parameter's gradient in this rank's partition, as a view."""
-    mapping: Any = parameter._hp_mapping
-    if mapping is None:
-        return None
-    fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
-    if fragment.numel() == parameter.numel():  # BF16_Optimizer keeps the whole gradient
-        address = mapping.lp_fragment_address
-        return fragment.narrow(0, address.start, address.numel)
-    return fragment
-
-
 def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, fp32 gradient on the CPU) of every parameter; all ranks must iterate together."""
     for name, parameter in _named_parameters(module):
@@ -84,9 +68,7 @@ def full_masters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def elements_held(module: nn.Module) -> int:
     """How many parameter elements this rank stores between steps."""
-    return sum(
-        p.ds_tensor.numel() if hasattr(p, "ds_id") else p.numel() for p in module.parameters()
-    )
+    return sum(map(internals.elements_held, module.parameters()))
 
 
 def clip_by_value(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
@@ -105,6 +87,5 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Under ZeRO-3 these are the parameters below `stage3_param_persistence_threshold`.
     """
     for name, parameter in module.named_parameters():
-        # Others may be whole too: gathered ahead, for a step to come, and perhaps not all there.
-        if getattr(parameter, "ds_persist", True):
+        if internals.is_whole(parameter):
             yield name, parameter.detach()

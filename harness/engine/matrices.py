@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _zeropower_via_newtonschulz
 
+from harness.engine.deepspeed_0_19 import internals
 from harness.engine.state import flat_of, pieces
 
 
@@ -45,7 +46,7 @@ class Matrices:
         for name, parameter in module.named_parameters():
             if name not in names:
                 continue
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = internals.whole_shape(parameter)
             holders = tuple(rank for rank, theirs in enumerate(spread) if name in theirs)
             place = held.get(name)
             where = (place.offset, place.start, place.numel) if place else (0, 0, 0)
@@ -82,8 +83,9 @@ class Matrices:
             if owner == self._rank:
                 mine[number] = _orthogonal(whole)
         for number, matrix in enumerate(matrices):
-            whole = mine.pop(number, None)
-            if whole is None:
+            if number in mine:
+                whole = mine.pop(number)
+            else:
                 whole = torch.empty(matrix.shape, dtype=torch.bfloat16, device=self._device)
             dist.broadcast(whole, group_src=_owner(number, matrix), group=self._group)
             if matrix.numel:

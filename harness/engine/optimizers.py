@@ -25,7 +25,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has one
         """Take one step with the gradients that are there."""
         for group, p, state in _with_gradients(self):
             if "exp_avg" not in state:
@@ -46,7 +46,7 @@ class Adagrad(Optimizer):
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has one
         """Take one step with the gradients that are there."""
         for group, p, state in _with_gradients(self):
             if "sum" not in state:
@@ -68,7 +68,7 @@ class Orthogonalizing(AdamW):
     matrices: Matrices
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has one
         """Take one step with the gradients that are there."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
@@ -98,7 +98,7 @@ def _with_gradients(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Any,
 
 
 def _adam8bit(params: Any, **settings: Any) -> Optimizer:
-    from bitsandbytes.optim import AdamW8bit  # where it is installed
+    from bitsandbytes.optim.adamw import AdamW8bit  # where it is installed
 
     # All of it: which tensors are small would depend on how ZeRO cuts them.
     return AdamW8bit(params, min_8bit_size=1, **settings)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from harness.engine.deepspeed_0_19 import internals
 from harness.layout.box import Part
 from harness.layout.share import Share
 
@@ -15,7 +16,7 @@ def part_of(parameter: Any) -> Part:
     unless an axis that cuts parameters left another `part` on it.
     """
     part: Part | None = getattr(parameter, "part", None)
-    return part or Part.of(getattr(parameter, "ds_shape", parameter.shape))
+    return part or Part.of(internals.whole_shape(parameter))
 
 
 def note_copies(module: nn.Module, share: Share) -> None:
@@ -26,6 +27,4 @@ def note_copies(module: nn.Module, share: Share) -> None:
 
 def is_copy(parameter: nn.Parameter) -> bool:
     """Return whether another rank saves the same of a parameter, and counts it in the norm."""
-    # DeepSpeed's mark: a weight that another pipeline stage holds, too.
-    at_the_other_end = getattr(parameter, "ds_pipe_replicated", False)
-    return bool(at_the_other_end or getattr(parameter, "is_copy", False))
+    return internals.is_pipe_copy(parameter) or bool(getattr(parameter, "is_copy", False))

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.data.batches import Batch
-from harness.engine.deepspeed_0_19 import gradients, settlements
+from harness.engine.deepspeed_0_19 import gradients, internals, settlements
 from harness.engine.zero import ZeroEngine, poisoned
 from harness.models.loss import losses
 from harness.models.stage import Stage
@@ -35,13 +35,13 @@ class PipelineEngine(ZeroEngine):
         self._whole = whole
         self._shape: tuple[int, ...] = ()  # of the micro-batches that ran last
         self._column = plan.grid.group("pipeline", plan.world.rank)
-        self._column_group = engine.mpu.get_pipe_parallel_group()
+        self._column_group = internals.pipe_group(engine)
         if gradients.keeps_no_grad_norm(engine):
             gradients.count_every_stage(stage.parameters())
         gradients.add_norms_over_stages_once(engine)
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> PreTrainedModel:
         """The whole model, without its weights: no rank has them all."""
         return self._whole
 
@@ -62,7 +62,7 @@ class PipelineEngine(ZeroEngine):
             return poisoned(share) * (self._averaged_over * len(batches))
 
         self._expect(len(batches))
-        self._run(_WithoutStep(self.engine._train_schedule()), batches, finish)
+        self._run(_WithoutStep(internals.train_schedule(self.engine)), batches, finish)
         settlements.settle_gradients(self.engine)
         return total
 
@@ -81,7 +81,7 @@ class PipelineEngine(ZeroEngine):
             return loss
 
         self.engine.module.eval()
-        self._run(self.engine._inference_schedule(len(batches)), batches, finish)
+        self._run(internals.inference_schedule(self.engine, len(batches)), batches, finish)
         return sums
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class PipelineEngine(ZeroEngine):
             return logits
 
         self.engine.module.eval()
-        schedule = self.engine._inference_schedule(1)
+        schedule = internals.inference_schedule(self.engine, 1)
         self._run(schedule, [Batch(input_ids, input_ids, None)], finish)
         dist.broadcast(logits, self.plan.grid.group("pipeline", 0)[-1])
         return logits
@@ -116,24 +116,16 @@ class PipelineEngine(ZeroEngine):
         # DeepSpeed agrees once on the shape that travels between stages.
         shape = batches[0].input_ids.shape if batches else self._shape
         if shape != self._shape:
-            self.engine.reset_activation_shape()
+            internals.forget_shape(self.engine)
             self._shape = shape
         self.stage.finish = finish
-        self.engine.total_loss = None
-        self.engine._compute_loss = True
-        self.engine.set_dataiterator((self._inputs(batch), None) for batch in batches)
-        self.engine._exec_schedule(schedule)
-        # The last stage's losses, which would keep their graphs, and these their inputs.
-        outputs = self.engine.pipe_buffers["outputs"]
-        outputs[:] = [None] * len(outputs)
-        self.engine.loss = None
+        internals.run_schedule(self.engine, schedule, (self._inputs(batch) for batch in batches))
 
     def _step(self) -> None:
-        self.engine._exec_optimizer_step()
+        internals.take_step(self.engine)
 
     def _made_groups(self) -> list[dist.ProcessGroup]:
-        grid = self.engine.mpu
-        return [grid.get_data_parallel_group(), grid.get_pipe_parallel_group()]
+        return internals.made_groups(self.engine)
 
     def _inputs(self, batch: Batch) -> Any:
         """What the first stage takes, on the device: DeepSpeed's own copying waits for the host."""

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import distributed_c10d
@@ -205,7 +205,8 @@ def _place_of(error: BaseException) -> str:
 
 def _listen(world: World) -> None:
     global _alarm
-    store = distributed_c10d._get_default_store().clone() if world.world_size > 1 else None
+    first: Any = distributed_c10d._get_default_store() if world.world_size > 1 else None
+    store = first and first.clone()
     _alarm = Alarm(store, world.rank, world.world_size)
     if store is not None:
         _alarm.start()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from harness.engine.deepspeed_0_19.pipe_module import Tied
@@ -78,7 +79,7 @@ def _built(
             set(report["missing_keys"]) - copies,
             set(report["unexpected_keys"]) - elsewhere,
         )
-        return Stage(model.to(device)), events
+        return Stage(nn.Module.to(model, device)), events
     share = plan.share
     model, replicas = empty_model(plan, trust_remote_code), share.ranks("replicas")
     reduce_to_stage(model, flow, first_layer, end_layer)
@@ -118,7 +119,7 @@ def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
             group = dist.new_group(ends)
             if plan.world.rank in ends:
                 name = names[ends.index(plan.world.rank)]
-                weight = model.get_parameter(name)
+                weight: Any = model.get_parameter(name)
                 weight.tied_to = names[0]  # under which checkpoints have it
                 found.append((weight, group))
     return found

@@ -1,13 +1,12 @@
 """What DeepSpeed's optimizers hold of each parameter on this rank, as fragments; and back again.
 
 Each of DeepSpeed's wrappers flattens groups of parameters and gives the optimizer one flat fp32
-tensor per group; where a parameter lies in it is read from private attributes, which
-tests/test_checkpoints.py guards with a round trip between all of them.
+tensor per group; tests/test_checkpoints.py holds it to a round trip between all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +15,15 @@ from torch import nn
 
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
 from harness.engine import eight_bit, swap
-from harness.engine.deepspeed_0_19 import settlements
+from harness.engine.api import Fill, Kinds, Scalars
+from harness.engine.deepspeed_0_19 import internals, settlements
 from harness.engine.parts import is_copy, part_of
 from harness.layout.box import Part
 from harness.layout.share import Share
 
-# Fills a flat tensor with elements [offset, offset + numel) of a part of (name, kind), where it is
-# stored.
-Fill = Callable[[str, str, int, torch.Tensor, Part], None]
-# The kinds of optimizer state that were saved of a parameter.
-Kinds = Callable[[str], Collection[str]]
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _STEP = "step"
 # Adafactor's means over rows and columns, and the dimension that they are taken over.
 _MEANS = {"row_var": -1, "col_var": -2}
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
@@ -99,8 +92,8 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
     What the optimizer has not made yet is made, and what was not made yet when that was saved is
     zeros. Talks to no other rank: where `fill` raises on one of them, none is left waiting.
     """
-    inner = inner_optimizer(engine)
-    if swap.is_swapped(engine.optimizer):
+    inner = internals.inner_optimizer(engine)
+    if internals.is_swapped(engine.optimizer):
         trained = (name for name, p in module.named_parameters() if p.requires_grad)
         swap.make_states(engine.optimizer, kinds(next(trained)))
     flats, states = _held(engine)
@@ -133,26 +126,22 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
         buffer.copy_(flat.view_as(buffer))
 
 
-def scalars(engine: Any) -> dict[str, dict[str, Any]]:
+def scalars(engine: Any) -> Scalars:
     """Counters, loss scaling and the optimizer's steps: plain numbers, the same on all ranks."""
-    inner, scaler = inner_optimizer(engine), _scaler(engine)
+    inner = internals.inner_optimizer(engine)
     counts = [held[_STEP] for held in (*inner.state.values(), *inner.param_groups) if _STEP in held]
     return {
-        "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
-        "loss_scaling": {n: getattr(scaler, n) for n in _SCALER if hasattr(scaler, n)},
+        "counters": internals.read_counters(engine),
+        "loss_scaling": internals.read_loss_scaling(engine),
         "optimizer": {_STEP: float(counts[0])} if counts else {},
     }
 
 
-def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
+def restore_scalars(engine: Any, saved: Scalars) -> None:
     """Set what `scalars` gave; after `restore`."""
-    inner, scaler = inner_optimizer(engine), _scaler(engine)
-    for name in _COUNTERS:
-        if name in saved["counters"]:
-            setattr(engine, name, saved["counters"][name])
-    for name in _SCALER:
-        if hasattr(scaler, name) and name in saved["loss_scaling"]:
-            setattr(scaler, name, saved["loss_scaling"][name])
+    inner = internals.inner_optimizer(engine)
+    internals.write_counters(engine, saved["counters"])
+    internals.write_loss_scaling(engine, saved["loss_scaling"])
     # torch's optimizers count in tensors, DeepSpeed's in integers; FusedAdam once per group.
     as_tensor = isinstance(inner, torch.optim.Adam | torch.optim.Adafactor)
     count = saved["optimizer"].get(_STEP)
@@ -169,92 +158,46 @@ def pieces(
 
     `flats`: under ZeRO-3, in the place of the optimizer's own.
     """
+    optimizer = engine.optimizer
     for name, p in module.named_parameters():
-        if hasattr(p, "ds_id"):
-            yield from _place_zero3(name, p, flats)
-        elif not hasattr(p, "_hp_mapping"):  # ZeRO-0 in fp32, or frozen
+        if internals.is_partitioned(p):
+            shard, held = internals.shard_of(p), flats or internals.zero3_flats(optimizer)
+            flat = internals.shard_tensor(p) if shard.group is None else held[shard.group]
+            if shard.numel > 0:  # the last ranks' shards end in padding
+                yield Place(name, p, shard.offset, flat, shard.start, shard.numel, False)
+        elif not internals.is_linked(p):  # ZeRO-0 in fp32, or frozen
             yield Place(name, p, 0, p, 0, p.numel(), True)
-        elif p._hp_mapping is not None:
-            held, address = p._hp_mapping, p._hp_mapping.hp_fragment_address
-            flat = _flats(engine.optimizer)[held.param_group_index]
-            offset = held.lp_fragment_address.start
-            yield Place(name, p, offset, flat, address.start, address.numel, False)
+        elif (part := internals.linked_shard(p)) is not None and part.group is not None:
+            flat = internals.linked_flats(optimizer)[part.group]
+            yield Place(name, p, part.offset, flat, part.start, part.numel, False)
 
 
-def flat_of(engine: Any, parameter: Any) -> torch.Tensor:
+def flat_of(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
     """The flat tensor that the optimizer is given for a parameter's group, whoever has the
     parameter's elements: all ranks have one of each group.
     """
-    if hasattr(parameter, "ds_id"):
-        optimizer = parameter._z3_optimizer
-        group, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        return optimizer.fp32_partitioned_groups_flat[group]
-    if not hasattr(parameter, "_hp_mapping"):
-        return parameter
     optimizer = engine.optimizer
-    groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
-    index = next(n for n, group in enumerate(groups) if any(p is parameter for p in group))
-    return _flats(optimizer)[index]
-
-
-def _flats(optimizer: Any) -> list[torch.Tensor]:
-    """One flat fp32 tensor per parameter group: this rank's share, under ZeRO-1 and ZeRO-2."""
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return list(optimizer.single_partition_of_fp32_groups)
-    return list(optimizer.fp32_groups_flat_partition)  # BF16_Optimizer
-
-
-def _place_zero3(name: str, p: Any, flats: list[torch.Tensor] | None) -> Iterator[Place]:
-    size = p.ds_tensor.ds_numel
-    if not p.requires_grad:  # nobody has a flat copy of it
-        rank = torch.distributed.get_rank(p.ds_process_group)
-        flat, start = p.ds_tensor.data, 0
-    else:
-        optimizer = p._z3_optimizer
-        rank = optimizer._get_param_partition_rank(p)
-        group, start, _ = optimizer.grad_position[optimizer.get_param_id(p)]
-        flat = (flats or optimizer.fp32_partitioned_groups_flat)[group]
-    offset = rank * size
-    numel = min(size, p.ds_numel - offset)  # the last ranks' shares end in padding
-    if numel > 0:
-        yield Place(name, p, offset, flat, start, numel, False)
+    if internals.is_partitioned(parameter):
+        group = internals.shard_of(parameter).group
+        assert group is not None, "a parameter that nobody trains is in no group"
+        return internals.zero3_flats(optimizer)[group]
+    if not internals.is_linked(parameter):
+        return parameter
+    return internals.linked_flats(optimizer)[internals.linked_group(optimizer, parameter)]
 
 
 @torch.no_grad()
 def refresh_weights(engine: Any) -> None:
     """The weights that the model computes with, from the master weights just read; collective."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        for parameter in engine.module.parameters():
-            # hpZ's second copy, of the weights before; DeepSpeed forgets those that nobody trains.
-            parameter.ds_secondary_tensor = None
-        _refresh_zero3(optimizer)
-    elif hasattr(optimizer, "update_lp_params"):
-        optimizer.update_lp_params()
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _refresh_zero3(optimizer: Any) -> None:
-    # As DeepSpeed's own _rigid_load_state_dict does after reading.
-    masters = optimizer.fp32_partitioned_groups_flat
-    if swap.is_swapped(optimizer):
+    if not internals.is_zero3(optimizer):
+        internals.refresh_linked(optimizer)
+        return
+    masters = internals.zero3_flats(optimizer)
+    if internals.is_swapped(optimizer):
         masters = swap.flats(optimizer)
         swap.flush(masters, optimizer)
-    groups = zip(
-        masters,
-        optimizer.fp16_partitioned_groups_flat,
-        optimizer.fp16_partitioned_groups,
-        strict=True,
-    )
-    for master, flat, group in groups:
-        if master.numel():
-            flat.data.copy_(master.data)
-        for parameter, piece in zip(group, optimizer.unflatten(flat, group), strict=True):
-            parameter.data = piece.data
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-    optimizer.checkpoint_event_epilogue()
+    internals.refresh_zero3(engine, masters)
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -264,14 +207,9 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def inner_optimizer(engine: Any) -> Any:
-    """The optimizer inside DeepSpeed's wrapper."""
-    return getattr(engine.optimizer, "optimizer", engine.optimizer)
-
-
 def _held(engine: Any) -> tuple[list[torch.Tensor] | None, Any]:
     """What `pieces` and `_per_element` are to give: of files, where states are on NVMe."""
-    if not swap.is_swapped(engine.optimizer):
+    if not internals.is_swapped(engine.optimizer):
         return None, _per_element(engine)
     flats = swap.flats(engine.optimizer)
     return flats, swap.states(engine.optimizer, flats)
@@ -281,18 +219,10 @@ def _per_element(engine: Any) -> Any:
     """The optimizer's states by flat tensor, a value for every element; where it keeps them so,
     its own.
     """
-    inner = inner_optimizer(engine)
+    inner = internals.inner_optimizer(engine)
     if not eight_bit.is_eight_bit(inner):
         return inner.state
     return {flat: eight_bit.per_element(state) for flat, state in inner.state.items()}
-
-
-def _scaler(engine: Any) -> Any:
-    """The object that holds a loss scale that adapts; None where the JSON fixes it, which may be at
-    another value than for the run that saved.
-    """
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return scaler if getattr(scaler, "dynamic", False) else None
 
 
 def _is_per_element(key: str, value: Any, flat: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from harness.data.batches import Batch
 from harness.engine.whole import read_weights
 from harness.models.initialize import materialize
 from harness.models.loss import forward
-from harness.plan.model_config import DROPOUT_ENDINGS
+from harness.plan.model_values import DROPOUT_ENDINGS
 from harness.plan.plan import Plan
 
 
@@ -21,7 +21,7 @@ def unsplit_loss_and_norm(
     plan: Plan,
     empty: PreTrainedModel,
     device: torch.device,
-    batches: Iterable[Batch],
+    batches: Sequence[Batch],
     targets: int,
     loss_scale: float,
 ) -> tuple[float, float | None]:
@@ -34,7 +34,8 @@ def unsplit_loss_and_norm(
         model = copy.deepcopy(empty)
         materialize(model, plan.run.train.seed, device)
     else:
-        model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0].to(device)
+        model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0]
+        model = nn.Module.to(model, device)
     compares_norm = not (is_random(model) or plan.run.model.stochastic_depth)
     model.train(compares_norm)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -83,8 +84,9 @@ def bytes_needed(plan: Plan, empty: PreTrainedModel) -> int:
     states), and the logits as the loss needs them (docs/memory.md).
     """
     states = sum(p.numel() * (2 * p.element_size() + 4) for p in trained(empty))
-    vocab_size, hidden_size = empty.get_input_embeddings().weight.shape
-    layers = empty.config.get_text_config(decoder=True).num_hidden_layers
+    embedding = empty.get_input_embeddings().get_parameter("weight")
+    vocab_size, hidden_size = embedding.shape
+    layers = int(empty.config.get_text_config(decoder=True).num_hidden_layers)
     per_token = (layers + 32) * hidden_size * empty.dtype.itemsize + 16 * vocab_size
     return states + plan.micro_batch * plan.run.data.seq_len * per_token
 

@@ -10,8 +10,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+from harness.engine.deepspeed_0_19.internals import partition_like
 from harness.engine.groups import sender
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
@@ -84,7 +85,7 @@ def _load(
         # zero.Init has placed the parameters; neither it nor DeepSpeed's engine moves buffers.
         move_buffers(model, device)
         return model, events
-    return model.to(device), events
+    return nn.Module.to(model, device), events
 
 
 def check_files(plan: Plan, empty: PreTrainedModel) -> None:
@@ -152,4 +153,4 @@ class _Partition:
             )
             self.first = parameters[0]
         else:
-            self.first.convert_to_zero_parameters(param_list=parameters)
+            partition_like(self.first, parameters)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from harness.checkpoint.fragment import Fragment
 from harness.data.batches import Batch
 from harness.engine import fragments, state, swap
-from harness.engine.api import Judge, StepResult
-from harness.engine.deepspeed_0_19 import gradients, settlements
+from harness.engine.api import Fill, Judge, Kinds, Scalars, StepResult
+from harness.engine.deepspeed_0_19 import gradients, internals, settlements
 from harness.engine.groups import Groups
 from harness.errors import ExitCode, RunStopped
 from harness.models.loss import forward
@@ -153,7 +154,7 @@ class ZeroEngine:
         self.engine.eval()
         with _uncompiled(self.plan.run.model.compile):  # it would compile for many lengths
             output = self.engine(input_ids=input_ids.to(self.device), use_cache=False)
-        logits = output.logits[0, -1].float()
+        logits: torch.Tensor = output.logits[0, -1].float()
         dist.broadcast(logits, 0)
         return logits
 
@@ -171,9 +172,10 @@ class ZeroEngine:
         return self._of_all_stages(fragments.full_masters(self._held))
 
     @property
-    def module(self) -> torch.nn.Module:
+    def module(self) -> PreTrainedModel:
         """The Hugging Face model inside the engine."""
-        return self.engine.module
+        model: PreTrainedModel = self.engine.module
+        return model
 
     @property
     def loss_scale(self) -> float:
@@ -198,7 +200,7 @@ class ZeroEngine:
     def describe(self) -> dict[str, Any]:
         """What really runs on this rank: classes, ZeRO stage, parameter elements held."""
         optimizer = self.engine.optimizer
-        inner = getattr(optimizer, "optimizer", optimizer)
+        inner = internals.inner_optimizer(self.engine)
         return {
             "engine": type(self.engine).__name__,
             "optimizer": type(optimizer).__name__,
@@ -216,7 +218,7 @@ class ZeroEngine:
         """What this rank is to save of weights and optimizer states, as views of live memory."""
         return state.fragments(self.engine, self._held, self.share)
 
-    def restore(self, fill: state.Fill, kinds: state.Kinds) -> None:
+    def restore(self, fill: Fill, kinds: Kinds) -> None:
         """Fill weights, and their `kinds` of optimizer state, from where they are.
 
         Raises what `fill` raises, on this rank alone. Once it raised on none, `refresh_weights`.
@@ -228,11 +230,11 @@ class ZeroEngine:
         state.refresh_weights(self.engine)
         settlements.gather_after_writing(self.engine)
 
-    def scalars(self) -> dict[str, dict[str, Any]]:
+    def scalars(self) -> Scalars:
         """Counters, loss scaling and the optimizer's steps; the same on all ranks."""
         return state.scalars(self.engine)
 
-    def restore_scalars(self, saved: dict[str, dict[str, Any]]) -> None:
+    def restore_scalars(self, saved: Scalars) -> None:
         """Set what `scalars` gave; after `restore`."""
         state.restore_scalars(self.engine, saved)
 

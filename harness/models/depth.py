@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from harness.models.flow import StandIn
 from harness.models.pieces import decoder_layers
-from harness.models.stage import StandIn
 
 
 def drop_layers(model: PreTrainedModel, rate: float) -> None:
@@ -21,7 +21,9 @@ def drop_layers(model: PreTrainedModel, rate: float) -> None:
     _, layers = decoder_layers(model)
     for number, layer in enumerate(layers, 1):
         if not isinstance(layer, StandIn):
-            layer.depth_dropout = rate * number / len(layers)  # by which a model is known as random
+            vars(layer)["depth_dropout"] = (
+                rate * number / len(layers)
+            )  # by which a model is known as random
             layer.register_forward_hook(_leave_out, with_kwargs=True)
 
 
@@ -41,7 +43,7 @@ def _leave_out(
             f"model.stochastic_depth: {type(layer).__name__} turns {tuple(before.shape)} into "
             f"{tuple(after.shape)}, and cannot be left out: set it to 0"
         )
-    keep = 1.0 - layer.depth_dropout
+    keep = 1.0 - float(vars(layer)["depth_dropout"])
     kept = torch.rand(len(before), 1, 1, device=before.device) < keep
     mixed = before + (after - before) * (kept / keep).to(after.dtype)
     return (mixed, *output[1:]) if isinstance(output, tuple) else mixed

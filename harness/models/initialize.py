@@ -32,7 +32,9 @@ def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Ten
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed_of(seed, name))
                 model._init_weights(module)
-        drawn = {name: owner._parameters[attribute].detach() for name, owner, attribute, _ in slots}
+        drawn = {
+            name: owner.get_parameter(attribute).detach() for name, owner, attribute, _ in slots
+        }
     finally:
         for _, owner, attribute, parameter in slots:
             owner._parameters[attribute] = parameter
@@ -122,8 +124,9 @@ def _place(
             tensor = torch.zeros(parameter.shape, device=device, dtype=parameter.dtype)
         if send is not None:
             send(tensor, owner_rank)
-        owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-        parameters.append(owner._parameters[attribute])
+        filled = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        owner._parameters[attribute] = filled
+        parameters.append(filled)
     if placed is not None:
         placed(parameters)
 

@@ -22,4 +22,4 @@ def use_liger(model: PreTrainedModel) -> None:
     before = {**module}
     _apply_liger_kernel_to_instance(model, rope=False, fused_linear_cross_entropy=True)
     module.update(before)
-    model.fuses_loss = True
+    vars(model)["fuses_loss"] = True

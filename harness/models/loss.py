@@ -41,7 +41,7 @@ def forward(
     transformers reads document boundaries from `position_ids`.
     """
     arguments: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
-    own = getattr(model, "module", model)
+    own: Any = getattr(model, "module", model)
     if getattr(own, "fuses_loss", False) and own.training and not smoothing:
         arguments |= {"shift_labels": labels, "num_items_in_batch": 1}  # the sum, divided by 1
     outputs = model(input_ids=input_ids, use_cache=False, **arguments)

@@ -36,7 +36,10 @@ def hf_config(
     del values["model_type"]
     if "auto_map" in values and source:
         values.pop("auto_map")
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **values)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code, **values
+        )
+        return config
     try:
         return AutoConfig.for_model(model_config["model_type"], **values)
     except StrictDataclassError as error:
@@ -55,7 +58,7 @@ def skeleton(
     weights that follow, drawn or loaded, never touch them. Tied parameters are one object.
     """
     with no_init_weights(), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
             attn_implementation=attention,

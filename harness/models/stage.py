@@ -50,7 +50,8 @@ class Stage(nn.Module):
         """One micro-batch through this stage."""
         carried, *positions = inputs if isinstance(inputs, tuple) else (inputs,)
         keywords: dict[str, Any] = {"position_ids": positions[0]} if positions else {}
-        ids, routers = carried, ()
+        routers: tuple[torch.Tensor, ...] = ()
+        ids = carried
         if self.enter is not None:
             self.enter.hidden, routers = self._unpacked(carried)
             ids = torch.zeros(carried.shape[:2], dtype=torch.int64, device=carried.device)
@@ -86,7 +87,7 @@ class _PassThrough(StandIn):
         super().__init__(module)
         self._returns_tuple = returns_tuple
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         return (hidden,) if self._returns_tuple else hidden
 
 
@@ -105,7 +106,8 @@ class _Leave(_PassThrough):
 
     _hidden: torch.Tensor | None = None
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        assert hidden is not None, "a layer returned nothing"
         self._hidden = hidden
         return super().forward(hidden.detach())
 

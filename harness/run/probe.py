@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from harness.checkpoint.load import Checkpoint
 from harness.data.batches import Batch
 from harness.data.build import Data
+from harness.engine.api import Engine
 from harness.errors import NoCheckpoint
 from harness.plan.plan import Plan
 
@@ -38,7 +38,7 @@ def stored_probe(checkpoint: Checkpoint) -> Batch:
     return Batch(tensors["input_ids"], tensors["labels"], tensors.get("position_ids"))
 
 
-def loss_of(engine: Any, batch: Batch) -> float | None:
+def loss_of(engine: Engine, batch: Batch) -> float | None:
     """Return the mean loss in nats over a batch's targets, None without any. Collective.
 
     All data ranks run equally often: padding samples are masked out.
@@ -54,7 +54,7 @@ def loss_of(engine: Any, batch: Batch) -> float | None:
     return loss / tokens if tokens else None
 
 
-def check_probe(engine: Any, checkpoint: Checkpoint, plan: Plan) -> None:
+def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
     """Compare the loss of a loaded checkpoint's probe with what it was; collective.
 
     Raises NoCheckpoint with both numbers where it differs.

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.data.batches import Batch
+from harness.engine.api import Engine
 from harness.errors import RunStopped
 from harness.layout.shape import flops_per_unit
 from harness.plan.plan import Plan
@@ -29,7 +30,9 @@ class Profiler:
     rollback breaks off is dropped, and traced again.
     """
 
-    def __init__(self, plan: Plan, engine: Any, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: Plan, engine: Engine, folder: Path, say: Callable[[str], None]
+    ) -> None:
         """`folder`: where all is written; `say`: shows a line."""
         assert plan.run.profile.window is not None
         self.first, self.last = plan.run.profile.window

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness.checkpoint.load import Checkpoint, checkpoint_of, is_run, newest_usable
 from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
 from harness.config.run_config import run_and_step
+from harness.engine.api import Engine
 from harness.errors import ConfigError, NoCheckpoint, Unusable
 from harness.files.records import Unreadable
 from harness.plan.plan import Plan
@@ -105,7 +106,7 @@ def _checkpoint_of(text: str, key: str) -> Checkpoint:
         raise NoCheckpoint(f"{key}={text}: {error}") from error
 
 
-def load_into(engine: Any, checkpoint: Checkpoint, weights_only: bool = False) -> None:
+def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False) -> None:
     """Give the engine a checkpoint's weights and, but for `weights_only`, the rest; collective.
 
     Raises NoCheckpoint where it lacks something that this model has.

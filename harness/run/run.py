@@ -12,6 +12,7 @@ from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
 from harness.data.batches import Batch
 from harness.data.build import Data
+from harness.engine.api import Engine
 from harness.errors import CannotSave, ExitCode
 from harness.guard.alarm import Failure
 from harness.guard.judge import Judge
@@ -66,7 +67,7 @@ class Run:
 
     plan: Plan
     data: Data
-    engine: Any
+    engine: Engine
     folder: RunFolder
     saver: Saver
     steps: Steps

@@ -19,6 +19,7 @@ from harness.errors import ConfigError
 Say = Callable[[str], None]
 PATIENCE_S = 5.0  # until a line says why nothing happens
 TOLD_LINES, TOLD_COLUMNS = 12, 200  # of what a compiler said; a command alone has thousands
+_torch: Any = cpp_extension  # whose names are replaced
 _torch_load = cpp_extension.load
 
 
@@ -28,8 +29,8 @@ def watch_builds(say: Say) -> None:
     torch compiles without a word, and takes the presence of a file for a lock: after a kill every
     later run on the machine waits for it to vanish, for ever.
     """
-    cpp_extension.load = functools.partial(_load, say)
-    cpp_extension.FileBaton = _Baton
+    _torch.load = functools.partial(_load, say)
+    _torch.FileBaton = _Baton
 
 
 def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +39,7 @@ def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
     # One that was built is there at once, unless another installation built it.
     teller = _Teller(say, PATIENCE_S if Path(folder, f"{name}.so").exists() else 0)
     teller(f"compiling DeepSpeed's {name} in {folder}: some minutes, the first time on a machine")
-    cpp_extension.FileBaton = functools.partial(_Baton, say=teller)
+    _torch.FileBaton = functools.partial(_Baton, say=teller)
     began = time.monotonic()
     try:
         module = _torch_load(name, *args, **kwargs)
@@ -51,7 +52,7 @@ def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
             f"{_last_lines(said)}"
         ) from error
     finally:
-        cpp_extension.FileBaton = _Baton
+        _torch.FileBaton = _Baton
         teller.stop()
     if teller.has_told:
         say(f"{name} was ready after {time.monotonic() - began:.0f} s")

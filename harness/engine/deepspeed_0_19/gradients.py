@@ -42,7 +42,7 @@ def discarding(engine: Any) -> Iterator[None]:
         yield
 
 
-def count_every_stage(parameters: Iterable[torch.nn.Parameter]) -> None:
+def count_every_stage(parameters: Iterable[Any]) -> None:
     """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages.
 
     DeepSpeed's `clip_grad_norm_` counts on the first stage alone what is not marked as split over
@@ -65,7 +65,9 @@ def add_norms_over_stages_once(engine: Any) -> None:
 
     def norm_of_stages(norm_type: int = 2) -> torch.Tensor:
         with replaced(optimizer, "_model_parallel_all_reduce", lambda tensor, op: None):
-            square = norm_of_groups(norm_type).square()  # infinity where one is not finite
+            square: torch.Tensor = norm_of_groups(
+                norm_type
+            ).square()  # infinity where one is not finite
         over_stages(tensor=square, op=dist.ReduceOp.SUM)
         return square.sqrt()
 

@@ -21,7 +21,7 @@ def printing_nothing() -> Iterator[None]:
         yield
 
 
-class StageModule(PipelineModule):
+class StageModule(PipelineModule):  # type: ignore[misc]  # which has no types
     """One rank's stage, as DeepSpeed wants it: a pipeline with one layer per stage.
 
     `tied`: this stage's weights of which another stage holds a copy, and the group of both.
@@ -31,6 +31,7 @@ class StageModule(PipelineModule):
         self._tied = tied
         with printing_nothing():
             super().__init__([stage] * stages, num_stages=stages, partition_method="uniform")
+        weight: Any
         for weight, group in tied:
             # The copy of the last stage counts neither in the gradient norm nor in checkpoints.
             weight.ds_pipe_replicated = dist.get_rank() != dist.get_global_rank(group, 0)

@@ -24,7 +24,8 @@ def without_shared_memory() -> None:
     already gone (a refused run).
     """
     # As an attribute of deepspeed.comm, torch is the library.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    backend: Any = sys.modules["deepspeed.comm.torch"]
+    backend.build_shm_op = lambda: None
 
 
 def allow_fp16_on_any_cpu(accelerator: str) -> None:
@@ -42,7 +43,7 @@ def wait_in_every_group(patience: timedelta) -> None:
     torch gives a new group its own default, 10 minutes under NCCL, whatever the first group has;
     DeepSpeed makes its groups without saying, and ZeRO reduces and gathers in a copy of the first.
     """
-    distributed_c10d._get_default_timeout = lambda _backend: patience
+    distributed_c10d._get_default_timeout = lambda backend: patience
 
 
 def forget_releases_with_the_trace() -> None:

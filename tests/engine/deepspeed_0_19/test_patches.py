@@ -169,6 +169,7 @@ def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(
     assert ended.output.splitlines()[-1] == str(releases)
 
 
+@pytest.mark.slow
 def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32(result: Callable[[str], list[Any]]) -> None:
     assert [rank["deepspeeds"] for rank in result("grad_norm_of_stage_0")] == [None, None]
 

@@ -1,0 +1,297 @@
+"""Every private or undocumented name of DeepSpeed that the library reads, each in one function.
+
+tests/engine/deepspeed_0_19/test_internals.py asks real engines for each. DeepSpeed's public
+functions for fragments do not serve: `safe_get_local_*` know ZeRO-3 alone, copy what the host holds
+to the device, and none says which elements of a parameter a rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def inner_optimizer(engine: Any) -> Any:
+    """The optimizer inside DeepSpeed's wrapper."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def read_counters(engine: Any) -> dict[str, int]:
+    """Steps and samples so far."""
+    return {name: int(getattr(engine, name)) for name in _COUNTERS}
+
+
+def write_counters(engine: Any, values: dict[str, int]) -> None:
+    """Set what `read_counters` gave, where it is there."""
+    for name in _COUNTERS:
+        if name in values:
+            setattr(engine, name, values[name])
+
+
+def read_loss_scaling(engine: Any) -> dict[str, Any]:
+    """The state of a loss scale that adapts."""
+    scaler = _scaler(engine)
+    return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)}
+
+
+def write_loss_scaling(engine: Any, values: dict[str, Any]) -> None:
+    """Set what `read_loss_scaling` gave, where it is there."""
+    scaler = _scaler(engine)
+    for name in _SCALER:
+        if hasattr(scaler, name) and name in values:
+            setattr(scaler, name, values[name])
+
+
+def _scaler(engine: Any) -> Any:
+    """The object that holds a loss scale that adapts; None where the JSON fixes it, which may be at
+    another value than for the run that saved.
+    """
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None
+
+
+# --- a parameter, under any stage ---
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """True under ZeRO-3."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_linked(parameter: nn.Parameter) -> bool:
+    """True under ZeRO-1, ZeRO-2 and BF16_Optimizer, which step fp32 copies of what is trained."""
+    return hasattr(parameter, "_hp_mapping")
+
+
+def is_pipe_copy(parameter: nn.Parameter) -> bool:
+    """True of a tied weight's copy at the other end of the pipeline; the first end counts it."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of all of it, whichever part this rank has."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def is_whole(parameter: nn.Parameter) -> bool:
+    """True of what a rank has all of between steps; others may be gathered ahead for a moment."""
+    return bool(getattr(parameter, "ds_persist", True))
+
+
+def elements_held(parameter: Any) -> int:
+    """How many of its elements this rank stores between steps."""
+    tensor = parameter.ds_tensor if is_partitioned(parameter) else parameter
+    return int(tensor.numel())
+
+
+# --- ZeRO-3 ---
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a parameter: `numel` elements from `offset` on, at `start` of a flat tensor.
+
+    `group`: of the flat tensor among those that are trained; None of what nobody trains.
+    """
+
+    offset: int
+    numel: int  # negative or 0 where all of it lies on ranks before
+    start: int
+    group: int | None
+
+
+def shard_of(parameter: Any) -> Shard:
+    """This rank's part of a parameter of ZeRO-3."""
+    size = parameter.ds_tensor.ds_numel
+    if parameter.requires_grad:
+        optimizer = parameter._z3_optimizer
+        rank = optimizer._get_param_partition_rank(parameter)
+        group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    else:
+        rank, group, start = dist.get_rank(parameter.ds_process_group), None, 0
+    offset = rank * size
+    return Shard(offset, min(size, parameter.ds_numel - offset), start, group)
+
+
+def partition_like(first: Any, parameters: list[nn.Parameter]) -> None:
+    """Cut parameters into partitions as one that zero.Init has cut; collective."""
+    first.convert_to_zero_parameters(param_list=parameters)
+
+
+def shard_tensor(parameter: Any) -> torch.Tensor:
+    """The elements of a parameter of ZeRO-3 that this rank stores."""
+    tensor: torch.Tensor = parameter.ds_tensor.data
+    return tensor
+
+
+def shard_gradient(parameter: Any) -> torch.Tensor:
+    """The gradient of this rank's part, for the optimizer to take; on NVMe in a shared buffer."""
+    optimizer = parameter._z3_optimizer
+    gradient: torch.Tensor
+    gradient, _ = optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
+    return gradient.clone() if is_swapped(optimizer) else gradient
+
+
+def is_zero3(optimizer: Any) -> bool:
+    """True of ZeRO-3's wrapper."""
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
+
+
+def zero3_flats(optimizer: Any) -> list[torch.Tensor]:
+    """One flat fp32 tensor per sub-group."""
+    return list(optimizer.fp32_partitioned_groups_flat)
+
+
+def refresh_zero3(engine: Any, masters: list[torch.Tensor]) -> None:
+    """Compute with `masters` from now on, as DeepSpeed's _rigid_load_state_dict; collective."""
+    optimizer = engine.optimizer
+    for parameter in engine.module.parameters():
+        # hpZ's second copy, of the weights before; DeepSpeed forgets those that nobody trains.
+        parameter.ds_secondary_tensor = None
+    flats, groups = optimizer.fp16_partitioned_groups_flat, optimizer.fp16_partitioned_groups
+    for master, flat, group in zip(masters, flats, groups, strict=True):
+        if master.numel():
+            flat.data.copy_(master.data)
+        for parameter, piece in zip(group, optimizer.unflatten(flat, group), strict=True):
+            parameter.data = piece.data
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+    optimizer.checkpoint_event_epilogue()
+
+
+# --- ZeRO-1, ZeRO-2 and BF16_Optimizer ---
+
+
+def linked_shard(parameter: Any) -> Shard | None:
+    """This rank's part of a parameter; None where it has none."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    place = mapping.hp_fragment_address
+    offset = mapping.lp_fragment_address.start
+    return Shard(offset, place.numel, place.start, mapping.param_group_index)
+
+
+def linked_gradient(parameter: Any) -> torch.Tensor | None:
+    """The gradient of this rank's part, as a view; None where it has none."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    fragment: torch.Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
+    if fragment.numel() == parameter.numel():  # BF16_Optimizer keeps the whole gradient
+        address = mapping.lp_fragment_address
+        return fragment.narrow(0, address.start, address.numel)
+    return fragment
+
+
+def linked_flats(optimizer: Any) -> list[torch.Tensor]:
+    """One flat fp32 tensor per parameter group: this rank's share."""
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return list(optimizer.single_partition_of_fp32_groups)
+    return list(optimizer.fp32_groups_flat_partition)  # BF16_Optimizer
+
+
+def linked_group(optimizer: Any, parameter: nn.Parameter) -> int:
+    """The number of the group that a parameter is in, whoever has its elements."""
+    groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+    return next(n for n, group in enumerate(groups) if any(p is parameter for p in group))
+
+
+def refresh_linked(optimizer: Any) -> None:
+    """Compute with the fp32 weights from now on, where there are any beside; collective."""
+    if hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+# --- optimizer states on NVMe ---
+
+
+def is_swapped(optimizer: Any) -> bool:
+    """True where any states are on NVMe: those of sub-groups of at least a megabyte."""
+    return bool(getattr(optimizer, "swap_optimizer", False))
+
+
+def is_group_swapped(optimizer: Any, group: int) -> bool:
+    """True where the states of a sub-group are on NVMe."""
+    return bool(optimizer._swappable_optimizer_subgroup(group))
+
+
+def group_numel(optimizer: Any, group: int) -> int:
+    """The elements of a sub-group, without what its file is padded with."""
+    return int(optimizer.fp16_partitioned_groups_flat_numel[group])
+
+
+def swapped_tensors(optimizer: Any, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, Path]]:
+    """(tensor, its file): a sub-group's master weights first, then their states."""
+    for swapped in optimizer.optimizer_swapper._get_param_swap_info(flat).tensors:
+        yield swapped.compute_tensor, Path(swapped.swap_path)
+
+
+def add_swapped_states(
+    optimizer: Any, flat: torch.Tensor, numel: int, kinds: Collection[str]
+) -> None:
+    """Give a sub-group states of zeros, in files."""
+    optimizer.optimizer.state[flat].update({kind: torch.zeros(numel) for kind in kinds})
+    swapper = optimizer.optimizer_swapper
+    info = swapper._get_param_swap_info(flat)
+    for path in info.get_swap_paths()[1:]:
+        with Path(path).open("wb") as file:
+            file.truncate(swapper._io_aligned_numel(numel) * swapper.swap_element_size)
+    info.release_memory()
+
+
+# --- pipeline stages ---
+
+
+def train_schedule(engine: Any) -> Any:
+    """The commands of one training step of this stage."""
+    return engine._train_schedule()
+
+
+def inference_schedule(engine: Any, micro_batches: int) -> Any:
+    """The commands of forward passes alone."""
+    return engine._inference_schedule(micro_batches)
+
+
+def run_schedule(engine: Any, schedule: Any, inputs: Iterator[Any]) -> None:
+    """Carry out a stage's commands on micro-batches; keeps nothing of them afterwards."""
+    engine.total_loss = None
+    engine._compute_loss = True
+    engine.set_dataiterator((micro_batch, None) for micro_batch in inputs)
+    engine._exec_schedule(schedule)
+    # The last stage's losses, which would keep their graphs, and these their inputs.
+    outputs = engine.pipe_buffers["outputs"]
+    outputs[:] = [None] * len(outputs)
+    engine.loss = None
+
+
+def take_step(engine: Any) -> None:
+    """The optimizer step at the end of a training schedule."""
+    engine._exec_optimizer_step()
+
+
+def forget_shape(engine: Any) -> None:
+    """Let the stages agree anew on the shape that travels between them."""
+    engine.reset_activation_shape()
+
+
+def made_groups(engine: Any) -> list[dist.ProcessGroup]:
+    """The ranks that have the same stage, and those that have the other stages of one model."""
+    return [engine.mpu.get_data_parallel_group(), engine.mpu.get_pipe_parallel_group()]
+
+
+def pipe_group(engine: Any) -> dist.ProcessGroup:
+    """The ranks that have the other stages of this rank's model."""
+    group: dist.ProcessGroup = engine.mpu.get_pipe_parallel_group()
+    return group

@@ -1,0 +1,102 @@
+"""Every private name of DeepSpeed that the library reads is there and means what it meant.
+
+After an upgrade of DeepSpeed, run this file first: it names what has moved, within a minute.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.deepspeed_0_19.contract import CONTRACT
+from tests.engine.small import MODEL
+from tests.two_ranks import REPOSITORY, run_ranks
+
+LIBRARY = REPOSITORY / "harness"
+ROOM = LIBRARY / "engine" / "deepspeed_0_19"
+NAMES = {name.rpartition(".")[2] for name in CONTRACT}
+# Of the contract, what other things are called, too.
+ORDINARY = {"optimizer", "loss", "tensors", "dynamic", "model_parallel", "skipped_steps"}
+# Documented, or of torch and Python: `internals.py` may use these without a contract.
+PUBLIC = {
+    *("module", "parameters", "state", "requires_grad", "shape", "data", "numel", "view", "narrow"),
+    *("start", "group", "update", "truncate", "open", "partition", "get_rank", "ProcessGroup"),
+    *("Parameter", "Tensor", "zeros", "copy_", "clone"),
+}
+READERS = {"getattr", "hasattr", "setattr"}
+# Private names of torch's that are read elsewhere.
+OF_TORCH = {"_get_default_store", "_buffers", "_non_persistent_buffers_set"}
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What is wrong with each name, on each of two ranks."""
+    folder = tmp_path_factory.mktemp("internals")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    command = [sys.executable, "-m", "tests.engine.deepspeed_0_19.internals_checks", folder]
+    ended = run_ranks(command, folder, env={"PYTHONPATH": str(REPOSITORY)})
+    paths = [folder / f"{rank}.json" for rank in (0, 1)]
+    assert all(path.exists() for path in paths), ended.output
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTRACT)
+def test_the_name_is_what_it_was(name: str, answers: list[dict[str, str]]) -> None:
+    layout = CONTRACT[name][0]
+    assert [rank.get(name, rank.get(layout, "not asked")) for rank in answers] == ["", ""]
+
+
+def attributes(path: Path) -> Iterator[tuple[int, ast.expr | None, str]]:
+    """(line, owner, name) of each attribute in a file, also of those read by `getattr`."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in READERS:
+            for argument in node.args[1:2]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield node.lineno, None, argument.value
+
+
+def private_reads(library: Path) -> list[str]:
+    """`path:line: name` of each private name that is read outside the room of DeepSpeed's."""
+    problems = []
+    for path in sorted(library.rglob("*.py")):
+        place = path.relative_to(library)
+        if ROOM.name in place.parts:
+            continue
+        for line, owner, name in attributes(path):
+            own = owner is not None and ast.unparse(owner) in ("self", "cls", "super()")
+            private = name.startswith("_") and not name.startswith("__") and name not in OF_TORCH
+            if name in NAMES - ORDINARY or (place.parts[0] == "engine" and private and not own):
+                problems.append(f"{place}:{line}: {name}")
+    return problems
+
+
+def test_private_names_are_read_in_one_room() -> None:
+    assert private_reads(LIBRARY) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = p._hp_mapping",
+        "x = hasattr(p, 'ds_id')",
+        "x = engine.optimizer.fp32_partitioned_groups_flat",
+        "engine._anything()",
+    ],
+)
+def test_a_planted_private_read_is_caught(tmp_path: Path, code: str) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "new.py").write_text(code)
+    assert len(private_reads(tmp_path)) == 1
+
+
+def test_every_name_that_is_read_has_a_contract() -> None:
+    read = {name for _, _, name in attributes(ROOM / "internals.py")}
+    assert sorted(read - NAMES - PUBLIC) == []

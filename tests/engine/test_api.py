@@ -1,0 +1,51 @@
+"""The engine's interface: who satisfies it, and what it costs to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.two_ranks import REPOSITORY, environment
+
+SATISFIES = """
+import inspect
+from harness.engine.api import Engine
+from harness.engine.pipeline import PipelineEngine
+from harness.engine.zero import ZeroEngine
+
+members = [name for name in vars(Engine) if not name.startswith("_")]
+in_init = {"plan", "device"}
+for engine in (ZeroEngine, PipelineEngine):
+    for name in members:
+        if name in in_init:
+            assert f"self.{name}" in inspect.getsource(ZeroEngine.__init__), name
+            continue
+        asked, given = getattr(Engine, name), getattr(engine, name)
+        assert type(asked) is type(given), name
+        if callable(asked):
+            assert [*inspect.signature(asked).parameters.values()] == [
+                *inspect.signature(given).parameters.values()
+            ], name
+print(len(members))
+"""
+
+
+def printed(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def test_the_interface_is_known_without_deepspeed() -> None:
+    code = "import harness.engine.api, sys; print('deepspeed' in sys.modules)"
+    assert printed(code) == "False\n"
+
+
+def test_both_engines_have_every_member_as_it_is_declared() -> None:
+    """Types are mypy's: Run.engine is an Engine, and gets what build_engine returns."""
+    assert int(printed(SATISFIES).splitlines()[-1]) <= 21
