@@ -27,13 +27,13 @@ from tests.two_ranks import (
     Group,
     environment,
     events,
-    free_port,
     run_ranks,
     start,
     train_command,
     wait,
     wait_for,
 )
+from tools.proofs.ranks import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -29,6 +29,7 @@ from harness.models.depth import drop_layers
 from harness.models.kernels import use_liger
 from harness.models.pieces import decoder_layers
 from harness.models.skeleton import described_parameters
+from harness.plan.machine import missing_for_adam
 from harness.plan.plan import Plan
 
 
@@ -46,7 +47,8 @@ def build_engine(
     model must heed. `blank`: the weights come from a checkpoint, and are zeros until then.
     Raises ConfigError where the model or its weights do not fit the plan.
     """
-    config, fallbacks = _with_buildable_optimizer(plan)
+    _compile_adam(plan)
+    config, settings = swap.own_folder(plan.deepspeed)
     empty = empty_model(plan, trust_remote_code, document_mask)
     parameters = described_parameters(empty)  # while its shapes are whole
     stage = None
@@ -71,9 +73,9 @@ def build_engine(
         model=handed,
         model_parameters=groups,
         optimizer=our_optimizer(plan),
-        config=swap.own_folder(config),
+        config=config,
     )
-    events = [*events, *fallbacks]
+    events = [*events, *settings]
     if stage is None:
         built = ZeroEngine(engine, plan, events)
     else:
@@ -123,34 +125,26 @@ def _parameter_groups(
     ]
 
 
-def _with_buildable_optimizer(plan: Plan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The resolved JSON, with torch's Adam where DeepSpeed's cannot be compiled, and the event.
+def _compile_adam(plan: Plan) -> None:
+    """Compile DeepSpeed's Adam before the model is built, if the plan steps with it. Collective.
 
-    It is compiled here, before the model is built. Raises ConfigError where that fails, and for CPU
-    offload without a compiler: only DeepSpeed's CPU Adam steps there. Collective.
+    Raises ConfigError if that fails on any rank; the plan has taken torch's Adam where it can.
     """
-    config = plan.deepspeed
-    optimizer = config["optimizer"]
+    optimizer = plan.deepspeed["optimizer"]
     if optimizer["type"] not in ("Adam", "AdamW") or "torch_adam" in optimizer["params"]:
-        return config, []
-    offloaded = offloaded_to(config, "optimizer") != "none"
-    lacking = operators.compiled_adam_available("cpu" if offloaded else plan.world.accelerator)
-    if offloaded:
-        raise_together(_offload_problem(lacking))
-        return config, []
-    if lacking is None:
+        return
+    if offloaded_to(plan.deepspeed, "optimizer") == "none":
         raise_together(operators.problem_of("FusedAdamBuilder"))
-        return config, []
-    event = {"kind": "fallback", "what": "torch Adam instead of DeepSpeed's", "why": lacking}
-    return operators.with_torch_adam(config), [event]
+    else:
+        raise_together(_offload_problem(missing_for_adam("cpu")))
 
 
-def _offload_problem(lacking: str | None) -> str | None:
-    """Why CPU Adam, which is compiled here, cannot step on this rank; else None."""
+def _offload_problem(missing: str | None) -> str | None:
+    """Return why CPU Adam, which is compiled here, cannot step on this rank; else None."""
     needs = "zero_optimization.offload_optimizer needs DeepSpeed's compiled CPU Adam"
-    if lacking is not None:
+    if missing is not None:
         return (
-            f"{needs}, but {lacking}; install a C++ compiler and ninja (apt install g++ "
+            f"{needs}, but {missing}; install a C++ compiler and ninja (apt install g++ "
             "ninja-build), or remove offload_optimizer"
         )
     problem = operators.problem_of("CPUAdamBuilder")

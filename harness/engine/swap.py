@@ -21,19 +21,21 @@ from harness.engine.deepspeed_0_19 import internals
 _SECTION = "offload_optimizer"
 
 
-def own_folder(config: dict[str, Any]) -> dict[str, Any]:
-    """The JSON with a folder of this process in the place of nvme_path, where there is one.
+def own_folder(config: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the JSON with a folder of this process in the place of nvme_path, and the event that
+    says so; the same JSON and no event if nothing is offloaded to NVMe.
 
     DeepSpeed names files by rank alone: two runs on a node would write into each other's.
     """
-    given = config["zero_optimization"].get(_SECTION) or {}
-    if given.get("device") != "nvme":
-        return config
+    section = config["zero_optimization"].get(_SECTION) or {}
+    if section.get("device") != "nvme":
+        return config, []
     config = copy.deepcopy(config)
-    path = tempfile.mkdtemp(prefix="optimizer-", dir=given["nvme_path"])
+    path = tempfile.mkdtemp(prefix="optimizer-", dir=section["nvme_path"])
     config["zero_optimization"][_SECTION]["nvme_path"] = path
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return config
+    key = f"zero_optimization.{_SECTION}.nvme_path"
+    return config, [{"kind": "engine_setting", "json_key": key, "value": path}]
 
 
 def remove_files(engine: Any) -> None:

@@ -14,7 +14,9 @@ from harness.config.ds_json import DsJson
 from harness.config.ds_keys import AUTO, ds_keys, offloaded_to
 from harness.config.run_config import RunConfig
 from harness.layout.optimizers import OPTIMIZERS
+from harness.layout.world import find_accelerator
 from harness.plan.draft import Draft
+from harness.plan.machine import missing_for_adam
 
 # DeepSpeed prints a line of its own every so many steps, and divides by it: 0 crashes at step 1.
 NEVER_PRINT_STEPS = 2**31 - 1
@@ -63,10 +65,27 @@ def _fill_in_optimizer(draft: Draft) -> None:
     if not OPTIMIZERS[optim.name].by_deepspeed:
         ds.fill("zero_allow_untested_optimizer", True, "the engine brings the optimizer")
         ds.fill("zero_force_ds_cpu_optimizer", False, "the engine brings the optimizer")
-    elif draft.world.accelerator == "cpu" and offloaded_to(ds.tree, "optimizer") == "none":
-        section["params"]["torch_adam"] = True  # the same, without a minute's compilation
+    elif _steps_with_torch(draft):
+        section["params"]["torch_adam"] = True
     ds.fill("optimizer", section, _OWNED)
     ds.drop("scheduler")  # the loop sets the learning rate of every step itself
+
+
+def _steps_with_torch(draft: Draft) -> bool:
+    """Return True if torch's Adam takes the place of DeepSpeed's compiled one.
+
+    On CPU ranks it does the same without a minute's compilation; on this machine's GPUs it is the
+    fallback, and an event. Only DeepSpeed's CPU Adam steps what is offloaded.
+    """
+    accelerator = draft.world.accelerator
+    if offloaded_to(draft.ds.tree, "optimizer") != "none":
+        return False
+    if accelerator == "cpu":
+        return True
+    missing = missing_for_adam(accelerator) if find_accelerator() == accelerator else None
+    if missing:
+        draft.note("fallback", f"torch's Adam, not DeepSpeed's, which is compiled: {missing}")
+    return missing is not None
 
 
 def _fill_in_reports(ds: DsJson) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 
 from harness.layout.families import FAMILIES
 from harness.plan.draft import Draft
+from harness.plan.machine import missing_for_compile
 from harness.plan.pipeline import num_stages
 
 LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in family.compared)
@@ -18,7 +17,7 @@ def check_kernels(draft: Draft) -> None:
     """Refuse model.kernels and model.compile if this machine, model or layout cannot use them."""
     run, problems = draft.run, draft.problems
     _check_liger(draft)
-    missing = _missing_compiler(draft.world.accelerator)
+    missing = missing_for_compile(draft.world.accelerator)
     if run.model.compile and missing:
         problems.add("model.compile", f"it needs {missing}")
     enabled = {"model.kernels": run.model.kernels != "none", "model.compile": run.model.compile}
@@ -56,11 +55,3 @@ def _check_liger(draft: Draft) -> None:
     if model_type and model_type not in LIGER_FAMILIES:
         why = f"it is for {', '.join(LIGER_FAMILIES)}, not {model_type}"
         draft.problems.add(key, why, 'use "none"')
-
-
-def _missing_compiler(accelerator: str) -> str | None:
-    """Return what torch's compiler lacks on this machine, None if nothing."""
-    if accelerator == "cuda":
-        return None if importlib.util.find_spec("triton") else "the package triton (pip install)"
-    names = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
-    return None if any(map(shutil.which, names)) else "a C++ compiler (apt install g++)"

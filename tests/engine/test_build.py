@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from harness.config.run_config import RunConfig
 from harness.engine import whole
-from harness.engine.build import _with_buildable_optimizer
 from harness.engine.empty import _require_document_mask
 from harness.errors import ConfigError
 from harness.layout.world import World
@@ -82,17 +81,6 @@ def test_missing_weights_are_refused_by_name(result: Callable[[str], list[Any]])
     for refusals in result("missing_weights"):
         assert len(refusals) == 2  # stage 1, stage 3
         assert all("no weights for model.layers.1.mlp.up_proj.weight" in text for text in refusals)
-
-
-def test_without_a_compiler_torch_adam_takes_over_on_a_gpu_and_an_event_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("CXX", "/nonexistent/c++")
-    plan = make_plan(RunConfig(), {}, World(accelerator="cuda"))
-    config, events = _with_buildable_optimizer(plan)
-    assert [event["kind"] for event in events] == ["fallback"]
-    assert config["optimizer"]["params"]["torch_adam"]
-    assert "torch_adam" not in plan.deepspeed["optimizer"]["params"]
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,18 @@ def test_torchs_adam_steps_on_cpu_ranks_and_deepspeeds_where_it_is_compiled(acce
     assert ("torch_adam" in params) is (accelerator == "cpu" and not offload)
 
 
+@pytest.mark.parametrize("here", ["cuda", "cpu"])
+def test_torchs_adam_takes_over_on_gpus_of_this_machine_without_a_compiler(monkeypatch, here):
+    """On a login node without GPUs nothing says what the compute nodes lack."""
+    monkeypatch.setenv("DS_ACCELERATOR", here)
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    made = make_plan(RunConfig(), {}, World(accelerator="cuda"))
+    assert ("torch_adam" in made.deepspeed["optimizer"]["params"]) is (here == "cuda")
+    notes = [event["message"] for event in made.events if event["kind"] == "fallback"]
+    assert [note for note in notes if "c++" in note] == notes
+    assert len(notes) == (here == "cuda")
+
+
 def test_clipping_by_value_turns_deepspeeds_clipping_off():
     assert plan(BF16, "optim.clip_value=0.5").deepspeed["gradient_clipping"] == 0.0
     assert plan(BF16, "optim.clip_norm=0").deepspeed["gradient_clipping"] == 0.0

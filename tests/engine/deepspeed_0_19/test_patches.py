@@ -125,12 +125,12 @@ def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder
 
-    from harness.engine.operators import compiled_adam_available
+    from harness.plan.machine import missing_for_adam
 
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     assert FusedAdamBuilder().is_compatible()
     assert CPUAdamBuilder().is_compatible()
-    assert compiled_adam_available("cpu") == "c++ not found"
+    assert missing_for_adam("cpu") == "c++ not found"
 
 
 @pytest.mark.slow

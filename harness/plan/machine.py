@@ -1,0 +1,42 @@
+"""Compilers that this machine lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+
+def missing_for_adam(accelerator: str) -> str | None:
+    """Return what DeepSpeed's compiled Adam needs and this machine lacks; None if nothing.
+
+    DeepSpeed's own `is_compatible` says yes without looking for a compiler; the build then fails
+    inside `initialize`, after the model was built.
+    """
+    present = {"c++": _has_compiler(), "ninja": _has_ninja()}
+    if accelerator == "cuda":
+        present["nvcc"] = _has_nvcc()
+    missing = [name for name, is_there in present.items() if not is_there]
+    return f"{', '.join(missing)} not found" if missing else None
+
+
+def missing_for_compile(accelerator: str) -> str | None:
+    """Return what torch.compile needs and this machine lacks; None if nothing."""
+    if accelerator == "cuda":
+        return None if importlib.util.find_spec("triton") else "the package triton (pip install)"
+    names = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
+    return None if any(map(shutil.which, names)) else "a C++ compiler (apt install g++)"
+
+
+def _has_compiler() -> bool:
+    return shutil.which(os.environ.get("CXX", "c++")) is not None
+
+
+def _has_ninja() -> bool:
+    return importlib.util.find_spec("ninja") is not None or shutil.which("ninja") is not None
+
+
+def _has_nvcc() -> bool:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()
