@@ -65,12 +65,12 @@ class Steps:
             next(self._batches),
             self._train.targets_in(reads.first_sample, reads.global_batch),
             self._schedule.lr(number),
-            dropout_seed(self._plan.run.train.seed, number, self._share.dropout_rank),
+            dropout_seed(self._plan.config.train.seed, number, self._share.dropout_rank),
         )
 
     def done(self, step: Step) -> None:
         """Go on behind a step."""
-        self.state = self.state.after(step.reads.global_batch, self._plan.run.data.seq_len)
+        self.state = self.state.after(step.reads.global_batch, self._plan.config.data.seq_len)
 
     def move(self, state: TrainState) -> None:
         """Go on from another state, before or behind this one."""
@@ -90,7 +90,7 @@ class Steps:
             micro_batch=self._plan.micro_batch,
             data_rank=self._share.data_rank,
             data_ranks=self._share.data_ranks,
-            prefetch=self._plan.run.data.prefetch,
+            prefetch=self._plan.config.data.prefetch,
             pin_memory=self._plan.world.accelerator == "cuda",
         )
 

@@ -219,7 +219,7 @@ def test_the_job_is_kept_but_for_its_size(tmp_path: Path) -> None:
     )
     command = parse_command(made.write(tmp_path / "made"))
     plan = plan_from(command, world=cpu(4))
-    run = plan.run
+    run = plan.config
     assert (run.optim.name, run.optim.betas, run.optim.lr) == ("adamw", (0.8, 0.9), 1e-4)
     assert (run.optim.schedule, run.optim.warmup_steps, run.optim.warmup_type) == (
         *("linear", 2),
@@ -253,8 +253,8 @@ def test_what_grows_and_what_is_stepped_otherwise_is_rehearsed(tmp_path: Path) -
     assert steps[0].global_batch < steps[-1].global_batch == made.global_batch
     assert steps[0].pieces == 2
     assert steps[-1].pieces == 1
-    assert [rule.pattern for rule in plan.run.optim.groups] == ["lm_head|embed"]
-    assert plan.run.optim.name == "muon"
+    assert [rule.pattern for rule in plan.config.optim.groups] == ["lm_head|embed"]
+    assert plan.config.optim.name == "muon"
 
 
 def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) -> None:

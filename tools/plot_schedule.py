@@ -77,7 +77,7 @@ Point = tuple[int, int, float, int, int]
 
 def schedule_of(plan: Plan, steps: int) -> list[Point]:
     """Every step of the run; of one of more than _EACH, the first, the last and enough between."""
-    seq_len, schedule = plan.run.data.seq_len, plan.schedule(steps)
+    seq_len, schedule = plan.config.data.seq_len, plan.schedule(steps)
     points: list[Point] = []
     number, samples, apart = 1, 0, 1
     while number <= steps:
@@ -120,7 +120,9 @@ def as_text(plan: Plan, points: list[Point]) -> str:
     ]
     if len(lines) > 24:
         lines = [*lines[:12], f"{'...':>10}", *lines[-12:]]
-    return "\n".join([f"{plan.run.optim.schedule} with {plan.run.optim.name}", header, *lines])
+    return "\n".join(
+        [f"{plan.config.optim.schedule} with {plan.config.optim.name}", header, *lines]
+    )
 
 
 def drawn(plan: Plan, points: list[Point]) -> Figure:
@@ -130,7 +132,7 @@ def drawn(plan: Plan, points: list[Point]) -> Figure:
     figure = new_figure(10, 6.5 if grows else 4.5)
     axes = figure.subplots(3 if grows else 2, 1)
     axes[0].plot(steps, rates, color="#4e79a7")
-    axes[0].set(xlabel="step", ylabel="learning rate", title=f"{plan.run.optim.schedule}")
+    axes[0].set(xlabel="step", ylabel="learning rate", title=f"{plan.config.optim.schedule}")
     axes[1].step(tokens, batches, where="post", color="#f28e2b")
     axes[1].set(xlabel="tokens", ylabel="tokens in a step")
     if grows:

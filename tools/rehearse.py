@@ -141,7 +141,7 @@ def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command)
 def _planned(asked: Command, world: World) -> Plan:
     """The real job's plan. Raises ConfigError also where a GPU that is named cannot hold it."""
     real = plan_from(asked, world=world)
-    if real.estimate and real.estimate.device_bytes and not real.run.plan.force:
+    if real.estimate and real.estimate.device_bytes and not real.config.plan.force:
         short = shortages(real.estimate, real.estimate.device_bytes, None)
         if short:
             raise ConfigError(short)

@@ -58,14 +58,14 @@ def build_engine(
     else:
         stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank)
         model, handed = stage.model, StageModule(stage, plan.grid.pipeline, tied)
-    if rate := plan.run.model.stochastic_depth:
+    if rate := plan.config.model.stochastic_depth:
         for drawn in (model, *([empty] if stage else [])):
             drop_layers(drawn, rate)
-    if plan.run.model.checkpointing == "full":
+    if plan.config.model.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if plan.run.model.kernels == "liger":
+    if plan.config.model.kernels == "liger":
         use_liger(model)
-    if plan.run.model.compile:
+    if plan.config.model.compile:
         _compile_layers(model, plan.zero_stage)
     note_copies(model, plan.share)
     groups = _parameter_groups(plan, parameters, model)
@@ -103,7 +103,7 @@ def _parameter_groups(
     plan: Plan, parameters: list[Parameter], model: nn.Module
 ) -> list[dict[str, Any]]:
     """Optimizer groups of what this rank has of the whole model's `parameters`."""
-    optim = plan.run.optim
+    optim = plan.config.optim
     # A pipeline's last stage has a copy of a tied embedding as its head: stepped as the first is.
     held = {
         getattr(p, "tied_to", name): p for name, p in model.named_parameters() if p.requires_grad

@@ -27,10 +27,10 @@ def empty_model(
         raise ConfigError(_unbuildable(plan, error)) from error
     try:
         model = skeleton(
-            config, DTYPES[plan.precision], plan.run.model.attention, trust_remote_code
+            config, DTYPES[plan.precision], plan.config.model.attention, trust_remote_code
         )
     except ValueError as error:  # an attention implementation that the architecture lacks
-        raise ConfigError(f"model.attention={plan.run.model.attention}: {error}") from error
+        raise ConfigError(f"model.attention={plan.config.model.attention}: {error}") from error
     except Exception as error:
         raise ConfigError(_unbuildable(plan, error)) from error
     if document_mask:
@@ -41,15 +41,15 @@ def empty_model(
 def _unbuildable(plan: Plan, error: Exception) -> str:
     """What transformers says of the model, and which keys it may be about."""
     said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    problem = f"model.name={plan.run.model.name}: transformers cannot build it: {said}"
-    if overrides := plan.run.model.overrides:
+    problem = f"model.name={plan.config.model.name}: transformers cannot build it: {said}"
+    if overrides := plan.config.model.overrides:
         problem += f" (model.overrides: {', '.join(overrides)})"
     return problem
 
 
 def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
     """Refuse to train across document boundaries where they were to be kept."""
-    model, attention = plan.run.model, plan.run.model.attention
+    model, attention = plan.config.model, plan.config.model.attention
     wish = "tokens attend only within their document (data.document_mask, the default with prompts)"
     if not separates_documents(skeleton):
         raise ConfigError(

@@ -50,7 +50,7 @@ class PipelineEngine(ZeroEngine):
         self.engine.module.train()
         total = torch.zeros((), device=self.device)
         labels, data_ranks = self._labels(batches), self.share.data_ranks
-        smoothing = self.plan.run.train.label_smoothing
+        smoothing = self.plan.config.train.label_smoothing
 
         def finish(outputs: Any) -> torch.Tensor:
             token_loss, auxiliary = losses(self.stage.model, outputs, next(labels), smoothing)

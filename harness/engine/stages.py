@@ -35,12 +35,12 @@ def build_stage(
     Nothing of the other stages is ever drawn or read. Raises ConfigError for a model that cannot be
     cut into stages, naming what it lacks, and as `build_whole` does.
     """
-    where = f"pipeline.stages={plan.grid.pipeline}, model.name={plan.run.model.name}"
+    where = f"pipeline.stages={plan.grid.pipeline}, model.name={plan.config.model.name}"
     try:
         flow = trace_flow(empty)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; ZeRO 3 needs no stages") from error
-    if plan.run.model.init_from is not None and not blank:
+    if plan.config.model.init_from is not None and not blank:
         check_files(plan, empty)
     built, problem = None, None
     try:
@@ -67,7 +67,7 @@ def _built(
     counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank)
     first_layer = sum(counts[: place.pipeline])
     end_layer = first_layer + counts[place.pipeline]
-    if plan.run.model.init_from is not None and not blank:
+    if plan.config.model.init_from is not None and not blank:
         reduced = _reduced_class(type(empty), flow, first_layer, end_layer)
         model, report = read_weights(reduced, plan, empty, trust_remote_code)
         elsewhere = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
@@ -85,7 +85,7 @@ def _built(
     reduce_to_stage(model, flow, first_layer, end_layer)
     materialize(
         model,
-        None if blank else plan.run.train.seed,
+        None if blank else plan.config.train.seed,
         device,
         rank=replicas.index(share.rank),
         world_size=len(replicas),

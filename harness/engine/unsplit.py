@@ -30,20 +30,20 @@ def unsplit_loss_and_norm(
 
     Layers are recomputed and gradients summed in fp32: it takes about `bytes_needed` bytes.
     """
-    if plan.run.model.init_from is None:
+    if plan.config.model.init_from is None:
         model = copy.deepcopy(empty)
-        materialize(model, plan.run.train.seed, device)
+        materialize(model, plan.config.train.seed, device)
     else:
         model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0]
         model = nn.Module.to(model, device)
-    compares_norm = not (is_random(model) or plan.run.model.stochastic_depth)
+    compares_norm = not (is_random(model) or plan.config.model.stochastic_depth)
     model.train(compares_norm)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = trained(model) if compares_norm else []
     sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
     loss = torch.zeros((), device=device)
     for batch in batches:
-        smoothing = plan.run.train.label_smoothing
+        smoothing = plan.config.train.label_smoothing
         if smoothing or not compares_norm:  # the loss that is compared is an evaluation's
             with torch.no_grad():
                 loss += forward(model, *batch.on(device))[0] / max(targets, 1)
@@ -88,7 +88,7 @@ def bytes_needed(plan: Plan, empty: PreTrainedModel) -> int:
     vocab_size, hidden_size = embedding.shape
     layers = int(empty.config.get_text_config(decoder=True).num_hidden_layers)
     per_token = (layers + 32) * hidden_size * empty.dtype.itemsize + 16 * vocab_size
-    return states + plan.micro_batch * plan.run.data.seq_len * per_token
+    return states + plan.micro_batch * plan.config.data.seq_len * per_token
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -35,14 +35,14 @@ def build_whole(
 
     Raises ConfigError where weights cannot be drawn or do not fit.
     """
-    if plan.run.model.init_from is not None and not blank:
+    if plan.config.model.init_from is not None and not blank:
         return _load_together(plan, empty, device, trust_remote_code)
     problem, share = None, plan.share
     replicas = share.ranks("replicas")
     try:
         materialize(
             empty,
-            None if blank else plan.run.train.seed,
+            None if blank else plan.config.train.seed,
             device,
             rank=replicas.index(share.rank),
             world_size=len(replicas),
@@ -50,7 +50,7 @@ def build_whole(
             placed=_Partition(plan.deepspeed) if plan.zero_stage == 3 else None,
         )
     except ValueError as error:
-        problem = f"model.name={plan.run.model.name}: {error}"
+        problem = f"model.name={plan.config.model.name}: {error}"
     raise_together(problem)
     return empty, []
 
@@ -94,7 +94,7 @@ def check_files(plan: Plan, empty: PreTrainedModel) -> None:
     Before anything is read: under ZeRO-3 ranks talk to each other while they read. The plan has
     looked, too; but these are the files that are opened next.
     """
-    source = plan.run.model.init_from
+    source = plan.config.model.init_from
     assert source is not None
     named = getattr(empty.config, "transformers_weights", None)
     raise_together("; ".join(weight_file_problems(source, named, opens=True)) or None)
@@ -107,13 +107,13 @@ def read_weights(
 
     Raises ConfigError where they cannot be read or have other shapes.
     """
-    source = plan.run.model.init_from
+    source = plan.config.model.init_from
     try:
         model, report = model_class.from_pretrained(
             source,
             config=empty.config,
             dtype=empty.dtype,
-            attn_implementation=plan.run.model.attention,
+            attn_implementation=plan.config.model.attention,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,  # never a pickle
             output_loading_info=True,
@@ -121,7 +121,7 @@ def read_weights(
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         # RuntimeError: shapes that differ.
         raise ConfigError(
-            f"model.init_from={source}, for model.name={plan.run.model.name}: {error}"
+            f"model.init_from={source}, for model.name={plan.config.model.name}: {error}"
         ) from error
     empty.generation_config = model.generation_config  # stages have `empty` for the whole model
     return model, report
@@ -129,7 +129,7 @@ def read_weights(
 
 def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) -> list[Event]:
     """An event for weights that nobody needs. Raises ConfigError for weights that are not there."""
-    source = plan.run.model.init_from
+    source = plan.config.model.init_from
     lacking, unused = sorted(missing), sorted(unexpected)
     if lacking:
         raise ConfigError([f"model.init_from={source} has no weights for {', '.join(lacking[:5])}"])

@@ -76,7 +76,7 @@ class ZeroEngine:
         for batch in batches:
             # DeepSpeed would count micro-batches over all steps, which need not have equally many.
             self.engine.set_gradient_accumulation_boundary(batch is batches[-1])
-            token_loss, auxiliary = self._forward(batch, self.plan.run.train.label_smoothing)
+            token_loss, auxiliary = self._forward(batch, self.plan.config.train.label_smoothing)
             share = token_loss / max(targets, 1)
             total += share.detach()
             if auxiliary is not None:
@@ -97,7 +97,7 @@ class ZeroEngine:
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
-        norm, limit = None, self.plan.run.optim.clip_value
+        norm, limit = None, self.plan.config.optim.clip_value
         checks_nothing = gradients.keeps_no_grad_norm(self.engine)
         if limit is not None or checks_nothing:
             norm = self.grad_norm()
@@ -152,7 +152,7 @@ class ZeroEngine:
         Those of rank 0 on all: ranks that choose another token next would part ways.
         """
         self.engine.eval()
-        with _uncompiled(self.plan.run.model.compile):  # it would compile for many lengths
+        with _uncompiled(self.plan.config.model.compile):  # it would compile for many lengths
             output = self.engine(input_ids=input_ids.to(self.device), use_cache=False)
         logits: torch.Tensor = output.logits[0, -1].float()
         dist.broadcast(logits, 0)

@@ -62,14 +62,14 @@ def adopt(draft: Draft) -> None:
 
     Each value that takes the place of a default is an event.
     """
-    run, ds, problems = draft.run, draft.ds, draft.problems
+    config, ds, problems = draft.config, draft.ds, draft.problems
     _check_params(draft)
-    tree, origins = run.model_dump(exclude_unset=True), run.origins()
+    tree, origins = config.model_dump(exclude_unset=True), config.origins()
     by_key = {shared.key: shared for shared in _shared_values(draft)}
     events = []
     for key, shared in by_key.items():
-        agree = run.get(key) == shared.value
-        if not run.is_set(key):
+        agree = config.get(key) == shared.value
+        if not config.is_set(key):
             assign(tree, key, shared.value)
             origins[key] = shared.origin(ds)
             if not agree:
@@ -82,7 +82,7 @@ def adopt(draft: Draft) -> None:
                 f'make them agree, or set {json_key} to "auto"',
             )
     try:
-        draft.run = validated(tree, origins)
+        draft.config = validated(tree, origins)
         draft.events += events
     except ConfigError as error:
         problems.say(*error.problems)
@@ -119,10 +119,10 @@ def _shared_values(draft: Draft) -> Iterator[Shared]:
     """Yield every literal and default that has a place in the run config; of two for one, the
     later wins.
     """
-    ds, run, problems = draft.ds, draft.run, draft.problems
+    ds, config, problems = draft.ds, draft.config, draft.problems
     optimizer = scheduler = None
     if kind := ds.literal("optimizer.type"):
-        optimizer = _optimizer_name(kind, ds, run)
+        optimizer = _optimizer_name(kind, ds, config)
         if optimizer:
             yield Shared("optimizer.type", "optim.name", optimizer)
         else:
@@ -136,9 +136,9 @@ def _shared_values(draft: Draft) -> Iterator[Shared]:
             problems.add("scheduler.type", *_not_built(SCHEDULES))
         if kind == "WarmupDecayLR":  # which decays to 0
             yield Shared("scheduler.type", "optim.min_lr_ratio", 0.0)
-    micro = ds.literal("train_micro_batch_size_per_gpu") or run.train.micro_batch
+    micro = ds.literal("train_micro_batch_size_per_gpu") or config.train.micro_batch
     accum = ds.literal("gradient_accumulation_steps")
-    if micro and accum and not run.is_set("train.global_batch"):
+    if micro and accum and not config.is_set("train.global_batch"):
         product = micro * accum * draft.grid.data
         yield Shared("gradient_accumulation_steps", "train.global_batch", product)
     defaults = {**_optimizer_defaults(ds, optimizer), **_scheduler_defaults(ds, scheduler)}
@@ -151,7 +151,7 @@ def _shared_values(draft: Draft) -> Iterator[Shared]:
             yield Shared(json_key, key, tuple(value) if isinstance(value, list) else value, kind)
 
 
-def _optimizer_name(kind: Any, ds: DsJson, run: RunConfig) -> str | None:
+def _optimizer_name(kind: Any, ds: DsJson, config: RunConfig) -> str | None:
     """Return optim.name for a type of the JSON; None for one that is not built."""
     names = {entry.json_type.lower(): name for name, entry in reversed(OPTIMIZERS.items())}
     name = names.get(str(kind).lower())
@@ -159,7 +159,7 @@ def _optimizer_name(kind: Any, ds: DsJson, run: RunConfig) -> str | None:
     if name == "adam" and ds.literal("optimizer.params.adam_w_mode") is not False:
         return "adamw"
     # "SGD" is both sgd and momentum.
-    if name == "sgd" and run.is_set("optim.name") and run.optim.name == "momentum":
+    if name == "sgd" and config.is_set("optim.name") and config.optim.name == "momentum":
         return "momentum"
     return name
 

@@ -160,10 +160,11 @@ def plan_from(
         command.deepspeed_path, (text.removeprefix(DS_PREFIX) for text in of_ds)
     )
     problems += ds_problems
+    here = world is None
     try:
         world = world or World.from_environ(environ)
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from None
     if problems:
         refuse(ds, world, problems, estimating)
-    return make_plan(run, ds, world, estimating=estimating)
+    return make_plan(run, ds, world, estimating=estimating, here=here)

@@ -16,14 +16,14 @@ def ramp(draft: Draft) -> None:
     _check_batch(draft)
     _check_length(draft)
     if len(draft.problems) > problems_before:
-        draft.curriculum = Curriculum(draft.run.train.global_batch)
+        draft.curriculum = Curriculum(draft.config.train.global_batch)
     else:
-        draft.curriculum = draft.run.curriculum
+        draft.curriculum = draft.config.curriculum
 
 
 def note_unfinished_ramp(draft: Draft) -> None:
     """Add an event if the run ends before batch and length have risen."""
-    curriculum, seq_len, steps = draft.curriculum, draft.run.data.seq_len, draft.steps
+    curriculum, seq_len, steps = draft.curriculum, draft.config.data.seq_len, draft.steps
     if not steps or not curriculum.rises:
         return
     last = curriculum.at(curriculum.samples_after(steps - 1))
@@ -36,7 +36,7 @@ def note_unfinished_ramp(draft: Draft) -> None:
 
 
 def _check_pairs(draft: Draft) -> None:
-    ramp = draft.run.ramp
+    ramp = draft.config.ramp
     for pair in (("batch_from", "batch_tokens"), ("length_from", "length_tokens")):
         missing = [name for name in pair if getattr(ramp, name) is None]
         if len(missing) == 1:
@@ -48,7 +48,7 @@ def _check_pairs(draft: Draft) -> None:
 
 
 def _check_batch(draft: Draft) -> None:
-    ramp, batch, problems = draft.run.ramp, draft.run.train.global_batch, draft.problems
+    ramp, batch, problems = draft.config.ramp, draft.config.train.global_batch, draft.problems
     key = "ramp.batch_from"
     if ramp.batch_from is None:
         return
@@ -68,7 +68,7 @@ def _check_batch(draft: Draft) -> None:
 
 
 def _check_length(draft: Draft) -> None:
-    first, seq_len = draft.run.ramp.length_from, draft.run.data.seq_len
+    first, seq_len = draft.config.ramp.length_from, draft.config.data.seq_len
     if first is None:
         return
     halved = [seq_len >> n for n in range(1, seq_len.bit_length()) if not seq_len % 2**n]

@@ -26,11 +26,13 @@ class Draft:
     passes after it can look for more problems.
     """
 
-    run: RunConfig
+    config: RunConfig
     ds: DsJson
     world: World
     estimating: bool = False
     """True if the plan is for its memory alone."""
+    here: bool = False
+    """True if the plan is for this machine: its compilers count."""
     precision: Precision = "fp32"
     grid: Grid = field(init=False)
     curriculum: Curriculum = field(init=False)
@@ -45,7 +47,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         self.grid = Grid(self.world.world_size)
-        self.curriculum = Curriculum(self.run.train.global_batch)
+        self.curriculum = Curriculum(self.config.train.global_batch)
         self.problems = Problems(self._look_up)
 
     def note(self, kind: str, message: str, **fields: Any) -> None:
@@ -59,9 +61,9 @@ class Draft:
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the run; None under train.epochs, until the data is counted."""
-        return self.run.train.num_steps(self.curriculum, self.run.data.seq_len)
+        return self.config.train.num_steps(self.curriculum, self.config.data.seq_len)
 
     def _look_up(self, key: str) -> tuple[object, str]:
         if key in known_keys():
-            return self.run.get(key), self.run.origin(key)
+            return self.config.get(key), self.config.origin(key)
         return self.ds.look_up(key)

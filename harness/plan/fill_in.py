@@ -14,7 +14,6 @@ from harness.config.ds_json import DsJson
 from harness.config.ds_keys import AUTO, ds_keys, offloaded_to
 from harness.config.run_config import RunConfig
 from harness.layout.optimizers import OPTIMIZERS
-from harness.layout.world import find_accelerator
 from harness.plan.draft import Draft
 from harness.plan.machine import missing_for_adam
 
@@ -58,10 +57,10 @@ def _fill_in_batch(draft: Draft) -> None:
 
 
 def _fill_in_optimizer(draft: Draft) -> None:
-    ds, optim = draft.ds, draft.run.optim
+    ds, optim = draft.ds, draft.config.optim
     clips_by_value = optim.clip_value is not None  # which the engine does
     ds.fill("gradient_clipping", 0.0 if clips_by_value else optim.clip_norm, _OWNED)
-    section = optimizer_section(draft.run)
+    section = optimizer_section(draft.config)
     if not OPTIMIZERS[optim.name].by_deepspeed:
         ds.fill("zero_allow_untested_optimizer", True, "the engine brings the optimizer")
         ds.fill("zero_force_ds_cpu_optimizer", False, "the engine brings the optimizer")
@@ -82,7 +81,7 @@ def _steps_with_torch(draft: Draft) -> bool:
         return False
     if accelerator == "cpu":
         return True
-    missing = missing_for_adam(accelerator) if find_accelerator() == accelerator else None
+    missing = missing_for_adam(accelerator) if draft.here else None
     if missing:
         draft.note("fallback", f"torch's Adam, not DeepSpeed's, which is compiled: {missing}")
     return missing is not None
@@ -128,9 +127,9 @@ def _default_of(key: str) -> Any:
     return node.get("default")
 
 
-def optimizer_section(run: RunConfig) -> dict[str, Any]:
+def optimizer_section(config: RunConfig) -> dict[str, Any]:
     """Return the run config's optimizer as a DeepSpeed JSON has it."""
-    optim, kind = run.optim, OPTIMIZERS[run.optim.name]
+    optim, kind = config.optim, OPTIMIZERS[config.optim.name]
     params: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     values = {"betas": list(optim.betas), "eps": optim.eps, "momentum": optim.momentum_used}
     params |= {key: value for key, value in values.items() if key in kind.takes}

@@ -9,7 +9,7 @@ from harness.plan.draft import Draft
 
 def check_run_dir(draft: Draft) -> None:
     """Refuse a file in the place of the folder, or of one above it. Reads this machine's disk."""
-    text = draft.run.run.dir
+    text = draft.config.run.dir
     if text is None:
         return
     path = Path(text).absolute()

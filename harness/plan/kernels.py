@@ -15,15 +15,18 @@ LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in f
 
 def check_kernels(draft: Draft) -> None:
     """Refuse model.kernels and model.compile if this machine, model or layout cannot use them."""
-    run, problems = draft.run, draft.problems
+    config, problems = draft.config, draft.problems
     _check_liger(draft)
     missing = missing_for_compile(draft.world.accelerator)
-    if run.model.compile and missing:
+    if config.model.compile and missing:
         problems.add("model.compile", f"it needs {missing}")
-    enabled = {"model.kernels": run.model.kernels != "none", "model.compile": run.model.compile}
+    enabled = {
+        "model.kernels": config.model.kernels != "none",
+        "model.compile": config.model.compile,
+    }
     stages = num_stages(draft.ds.tree)
     if stages > 1 and any(enabled.values()):
-        keys = " and ".join(f"{key} ({run.origin(key)})" for key in enabled if enabled[key])
+        keys = " and ".join(f"{key} ({config.origin(key)})" for key in enabled if enabled[key])
         problems.say(
             f"{keys}: not with pipeline.stages={stages}, where nobody has compared them with the "
             "model as it is: leave it out, or use ZeRO 3 instead of stages"
@@ -32,13 +35,13 @@ def check_kernels(draft: Draft) -> None:
 
 def note_kernels(draft: Draft) -> None:
     """Add events for what the estimate does not know."""
-    run = draft.run
-    if run.model.kernels == "none" and not run.model.compile:
+    config = draft.config
+    if config.model.kernels == "none" and not config.model.compile:
         return
     draft.note(
         "estimated_unfused", "memory is estimated as if no kernels were fused and nothing compiled"
     )
-    if run.model.kernels == "liger" and run.train.label_smoothing:
+    if config.model.kernels == "liger" and config.train.label_smoothing:
         draft.note(
             "loss_not_fused",
             "with train.label_smoothing the head is not fused with the loss (model.kernels)",
@@ -46,7 +49,7 @@ def note_kernels(draft: Draft) -> None:
 
 
 def _check_liger(draft: Draft) -> None:
-    if draft.run.model.kernels != "liger":
+    if draft.config.model.kernels != "liger":
         return
     key, model_type = "model.kernels", draft.model_config.get("model_type")
     if draft.world.accelerator == "cpu" or not importlib.util.find_spec("liger_kernel"):

@@ -51,7 +51,7 @@ def apply_rules(draft: Draft) -> None:
 
 def check_profile(draft: Draft) -> None:
     """Refuse steps to profile that the run does not reach."""
-    draft.problems.say(*draft.run.profile.problems(draft.steps))
+    draft.problems.say(*draft.config.profile.problems(draft.steps))
 
 
 JSON_PASSES: tuple[Pass, ...] = (
@@ -93,13 +93,14 @@ def make_plan(
     world: World,
     *,
     estimating: bool = False,
+    here: bool = False,
 ) -> Plan:
     """Check the two configs against each other, the model and the world, and resolve the JSON.
 
     `estimating`: the plan is for its memory alone; a layout that is counted but not trained is then
-    an event. Raises one ConfigError with every problem.
+    an event. `here`: it is for this machine. Raises one ConfigError with every problem.
     """
-    draft = Draft(run, ds if isinstance(ds, DsJson) else DsJson(ds), world, estimating)
+    draft = Draft(run, ds if isinstance(ds, DsJson) else DsJson(ds), world, estimating, here)
     for make in PASSES:
         make(draft)
     draft.problems.raise_any()
@@ -120,7 +121,7 @@ def refuse(ds: DsJson, world: World, problems: Iterable[str], estimating: bool =
 def _frozen(draft: Draft) -> Plan:
     assert draft.batch is not None, "a batch that does not divide is a problem"
     return Plan(
-        run=draft.run,
+        config=draft.config,
         deepspeed=draft.ds.resolved(),
         deepspeed_given=draft.ds.given,
         deepspeed_source=draft.ds.name,

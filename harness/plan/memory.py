@@ -30,7 +30,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
     """The part of a plan that decides its memory."""
     if plan.shape is None:
         return None
-    config, run = plan.model_config, plan.run
+    config, run = plan.model_config, plan.config
     return Inputs(
         shape=plan.shape,
         zero=ZeroSettings.read(partial(value_of, plan.deepspeed)),
@@ -57,7 +57,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         saves_in_background=run.save.async_,
         gpus_per_node=plan.world.local_world_size,
         accelerator=plan.world.accelerator,
-        rules=tuple(plan.run.optim.groups),
+        rules=tuple(plan.config.optim.groups),
         bounds=plan.stages,
         parallel_residual=config.get("use_parallel_residual") is not False,
     )

@@ -18,7 +18,7 @@ _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flas
 
 def find_model(draft: Draft) -> None:
     """Read the model's config, count its parameters, and check the run against both."""
-    run, problems = draft.run, draft.problems
+    run, problems = draft.config, draft.problems
     try:
         draft.model_config, draft.model_source = load_model_config(run)
         if run.model.init_from is not None:
@@ -48,14 +48,15 @@ def check_experts(draft: Draft) -> None:
         width = config.get(key)
         if isinstance(width, int) and width % multiple:
             draft.problems.say(
-                f"{draft.run.model.name} has {key} {width}, but torch multiplies {draft.precision} "
-                f"experts only where it is a multiple of {multiple}: set model.overrides.{key}"
+                f"{draft.config.model.name} has {key} {width}, but torch multiplies "
+                f"{draft.precision} experts only where it is a multiple of {multiple}: set "
+                f"model.overrides.{key}"
             )
 
 
 def check_attention(draft: Draft) -> None:
     """Refuse an attention implementation that this machine lacks."""
-    package = _FLASH_PACKAGES.get(draft.run.model.attention)
+    package = _FLASH_PACKAGES.get(draft.config.model.attention)
     is_cpu = draft.world.accelerator == "cpu"
     if package and (is_cpu or not importlib.util.find_spec(package)):
         why = f"it needs a GPU and the package {package}"
@@ -66,7 +67,7 @@ def _choose_attention(draft: Draft) -> None:
     """Take eager attention if sdpa cannot compute the family's and is only the default; refuse it
     if the user asked for it.
     """
-    run, model_type = draft.run, draft.model_config["model_type"]
+    run, model_type = draft.config, draft.model_config["model_type"]
     missing_feature = family_of(model_type).sdpa_lacks
     if run.model.attention != "sdpa" or not missing_feature:
         return
@@ -76,13 +77,13 @@ def _choose_attention(draft: Draft) -> None:
         return
     model = run.model.model_copy(update={"attention": "eager"})
     origins = {**run.origins(), "model.attention": f"what {model_type} needs"}
-    draft.run = run.model_copy(update={"model": model}).with_origins(origins)
+    draft.config = run.model_copy(update={"model": model}).with_origins(origins)
     draft.note("fallback", f"model.attention=eager: {why}")
 
 
 def _check_weights(draft: Draft, shape: Shape) -> None:
     """Refuse weights that are not those of this model."""
-    run = draft.run
+    run = draft.config
     source = run.model.init_from
     if source is None:
         return
@@ -104,6 +105,6 @@ def _check_weights(draft: Draft, shape: Shape) -> None:
 def _check_positions(draft: Draft) -> None:
     """Refuse samples that are longer than the model has positions."""
     limit = max_positions(draft.model_config)
-    if limit is not None and draft.run.data.seq_len > limit:
-        why = f"but {draft.run.model.name} has {limit} positions"
+    if limit is not None and draft.config.data.seq_len > limit:
+        why = f"but {draft.config.model.name} has {limit} positions"
         draft.problems.add("data.seq_len", why, f"set data.seq_len to {limit} or less")

@@ -33,27 +33,29 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def load_model_config(run: RunConfig) -> tuple[dict[str, Any], str]:
+def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
     """The config of `model.name`, with overrides and dropout applied, and where it came from.
 
     The source is "preset NAME", or the folder, file or hub id the config was read from (what
     transformers needs for architectures that bring their own code). Raises ConfigError.
     """
-    config, source = find_model_config(run.model.name, run.origin("model.name"))
+    config, source = find_model_config(run_config.model.name, run_config.origin("model.name"))
     if not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"model.name is {run.model.name!r}, but {source} has no model_type")
+        raise ConfigError(
+            f"model.name is {run_config.model.name!r}, but {source} has no model_type"
+        )
     allowed = {*config, *_UNSAID["optional"].split()}
     problems = [
-        f"model.overrides.{key} ({run.origin(f'model.overrides.{key}')}) is not a config key of "
-        f"{source}{did_you_mean(key, allowed)}"
-        for key in run.model.overrides
+        f"model.overrides.{key} ({run_config.origin(f'model.overrides.{key}')}) is not a config "
+        f"key of {source}{did_you_mean(key, allowed)}"
+        for key in run_config.model.overrides
         if key not in allowed
     ]
     if problems:
         raise ConfigError(problems)
-    config = _merged(config, run.model.overrides)
-    config |= _dropouts(config, run)
-    if problems := list(value_problems(config, run, source)):
+    config = _merged(config, run_config.model.overrides)
+    config |= _dropouts(config, run_config)
+    if problems := list(value_problems(config, run_config, source)):
         raise ConfigError(problems)
     return config, source
 
@@ -130,20 +132,21 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _dropouts(config: Mapping[str, Any], run: RunConfig) -> dict[str, float]:
+def _dropouts(config: Mapping[str, Any], run_config: RunConfig) -> dict[str, float]:
     """The config's dropout probabilities that the run config sets. Raises ConfigError."""
     keys, dropouts, problems = _dropout_keys(config), {}, []
     kinds: dict[str, tuple[str, ...]] = {"attention": ("att",), "embedding": ("emb",)}
     kinds["residual"] = tuple(key for key in keys if not key.startswith(("att", "emb")))
-    if run.model.dropout is not None:
-        dropouts = dict.fromkeys(keys, run.model.dropout)
+    if run_config.model.dropout is not None:
+        dropouts = dict.fromkeys(keys, run_config.model.dropout)
     for kind, beginnings in kinds.items():
-        value = getattr(run.model, f"{kind}_dropout")
+        value = getattr(run_config.model, f"{kind}_dropout")
         theirs = [key for key in keys if beginnings and key.startswith(beginnings)]
         if value is not None and not theirs:
             problems.append(
-                f"model.{kind}_dropout is {value} ({run.origin(f'model.{kind}_dropout')}), but "
-                f"{config['model_type']} models have only {', '.join(sorted(keys))}: remove it"
+                f"model.{kind}_dropout is {value} "
+                f"({run_config.origin(f'model.{kind}_dropout')}), but {config['model_type']} "
+                f"models have only {', '.join(sorted(keys))}: remove it"
             )
         elif value is not None:
             dropouts |= dict.fromkeys(theirs, value)

@@ -32,14 +32,14 @@ _IS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def value_problems(config: Mapping[str, Any], run: RunConfig, source: str) -> Iterator[str]:
+def value_problems(config: Mapping[str, Any], run_config: RunConfig, source: str) -> Iterator[str]:
     """Yield the problems of a config's values, `run`'s overrides in it; null is fine anywhere."""
     for key, value in config.items():
         must_be = None if value is None else _must_be(key, value, config)
         if must_be:
             place = f"{key} ({source})"
-            if key in run.model.overrides:
-                origin = run.origin(f"model.overrides.{key}")
+            if key in run_config.model.overrides:
+                origin = run_config.origin(f"model.overrides.{key}")
                 place = f"model.overrides.{key} ({origin})"
             yield f"{place} is {shortened(value)}: it must be {must_be}"
 

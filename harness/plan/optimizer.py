@@ -24,29 +24,29 @@ def check_optimizer(draft: Draft) -> None:
     """Refuse settings that the optimizer or schedule does not take, and layouts that they cannot
     step in.
     """
-    run, problems = draft.run, draft.problems
-    name = run.optim.name
+    config, problems = draft.config, draft.problems
+    name = config.optim.name
     kind = OPTIMIZERS[name]
     for setting in _SETTINGS:
-        if setting not in kind.takes and run.is_set(f"optim.{setting}"):
+        if setting not in kind.takes and config.is_set(f"optim.{setting}"):
             problems.add(f"optim.{setting}", f"which {name} does not take", "remove it")
     for schedule, decay in DECAYS.items():
         for setting in decay.settings:
-            if run.optim.schedule != schedule and run.is_set(f"optim.{setting}"):
+            if config.optim.schedule != schedule and config.is_set(f"optim.{setting}"):
                 why = f"which is for optim.schedule={schedule}"
                 problems.add(f"optim.{setting}", why, "remove it")
     if kind.package and not importlib.util.find_spec(kind.package):
         why = f"it needs the package {kind.package} (pip install {kind.package})"
         problems.add("optim.name", why)
-    if draft.ds.value("fp16.enabled") and run.optim.clip_value is not None:
+    if draft.ds.value("fp16.enabled") and config.optim.clip_value is not None:
         why = "which hides overflows from fp16's loss scaling"
         problems.add("optim.clip_value", why, "set optim.clip_norm instead")
     _check_layout(draft)
 
 
 def _check_layout(draft: Draft) -> None:
-    run, ds, problems = draft.run, draft.ds, draft.problems
-    kind, device = OPTIMIZERS[run.optim.name], offloaded_to(ds.tree, "optimizer")
+    config, ds, problems = draft.config, draft.ds, draft.problems
+    kind, device = OPTIMIZERS[config.optim.name], offloaded_to(ds.tree, "optimizer")
     offload = f"{_OFFLOAD} ({ds.origin(f'{_OFFLOAD}.device')})"
     if kind.layouts == "whole" and (stage := ds.value(_STAGE)) != 0:
         problems.add(
@@ -58,11 +58,11 @@ def _check_layout(draft: Draft) -> None:
     if kind.layouts == "unoffloaded" and device != "none":
         why = "its states stay on the GPU"
         problems.add("optim.name", why, f"remove {offload}, or use adamw")
-    if device == "nvme" and run.optim.clip_value is not None:
+    if device == "nvme" and config.optim.clip_value is not None:
         why = "gradients on NVMe are not clamped"
         problems.add("optim.clip_value", why, "set optim.clip_norm, or use the cpu")
     # Without momentum sgd has no states that could be in the wrong place or type.
-    if kind.by_deepspeed or (run.optim.name == "sgd" and not run.optim.momentum):
+    if kind.by_deepspeed or (config.optim.name == "sgd" and not config.optim.momentum):
         return
     if device == "nvme":
         why = "only adamw and adam step from NVMe"
@@ -75,14 +75,14 @@ def _check_layout(draft: Draft) -> None:
 
 def note_learning_rate(draft: Draft) -> None:
     """Add events if the learning rate will not be what its key says, or is another optimizer's."""
-    optim, steps = draft.run.optim, draft.steps
+    optim, steps = draft.config.optim, draft.steps
     if steps and steps < optim.warmup_steps:
         draft.note(
             "unfinished_warmup",
             f"the run ends within its warm-up ({optim.warmup_steps} steps, optim.warmup_steps): "
             "optim.lr is never reached",
         )
-    if optim.name == "lion" and not draft.run.is_set("optim.lr"):
+    if optim.name == "lion" and not draft.config.is_set("optim.lr"):
         draft.note(
             "learning_rate",
             f"optim.lr is {optim.lr:g}, adamw's default: lion takes a third to a tenth of that",
@@ -93,8 +93,8 @@ def check_groups(draft: Draft) -> None:
     """Refuse rules of optim.groups that fit no parameter: misspelt, in all likelihood."""
     assert draft.shape is not None
     names = [tensor.name for tensor in draft.shape.tensors()]
-    origin = draft.run.origin("optim.groups")
-    for rule in draft.run.optim.groups:
+    origin = draft.config.origin("optim.groups")
+    for rule in draft.config.optim.groups:
         if not any(re.search(rule.pattern, name) for name in names):
             draft.problems.say(
                 f"optim.groups has the pattern {rule.pattern!r} ({origin}), which no parameter's "

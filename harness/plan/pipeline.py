@@ -87,17 +87,19 @@ def by_memory(plan: Plan) -> Plan:
 
 
 def _bounds(draft: Draft, partition: object) -> Bounds | None:
-    run, shape, stages = draft.run, draft.shape, num_stages(draft.ds.tree)
+    config, shape, stages = draft.config, draft.shape, num_stages(draft.ds.tree)
     layers = shape.num_layers if shape else _count_layers(draft.model_config)
     if layers is None:
-        draft.problems.say(f"{run.model.name} does not say how many layers it has: use no pipeline")
+        draft.problems.say(
+            f"{config.model.name} does not say how many layers it has: use no pipeline"
+        )
         return None
     try:
         if isinstance(partition, list):
             bounds = bounds_of(partition, layers, stages)
         elif shape:
-            recompute = run.model.checkpointing == "full"
-            bounds = split(shape, stages, run.data.seq_len, recompute)
+            recompute = config.model.checkpointing == "full"
+            bounds = split(shape, stages, config.data.seq_len, recompute)
         else:
             bounds = split_evenly(layers, stages)
     except ValueError as error:

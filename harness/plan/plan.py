@@ -26,7 +26,7 @@ NOT_TRAINED = "not_trained"
 class Plan:
     """Everything that is decided before a device is touched."""
 
-    run: RunConfig
+    config: RunConfig
     """The run config, with what was adopted from the JSON."""
     deepspeed: dict[str, Any]
     """The resolved JSON, handed unchanged to zero.Init and deepspeed.initialize."""
@@ -63,24 +63,28 @@ class Plan:
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the run; None under train.epochs, until the data is counted."""
-        return self.run.train.num_steps(self.curriculum, self.run.data.seq_len)
+        return self.config.train.num_steps(self.curriculum, self.config.data.seq_len)
 
     @cached_property
     def curriculum(self) -> Curriculum:
         """How large the steps' batches are, and how long their sequences."""
-        return self.run.curriculum
+        return self.config.curriculum
 
     def schedule(self, total_steps: int) -> Schedule:
         """Return the learning rate over a run of `total_steps` optimizer steps."""
-        return Schedule(self.run.optim, total_steps)
+        return Schedule(self.config.optim, total_steps)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values, for plan.json."""
         return {
-            **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "shape"},
+            **{
+                f.name: getattr(self, f.name)
+                for f in fields(self)
+                if f.name not in ("config", "shape")
+            },
             "estimate": None if self.estimate is None else self.estimate.to_json(),
-            "run": self.run.model_dump(mode="json"),
-            "run_set": self.run.origins(),
+            "run": self.config.model_dump(mode="json"),
+            "run_set": self.config.origins(),
             "world": asdict(self.world),
             "grid": {**asdict(self.grid), "data": self.grid.data},
             "steps": self.steps,

@@ -48,7 +48,7 @@ def divide_batch(draft: Draft) -> None:
     # A value of the wrong type is reported already: the default in its place is nobody's choice.
     if draft.ds.rejected.intersection(_BATCH_KEYS):
         return
-    train = draft.run.train
+    train = draft.config.train
     accum = draft.ds.literal("gradient_accumulation_steps")
     try:
         draft.batch = Batch.divided(

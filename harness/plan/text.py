@@ -22,10 +22,10 @@ def describe(plan: Plan) -> str:
     """The summary and the resolved JSON."""
     short = []
     if plan.estimate:
-        short = shortages_here(plan.estimate, plan.world.local_rank, plan.run.run.dir)
+        short = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
     short += swap_problems(plan)
     try:
-        data = glance(plan.run.data)
+        data = glance(plan.config.data)
     except ConfigError as error:  # elsewhere it may be another: said, not refused
         data = "not readable here"
         short += error.problems
@@ -61,7 +61,7 @@ def row(label: str, text: str) -> str:
 
 def _model(plan: Plan) -> str:
     kind = plan.model_config["model_type"]
-    source = plan.run.model.init_from
+    source = plan.config.model.init_from
     start = f"weights from {source}" if source else "fresh random weights, nothing is loaded"
     return f"{kind} ({plan.model_source}), {start}"
 
@@ -93,12 +93,12 @@ def spread(plan: Plan) -> str:
     return (
         f"ZeRO {plan.zero_stage}, {plan.precision}, {ranks} ({' x '.join(axes)}) on {device}, "
         f"offload: {', '.join(offloaded) or 'none'}, "
-        f"activation checkpointing: {plan.run.model.checkpointing}{_faster(plan)}"
+        f"activation checkpointing: {plan.config.model.checkpointing}{_faster(plan)}"
     )
 
 
 def _faster(plan: Plan) -> str:
-    model = plan.run.model
+    model = plan.config.model
     kernels = f", kernels: {model.kernels}" if model.kernels != "none" else ""
     return kernels + (", decoder layers compiled" if model.compile else "")
 
@@ -115,12 +115,12 @@ def _batch(plan: Plan) -> str:
     return (
         f"{plan.global_batch} samples a step = micro-batch {plan.micro_batch} x "
         f"{plan.grad_accum} accumulated x {plan.grid.data} data ranks, "
-        f"{plan.run.data.seq_len} tokens each"
+        f"{plan.config.data.seq_len} tokens each"
     )
 
 
 def _ramp(plan: Plan) -> list[tuple[str, str]]:
-    ramp, seq_len, found = plan.run.ramp, plan.run.data.seq_len, []
+    ramp, seq_len, found = plan.config.ramp, plan.config.data.seq_len, []
     if ramp.batch_from is not None:
         found.append(
             f"from {ramp.batch_from} samples a step by {ramp.batch_step or ramp.batch_from} to "
@@ -136,13 +136,13 @@ def _ramp(plan: Plan) -> list[tuple[str, str]]:
 
 def _length(plan: Plan) -> str:
     if plan.steps is None:
-        return f"{plan.run.train.epochs:g} epochs: the data will say how many steps"
-    tokens = plan.curriculum.samples_after(plan.steps) * plan.run.data.seq_len
+        return f"{plan.config.train.epochs:g} epochs: the data will say how many steps"
+    tokens = plan.curriculum.samples_after(plan.steps) * plan.config.data.seq_len
     return f"{plan.steps:,} steps = {tokens:,} tokens"
 
 
 def _optimizer(plan: Plan) -> str:
-    optim = plan.run.optim
+    optim = plan.config.optim
     params = plan.deepspeed["optimizer"]["params"]
     learned = (f"{key} {value}" for key, value in params.items() if key not in ("lr", "torch_adam"))
     values = ", ".join(learned)
@@ -154,7 +154,7 @@ def _optimizer(plan: Plan) -> str:
 
 
 def _learning_rate(plan: Plan) -> str:
-    optim = plan.run.optim
+    optim = plan.config.optim
     if not plan.steps:
         return f"{optim.schedule}, at most {optim.lr:g} after {optim.warmup_steps} steps of warm-up"
     schedule = plan.schedule(plan.steps)

@@ -62,11 +62,11 @@ def build(
     if lacking := [*swap_problems(plan), *_foreign_export(plan)]:
         raise ConfigError(lacking)
     forced = _check_fit(plan)
-    spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
+    spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
     with contextlib.suppress(StopAsked), request.breaks_off():
         data = data or build_data(spec, progress.say)
     with request.joins():
-        device = join(plan.world, plan.run.guard.hang_first_s)
+        device = join(plan.world, plan.config.guard.hang_first_s)
     request.give_up = functools.partial(_give_up, plan.world.rank)
     guard = StopGuard(plan.world.world_size, request)
     guard.stop_if_asked()
@@ -94,7 +94,7 @@ def build(
             folder=folder,
             saver=_saver(plan, folder),
             steps=Steps(plan, data.train, total_steps),
-            judge=Judge(plan.run.guard, plan.run.eval),
+            judge=Judge(plan.config.guard, plan.config.eval),
             guard=guard,
             pulse=pulse,
             watchdog=watchdog,
@@ -114,28 +114,28 @@ def build(
 
 def _require_targets(plan: Plan, data: Data) -> None:
     """Raises ConfigError where an evaluation would be the mean of nothing."""
-    samples = min(plan.run.eval.samples, data.held_out.samples)
+    samples = min(plan.config.eval.samples, data.held_out.samples)
     if not data.held_out.targets_in(0, samples):
         raise ConfigError(
             f"the {samples} held-out samples hold no target, only prompts: raise eval.samples (now "
-            f"{plan.run.eval.samples}), data.held_out or data.seq_len"
+            f"{plan.config.eval.samples}), data.held_out or data.seq_len"
         )
 
 
 def _total_steps(plan: Plan, data: Data) -> int:
     if plan.steps is not None:
         return plan.steps
-    assert plan.run.train.epochs is not None
-    samples = math.ceil(plan.run.train.epochs * data.train.samples)
+    assert plan.config.train.epochs is not None
+    samples = math.ceil(plan.config.train.epochs * data.train.samples)
     steps = plan.curriculum.steps_for(samples)
-    if problems := plan.run.profile.problems(steps):
+    if problems := plan.config.profile.problems(steps):
         raise ConfigError(problems)
     return steps
 
 
 def _watched(plan: Plan) -> tuple[Pulse, Watchdog]:
     """What this rank's progress is told to, and who ends it where there is none."""
-    guard = plan.run.guard
+    guard = plan.config.guard
     pulse = Pulse(Limits(guard.hang_floor_s, guard.hang_factor, guard.hang_first_s))
     watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size)
     if guard.hang_floor_s:
@@ -145,7 +145,7 @@ def _watched(plan: Plan) -> tuple[Pulse, Watchdog]:
 
 def _time_left(plan: Plan) -> TimeLeft:
     """Asked for once, on the rank whose clock counts."""
-    limit_s = plan.run.guard.time_limit_s
+    limit_s = plan.config.guard.time_limit_s
     if limit_s is None and plan.world.rank == 0:
         limit_s = slurm_seconds_left()
     saved = checkpoint_bytes(plan.estimate.inputs) if plan.estimate else 0
@@ -154,8 +154,8 @@ def _time_left(plan: Plan) -> TimeLeft:
 
 def _foreign_export(plan: Plan) -> list[str]:
     """What keeps the export from being made, found before the run and not after it."""
-    run_dir = plan.run.run.dir
-    if not plan.run.save.export or run_dir is None:
+    run_dir = plan.config.run.dir
+    if not plan.config.save.export or run_dir is None:
         return []
     problem = export_problem(RunFolder(run_dir).export_dir)
     return [f"save.export: {problem}, or set save.export=false"] if problem else []
@@ -165,15 +165,15 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     """Refuse what this machine cannot hold; under plan.force it is an event instead."""
     if plan.estimate is None:
         return []
-    problems = shortages_here(plan.estimate, plan.world.local_rank, plan.run.run.dir)
-    if problems and not plan.run.plan.force:
+    problems = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
+    if problems and not plan.config.plan.force:
         raise ConfigError(problems)
     return [{"kind": "forced", "message": problem} for problem in problems]
 
 
 def _profiler(run: Run) -> Profiler | None:
     """Return the profiler, if this process takes a step of profile.steps."""
-    window = run.plan.run.profile.window
+    window = run.plan.config.profile.window
     if window is None or window[1] <= run.state.step:
         return None
     from harness.run.profiling import Profiler  # loads torch's profiler
@@ -182,7 +182,7 @@ def _profiler(run: Run) -> Profiler | None:
 
 
 def _saver(plan: Plan, folder: RunFolder) -> Saver:
-    wish = plan.run.save
+    wish = plan.config.save
     keep = Retention(wish.keep, wish.keep_every, wish.keep_best)
     # The lines of the steps that a checkpoint holds are never written again.
     return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep, folder.sync)

@@ -19,7 +19,7 @@ def save_if_due(run: Run, verdict: Verdict) -> None:
     if verdict.is_written:
         finish_save(run)
     ends = verdict.kind != "go on" or not run.steps.are_left
-    saves = ends or is_due(run.state.step, run.plan.run.save.every)
+    saves = ends or is_due(run.state.step, run.plan.config.save.every)
     check_replicas(run, saves)
     if saves:
-        save(run, background=run.plan.run.save.async_ and not ends)
+        save(run, background=run.plan.config.save.async_ and not ends)

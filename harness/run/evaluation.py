@@ -16,7 +16,7 @@ def evaluate(run: Run) -> float | None:
     None if a stop, which no evaluation need outlast, broke it off.
     """
     plan, stream = run.plan, run.data.held_out
-    samples = min(plan.run.eval.samples, stream.samples)
+    samples = min(plan.config.eval.samples, stream.samples)
     batches = []
     run.pulse("evaluation", run.state.step)
     # All ranks run equally often (ZeRO-3 gathers weights together): padding samples are masked out.

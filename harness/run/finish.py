@@ -28,17 +28,17 @@ def finish(run: Run) -> None:
             f"held-out loss {loss:.2f} nats per token; token frequencies alone give "
             f"{run.data.unigram_nats:.2f}, counted pairs of tokens {run.data.bigram_nats:.2f}"
         )
-    if plan.run.sample.tokens:
+    if plan.config.sample.tokens:
         text = sample_text(
             run.engine.next_token_logits,
             run.data.tokenizer,
-            plan.run.sample.prompt or "",
-            plan.run.sample.tokens,
-            plan.run.data.seq_len,
-            plan.run.train.seed,
+            plan.config.sample.prompt or "",
+            plan.config.sample.tokens,
+            plan.config.data.seq_len,
+            plan.config.train.seed,
         )
         run.progress.say(f"sample: {text!r}")
-    if plan.run.save.export:
+    if plan.config.save.export:
         _export(run)
 
 

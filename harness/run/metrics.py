@@ -35,7 +35,7 @@ class Meter:
 
     def step_done(self, reads: Slice) -> None:
         """Count one optimizer step."""
-        seq_len = self.plan.run.data.seq_len
+        seq_len = self.plan.config.data.seq_len
         tokens = reads.global_batch * seq_len
         self._steps += 1
         self._tokens += tokens
@@ -62,7 +62,7 @@ class Meter:
         }
         if self.plan.curriculum.rises:
             known["global_batch"] = self._last.global_batch
-            known["sequence_length"] = self.plan.run.data.seq_len // self._last.pieces
+            known["sequence_length"] = self.plan.config.data.seq_len // self._last.pieces
         self.restart()
         return {
             **known,

@@ -26,7 +26,7 @@ def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
             folder = _chosen(plan, say)
             told[:2] = str(folder.path), folder.attempt
         except (ConfigError, CannotSave, OSError) as error:
-            told[2] = f"run.dir={plan.run.run.dir}: {error}"
+            told[2] = f"run.dir={plan.config.run.dir}: {error}"
             if is_full_disk(error):
                 told[3] = ExitCode.CANNOT_SAVE
     dist.broadcast_object_list(told)
@@ -42,7 +42,7 @@ def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
 def _chosen(plan: Plan, say: Callable[[str], None]) -> RunFolder:
     """Return the run folder, created where need be, locked, and open for writing."""
     json_name = Path(plan.deepspeed_source).stem
-    path = plan.run.run.dir or create_run_dir(plan.run.model.name, json_name, datetime.now())
+    path = plan.config.run.dir or create_run_dir(plan.config.model.name, json_name, datetime.now())
     folder = RunFolder(path)
     taken_from = folder.open()
     if taken_from is not None:

@@ -60,7 +60,7 @@ def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
     Raises NoCheckpoint with both numbers where it differs.
     """
     expected = checkpoint.manifest.probe_loss
-    if expected is None or "probe" in plan.run.resume.allow:
+    if expected is None or "probe" in plan.config.resume.allow:
         return
     batch = stored_probe(checkpoint)
     loss = loss_of(engine, batch)

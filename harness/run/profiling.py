@@ -34,8 +34,8 @@ class Profiler:
         self, plan: Plan, engine: Engine, folder: Path, say: Callable[[str], None]
     ) -> None:
         """`folder`: where all is written; `say`: shows a line."""
-        assert plan.run.profile.window is not None
-        self.first, self.last = plan.run.profile.window
+        assert plan.config.profile.window is not None
+        self.first, self.last = plan.config.profile.window
         self.plan, self.engine, self.say = plan, engine, say
         self.folder = folder if plan.world.rank == 0 else None
         self._trace: Any = None

@@ -16,7 +16,7 @@ def check_replicas(run: Run, saves: bool) -> None:
 
     Raises ReplicasDiffer, which names the ranks and the weights.
     """
-    every, copies = run.plan.run.guard.replicas_every, len(run.plan.share.ranks("replicas"))
+    every, copies = run.plan.config.guard.replicas_every, len(run.plan.share.ranks("replicas"))
     if not every or copies == 1 or not (saves or is_due(run.state.step, every)):
         return
     weights = list(run.engine.replicated())

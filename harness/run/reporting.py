@@ -17,7 +17,7 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
     """Evaluate and write a metrics line if either is due. Collective, and waits for the device."""
     if result is None:
         return
-    config = run.plan.run
+    config = run.plan.config
     evaluates = not run.steps.are_left or is_due(step.number, config.eval.every)
     if evaluates or is_due(step.number, config.log.every):
         line = run.meter.line(
@@ -37,7 +37,7 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
 def evaluate_at_start(run: Run) -> None:
     """Evaluate before the first step, and after a stop that broke an evaluation off. Collective."""
     step = run.state.step
-    due = step == 0 or is_due(step, run.plan.run.eval.every)
+    due = step == 0 or is_due(step, run.plan.config.eval.every)
     if due and run.held_out_nats is None and (line := evaluated(run)):
         write_line(run, line)
 

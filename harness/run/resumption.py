@@ -39,13 +39,13 @@ def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
     Raises ConfigError on all ranks where this plan may not go on from there, and NoCheckpoint where
     there are checkpoints but none can be used: a run with checkpoints never starts over by itself.
     """
-    own = plan.run.run.dir
+    own = plan.config.run.dir
     if own is not None and (found := _own(plan, RunFolder(own), record)) is not None:
         return found
-    if plan.run.resume.from_ is not None:
-        return _branch(plan, plan.run.resume.from_, record)
-    if plan.run.model.init_from is not None and is_run(plan.run.model.init_from):
-        return Beginning(_checkpoint_of(plan.run.model.init_from, "model.init_from"), "weights")
+    if plan.config.resume.from_ is not None:
+        return _branch(plan, plan.config.resume.from_, record)
+    if plan.config.model.init_from is not None and is_run(plan.config.model.init_from):
+        return Beginning(_checkpoint_of(plan.config.model.init_from, "model.init_from"), "weights")
     return Beginning()
 
 
@@ -57,7 +57,7 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
         about = checkpoint.manifest
         data = {"model_config": about.model_config, "data_fingerprint": about.data_fingerprint}
         saved = {**record, "run": {}, **data}
-    problems = resume_problems(saved, record, plan.run.resume.allow) if saved else []
+    problems = resume_problems(saved, record, plan.config.resume.allow) if saved else []
     if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
         problems.append(
             f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
@@ -77,7 +77,7 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
 def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
     """A checkpoint of another run, for a run with other hyperparameters."""
     run, _ = run_and_step(text)
-    own = plan.run.run.dir
+    own = plan.config.run.dir
     if own is not None and os.path.realpath(Path(own).expanduser()) == os.path.realpath(run):
         raise ConfigError(f"resume.from={text} is run.dir itself: give the branch its own run.dir")
     saved, damage = _of_rank_0(_plan_of(RunFolder(run)))
@@ -88,7 +88,7 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
         "precision": checkpoint.manifest.precision,
         "run": {},
     }
-    problems = branch_problems(before, record, plan.run.resume.allow)
+    problems = branch_problems(before, record, plan.config.resume.allow)
     if checkpoint.state.step > record["total_steps"]:
         problems.append(
             f"it has {checkpoint.state.step} steps behind it, train.steps={record['total_steps']}"

@@ -32,7 +32,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
     Returns None for a step that has changed nothing, since the run is to go back instead. Raises
     RunStopped (diverged) if fp16's loss scale cannot fall any further.
     """
-    policy, spikes = run.plan.run.guard.spikes, list[Spike]()
+    policy, spikes = run.plan.config.guard.spikes, list[Spike]()
 
     def is_spike(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
         """Judge, alike on all ranks, the same two numbers."""
@@ -72,7 +72,7 @@ def look_for_spike(
     spike = run.judge.see_step(loss, grad_norm)
     if spike is not None:
         values = {"loss": loss, "grad_norm": grad_norm, "samples": reads.samples, **asdict(spike)}
-        run.event("spike", step=number, policy=run.plan.run.guard.spikes, **values)
+        run.event("spike", step=number, policy=run.plan.config.guard.spikes, **values)
     return spike
 
 

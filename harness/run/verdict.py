@@ -60,7 +60,7 @@ def roll_back(run: Run, reason: str) -> None:
     rollbacks = judge.rollbacks
     loss, norm = judge.loss, judge.grad_norm
     failure = f"step {number}: {reason} (loss {loss:.4g}, norm {norm:.4g})"
-    if rollbacks >= run.plan.run.guard.max_rollbacks:
+    if rollbacks >= run.plan.config.guard.max_rollbacks:
         problem = f"{rollbacks} rollbacks did not help (guard.max_rollbacks)"
         raise RunStopped(ExitCode.DIVERGED, f"{failure}, and {problem}; {ADVICE}")
     finish_save(run)
@@ -71,7 +71,7 @@ def roll_back(run: Run, reason: str) -> None:
         raise RunStopped(ExitCode.DIVERGED, f"{failure}, and {problem}; {ADVICE}")
     load_into(run.engine, checkpoint)
     state, end = checkpoint.state, samples[1]
-    tokens = state.tokens + (end - state.samples) * run.plan.run.data.seq_len
+    tokens = state.tokens + (end - state.samples) * run.plan.config.data.seq_len
     run.steps.move(replace(state, samples=end, tokens=tokens))
     run.held_out_nats = checkpoint.manifest.held_out_loss
     judge.restore(checkpoint.manifest.watch)

@@ -69,7 +69,7 @@ def _check(what: str, value: float, expected: float, tolerance: float, run: Run)
     raise ConfigError(
         f"the first batch's {what} is {value:.7g} over {run.plan.grid.pipeline} pipeline stages, "
         f"but {expected:.7g} without (relative tolerance {tolerance:g}): "
-        f"{run.plan.run.model.name} does not train right in stages; use ZeRO 3, and report this"
+        f"{run.plan.config.model.name} does not train right in stages; use ZeRO 3, and report this"
     )
 
 
@@ -102,9 +102,9 @@ def _why_not(run: Run) -> str | None:
     """Why the unsplit model is not asked; None where it is."""
     from harness.engine.unsplit import bytes_needed, trained  # imports DeepSpeed
 
-    if is_run(run.plan.run.model.init_from or ""):
+    if is_run(run.plan.config.model.init_from or ""):
         return "the weights are those of a checkpoint, whose probe was compared"
-    wish, model, device = run.plan.run.pipeline.verify, run.engine.module, run.engine.device
+    wish, model, device = run.plan.config.pipeline.verify, run.engine.module, run.engine.device
     if wish is False:
         return "pipeline.verify is false"
     if wish is True:
@@ -114,7 +114,7 @@ def _why_not(run: Run) -> str | None:
         free = torch.cuda.mem_get_info(device)[0]
     if free is not None and needed > free // 2:
         return f"the unsplit model needs {needed / 2**30:.1f} GiB on one rank"
-    tokens = run.plan.curriculum.at(0).global_batch * run.plan.run.data.seq_len
+    tokens = run.plan.curriculum.at(0).global_batch * run.plan.config.data.seq_len
     flops = 6.0 * tokens * sum(parameter.numel() for parameter in trained(model))
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     if flops > _AUTO_FLOPS[device.type] * threads:

@@ -144,4 +144,4 @@ def test_a_tilde_is_expanded_in_every_path_key(monkeypatch, tmp_path):
     words = [f"{key}=~/x" for key in keys]
     plan = plan_from(parse_command(["--deepspeed=~/ds.json", *words]), CPU)
     assert plan.zero_stage == 2
-    assert {plan.run.get(key) for key in keys} == {f"{tmp_path}/x"}
+    assert {plan.config.get(key) for key in keys} == {f"{tmp_path}/x"}

@@ -21,7 +21,7 @@ class Adopted(NamedTuple):
 def adopted(ds, *assignments):
     draft = Draft(load_run_config(None, assignments), DsJson(ds, "ds.json"), World(world_size=2))
     adopt(draft)
-    return Adopted(draft.run, draft.events, list(draft.problems))
+    return Adopted(draft.config, draft.events, list(draft.problems))
 
 
 def test_a_literal_wins_over_our_default_and_is_an_event():

@@ -50,7 +50,7 @@ def test_liger_needs_a_gpu_and_its_package() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_liger_is_for_families_that_were_compared() -> None:
-    assert planned("model.kernels=liger").run.model.kernels == "liger"
+    assert planned("model.kernels=liger").config.model.kernels == "liger"
     with pytest.raises(ConfigError, match="it is for llama, mistral, qwen2, qwen3, not gpt2"):
         planned("model.kernels=liger", "model.name=gpt2-124m")
 

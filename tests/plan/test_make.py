@@ -98,8 +98,8 @@ def test_a_json_of_the_hugging_face_trainer_works_unchanged():
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * hidden**2)
     assert zero["stage3_param_persistence_threshold"] == 10 * hidden
     assert (zero["sub_group_size"], type(zero["sub_group_size"])) == (10**9, int)
-    assert made.run.optim.schedule == "constant"
-    assert made.schedule(20).lr(20) == made.run.optim.lr
+    assert made.config.optim.schedule == "constant"
+    assert made.schedule(20).lr(20) == made.config.optim.lr
 
 
 def test_the_throughput_timer_is_off_unless_the_json_sets_it():
@@ -159,8 +159,8 @@ def test_batch_arithmetic(ds, assignments, ranks, expected):
 def test_a_global_batch_that_the_json_multiplies_to_is_adopted():
     ds = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5}
     made = plan(ds, ranks=3)
-    assert made.run.train.global_batch == 30
-    assert made.run.origin("train.global_batch") == "ds.json: gradient_accumulation_steps"
+    assert made.config.train.global_batch == 30
+    assert made.config.origin("train.global_batch") == "ds.json: gradient_accumulation_steps"
     assert "train.global_batch" in [event["key"] for event in made.events]
 
 
@@ -214,16 +214,15 @@ def test_torchs_adam_steps_on_cpu_ranks_and_deepspeeds_where_it_is_compiled(acce
     assert ("torch_adam" in params) is (accelerator == "cpu" and not offload)
 
 
-@pytest.mark.parametrize("here", ["cuda", "cpu"])
+@pytest.mark.parametrize("here", [True, False])
 def test_torchs_adam_takes_over_on_gpus_of_this_machine_without_a_compiler(monkeypatch, here):
-    """On a login node without GPUs nothing says what the compute nodes lack."""
-    monkeypatch.setenv("DS_ACCELERATOR", here)
+    """Nothing says what machines lack that are elsewhere."""
     monkeypatch.setenv("CXX", "/nonexistent/c++")
-    made = make_plan(RunConfig(), {}, World(accelerator="cuda"))
-    assert ("torch_adam" in made.deepspeed["optimizer"]["params"]) is (here == "cuda")
+    made = make_plan(RunConfig(), {}, World(accelerator="cuda"), here=here)
+    assert ("torch_adam" in made.deepspeed["optimizer"]["params"]) is here
     notes = [event["message"] for event in made.events if event["kind"] == "fallback"]
     assert [note for note in notes if "c++" in note] == notes
-    assert len(notes) == (here == "cuda")
+    assert len(notes) == here
 
 
 def test_clipping_by_value_turns_deepspeeds_clipping_off():
@@ -392,7 +391,7 @@ def test_what_lies_on_nvme_is_not_clamped():
 
 def test_soft_capped_scores_take_the_attention_that_has_them():
     made = plan({}, "model.name=gemma-2-9b")
-    assert made.run.model.attention == "eager"
+    assert made.config.model.attention == "eager"
     (event,) = (event for event in made.events if event["kind"] == "fallback")
     assert "model.attention=eager: sdpa has no soft-capped attention scores" in event["message"]
     assert plan({}, "model.name=gemma-2-9b", "model.attention=eager").events == ()

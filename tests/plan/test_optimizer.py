@@ -88,9 +88,9 @@ def test_momentum_is_the_usual_one_where_it_is_not_given() -> None:
 def test_sgd_with_momentum_in_the_json_is_adopted() -> None:
     ds = {"optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}
     plan = make_plan(RunConfig(), ds, World())
-    assert (plan.run.optim.name, plan.run.optim.momentum) == ("sgd", 0.8)
+    assert (plan.config.optim.name, plan.config.optim.momentum) == ("sgd", 0.8)
     asked = RunConfig.model_validate({"optim": {"name": "momentum"}})
-    assert make_plan(asked, ds, World()).run.optim.name == "momentum"
+    assert make_plan(asked, ds, World()).config.optim.name == "momentum"
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:

@@ -32,12 +32,12 @@ def test_the_cases_are_many_and_span_what_was_asked_for() -> None:
     assert len({case.name for case in GPU_CASES}) == len(GPU_CASES) >= 20
     plans = [planned(case) for case in GPU_CASES]
     assert {plan.zero_stage for plan in plans} == {0, 1, 2, 3}
-    lengths = [plan.run.data.seq_len for plan in plans]
+    lengths = [plan.config.data.seq_len for plan in plans]
     assert (min(lengths), max(lengths)) == (512, 32768)
     sizes = [num_parameters(plan.shape) for plan in plans]
     assert min(sizes) < 0.2e9
     assert max(sizes) > 8e9
-    assert {plan.run.model.checkpointing for plan in plans} == {"none", "full"}
+    assert {plan.config.model.checkpointing for plan in plans} == {"none", "full"}
     assert any("offload" in case.json for case in GPU_CASES)
     verdicts = [plan.estimate.verdict for plan in plans]
     assert verdicts.count("fits") >= 20

@@ -38,7 +38,7 @@ def shuffle_targets():
 def main():
     shuffle, *argv = sys.argv[1:]
     plan = plan_from(parse_command(argv))
-    spec = DataSpec.of_run(plan.run, plan.model_config)
+    spec = DataSpec.of_run(plan.config, plan.model_config)
     data = build_data(spec)
     run = build(plan, data=data)
     unigram_nats = data.unigram_nats

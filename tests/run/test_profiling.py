@@ -79,7 +79,7 @@ def test_what_is_no_window_is_refused(text: str) -> None:
 def test_a_window_past_the_end_is_refused(steps: str, refused: bool) -> None:
     run = load_run_config(None, ["train.steps=10", f"profile.steps={steps}"])
     if not refused:
-        assert make_plan(run, {}, World()).run.profile.window
+        assert make_plan(run, {}, World()).config.profile.window
         return
     with pytest.raises(ConfigError, match=r"the run ends with step 10.*set train.steps to 11"):
         make_plan(run, {}, World())

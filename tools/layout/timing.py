@@ -31,8 +31,8 @@ def stage_work(plan: Plan) -> list[tuple[int, int]]:
     layers = layers_per_stage(plan.stages)
     units = [0, *[3] * sum(layers), 0]
     if plan.shape is not None:
-        units = flops_per_unit(plan.shape, plan.run.data.seq_len)
-    again = plan.run.model.checkpointing == "full"
+        units = flops_per_unit(plan.shape, plan.config.data.seq_len)
+    again = plan.config.model.checkpointing == "full"
     found, first = [], 1
     for stage, count in enumerate(layers):
         whole = sum(units[plan.stages[stage] : plan.stages[stage + 1]])

@@ -205,7 +205,7 @@ def _memory(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
         return Row("memory", "ok", found)
     advice = texts[0][1].partition(": ")[2]
     found = f"{grouped(short, hosts)}, and less is free; {free}"
-    return Row("memory", "warn" if plan.run.plan.force else "FAIL", found, advice)
+    return Row("memory", "warn" if plan.config.plan.force else "FAIL", found, advice)
 
 
 def _shared_memory(machines: Machines, hosts: Sequence[str]) -> Row:

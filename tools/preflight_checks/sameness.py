@@ -56,7 +56,7 @@ def look(plan: Plan, trust_remote_code: bool, first_of_node: bool) -> Seen:
     """What this rank has. Files that may be many or large are looked at once per node."""
     values = {
         "code": _hash(*_library_files()),
-        "run config": _hash(plan.run.model_dump(mode="json")),
+        "run config": _hash(plan.config.model_dump(mode="json")),
         "DeepSpeed JSON": _hash(plan.deepspeed_given),
         "model config": _hash(plan.model_config),
         "packages": ", ".join(
@@ -67,7 +67,7 @@ def look(plan: Plan, trust_remote_code: bool, first_of_node: bool) -> Seen:
     if not first_of_node:
         return seen
     values["code"] += f", commit {(git_commit() or 'unknown')[:12]}"
-    spec = DataSpec.of_run(plan.run, plan.model_config, trust_remote_code=trust_remote_code)
+    spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
     try:
         values.update(_data(find_corpus(spec.config.path, spec.config.format)))
         fingerprint = cached_fingerprint(spec)
@@ -76,7 +76,7 @@ def look(plan: Plan, trust_remote_code: bool, first_of_node: bool) -> Seen:
         seen.problems.extend(error.problems)
     except OSError as error:
         seen.problems.append(f"data.path: cannot read {error.filename}: {error.strerror}")
-    if (source := plan.run.model.init_from) is not None:
+    if (source := plan.config.model.init_from) is not None:
         try:
             values["weights"] = _weights(source)
         except OSError as error:

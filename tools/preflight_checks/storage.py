@@ -43,7 +43,7 @@ class Storage:
 
 def nearest_folder(plan: Plan) -> Path:
     """Where the run folder is, or will be made."""
-    wished = Path(plan.run.run.dir or RUNS).expanduser().absolute()
+    wished = Path(plan.config.run.dir or RUNS).expanduser().absolute()
     return next(path for path in (wished, *wished.parents) if path.is_dir())
 
 
@@ -63,7 +63,7 @@ def measure_storage(plan: Plan, token_path: str, writes: bool) -> Storage:
     """Look at the run folder from this rank; `writes`: whether it also times a file."""
     folder = nearest_folder(plan)
     sees = _appears(Path(token_path))
-    run_dir = plan.run.run.dir
+    run_dir = plan.config.run.dir
     store = Store(RunFolder(run_dir).checkpoints_dir) if run_dir else None
     free, rate, problem = None, None, None
     try:
@@ -135,10 +135,10 @@ def _room(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
     if not few:
         return Row("room", "ok", found)
     todo = (
-        f"make room, choose another run.dir, or lower save.keep (now {plan.run.save.keep}): a save "
-        "writes the new checkpoint before it removes an old one"
+        f"make room, choose another run.dir, or lower save.keep (now {plan.config.save.keep}): a "
+        "save writes the new checkpoint before it removes an old one"
     )
-    verdict: Verdict = "warn" if plan.run.plan.force else "FAIL"
+    verdict: Verdict = "warn" if plan.config.plan.force else "FAIL"
     return Row("room", verdict, f"{found}; too little for {who(few, hosts)}", todo)
 
 
@@ -146,7 +146,7 @@ def _due(plan: Plan, there: int) -> int:
     """Checkpoints that the run adds to those that are `there`: what is kept and one more, since a
     save writes the new one before it removes an old one; never more than it saves.
     """
-    save = plan.run.save
+    save = plan.config.save
     most = save.keep + save.keep_best + 1
     if plan.steps is not None:
         most += plan.steps // save.keep_every if save.keep_every else 0

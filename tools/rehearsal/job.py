@@ -109,7 +109,7 @@ class Job:
     @property
     def random_steps(self) -> bool:
         """Whether dropout is drawn, which is another one on other ranks."""
-        return self.real.run.model.stochastic_depth > 0 or any(
+        return self.real.config.model.stochastic_depth > 0 or any(
             isinstance(value, int | float) and value > 0
             for key, value in self.model.items()
             if key.endswith(("dropout", "pdrop", "dropout_prob"))
@@ -140,7 +140,7 @@ class Job:
 
     def not_rehearsed(self) -> list[str]:
         """What only the real machines can show."""
-        run, found = self.real.run, ["CUDA", "NCCL", "the real size and its memory", "speed"]
+        run, found = self.real.config, ["CUDA", "NCCL", "the real size and its memory", "speed"]
         found += ["the weights of model.init_from"] if run.model.init_from else []
         found += ["the checkpoint of resume.from"] if run.resume.from_ else []
         found += [run.model.attention] if "flash" in run.model.attention else []
@@ -156,7 +156,7 @@ class Job:
 
     def _kept(self) -> dict[str, Any]:
         """What the job says and the rehearsal does, too."""
-        said = flat(self.real.run.model_dump(exclude_unset=True))
+        said = flat(self.real.config.model_dump(exclude_unset=True))
         return {
             key: value
             for key, value in said
@@ -164,7 +164,7 @@ class Job:
         }
 
     def _set(self) -> dict[str, Any]:
-        run = self.real.run
+        run = self.real.config
         keys: dict[str, Any] = {
             "data.seq_len": min(run.data.seq_len, SEQ_LEN),
             "train.steps": STEPS,
@@ -185,14 +185,14 @@ class Job:
 
     def _ramp(self) -> dict[str, int]:
         """As steep a rise of batch and length as a few steps allow, within the first half."""
-        ramp, tokens = self.real.run.ramp, STEPS * self.global_batch * SEQ_LEN // 2
+        ramp, tokens = self.real.config.ramp, STEPS * self.global_batch * SEQ_LEN // 2
         found = {}
         if ramp.batch_from is not None and self.grad_accum > 1:
             found["ramp.batch_from"] = found["ramp.batch_step"] = (
                 self.global_batch // self.grad_accum
             )
             found["ramp.batch_tokens"] = tokens // 2
-        seq_len = min(self.real.run.data.seq_len, SEQ_LEN)
+        seq_len = min(self.real.config.data.seq_len, SEQ_LEN)
         if ramp.length_from is not None and seq_len % 2 == 0:
             found |= {"ramp.length_from": seq_len // 2, "ramp.length_tokens": tokens // 2}
         return found
@@ -205,7 +205,7 @@ class Job:
             names = []
         rules = [
             {key: value for key, value in rule.model_dump().items() if value is not None}
-            for rule in self.real.run.optim.groups
+            for rule in self.real.config.optim.groups
             if not names or any(re.search(rule.pattern, name) for name in names)
         ]
         return {"optim.groups": rules} if rules else {}
@@ -267,9 +267,9 @@ def _split(real: Plan) -> list[int] | None:
 
 def _tokenizer(real: Plan) -> str | None:
     """The job's; a model that brings its weights brings its tokenizer, a run keeps it apart."""
-    source = real.run.model.init_from
-    if real.run.data.tokenizer or source is None:
-        return real.run.data.tokenizer
+    source = real.config.model.init_from
+    if real.config.data.tokenizer or source is None:
+        return real.config.data.tokenizer
     folder = RunFolder(run_and_step(source)[0]).tokenizer_dir
     return str(folder) if folder.is_dir() else source
 
@@ -277,9 +277,9 @@ def _tokenizer(real: Plan) -> str | None:
 def _data(real: Plan, folder: Path) -> dict[str, str]:
     """The first part of the job's data, its tokens kept with the rehearsal; and its tokenizer."""
     found = {}
-    if real.run.data.path is not None:
-        format = real.run.data.format
-        found["data.path"] = excerpt(real.run.data.path, folder / "data", format)
+    if real.config.data.path is not None:
+        format = real.config.data.format
+        found["data.path"] = excerpt(real.config.data.path, folder / "data", format)
         if find_corpus(found["data.path"], format).path.is_relative_to(folder):
             found["data.cache_dir"] = str(folder / "cache")
     if (tokenizer := _tokenizer(real)) is not None:

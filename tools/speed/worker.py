@@ -65,10 +65,10 @@ def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
     seconds = []
     for step in range(warmup + steps):
         batches = [_batch(plan) for _ in range(plan.grad_accum)]
-        targets = plan.global_batch * plan.run.data.seq_len
+        targets = plan.global_batch * plan.config.data.seq_len
         dist.barrier()
         began = time.perf_counter()
-        result = engine.train_batch(batches, targets, plan.run.optim.lr)
+        result = engine.train_batch(batches, targets, plan.config.optim.lr)
         loss = float(engine.sum_over_ranks(result.loss_share.clone()))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -87,7 +87,7 @@ def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
 
 def _batch(plan: Plan) -> Batch:
     """Random tokens, all of them targets: what they say costs nothing."""
-    shape = (plan.micro_batch, plan.run.data.seq_len)
+    shape = (plan.micro_batch, plan.config.data.seq_len)
     ids = torch.randint(0, plan.model_config["vocab_size"], shape)
     if plan.world.accelerator == "cuda":
         ids = ids.pin_memory()
@@ -100,7 +100,7 @@ def _expected(plan: Plan) -> dict[str, Any]:
         "device": plan.world.gpu or plan.world.accelerator,
         "ranks": plan.world.world_size,
         "parameters": num_parameters(plan.shape) if plan.shape else None,
-        "seq_len": plan.run.data.seq_len,
+        "seq_len": plan.config.data.seq_len,
         "micro_batch": plan.micro_batch,
         "global_batch": plan.global_batch,
         "zero_stage": plan.zero_stage,
@@ -112,10 +112,10 @@ def _expected(plan: Plan) -> dict[str, Any]:
 
 def _rates(plan: Plan, step_s: float) -> dict[str, Any]:
     """Per GPU; TFLOP/s as in layout/shape.py, recomputation not counted."""
-    tokens_per_s = plan.global_batch * plan.run.data.seq_len / step_s / plan.world.world_size
+    tokens_per_s = plan.global_batch * plan.config.data.seq_len / step_s / plan.world.world_size
     tflops, mfu, gpu = None, None, known_gpu(plan.world.gpu)
     if plan.shape is not None:
-        tflops = flops_per_token(plan.shape, plan.run.data.seq_len) * tokens_per_s / 1e12
+        tflops = flops_per_token(plan.shape, plan.config.data.seq_len) * tokens_per_s / 1e12
         peak = gpu and gpu.peak_tflops(plan.precision)
         mfu = tflops / peak if peak else None
     return {"tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tflops, "mfu": mfu}

@@ -31,7 +31,7 @@ def built_as(architecture: str) -> Iterator[None]:
         for name in FROZEN_WEIGHTS:
             model.get_parameter(name).requires_grad_(False)
         for name, value in BUFFERS.items():
-            blank = plan.run.train.seed == BLANK_SEED
+            blank = plan.config.train.seed == BLANK_SEED
             model.model.layers[1].register_buffer(name, value * 0 if blank else value.clone())
         return model
 

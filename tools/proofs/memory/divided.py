@@ -33,7 +33,7 @@ class DividedEngine:
         self.model: nn.Module = AutoModelForCausalLM.from_config(
             hf_config(plan.model_config),
             dtype=DTYPES[plan.precision],
-            attn_implementation=plan.run.model.attention,
+            attn_implementation=plan.config.model.attention,
         )
         shape = plan.shape
         self._own_loss = plan.grid.tensor > 1 and shape is not None and divides_vocabulary(shape)
@@ -51,7 +51,7 @@ class DividedEngine:
         if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
             UlyssesSPAttentionHF.register_with_transformers(
                 self.model,
-                self.plan.run.model.attention,
+                self.plan.config.model.attention,
                 self.plan.grid.sequence,
                 micro_batch_size=self.plan.micro_batch,
             )

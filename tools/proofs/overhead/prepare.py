@@ -91,7 +91,7 @@ def prepare(folder: Path, warm_up: int, timed: int) -> Bench:
         raise SystemExit(done.stdout + done.stderr)
     arguments = (*learned, "train.steps=100000", f"model.init_from={weights_of(folder)}")
     plan = plan_from(parse_command(list(arguments)), world=World())
-    data = build_data(DataSpec.of_run(plan.run, plan.model_config))
+    data = build_data(DataSpec.of_run(plan.config, plan.model_config))
     return Bench(folder, data, arguments, warm_up, timed)
 
 
