@@ -1,4 +1,4 @@
-"""The loop: a run, trained to its end or to a stop. Every tool drives this loop, not a copy."""
+"""The loop: trains a run to its end or to a stop. Every tool drives this loop, not a copy."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _OUTCOMES: dict[ExitCode, Outcome] = {
 
 
 def train(run: Run) -> ExitCode:
-    """Train to the last step, or to a stop, which all ranks do together: they then leave the
-    process group, and the run folder says how the run ended.
+    """Train to the last step or to a stop; all ranks end together, leave the process group, and the
+    run folder records the outcome. Collective.
 
-    What this raises is this rank's alone, and for `ending_together` to tell the others.
+    An exception is this rank's alone; `ending_together` passes it on to the other ranks.
     """
     outcome: Outcome = "done"
     code, message = ExitCode.DONE, None
@@ -47,7 +47,7 @@ def train(run: Run) -> ExitCode:
         outcome, code, message = _OUTCOMES[stop.code], stop.code, stop.message
         try:
             run.event(outcome, step=run.state.step, message=message)
-        except CannotSave as error:  # must not hide what ends the run, on all ranks
+        except CannotSave as error:  # must not hide the stop, on any rank
             run.progress.say(str(error))
         again = ""
         if outcome == "stopped":
@@ -67,7 +67,7 @@ def train(run: Run) -> ExitCode:
 
 
 def _train(run: Run) -> None:
-    """Take all steps; the checkpoint under way at a stop is finished: it is the newest."""
+    """Take all steps; at a stop, finish the save under way: it is the newest checkpoint."""
     run.guard.stop_if_asked()
     run.guard.request.trains()
     try:
@@ -75,13 +75,13 @@ def _train(run: Run) -> None:
     except RunStopped:
         try:
             finish_save(run)
-        except RunStopped as unsaved:  # must not hide why the run stops
+        except RunStopped as unsaved:  # must not hide the reason for the stop
             run.event("failed", step=run.state.step, message=unsaved.message)
         raise
 
 
 def _loop(run: Run) -> None:
-    """Take one optimizer step after the other. The host waits for the device only to log."""
+    """Take one optimizer step after another. The host waits for the device only to log."""
     with closing(run.steps), run.profiler or nullcontext():
         evaluate_at_start(run)
         end_early_at_start(run)

@@ -1,15 +1,15 @@
-"""A run's folder: its names and its records.  Nobody else writes plan, metrics, events or status.
+"""A run's folder: its names and its records.  Only this class writes plan, metrics, events, status.
 
     runs/NAME/
-      plan.json          what was decided before the run
+      plan.json          every setting, decided before the run
       metrics.jsonl      one line per logged step
-      events.jsonl       one line per thing that should not pass unnoticed
+      events.jsonl       one line per event: changed settings, saves, skipped steps, ...
       status.json        outcome, code, step, attempt, message, time
       checkpoints/step-00001000/
       export/            the Hugging Face model
-      profile/           a closer look at a few steps
-      heartbeats/        where each rank is; after a hang, where each was
-      lock               who writes here now; empty when nobody does
+      profile/           trace and FLOPs of a few steps
+      heartbeats/        phase and step of each rank, kept after a hang
+      lock               the process that writes here now; empty if none does
 
 Reading needs nothing but `RunFolder(path)`; writing needs `open()`, which only rank 0 calls
 (`with contextlib.closing(folder)` releases it).
@@ -57,8 +57,7 @@ class RunFolder:
         self.profile_dir = self.path / "profile"
         self.heartbeats_dir = self.path / "heartbeats"
         self.attempt = 0
-        """Which attempt at the run this process is, from 1; 0 until `open`. Ranks that do not open
-        the folder are told."""
+        """Number of this attempt at the run, from 1; 0 until `open`. Set by rank 0 for all ranks."""
         self.damaged: list[str] = []
         """Records that `open` could not read, and does not need."""
         self._lock: IO[str] | None = None
@@ -66,13 +65,13 @@ class RunFolder:
     # --- writing: between open() and close(), by one process ---
 
     def open(self) -> str | None:
-        """Make the folder if need be, take its lock, count the attempt, set the status to running.
+        """Make the folder if needed, take its lock, count the attempt, set the status to running.
 
-        What a killed writer left half-written at the end of a file is cut off.  Returns who that
-        writer was, so that the caller can record it, or None.
+        Cut off a line that a killed writer left half-written at the end of a file.  Return the name
+        of that writer, for the caller to record, or None.
 
-        Raises ConfigError when another process is writing here or a record is no file, and OSError
-        where the folder cannot be made.
+        Raises ConfigError if another process is writing here or a record is no file, and OSError if
+        the folder cannot be made.
         """
         for path in (self.path / "lock", self.metrics_path, self.events_path):
             require_file(path)
@@ -93,10 +92,10 @@ class RunFolder:
         return stale
 
     def close(self) -> None:
-        """Release the lock.  Does nothing when the folder is not open."""
+        """Release the lock, if the folder is open."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            with contextlib.suppress(OSError):  # on a read-only disk it keeps this process's name
+            with contextlib.suppress(OSError):  # on a read-only disk it stays taken
                 release(lock)
 
     def sync(self) -> None:
@@ -117,8 +116,8 @@ class RunFolder:
     def write_status(
         self, outcome: Outcome, code: int | None, step: int, message: str | None = None
     ) -> None:
-        """Replace status.json: how the run stands, its exit code if it ended, its last step or,
-        while it runs, that of its newest checkpoint, and why it did not end well.
+        """Replace status.json: outcome, exit code if the run has ended, last step (while it runs: that
+        of the newest checkpoint) and the reason for a bad end.
         """
         self._assert_open()
         self._write_status(outcome, code, step, message)
@@ -126,7 +125,7 @@ class RunFolder:
     def write_failure(self, code: int, step: int, message: str) -> None:
         """Set the status to failed, from any rank: rank 0 may be the one that is gone.
 
-        Does nothing where the run has ended otherwise, or another attempt at it has begun.
+        Do nothing if the run has already ended, or another attempt at it has begun.
         """
         with contextlib.suppress(Unreadable):
             status = self.read_status()
@@ -163,11 +162,11 @@ class RunFolder:
         self._append(self.events_path, event)
 
     def append_failure(self, rank: int, kind: str = "failed", **fields: Any) -> None:
-        """Add an event from any rank, also one that has not opened the folder: the rank that broke
-        first often is not the one that writes. One short line, which the system appends whole.
+        """Add an event from any rank, even one that has not opened the folder: the rank that fails
+        first often is not rank 0. One short line, which the system appends whole.
         """
         line = {"time": _now(), "attempt": self.attempt, "kind": kind, "rank": rank, **fields}
-        # A full disk, or a node that does not see the folder, must not hide what is being recorded.
+        # A full disk, or a node that does not see the folder, must not hide the failure itself.
         with contextlib.suppress(OSError), self.events_path.open("a", encoding="utf-8") as file:
             file.write(as_line(line))
 
@@ -178,7 +177,7 @@ class RunFolder:
             file.write(line)
 
     def _replace(self, path: Path, value: dict[str, Any]) -> None:
-        """Write a JSON file so that a reader or a crash meets the old one or the new one, whole."""
+        """Write a JSON file atomically: a reader sees the old one or the new one, whole."""
         text = as_text(value)
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
         with writing(path):
@@ -199,36 +198,34 @@ class RunFolder:
     # --- reading: by anybody, at any time, also while the run writes ---
 
     def read_plan(self) -> dict[str, Any] | None:
-        """plan.json, or None where no run was planned. Raises Unreadable where it is damaged."""
+        """Return plan.json; None if there is none. Raises Unreadable if it is damaged."""
         return read_object(self.plan_path)
 
     def read_status(self) -> dict[str, Any] | None:
-        """status.json, or None where no run was started. Raises Unreadable where it is damaged."""
+        """Return status.json; None if no run was started. Raises Unreadable if it is damaged."""
         status = read_object(self.status_path)
         if status is not None and not all(is_count(status.get(n)) for n in ("attempt", "step")):
             raise Unreadable(f"{self.status_path} is damaged: it names no attempt or no step")
         return status
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """What is known of each step, by step: a step done again replaces what it was.
+        """Return one line per logged step, in order; a repeated step replaces its earlier line.
 
-        Raises Unreadable where metrics.jsonl is no file.
+        Raises Unreadable if metrics.jsonl is no file.
         """
         by_step: dict[int, dict[str, Any]] = {}
         for line in read_lines(self.metrics_path, "step"):
-            # A line of an evaluation alone, made up for after a stop, adds to its step's.
-            known = {} if "loss" in line else by_step.get(line["step"], {})
-            by_step[line["step"]] = {**known, **line}
+            # A line with only an evaluation, made after a stop, adds to its step's line.
+            earlier = {} if "loss" in line else by_step.get(line["step"], {})
+            by_step[line["step"]] = {**earlier, **line}
         return [by_step[step] for step in sorted(by_step)]
 
     def read_events(self) -> list[dict[str, Any]]:
-        """All events, in the order in which they happened. Raises Unreadable where events.jsonl is
-        no file.
-        """
+        """Return all events in order. Raises Unreadable if events.jsonl is no file."""
         return list(read_lines(self.events_path, "kind"))
 
     def _last(self) -> tuple[int, int]:
-        """The last attempt and its step; from the lines where status.json is damaged."""
+        """Return the last attempt and its step; from the lines if status.json is damaged."""
         try:
             status = self.read_status()
         except Unreadable as error:
@@ -241,10 +238,10 @@ class RunFolder:
 
 
 def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path = "runs") -> Path:
-    """Make and return the folder of a run that was given none: runs/MODEL-JSON-TIME.
+    """Make and return the folder of a run without run.dir: runs/MODEL-JSON-TIME.
 
-    A number is added where it exists: jobs of an array start in the same second, and none may land
-    in another's folder.
+    A number is added if it exists: jobs of an array start in the same second, and each needs its
+    own folder.
     """
     model = model.rstrip("/").rpartition("/")[2]
     name = re.sub(r"[^\w.-]", "_", f"{model}-{json_name}-{time:%Y%m%d-%H%M%S}")
@@ -261,5 +258,5 @@ def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path 
 
 
 def _now() -> str:
-    """Now as UTC ISO 8601, to the millisecond."""
+    """Return the current time as UTC ISO 8601, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,7 +1,7 @@
 """The optimizer steps of a run: the samples that each reads, its learning rate, its random seed.
 
-All of it follows from the plan and from the number of steps and samples before it: a run that
-resumes, in whatever layout, takes the same steps.
+A step follows from the plan and from the number of steps and samples before it: a resumed run
+takes the same steps in any layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Step:
 
 
 class Steps:
-    """The steps of a run from its `state` on. One after the other is taken, then done."""
+    """The steps of a run from its `state` on. Each is first taken, then done."""
 
     def __init__(self, plan: Plan, train: Stream, total: int) -> None:
         self.state = TrainState()
@@ -69,16 +69,16 @@ class Steps:
         )
 
     def done(self, step: Step) -> None:
-        """Go on behind a step."""
+        """Advance the state past a step."""
         self.state = self.state.after(step.reads.global_batch, self._plan.config.data.seq_len)
 
     def move(self, state: TrainState) -> None:
-        """Go on from another state, before or behind this one."""
+        """Continue from another state, earlier or later."""
         self.close()
         self.state = state
 
     def close(self) -> None:
-        """Read no more batches ahead."""
+        """Stop reading batches ahead."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None

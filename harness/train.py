@@ -6,14 +6,14 @@ import contextlib
 import sys
 from pathlib import Path
 
-# As a script, Python puts harness/ itself on the path; the package is found from its parent.
+# Python puts a script's own folder, harness/, on the path; imports need its parent.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.guard.stop_request import StopRequest
 
 
 def main(argv: list[str]) -> int:
-    """argv -> Plan -> run -> exit code."""
+    """Plan and train a run; return its exit code."""
     with contextlib.closing(StopRequest()) as request:  # before the imports that take seconds
         from harness.errors import ConfigError, RunStopped
         from harness.plan.command import parse_command, plan_from
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
 
         command = parse_command(argv)
         if command.dry_run:
-            request.close()  # Ctrl-C ends it as any command
+            request.close()  # Ctrl-C ends it like any command
         try:
             plan = plan_from(command)
             if command.dry_run:

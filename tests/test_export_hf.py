@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.checkpoint.load import checkpoint_of
-from harness.run.exporting import ExportDiffers, Wish, export
+from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
 from tools.export_hf import _bytes, main
@@ -107,9 +107,9 @@ def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Pat
     right = checkpoint_of(str(run.path)).manifest
     wrong = with_manifest(run, model_config={**right.model_config, "rms_norm_eps": 0.1})
     with pytest.raises(ExportDiffers, match=rf"a loss of {right.probe_loss:.7g} .* has \d"):
-        export(wrong, tmp_path / "export", run.tokenizer_dir, Wish())
+        export(wrong, tmp_path / "export", run.tokenizer_dir, ExportOptions())
     assert list(tmp_path.iterdir()) == []
-    told = export(wrong, tmp_path / "export", run.tokenizer_dir, Wish(check=False))
+    told = export(wrong, tmp_path / "export", run.tokenizer_dir, ExportOptions(check=False))
     assert told == "its loss was not checked: not asked for"
 
 

@@ -24,7 +24,7 @@ from harness.config.bounds import MAX_INTEGER
 from harness.config.run_config import run_and_step
 from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_disk
 from harness.files.paths import option_path
-from harness.run.exporting import ExportDiffers, Wish, export
+from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         return _fail(str(error), error.code)
     out = arguments.out or (run.export_dir if step is None else path / f"export-step-{step}")
-    wish = Wish(
+    options = ExportOptions(
         dtype=arguments.dtype,
         shard_bytes=arguments.shard_size,
         check=not arguments.no_check,
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         _say(f"exporting step {checkpoint.state.step:,} of {path} to {out}")
         if not run.tokenizer_dir.is_dir():
             _say(f"{run.tokenizer_dir} is not there: the export will have no tokenizer")
-        checked = export(checkpoint, out, run.tokenizer_dir, wish, Shown())
+        checked = export(checkpoint, out, run.tokenizer_dir, options, Shown())
     except Unusable as error:
         return _fail(str(error), ExitCode.NO_CHECKPOINT)
     except CannotSave as error:

@@ -1,4 +1,4 @@
-"""Begins a run: recorded, and loaded from the checkpoint that it goes on from."""
+"""Begins a run: records it, and loads the checkpoint that it begins with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def begin(
     events: list[dict[str, Any]],
     beginning: Beginning,
 ) -> None:
-    """Record the run, and load the checkpoint that it goes on from. Collective."""
+    """Record the run, and load the checkpoint that it begins with. Collective."""
     if run.is_writer:
         run.folder.write_plan(record)
     for event in events:

@@ -49,18 +49,18 @@ def build(
     data: Data | None = None,
     request: StopRequest | None = None,
 ) -> Run:
-    """Make everything that the loop needs; resumes the run that `run.dir` already holds.
+    """Make everything that the loop needs; resume the run that `run.dir` already holds. Collective.
 
-    What is wrong with data, model or folder raises ConfigError on every rank, before the run
-    folder is written. `data` takes the place of what the plan names. `request`: signals are noted
-    there already; where one comes, all ranks raise RunStopped as soon as they meet.
+    Raises ConfigError on every rank for problems with data, model or folder, before the run folder
+    is written. `data` replaces the data that the plan names. `request` already receives signals;
+    after one, all ranks raise RunStopped as soon as they meet.
     """
     request = request or StopRequest()
     progress = Progress(enabled=plan.world.rank == 0)
     progress.say(summary(plan))
     time_left = _time_left(plan)
-    if lacking := [*swap_problems(plan), *_foreign_export(plan)]:
-        raise ConfigError(lacking)
+    if problems := [*swap_problems(plan), *_foreign_export(plan)]:
+        raise ConfigError(problems)
     forced = _check_fit(plan)
     spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
     with contextlib.suppress(StopAsked), request.breaks_off():
@@ -75,7 +75,7 @@ def build(
     _require_targets(plan, data)
     total_steps = _total_steps(plan, data)
     record = plan_record(plan, data, total_steps)
-    pulse, watchdog = _watched(plan)
+    pulse, watchdog = _start_watchdog(plan)
     with contextlib.ExitStack() as unless_built:
         unless_built.callback(watchdog.close)
         beginning = find_beginning(plan, record)
@@ -113,7 +113,7 @@ def build(
 
 
 def _require_targets(plan: Plan, data: Data) -> None:
-    """Raises ConfigError where an evaluation would be the mean of nothing."""
+    """Raise ConfigError if the held-out samples have no target: their mean would be undefined."""
     samples = min(plan.config.eval.samples, data.held_out.samples)
     if not data.held_out.targets_in(0, samples):
         raise ConfigError(
@@ -133,8 +133,8 @@ def _total_steps(plan: Plan, data: Data) -> int:
     return steps
 
 
-def _watched(plan: Plan) -> tuple[Pulse, Watchdog]:
-    """What this rank's progress is told to, and who ends it where there is none."""
+def _start_watchdog(plan: Plan) -> tuple[Pulse, Watchdog]:
+    """Return this rank's pulse, and the watchdog that ends the rank if the pulse stops."""
     guard = plan.config.guard
     pulse = Pulse(Limits(guard.hang_floor_s, guard.hang_factor, guard.hang_first_s))
     watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size)
@@ -144,7 +144,7 @@ def _watched(plan: Plan) -> tuple[Pulse, Watchdog]:
 
 
 def _time_left(plan: Plan) -> TimeLeft:
-    """Asked for once, on the rank whose clock counts."""
+    """Return the time limit, read from Slurm once, on rank 0: its clock counts."""
     limit_s = plan.config.guard.time_limit_s
     if limit_s is None and plan.world.rank == 0:
         limit_s = slurm_seconds_left()
@@ -153,7 +153,7 @@ def _time_left(plan: Plan) -> TimeLeft:
 
 
 def _foreign_export(plan: Plan) -> list[str]:
-    """What keeps the export from being made, found before the run and not after it."""
+    """Return the problems that would keep the run from being exported at its end."""
     run_dir = plan.config.run.dir
     if not plan.config.save.export or run_dir is None:
         return []
@@ -162,7 +162,7 @@ def _foreign_export(plan: Plan) -> list[str]:
 
 
 def _check_fit(plan: Plan) -> list[dict[str, Any]]:
-    """Refuse what this machine cannot hold; under plan.force it is an event instead."""
+    """Raise ConfigError if this machine's memory is too small; under plan.force return events."""
     if plan.estimate is None:
         return []
     problems = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
@@ -172,7 +172,7 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _profiler(run: Run) -> Profiler | None:
-    """Return the profiler, if this process takes a step of profile.steps."""
+    """Return the profiler; None if this process takes no step of profile.steps."""
     window = run.plan.config.profile.window
     if window is None or window[1] <= run.state.step:
         return None
@@ -182,7 +182,7 @@ def _profiler(run: Run) -> Profiler | None:
 
 
 def _saver(plan: Plan, folder: RunFolder) -> Saver:
-    wish = plan.config.save
-    keep = Retention(wish.keep, wish.keep_every, wish.keep_best)
-    # The lines of the steps that a checkpoint holds are never written again.
+    config = plan.config.save
+    keep = Retention(config.keep, config.keep_every, config.keep_best)
+    # Lines of steps before a checkpoint are never written again: they must be on disk with it.
     return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep, folder.sync)

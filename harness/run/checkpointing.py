@@ -10,7 +10,7 @@ from harness.run.saving import finish_save, save
 
 
 def save_if_due(run: Run, verdict: Verdict) -> None:
-    """Save if that is due, or if the run ends; not what a run is to go back from, or diverged.
+    """Save if a save is due or the run ends; never before a rollback or after a divergence.
 
     Collective. Raises RunStopped (cannot save), and ReplicasDiffer before a save.
     """

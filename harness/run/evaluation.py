@@ -6,14 +6,14 @@ import torch
 
 from harness.run.run import Run
 
-EVALUATED_AT_ONCE = 8  # micro-batches between two looks at whether to stop
+EVALUATED_AT_ONCE = 8  # micro-batches between two checks for a stop
 
 
 def evaluate(run: Run) -> float | None:
     """Return the mean loss, in nats over the target tokens of the first held-out samples, which is
     the same in any layout. Collective.
 
-    None if a stop, which no evaluation need outlast, broke it off.
+    None if a stop interrupted the evaluation.
     """
     plan, stream = run.plan, run.data.held_out
     samples = min(plan.config.eval.samples, stream.samples)

@@ -1,4 +1,4 @@
-"""A checkpoint, exported: which model it is of, and proof that the folder holds it."""
+"""Exports a checkpoint as a Hugging Face model, and checks the export's loss."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class ExportDiffers(Exception):
 
 
 @dataclass(frozen=True)
-class Wish:
-    """How a checkpoint is exported.
+class ExportOptions:
+    """Options of an export.
 
-    `dtype`: one of DTYPES, or the run's own precision. `source`: the folder or hub id of the model,
-    read where it brings its own code and that may run. `check`: compare the probe's loss, for which
-    the model is opened on the CPU.
+    `dtype`: one of DTYPES; None for the run's own precision. `source`: the folder or hub id of the
+    model, read only if the model has its own code and may run it. `check`: compare the probe's
+    loss; opens the model on the CPU.
     """
 
     dtype: str | None = None
@@ -57,55 +57,55 @@ def export(
     checkpoint: Checkpoint,
     folder: Path,
     tokenizer: Path,
-    wish: Wish,
+    options: ExportOptions,
     progress: Progress = lambda done, total: None,
 ) -> str:
-    """Export to `folder`, which appears whole; returns what was checked, as a sentence.
+    """Export to `folder`, which appears whole; return notes and the result of the check, as text.
 
-    `tokenizer`: a folder whose files are copied, where there is one, and whose special ids the
-    model gets. One process calls it; nothing else is needed: no GPU, no DeepSpeed. Raises
-    ExportDiffers with both losses, ConfigError, and CannotSave where there is no room for it.
+    `tokenizer`: a folder to copy files from, if it exists; the model gets its special ids. Not
+    collective; needs no GPU and no DeepSpeed. Raises ExportDiffers with both losses, ConfigError,
+    and CannotSave if there is no room.
     """
     manifest = checkpoint.manifest
-    dtype = wish.dtype or manifest.precision
+    dtype = options.dtype or manifest.precision
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        config = hf_config(manifest.model_config, wish.source, wish.trust_remote_code)
-        model = skeleton(config, DTYPES[dtype], "eager", wish.trust_remote_code)
-    except Exception as error:  # transformers raises whatever the config at fault provokes
+        config = hf_config(manifest.model_config, options.source, options.trust_remote_code)
+        model = skeleton(config, DTYPES[dtype], "eager", options.trust_remote_code)
+    except Exception as error:  # transformers raises errors of any kind for a bad config
         problem = f"its model cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(f"{checkpoint.path}: {problem}") from error
     with replacing(folder) as unfinished:
         files = [path for path in tokenizer.rglob("*") if path.is_file()]
         check_room(unfinished, model, sum(path.stat().st_size for path in files))
-        notes, generation = _put_tokenizer(tokenizer, unfinished, model, wish)
-        write_model(unfinished, model, checkpoint.reader(), wish.shard_bytes, progress)
+        notes, generation = _put_tokenizer(tokenizer, unfinished, model, options)
+        write_model(unfinished, model, checkpoint.reader(), options.shard_bytes, progress)
         if generation is not None:
             text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
             (unfinished / GENERATION).write_text(text, encoding="utf-8")
-        return "; ".join([*notes, _checked(checkpoint, unfinished, dtype, wish)])
+        return "; ".join([*notes, _checked(checkpoint, unfinished, dtype, options)])
 
 
 def _put_tokenizer(
-    source: Path, folder: Path, model: Any, wish: Wish
+    source: Path, folder: Path, model: Any, options: ExportOptions
 ) -> tuple[list[str], dict[str, Any] | None]:
-    """Copy a tokenizer to `folder`, and give its special ids to the model's configs; returns notes,
-    and generation_config.json where the model began with one.
+    """Copy a tokenizer to `folder`, and set its special ids in the model's configs. Return notes,
+    and generation_config.json if the model's initial weights came with one.
     """
     if not source.is_dir():
         return [], None
-    left = copy_tokenizer(source, folder, wish.trust_remote_code)
-    notes = [f"not copied from {source}: {', '.join(left)}"] if left else []
+    skipped = copy_tokenizer(source, folder, options.trust_remote_code)
+    notes = [f"not copied from {source}: {', '.join(skipped)}"] if skipped else []
     try:
-        tokenizer = load_tokenizer(folder, trust_remote_code=wish.trust_remote_code)
-    except ConfigError as error:  # weights are what was asked for
+        tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
+    except ConfigError as error:  # the weights can be exported all the same
         return [*notes, f"special ids are those of the config, as {error}"], None
     ids = SpecialIds.of(tokenizer)
     return [*notes, *_set_special_ids(model, ids)], _generation(folder, ids)
 
 
 def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:
-    """Set a tokenizer's ids in the model's configs; returns a note of those that were others."""
+    """Set a tokenizer's ids in the model's configs; return a note on those that changed."""
     before = model.config.to_dict()
     after = ids.in_place_of(before)
     for name, value in after.items():
@@ -117,7 +117,7 @@ def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:
 
 
 def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
-    """How the model generates, as it was said with the weights that it began with, if it was."""
+    """Return generation_config.json of the initial weights, with the tokenizer's ids, if any."""
     path = folder / GENERATION
     if not path.exists():
         return None
@@ -128,25 +128,25 @@ def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
     return {**stored, **ids.in_place_of(stored)}
 
 
-def _checked(checkpoint: Checkpoint, folder: Path, dtype: str, wish: Wish) -> str:
+def _checked(checkpoint: Checkpoint, folder: Path, dtype: str, options: ExportOptions) -> str:
     expected = checkpoint.manifest.probe_loss
-    if not wish.check or expected is None:
-        why = "not asked for" if not wish.check else "the checkpoint has no probe"
-        return f"its loss was not checked: {why}"
-    found = _loss(checkpoint, folder, dtype, wish.trust_remote_code)
+    if not options.check or expected is None:
+        reason = "not asked for" if not options.check else "the checkpoint has no probe"
+        return f"its loss was not checked: {reason}"
+    loss = _loss(checkpoint, folder, dtype, options.trust_remote_code)
     tolerance = max(TOLERANCES[dtype], TOLERANCES[checkpoint.manifest.precision])
-    same = math.isclose(found, expected, rel_tol=tolerance)
-    if not same and not (math.isnan(found) and math.isnan(expected)):
+    same = math.isclose(loss, expected, rel_tol=tolerance)
+    if not same and not (math.isnan(loss) and math.isnan(expected)):
         raise ExportDiffers(
             f"{checkpoint.path} was saved with a loss of {expected:.7g} on its probe batch, but "
-            f"the exported model has {found:.7g} (relative tolerance {tolerance:g}): not exported"
+            f"the exported model has {loss:.7g} (relative tolerance {tolerance:g}): not exported"
         )
-    return f"its probe loss is {found:.6g}, and was {expected:.6g} in training"
+    return f"its probe loss is {loss:.6g}, and was {expected:.6g} in training"
 
 
 @torch.no_grad()
 def _loss(checkpoint: Checkpoint, folder: Path, dtype: str, trust_remote_code: bool) -> float:
-    """Mean over the probe's targets, one sample at a time."""
+    """Return the mean loss in nats over the probe's targets, computed one sample at a time."""
     model = opened(folder, DTYPES[dtype], trust_remote_code).eval()
     probe, total = stored_probe(checkpoint), 0.0
     for row in range(len(probe.labels)):

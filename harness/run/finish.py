@@ -1,4 +1,4 @@
-"""Finishes a run whose steps are all taken."""
+"""Finishes a run after its last step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from harness.data.kept_tokenizer import brings_code
 from harness.errors import ExitCode, RunStopped, is_full_disk
 from harness.layout.shape import num_parameters
 from harness.run.evaluation import evaluate
-from harness.run.exporting import Wish, export
+from harness.run.exporting import ExportOptions, export
 from harness.run.run import Run
 from harness.run.sampling import sample_text
 from harness.run.saving import save
@@ -43,7 +43,7 @@ def finish(run: Run) -> None:
 
 
 def _export(run: Run) -> None:
-    """Export the last checkpoint on rank 0, while the others wait, however long it takes.
+    """Export the last checkpoint on rank 0; the others wait without a time limit. Collective.
 
     Raises RunStopped (cannot save) on all ranks if the disk is full: the weights are saved.
     """
@@ -51,13 +51,13 @@ def _export(run: Run) -> None:
     checkpoint = _last_checkpoint(run)
     run.watchdog.close()  # an export takes its time
     if run.is_writer:
-        wish = Wish(
+        options = ExportOptions(
             check=plan.shape is not None and num_parameters(plan.shape) <= CHECKED_PARAMETERS,
             source=plan.model_source,
             trust_remote_code=run.engine.module.is_remote_code() or brings_code(run.data.tokenizer),
         )
         try:
-            checked = export(checkpoint, folder, run.folder.tokenizer_dir, wish)
+            checked = export(checkpoint, folder, run.folder.tokenizer_dir, options)
             run.progress.say(f"exported {folder}; {checked}")
         except Exception as error:
             if not is_full_disk(error):

@@ -12,13 +12,13 @@ DEPTH = 6  # of the modules in the table: down to the parts of a decoder layer
 
 
 def flop_counter() -> FlopCounterMode:
-    """A counter of the matrix products, convolutions and attention that run within it.
+    """Return a context that counts the FLOPs of matrix products, convolutions and attention.
 
-    A rank's shards of weights are whole when they are used: counts are those of the unsharded
-    model. Kernels that torch does not dispatch as operators (Triton's, an extension's) are missing.
+    ZeRO gathers weights before they are used: counts are those of the unsharded model. Kernels that
+    torch does not dispatch as operators (Triton's, an extension's) are missing.
     """
     aten: Any = torch.ops.aten
-    # Attention on CPUs, for which torch brings no formula. The arguments are shapes.
+    # Attention on CPUs: torch has no formula for it. The arguments are shapes.
     attention = {
         aten._scaled_dot_product_flash_attention_for_cpu: (
             lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)

@@ -1,4 +1,4 @@
-"""What a run really holds, beside what was estimated for it."""
+"""Measured memory of a run, compared with the estimate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.estimate.timeline import rank_timeline
 from harness.plan.plan import Plan
 
 STEPS = 3
-"""Adam makes its moments in the first step, ZeRO-3 knows its order of parameters after it."""
+"""Steps to watch: in the first, Adam allocates moments and ZeRO-3 learns its parameter order."""
 TOLERANCE = 0.1
 
 
@@ -22,14 +22,14 @@ class Compared:
     """One number of this rank, in bytes."""
 
     point: str
-    """built | between_steps: what is held there; peak: the most at any time."""
+    """built | between_steps: allocated at that point; peak: the maximum at any time."""
     predicted: int
     measured: int
 
     def __str__(self) -> str:
         error = self.predicted / max(self.measured, 1) - 1
         warning = " (!)" if abs(error) > TOLERANCE else ""
-        # z: what rounds to nothing has no sign.
+        # z: a difference that rounds to zero has no sign.
         return f"{self.point} {self.measured / GIB:.3f} GiB, predicted {error:+z.1%}{warning}"
 
 
@@ -40,10 +40,10 @@ class MemoryCheck:
         self._cuda = device.type == "cuda"
         inputs = plan.estimate and plan.estimate.inputs
         self._timeline = rank_timeline(inputs, plan.world.rank) if inputs else None
-        self._measured: dict[str, int] = {"built": self._held()} if inputs else {}
+        self._measured: dict[str, int] = {"built": self._allocated()} if inputs else {}
         self._steps = 0
         self.compared: list[Compared] = []
-        """The comparison, once the last step that is watched is done; to be taken away."""
+        """The comparison, filled after the last watched step; the reader empties it."""
 
     def step_done(self) -> None:
         """Measure after a step, before its metrics line resets the peak."""
@@ -54,13 +54,13 @@ class MemoryCheck:
             peak = torch.cuda.max_memory_allocated()
             self._measured["peak"] = max(peak, self._measured.get("peak", 0))
         if self._steps == STEPS:
-            self._measured["between_steps"] = self._held()
+            self._measured["between_steps"] = self._allocated()
             self.compared = [
                 Compared(point, self._predicted(point), measured)
                 for point, measured in self._measured.items()
             ]
 
-    def _held(self) -> int:
+    def _allocated(self) -> int:
         if self._cuda:
             return int(torch.cuda.memory_allocated())
         return sum(storage.nbytes() for storage, _ in live_storages().values())
@@ -74,25 +74,26 @@ class MemoryCheck:
 
 
 def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
-    """Every storage that a Python tensor, or a leaf's gradient, refers to: by id, with its dtype.
+    """Return every storage that a Python tensor or a leaf's gradient refers to: by id, with its
+    dtype.
 
-    Tensors on meta hold nothing. What only C++ refers to (saved activations) is not seen, so this
-    is exact between phases, not inside of them. The result keeps the storages alive: as long as it
-    is there, no other can get the id of one of them.
+    Tensors on meta have no memory. Storages that only C++ refers to (saved activations) are not
+    seen, so the result is exact between phases, not inside them. It keeps the storages alive: as
+    long as it exists, no other storage can get the id of one of them.
     """
     gc.collect()
-    found: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
+    storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
     for tensor in _tensors():
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta":  # that of the compiler's fake tensors says so itself
+        if storage.device.type == "meta":  # also true of the compiler's fake tensors
             continue
-        found[storage._cdata] = (storage, tensor.dtype)
-    return found
+        storages[storage._cdata] = (storage, tensor.dtype)
+    return storages
 
 
 def _tensors() -> Iterator[torch.Tensor]:
     for thing in gc.get_objects():
-        # A sparse tensor has no storage of its own, and no run has one.
+        # A sparse tensor has no storage of its own; no run uses one.
         if not issubclass(type(thing), torch.Tensor) or thing.layout != torch.strided:
             continue
         yield thing
@@ -101,7 +102,7 @@ def _tensors() -> Iterator[torch.Tensor]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch could not get memory, from a GPU or from the host."""
+    """Return True if torch failed to allocate memory, on a GPU or on the host."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

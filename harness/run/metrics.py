@@ -1,4 +1,4 @@
-"""What a step cost and brought: measured, reduced over ranks, shown and kept."""
+"""Metrics of the steps: measured, reduced over ranks, shown on the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.plan.plan import Plan
 
 
 class Meter:
-    """Times steps and turns what they return into one metrics line."""
+    """Times steps and turns their results into one metrics line."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -44,44 +44,44 @@ class Meter:
         self._last = reads
 
     def line(
-        self, loss_share: torch.Tensor, grad_norm: float | torch.Tensor, targets: int, **known: Any
+        self, loss_share: torch.Tensor, grad_norm: float | torch.Tensor, targets: int, **fields: Any
     ) -> dict[str, Any]:
-        """The metrics of the steps since the last line. Collective, and a sync with the host.
+        """Return the metrics of the steps since the last line. Collective; waits for the device.
 
-        Loss and norm are those of the last step; None where its `targets` are none.
+        Loss and norm are those of the last step; None if it has no `targets`.
         """
         loss = loss_share.detach().clone()
         dist.all_reduce(loss)
         peak_gib = _peak_allocated_gib(loss.device)
         elapsed_s = time.perf_counter() - self._since
-        found = {
+        rates = {
             "step_time_s": elapsed_s / max(self._steps, 1),
             "tokens_per_s": self._tokens / elapsed_s,
-            # Model FLOPs utilisation: the model's own FLOPs over what the devices could do.
+            # Model FLOPs utilisation: the model's own FLOPs over the devices' peak.
             "mfu": self._peak_flops and self._flops / elapsed_s / self._peak_flops,
         }
         if self.plan.curriculum.rises:
-            known["global_batch"] = self._last.global_batch
-            known["sequence_length"] = self.plan.config.data.seq_len // self._last.pieces
+            fields["global_batch"] = self._last.global_batch
+            fields["sequence_length"] = self.plan.config.data.seq_len // self._last.pieces
         self.restart()
         return {
-            **known,
+            **fields,
             "loss": float(loss) if targets else None,
             "grad_norm": float(grad_norm) if targets else None,
-            **found,
+            **rates,
             "peak_allocated_gib": peak_gib,
         }
 
 
 def _peak_flops(plan: Plan) -> float | None:
-    """Dense FLOP/s of all devices together in the run's precision; None where it is not known."""
+    """Return the dense FLOP/s of all devices together in the run's precision; None if unknown."""
     gpu = known_gpu(plan.world.gpu)
     tflops = gpu.peak_tflops(plan.precision) if gpu else None
     return tflops * 1e12 * plan.world.world_size if tflops else None
 
 
 def _peak_allocated_gib(device: torch.device) -> float | None:
-    """The most that any rank's allocator held since the last call; None on CPU."""
+    """Return the peak of any rank's allocator since the last call; None on CPU. Collective."""
     if device.type != "cuda":
         return None
     peak = torch.tensor(float(torch.cuda.max_memory_allocated(device)), device=device)
@@ -91,10 +91,10 @@ def _peak_allocated_gib(device: torch.device) -> float | None:
 
 
 class Progress:
-    """A live line on a terminal; one plain line a step elsewhere."""
+    """A live line on a terminal; elsewhere one plain line per metrics line."""
 
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
-        self.total_steps = 0  # known once the data is counted
+        self.total_steps = 0  # set once the data is counted
         self.enabled = enabled
         self.stream = stream or sys.stdout
         self.live = self.stream.isatty()
@@ -102,7 +102,7 @@ class Progress:
         self._width = 0
 
     def step(self, line: dict[str, Any]) -> None:
-        """Show one metrics line and the time that is left."""
+        """Show one metrics line and the remaining time."""
         parts = [f"step {line['step']:>{len(str(self.total_steps))}}/{self.total_steps}"]
         if "loss" in line:
             parts += self._training_parts(line)
@@ -114,11 +114,11 @@ class Progress:
         seconds = line["step_time_s"]
         average = seconds if self._average_s is None else 0.9 * self._average_s + 0.1 * seconds
         self._average_s = average
-        learned = ["no target"]
+        losses = ["no target"]
         if line["loss"] is not None:
-            learned = [f"loss {line['loss']:.4f}", f"norm {line['grad_norm']:.3f}"]
+            losses = [f"loss {line['loss']:.4f}", f"norm {line['grad_norm']:.3f}"]
         parts = [
-            *learned,
+            *losses,
             f"lr {line['learning_rate']:.2e}",
             f"{line['tokens_per_s']:,.0f} tokens/s",
         ]
@@ -144,19 +144,19 @@ class Progress:
             self.stream.flush()
         except OSError:  # a closed terminal, a log on a full disk: the records say the same
             self.enabled = False
-            # What is left in the buffer would make Python end with a code of its own.
+            # Text left in the buffer would make Python exit with a code of its own.
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123
                 os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """A metrics line as (name, value, samples) for the JSON's monitors (TensorBoard, W&B, ...)."""
+    """Return a metrics line as (name, value, samples) for the JSON's monitors, like TensorBoard."""
     names = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "eval_loss")
     return [(f"train/{n}", line[n], line["samples"]) for n in names if line.get(n) is not None]
 
 
 def clock(seconds: float) -> str:
-    """ "1:02:03" or "2:03"."""
+    """Return seconds as "1:02:03" or "2:03"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

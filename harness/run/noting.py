@@ -1,4 +1,4 @@
-"""Notes on a run: the classes that really run, its memory, and why memory ran out."""
+"""Notes on a run: the classes that actually run, its memory, the cause of a lack of memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from harness.run.run import Run
 
 
 def note_what_runs(run: Run) -> None:
-    """Record the classes that really run on each rank, and its share of the parameters."""
+    """Record the classes that run on each rank, and its share of the parameters. Collective."""
     ranks: list[Any] = [None] * run.plan.world.world_size
     dist.all_gather_object(ranks, run.engine.describe())
     run.event("engine", step=1, ranks=ranks)
 
 
 def note_memory(run: Run) -> None:
-    """Record predicted and measured memory of each rank once there is a comparison; show the
-    worst.
+    """Record predicted and measured memory of each rank once they are compared; show the worst.
+
+    Collective.
     """
     compared, run.memory.compared = run.memory.compared, []
     if not compared:
@@ -37,7 +38,7 @@ def note_memory(run: Run) -> None:
 
 
 def explain_out_of_memory(run: Run) -> None:
-    """Say what was expected, what there is and what would help; on the rank that ran out."""
+    """Report the estimate, the memory in use and changes that help, on the rank that ran out."""
     estimate, device = run.plan.estimate, run.engine.device
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
     lines = [f"rank {run.plan.world.rank} ran out of memory after step {run.state.step}"]

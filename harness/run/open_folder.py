@@ -17,20 +17,20 @@ from harness.runfolder import RunFolder, create_run_dir
 def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
     """Choose and open the run folder on rank 0; every rank gets its path and attempt.
 
-    Raises ConfigError or CannotSave on every rank where rank 0 cannot open it. Collective.
+    Raises ConfigError or CannotSave on every rank if rank 0 cannot open it. Collective.
     """
     folder: RunFolder | None = None
-    told: list[Any] = [None, 0, None, ExitCode.BAD_CONFIG]
+    outcome: list[Any] = [None, 0, None, ExitCode.BAD_CONFIG]
     if plan.world.rank == 0:
         try:
             folder = _chosen(plan, say)
-            told[:2] = str(folder.path), folder.attempt
+            outcome[:2] = str(folder.path), folder.attempt
         except (ConfigError, CannotSave, OSError) as error:
-            told[2] = f"run.dir={plan.config.run.dir}: {error}"
+            outcome[2] = f"run.dir={plan.config.run.dir}: {error}"
             if is_full_disk(error):
-                told[3] = ExitCode.CANNOT_SAVE
-    dist.broadcast_object_list(told)
-    path, attempt, problem, code = told
+                outcome[3] = ExitCode.CANNOT_SAVE
+    dist.broadcast_object_list(outcome)
+    path, attempt, problem, code = outcome
     if problem is not None:
         raise CannotSave(problem) if code == ExitCode.CANNOT_SAVE else ConfigError(problem)
     if folder is None:
@@ -40,13 +40,13 @@ def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
 
 
 def _chosen(plan: Plan, say: Callable[[str], None]) -> RunFolder:
-    """Return the run folder, created where need be, locked, and open for writing."""
+    """Return the run folder, created if needed, locked, and open for writing."""
     json_name = Path(plan.deepspeed_source).stem
     path = plan.config.run.dir or create_run_dir(plan.config.model.name, json_name, datetime.now())
     folder = RunFolder(path)
-    taken_from = folder.open()
-    if taken_from is not None:
-        folder.append_event("stale_lock", owner=str(taken_from))
+    stale_owner = folder.open()
+    if stale_owner is not None:
+        folder.append_event("stale_lock", owner=str(stale_owner))
     for problem in folder.damaged:
         folder.append_event("damaged_record", message=problem)
         say(f"not needed, not used: {problem}")

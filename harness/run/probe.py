@@ -1,4 +1,4 @@
-"""The probe: a few held-out samples whose loss a checkpoint remembers, to be found again."""
+"""The probe: a few held-out samples; a checkpoint records their loss, a resume compares it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from harness.errors import NoCheckpoint
 from harness.plan.plan import Plan
 
 SAMPLES = 8  # a forward pass of one micro-batch on most layouts
-# How far the loss may be from the saved one, relatively: wider than rounding between layouts in the
-# parity gate, narrower than what one lost layer does.
+# Relative tolerance of the loss: wider than rounding between layouts in the parity gate, narrower
+# than the effect of one lost layer.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 
 
 def probe_batch(data: Data) -> Batch:
-    """The first held-out samples."""
+    """Return the first held-out samples."""
     return data.held_out.batch(0, min(SAMPLES, data.held_out.samples))
 
 
 def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """What a checkpoint stores of its probe."""
+    """Return a batch as the tensors that a checkpoint stores."""
     tensors = {"input_ids": batch.input_ids, "labels": batch.labels}
     return (
         tensors if batch.position_ids is None else {**tensors, "position_ids": batch.position_ids}
@@ -33,7 +33,7 @@ def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def stored_probe(checkpoint: Checkpoint) -> Batch:
-    """The batch that a checkpoint was probed with."""
+    """Return the probe batch that a checkpoint stores."""
     tensors = checkpoint.probe()
     return Batch(tensors["input_ids"], tensors["labels"], tensors.get("position_ids"))
 
@@ -55,9 +55,9 @@ def loss_of(engine: Engine, batch: Batch) -> float | None:
 
 
 def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
-    """Compare the loss of a loaded checkpoint's probe with what it was; collective.
+    """Compare the probe's loss with the one that the loaded checkpoint recorded. Collective.
 
-    Raises NoCheckpoint with both numbers where it differs.
+    Raises NoCheckpoint with both numbers if they differ.
     """
     expected = checkpoint.manifest.probe_loss
     if expected is None or "probe" in plan.config.resume.allow:

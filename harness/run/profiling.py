@@ -1,4 +1,4 @@
-"""A closer look at a few steps: where their time goes, written into the run folder."""
+"""Profiling of a few steps: a trace and a count of FLOPs, written into the run folder."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ LARGEST = 10
 
 class Profiler:
     """Traces steps [first, last) on rank 0, and counts the FLOPs of a forward pass after step
-    `last`. Nothing of it changes what is learned.
+    `last`. Does not change the training.
 
-    A trace that a stop breaks off is written, and a run that goes on traces the rest; what a
-    rollback breaks off is dropped, and traced again.
+    A stop writes the steps traced so far, and the resumed run traces the rest. A rollback drops
+    them, and they are traced again.
     """
 
     def __init__(
         self, plan: Plan, engine: Engine, folder: Path, say: Callable[[str], None]
     ) -> None:
-        """`folder`: where all is written; `say`: shows a line."""
+        """`folder` gets all files; `say` shows a line."""
         assert plan.config.profile.window is not None
         self.first, self.last = plan.config.profile.window
         self.plan, self.engine, self.say = plan, engine, say
@@ -45,7 +45,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around a training step."""
+        """Surround a training step."""
         if not (self.folder and self.first <= step < self.last):
             yield
             return
@@ -58,14 +58,14 @@ class Profiler:
             yield
 
     def after(self, step: int, batch: Batch) -> bool:
-        """Write what ended with a step, after everything else in it; return whether that took time.
+        """Write the trace or the count that a step completes; return True if that took time.
 
         Collective. `batch`: a micro-batch of this rank.
         """
         if step == self.last - 1:
             self._write_trace()
         elif step == self.last:
-            # Of a backward pass torch's hooks would change the order of sums, and its rounding.
+            # No backward pass: torch's hooks would change the order of its sums, hence rounding.
             with flop_counter() if self.folder else contextlib.nullcontext() as counter:
                 self.engine.eval_batch([batch])
             if counter is not None:
@@ -76,17 +76,17 @@ class Profiler:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
-        """Ends what the loop has left open."""
+        """End an unfinished trace: write it after a stop, drop it after an error."""
         if error is None or isinstance(error, RunStopped):
             self._write_trace()
         else:
             self.drop()
 
     def drop(self) -> None:
-        """Throw away what a rollback breaks off, which is traced again."""
+        """Throw away an unfinished trace; after a rollback its steps are traced again."""
         trace, self._trace, self._traced = self._trace, None, []
         if trace is not None:
-            with contextlib.suppress(RuntimeError):  # a lost device must not hide how it was lost
+            with contextlib.suppress(RuntimeError):  # must not hide the error that lost the device
                 trace.stop()
 
     def _write_trace(self) -> None:
@@ -100,7 +100,7 @@ class Profiler:
         self.say("\n".join([f"profile        {path}", *largest(trace, len(steps))]))
 
     def _write_flops(self, counter: FlopCounterMode, batch: Batch) -> None:
-        """Write torch's count; show it beside the formula's, a third of which is a forward pass."""
+        """Write torch's count; show it beside the formula's (its forward pass: a third)."""
         if self.folder is None:
             return
         title, total = "a forward pass of a micro-batch", counter.get_total_flops()
@@ -117,10 +117,10 @@ class Profiler:
 
 
 def largest(trace: Any, steps: int) -> list[str]:
-    """The operations that took most time by themselves, per step: on the GPU where there is one."""
-    found = [entry for entry in trace.key_averages() if not entry.is_user_annotation]
-    place = "device" if any(entry.self_device_time_total for entry in found) else "cpu"
-    times = [(getattr(entry, f"self_{place}_time_total") / 1e3, entry) for entry in found]  # ms
+    """Return lines on the operations with most time of their own, per step: on the GPU if any."""
+    entries = [entry for entry in trace.key_averages() if not entry.is_user_annotation]
+    place = "device" if any(entry.self_device_time_total for entry in entries) else "cpu"
+    times = [(getattr(entry, f"self_{place}_time_total") / 1e3, entry) for entry in entries]  # ms
     whole_ms = sum(time for time, _ in times) or 1
     return [
         f"  {time / steps:10.3f} ms {time / whole_ms:6.1%} {entry.count / steps:8.1f} x {entry.key}"

@@ -1,4 +1,4 @@
-"""What is written down of a run before it begins."""
+"""The record of a run's plan, written before the run begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.plan.plan import Plan
 
 
 def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
-    """plan.json: everything needed to explain or repeat the run."""
+    """Return the content of plan.json: everything needed to explain or repeat the run."""
     packages = ("torch", "deepspeed", "transformers", "accelerate", "sentencepiece")
     return {
         **plan.to_json(),
@@ -25,14 +25,14 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the code that runs, "+" appended when files differ from it."""
-    here = Path(__file__).parent
+    """Return the commit of the running code, with "+" if files differ from it."""
+    folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+        process = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
         )
-        return done.stdout.strip()
+        return process.stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")

@@ -1,4 +1,4 @@
-"""Compares the copies of weights that all data ranks of a run hold."""
+"""Compares the replicas of the weights on the data ranks of a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from harness.run.saving import finish_save
 
 
 def check_replicas(run: Run, saves: bool) -> None:
-    """Compare the ranks' copies if that is due, and before every save. Collective.
+    """Compare the replicas if a check is due, and before every save. Collective.
 
-    Raises ReplicasDiffer, which names the ranks and the weights.
+    Raises ReplicasDiffer with the ranks and the weights.
     """
     every, copies = run.plan.config.guard.replicas_every, len(run.plan.share.ranks("replicas"))
     if not every or copies == 1 or not (saves or is_due(run.state.step, every)):
@@ -29,13 +29,13 @@ def check_replicas(run: Run, saves: bool) -> None:
     run.event("replicas_differ", step=run.state.step, ranks_by_parameter=different)
     finish_save(run)  # they were equal when it began
     newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
-    who = f"rank {', '.join(map(str, ranks))}"
+    owners = f"rank {', '.join(map(str, ranks))}"
     if len(ranks) == copies:
-        who += " (among which there is no majority)"
+        owners += " (among which there is no majority)"
     advice = "No checkpoint predates it: begin the run again"
     if newest:
         advice = f"{newest[0].name} predates it: start again from there"
     raise ReplicasDiffer(
         f"after step {run.state.step} data ranks differ in {len(different)} weights that should be "
-        f"the same, {name} on {who}: faulty memory or links there. {advice}"
+        f"the same, {name} on {owners}: faulty memory or links there. {advice}"
     )

@@ -29,13 +29,13 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
             look_for_spike(run, step.number, step.reads, line["loss"], line["grad_norm"])
     note_memory(run)
     if run.profiler:
-        run.pulse("profile", step.number)  # which is no part of a step
+        run.pulse("profile", step.number)  # the profile is no part of a step
         if run.profiler.after(step.number, step.batches[0]):
             run.meter.restart()
 
 
 def evaluate_at_start(run: Run) -> None:
-    """Evaluate before the first step, and after a stop that broke an evaluation off. Collective."""
+    """Evaluate before the first step, or if a stop interrupted an evaluation. Collective."""
     step = run.state.step
     due = step == 0 or is_due(step, run.plan.config.eval.every)
     if due and run.held_out_nats is None and (line := evaluated(run)):
@@ -43,7 +43,7 @@ def evaluate_at_start(run: Run) -> None:
 
 
 def evaluated(run: Run) -> dict[str, float]:
-    """Evaluate; returns what that adds to a metrics line, nothing if it was broken off."""
+    """Evaluate; return the fields for a metrics line, none if it was interrupted. Collective."""
     loss = evaluate(run)
     if loss is None:
         return {}

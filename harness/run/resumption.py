@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, or with the newest usable checkpoint of it or of another one."""
+"""The beginning of a run: step 0, or the newest usable checkpoint of this run or another one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from harness.runfolder import RunFolder
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a run goes on from. `kind`: resumed (this run), branched (another one) or weights (of
-    another one, for a run that begins at step 0). `problems`: newer checkpoints that are unusable.
-    `damages`: records that cannot be read, and that the run goes on without.
+    """The checkpoint that a run begins with. `kind`: new (none), resumed (this run's), branched
+    (another run's) or weights (another run's, for a run that begins at step 0). `problems`: newer
+    checkpoints that are unusable. `damages`: unreadable records that the run does without.
     """
 
     checkpoint: Checkpoint | None = None
@@ -34,14 +34,14 @@ class Beginning:
 
 
 def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
-    """What `plan` goes on from; all ranks call it. `record`: what plan.json would hold.
+    """Return the checkpoint that `plan` begins with; `record` is its plan.json. Collective.
 
-    Raises ConfigError on all ranks where this plan may not go on from there, and NoCheckpoint where
-    there are checkpoints but none can be used: a run with checkpoints never starts over by itself.
+    Raises ConfigError on all ranks if this plan may not resume from it, and NoCheckpoint if there
+    are checkpoints but none is usable: a run with checkpoints never starts over by itself.
     """
     own = plan.config.run.dir
-    if own is not None and (found := _own(plan, RunFolder(own), record)) is not None:
-        return found
+    if own is not None and (beginning := _own(plan, RunFolder(own), record)) is not None:
+        return beginning
     if plan.config.resume.from_ is not None:
         return _branch(plan, plan.config.resume.from_, record)
     if plan.config.model.init_from is not None and is_run(plan.config.model.init_from):
@@ -50,12 +50,15 @@ def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
 
 
 def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | None:
-    """The newest usable checkpoint of the run in run.dir; None where it has none yet."""
-    saved, damage = _of_rank_0(_plan_of(folder))
+    """Return the newest usable checkpoint of the run in run.dir; None if it has none yet."""
+    saved, damage = _broadcast(_read_plan(folder))
     checkpoint, unusable = newest_usable(folder.checkpoints_dir)
-    if damage is not None and checkpoint is not None:  # the checkpoint says the most of it
-        about = checkpoint.manifest
-        data = {"model_config": about.model_config, "data_fingerprint": about.data_fingerprint}
+    if damage is not None and checkpoint is not None:  # the manifest has the essentials
+        manifest = checkpoint.manifest
+        data = {
+            "model_config": manifest.model_config,
+            "data_fingerprint": manifest.data_fingerprint,
+        }
         saved = {**record, "run": {}, **data}
     problems = resume_problems(saved, record, plan.config.resume.allow) if saved else []
     if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
@@ -75,12 +78,12 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
 
 
 def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
-    """A checkpoint of another run, for a run with other hyperparameters."""
+    """Return a checkpoint of another run, to continue with other hyperparameters."""
     run, _ = run_and_step(text)
     own = plan.config.run.dir
     if own is not None and os.path.realpath(Path(own).expanduser()) == os.path.realpath(run):
         raise ConfigError(f"resume.from={text} is run.dir itself: give the branch its own run.dir")
-    saved, damage = _of_rank_0(_plan_of(RunFolder(run)))
+    saved, damage = _broadcast(_read_plan(RunFolder(run)))
     checkpoint = _checkpoint_of(text, "resume.from")
     before = saved or {
         "model_config": checkpoint.manifest.model_config,
@@ -107,9 +110,9 @@ def _checkpoint_of(text: str, key: str) -> Checkpoint:
 
 
 def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False) -> None:
-    """Give the engine a checkpoint's weights and, but for `weights_only`, the rest; collective.
+    """Load a checkpoint's weights and, unless `weights_only`, the optimizer states. Collective.
 
-    Raises NoCheckpoint where it lacks something that this model has.
+    Raises NoCheckpoint on all ranks if it lacks something that this model has.
     """
     problem = None
     try:
@@ -117,19 +120,19 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
         engine.restore(reader.fill, reader.optimizer_kinds if not weights_only else lambda _: ())
     except Unusable as error:
         problem = f"{error}: it was saved from another model"
-    except Exception as error:  # whatever it is, the other ranks wait in the next line
+    except Exception as error:  # of any kind: the other ranks wait in the next line
         problem = f"{checkpoint.path} cannot be loaded: {type(error).__name__}: {error}"
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, problem)
-    for found in filter(None, told):
-        raise NoCheckpoint(found)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for first in filter(None, problems):
+        raise NoCheckpoint(first)
     engine.refresh_weights()
     if not weights_only:
         engine.restore_scalars(checkpoint.manifest.engine)
 
 
-def _plan_of(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
-    """A run's plan.json, and what is wrong with it: a checkpoint is whole without."""
+def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
+    """Return a run's plan.json, or the damage to it: a checkpoint is usable without."""
     try:
         plan = folder.read_plan()
     except Unreadable as error:
@@ -140,7 +143,7 @@ def _plan_of(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def _has_sections(plan: dict[str, Any]) -> bool:
-    """Whether what a resume compares is of the types that it has in a plan."""
+    """Return True if the sections that a resume compares have the types of a plan."""
     run, ds = plan.get("run"), plan.get("deepspeed", {})
     sections = [run, ds, *(run.values() if isinstance(run, dict) else ())]
     if not all(isinstance(section, dict) for section in sections):
@@ -148,8 +151,8 @@ def _has_sections(plan: dict[str, Any]) -> bool:
     return isinstance(ds.get("bf16", {}), dict)
 
 
-def _of_rank_0(value: Any) -> Any:
-    """Folders may be seen differently, or at different times: rank 0 looks for all."""
-    held = [value if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(held)
-    return held[0]
+def _broadcast(value: Any) -> Any:
+    """Return rank 0's value: ranks may see a folder differently. Collective."""
+    values = [value if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(values)
+    return values[0]

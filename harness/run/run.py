@@ -42,18 +42,18 @@ class Unsplit:
 
 
 class Profiler(Protocol):
-    """Looks closer at a few steps (run/profiling.py, which loads torch's profiler)."""
+    """Profiles a few steps (run/profiling.py, which loads torch's profiler)."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Surround a training step."""
         ...
 
     def after(self, step: int, batch: Batch) -> bool:
-        """Write what ended with a step; True if that took time. Collective."""
+        """Write the trace or count that a step completes; True if that took time. Collective."""
         ...
 
     def drop(self) -> None:
-        """Throw away what a rollback breaks off."""
+        """Throw away an unfinished trace."""
         ...
 
     def __enter__(self) -> object: ...
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def state(self) -> TrainState:
-        """How far the run is."""
+        """The progress of the run."""
         return self.steps.state
 
     @property
@@ -104,12 +104,12 @@ class Run:
         return sums
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record something that should not pass unnoticed."""
+        """Record an event, on rank 0."""
         if self.is_writer:
             self.folder.append_event(kind, **fields)
 
     def stop_asked(self) -> tuple[bool, bool]:
-        """Return the answer of `guard.agree` after a look at rank 0's clock. Collective."""
+        """Return the result of `guard.agree`, after checking rank 0's clock. Collective."""
         longest = self.pulse.longest_s
         if self.is_writer and self.time_left.is_last_step(longest("step"), longest("save")):
             self.guard.request.ask("the time limit")
@@ -121,12 +121,12 @@ class Run:
         if report is not None:
             message = report["message"]
             self.folder.append_failure(rank, "hang", step=step, message=message)
-        if report is not None or self.is_writer:  # rank 0 may be the one that hangs
+        if report is not None or self.is_writer:  # rank 0 itself may hang
             self.folder.write_failure(ExitCode.HANG, step, message)
 
     def fails(self, failure: Failure) -> None:
-        """Record what ends all ranks, on the rank that failed; and on rank 0, which sees the folder
-        also where that one does not. This process ends next.
+        """Record the failure that ends all ranks, on the rank that failed and on rank 0, which sees
+        the folder even if the failed rank does not. This process ends next.
         """
         step = self.state.step
         if failure.rank == self.plan.world.rank:
@@ -136,7 +136,7 @@ class Run:
         self.folder.close()
 
     def ended(self, outcome: Outcome, code: int, message: str | None = None) -> None:
-        """Record how the run ended, with all ranks, and let go of its folder."""
+        """Record the end of the run on rank 0, and close its folder."""
         if self.is_writer:
             try:
                 self.folder.write_status(outcome, code, self.state.step, message)

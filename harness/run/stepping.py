@@ -1,4 +1,4 @@
-"""Takes a run's optimizer steps, and records those that were left out."""
+"""Takes a run's optimizer steps, and records skipped ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.steps import Step
 
 
 def next_step(run: Run) -> Step:
-    """Return the next optimizer step; the pulse says how long its data took."""
+    """Return the next optimizer step; the pulse times its data."""
     number = run.state.step + 1
     run.pulse("data", number)
     step = run.steps.take()
@@ -27,15 +27,15 @@ def next_step(run: Run) -> Step:
 
 
 def take_step(run: Run, step: Step) -> StepResult | None:
-    """Take an optimizer step; a spike is left out if guard.spikes says so.
+    """Take an optimizer step; skip it if it is a spike and guard.spikes says so. Collective.
 
-    Returns None for a step that has changed nothing, since the run is to go back instead. Raises
-    RunStopped (diverged) if fp16's loss scale cannot fall any further.
+    Return None if nothing was changed because the run is to roll back instead. Raises RunStopped
+    (diverged) if fp16's loss scale cannot fall any further.
     """
     policy, spikes = run.plan.config.guard.spikes, list[Spike]()
 
     def is_spike(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
-        """Judge, alike on all ranks, the same two numbers."""
+        """Judge loss and norm, equal on all ranks. Collective."""
         ranks = len(run.plan.share.ranks("loss"))  # over which both are summed
         shares = torch.stack([loss_share.double(), norm.double() / ranks])
         spike = look_for_spike(run, step.number, step.reads, *run.sum(shares))
@@ -68,7 +68,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
 def look_for_spike(
     run: Run, number: int, reads: Slice, loss: float, grad_norm: float
 ) -> Spike | None:
-    """Judge a step's loss and gradient norm; a spike is an event, and returned."""
+    """Judge a step's loss and gradient norm; record and return a spike."""
     spike = run.judge.see_step(loss, grad_norm)
     if spike is not None:
         values = {"loss": loss, "grad_norm": grad_norm, "samples": reads.samples, **asdict(spike)}
@@ -79,8 +79,8 @@ def look_for_spike(
 def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | None) -> None:
     """Record a step that was not applied.
 
-    The host waits for the loss of such a step alone. One without a target says nothing of the
-    weights, neither good nor bad: it is not counted.
+    The host waits for the device only after such a step. A step without a target says nothing about
+    the weights: it is not counted.
     """
     if not step.targets:
         reason = "none of its samples has a target token"
@@ -104,6 +104,6 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     run.event(
         "skipped_step", step=step.number, reason=reason, loss=loss, grad_norm=norm, loss_scale=scale
     )
-    # Under a loss scale that adapts it reaches its minimum, or recovers.
+    # A dynamic loss scale either recovers or reaches its minimum, which stops the run.
     is_bad = spike is not None or not is_scaled
     run.judge.see_skipped(f"{reason} (loss {loss:.4g}, norm {norm:.4g})", is_bad)

@@ -1,4 +1,4 @@
-"""Asks for the verdict on a run after each step, and carries it out."""
+"""The verdict on a run after each step: reached by all ranks together, and carried out."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def ask(run: Run) -> Verdict:
 
 
 def end_early_at_start(run: Run) -> None:
-    """End a run that was ended early before, unless it has more patience now."""
+    """End a resumed run that had already ended early, unless its patience was raised."""
     verdict = run.judge.verdict(run.state.step, not run.steps.are_left, run.folder.path)
     if verdict.kind == "end early":
         end_early(run, verdict)
 
 
 def carry_out(run: Run, verdict: Verdict) -> None:
-    """End the run early, go back, or raise RunStopped; nothing for a run that goes on."""
+    """End the run early, roll it back, raise RunStopped, or do nothing. Collective."""
     if verdict.kind == "end early":
         end_early(run, verdict)
     elif verdict.kind == "roll back":
@@ -43,7 +43,7 @@ def carry_out(run: Run, verdict: Verdict) -> None:
 
 
 def end_early(run: Run, verdict: Verdict) -> None:
-    """Make the step that the run is at its last one (eval.patience)."""
+    """Make the current step the last one (eval.patience)."""
     best_step, best = run.judge.best
     run.event("ended_early", step=run.state.step, best_step=best_step, best=best)
     message = f"ends at step {run.state.step}, early (eval.patience): {verdict.message}"
@@ -52,7 +52,7 @@ def end_early(run: Run, verdict: Verdict) -> None:
 
 
 def roll_back(run: Run, reason: str) -> None:
-    """Go back to the newest checkpoint, and on with the samples behind the step that failed.
+    """Load the newest checkpoint, and continue with the samples after the failed step.
 
     Raises RunStopped (diverged) if there is none, or after guard.max_rollbacks. Collective.
     """

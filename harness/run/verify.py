@@ -17,28 +17,28 @@ from harness.layout.share import Share
 from harness.run.live_memory import is_out_of_memory
 from harness.run.run import Run, Unsplit
 
-# Relative differences of loss and gradient norm: wider than rounding in the parity gate. A defect
-# may be narrower in 16 bits: a lost mask that moved the loss by 3e-4 there would pass as to loss.
+# Relative differences of loss and gradient norm: wider than rounding in the parity gate. In 16
+# bits a defect may stay below them: a lost mask that moves the loss by 3e-4 passes the loss check.
 TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2), "fp16": (1e-3, 2e-2)}
-# What pipeline.verify = "auto" lets everybody wait for, in FLOP: 3 s of an H200's matrix products
-# (790 TFLOP/s); of each thread of a CPU 8 s, at the 127 GFLOP/s measured in fp32 on a Xeon.
+# Largest first batch that pipeline.verify = "auto" checks, in FLOP: 3 s of an H200's matrix
+# products (790 TFLOP/s), or 8 s of each CPU thread, at the 127 GFLOP/s measured in fp32 on a Xeon.
 _AUTO_FLOPS = {"cuda": 2e15, "cpu": 1e12}
 
 
 def unsplit_start(run: Run) -> Unsplit | None:
-    """The unsplit model's loss and gradient norm before the first step, computed on rank 0; the
-    stages' loss is compared at once, the norm by `check_norm` once there is one.
+    """Return the unsplit model's loss and gradient norm before the first step, computed on rank 0;
+    compare the stages' loss at once. `check_norm` compares the norm after the step. Collective.
 
-    None for a run without stages, a resumed one, and one that is not compared, which is an event.
-    Raises ConfigError where the losses differ.
+    None for a run without stages, a resumed run, and a run that is not compared (an event says so).
+    Raises ConfigError if the losses differ.
     """
     plan = run.plan
     if plan.stages is None or run.state.step > 0:
         return None
     targets = run.data.train.targets_in(0, plan.curriculum.at(0).global_batch)
     answer: list[Any] = [None, None]
-    if run.is_writer:  # it decides for all: free memory differs
-        answer = _asked(run, targets)
+    if run.is_writer:  # rank 0 decides for all: free memory differs
+        answer = _computed(run, targets)
     dist.broadcast_object_list(answer)
     unsplit: Unsplit | None = answer[0]
     if unsplit is None:
@@ -51,7 +51,7 @@ def unsplit_start(run: Run) -> Unsplit | None:
 
 
 def check_norm(run: Run, unsplit: Unsplit, grad_norm: float | torch.Tensor) -> None:
-    """Compare the first step's gradient norm. Raises ConfigError where it differs."""
+    """Compare the first step's gradient norm. Raises ConfigError if it differs."""
     norm, result = unsplit.grad_norm, "not compared: steps are random"
     if norm is not None:
         result = "not compared: fp16 overflowed"
@@ -63,23 +63,23 @@ def check_norm(run: Run, unsplit: Unsplit, grad_norm: float | torch.Tensor) -> N
         run.event("verified", loss=unsplit.loss, grad_norm=result)
 
 
-def _check(what: str, value: float, expected: float, tolerance: float, run: Run) -> None:
+def _check(name: str, value: float, expected: float, tolerance: float, run: Run) -> None:
     if math.isclose(value, expected, rel_tol=tolerance):
         return
     raise ConfigError(
-        f"the first batch's {what} is {value:.7g} over {run.plan.grid.pipeline} pipeline stages, "
+        f"the first batch's {name} is {value:.7g} over {run.plan.grid.pipeline} pipeline stages, "
         f"but {expected:.7g} without (relative tolerance {tolerance:g}): "
         f"{run.plan.config.model.name} does not train right in stages; use ZeRO 3, and report this"
     )
 
 
-def _asked(run: Run, targets: int) -> list[Any]:
-    """[what the unsplit model says, None] or [None, why it is not asked, or said nothing]."""
+def _computed(run: Run, targets: int) -> list[Any]:
+    """Return [the unsplit model's loss and norm, None] or [None, the reason why there is none]."""
     from harness.engine.unsplit import unsplit_loss_and_norm  # imports DeepSpeed
 
-    why_not = _why_not(run)
-    if why_not is not None:
-        return [None, why_not]
+    reason = _reason_to_skip(run)
+    if reason is not None:
+        return [None, reason]
     engine, batches = run.engine, _micro_batches(run, Share(Grid(1), 0))
     try:
         loss, norm = unsplit_loss_and_norm(
@@ -90,7 +90,7 @@ def _asked(run: Run, targets: int) -> list[Any]:
             raise
         return [None, "the unsplit model does not fit one rank"]
     finally:
-        if engine.device.type == "cuda":  # whose peak is the run's own from here on
+        if engine.device.type == "cuda":  # from here on the peak is the run's own
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     if not math.isfinite(loss):
@@ -98,16 +98,16 @@ def _asked(run: Run, targets: int) -> list[Any]:
     return [Unsplit(loss, norm), None]
 
 
-def _why_not(run: Run) -> str | None:
-    """Why the unsplit model is not asked; None where it is."""
+def _reason_to_skip(run: Run) -> str | None:
+    """Return the reason to skip the comparison; None if it is to be made."""
     from harness.engine.unsplit import bytes_needed, trained  # imports DeepSpeed
 
     if is_run(run.plan.config.model.init_from or ""):
         return "the weights are those of a checkpoint, whose probe was compared"
-    wish, model, device = run.plan.config.pipeline.verify, run.engine.module, run.engine.device
-    if wish is False:
+    verify, model, device = run.plan.config.pipeline.verify, run.engine.module, run.engine.device
+    if verify is False:
         return "pipeline.verify is false"
-    if wish is True:
+    if verify is True:
         return None
     needed, free = bytes_needed(run.plan, model), free_on_host()
     if device.type == "cuda":
@@ -123,7 +123,7 @@ def _why_not(run: Run) -> str | None:
 
 
 def _micro_batches(run: Run, share: Share) -> list[Batch]:
-    """The first global batch's, of one rank."""
+    """Return the micro-batches that one share has of the first global batch."""
     micro, first = run.plan.micro_batch, run.plan.curriculum.at(0)
     starts = share.starts(first.global_batch, micro)
     return [run.data.train.batch(start, micro).cut(first.pieces) for start in starts]
