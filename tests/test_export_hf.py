@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.checkpoint.load import checkpoint_of
+from harness.checkpoint.find import checkpoint_of
 from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command

@@ -23,8 +23,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.export import replacing
 from harness.checkpoint.files import Written, write_bytes, write_fragments
+from harness.checkpoint.find import verified
 from harness.checkpoint.index import INDEX, Entry, from_index, to_index
-from harness.checkpoint.load import verified
 from harness.checkpoint.manifest import MANIFEST, Manifest, TrainState
 from harness.checkpoint.store import Store
 from harness.data.tokenizer_files import copy_tokenizer

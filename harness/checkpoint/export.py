@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
-from harness.checkpoint.files import Reader
 from harness.checkpoint.fragment import BUFFER, WEIGHT
 from harness.checkpoint.hub_layout import HubLayout
+from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import fsync
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.errors import CannotSave, ConfigError, is_full_disk

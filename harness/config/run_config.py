@@ -28,7 +28,7 @@ from harness.config.conduct import (
     SaveConfig,
 )
 from harness.config.curriculum import Curriculum
-from harness.config.optim import OptimConfig
+from harness.config.optim_and_schedule import OptimConfig
 from harness.config.sections import (
     DataConfig,
     ModelConfig,

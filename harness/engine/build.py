@@ -24,7 +24,7 @@ from harness.engine.processes import raise_together
 from harness.engine.stages import build_stage
 from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
-from harness.layout.optimizers import Parameter, optimizer_groups
+from harness.layout.optimizer_table import Parameter, optimizer_groups
 from harness.models.depth import drop_layers
 from harness.models.kernels import use_liger
 from harness.models.pieces import decoder_layers

@@ -105,7 +105,7 @@ def _adam8bit(params: Any, **settings: Any) -> Optimizer:
 
 
 # By the type in the resolved JSON, given parameter groups and its params.
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+BUILT_HERE: dict[str, Callable[..., Optimizer]] = {
     "SGD": torch.optim.SGD,
     "Adagrad": Adagrad,
     "Lion": Lion,
@@ -120,5 +120,5 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 def our_optimizer(plan: Plan) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
     """What makes the plan's optimizer of parameter groups; None where DeepSpeed builds it."""
     section = plan.deepspeed["optimizer"]
-    make = OPTIMIZERS.get(section["type"])
+    make = BUILT_HERE.get(section["type"])
     return None if make is None else lambda groups: make(groups, **section["params"])

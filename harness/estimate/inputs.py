@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from harness.layout.division import tensor_shard
 from harness.layout.grid import Grid
-from harness.layout.optimizers import GroupRule, Parameter, optimizer_groups
+from harness.layout.optimizer_table import GroupRule, Parameter, optimizer_groups
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, in_flight, stage_shape
 from harness.layout.tensors import Tensor

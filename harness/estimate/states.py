@@ -14,7 +14,7 @@ from harness.estimate.inputs import (
     Place,
 )
 from harness.estimate.partition import Flat, flat_groups, piece, sub_groups
-from harness.layout.optimizers import OPTIMIZERS
+from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.tensors import Tensor
 
 _READY = frozenset({"gradients_ready", "norm"})

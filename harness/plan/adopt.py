@@ -18,7 +18,7 @@ from harness.config.ds_keys import AUTO, ds_keys
 from harness.config.run_config import RunConfig
 from harness.config.run_file import validated
 from harness.errors import ConfigError
-from harness.layout.optimizers import OPTIMIZERS
+from harness.layout.optimizer_table import OPTIMIZERS
 from harness.plan.draft import Draft
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

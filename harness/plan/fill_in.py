@@ -13,7 +13,7 @@ from harness.config.assignments import flat
 from harness.config.ds_json import DsJson
 from harness.config.ds_keys import AUTO, ds_keys, offloaded_to
 from harness.config.run_config import RunConfig
-from harness.layout.optimizers import OPTIMIZERS
+from harness.layout.optimizer_table import OPTIMIZERS
 from harness.plan.draft import Draft
 from harness.plan.machine import missing_for_adam
 

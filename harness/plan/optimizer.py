@@ -6,8 +6,8 @@ import importlib.util
 import re
 
 from harness.config.ds_keys import offloaded_to
-from harness.config.optim import DECAYS
-from harness.layout.optimizers import OPTIMIZERS
+from harness.config.optim_and_schedule import DECAYS
+from harness.layout.optimizer_table import OPTIMIZERS
 from harness.plan.draft import Draft
 
 _SETTINGS = ("betas", "eps", "momentum")

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from harness.config.curriculum import Curriculum
-from harness.config.optim import Schedule
+from harness.config.optim_and_schedule import Schedule
 from harness.config.run_config import RunConfig
 from harness.estimate.timeline import Estimate
 from harness.layout.grid import Grid

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.checkpoint.export import replacing, sweep
 from harness.data.kept_tokenizer import save_generation, save_tokenizer
-from harness.run.metrics import clock
+from harness.run.meter import clock
 from harness.run.probe import check_probe
 from harness.run.resumption import Beginning, load_into
 from harness.run.run import Run

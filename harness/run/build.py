@@ -28,7 +28,7 @@ from harness.plan.swap_space import swap_problems
 from harness.plan.text import row, summary
 from harness.run.begin import begin
 from harness.run.live_memory import MemoryCheck
-from harness.run.metrics import Meter, Progress
+from harness.run.meter import Meter, Progress
 from harness.run.open_folder import open_folder
 from harness.run.record import plan_record
 from harness.run.resumption import find_beginning

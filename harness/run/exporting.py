@@ -19,7 +19,7 @@ from harness.checkpoint.export import (
     replacing,
     write_model,
 )
-from harness.checkpoint.load import Checkpoint
+from harness.checkpoint.find import Checkpoint
 from harness.data.special_ids import SpecialIds
 from harness.data.tokenizer import load_tokenizer
 from harness.data.tokenizer_files import GENERATION, copy_tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.checkpoint.load import Checkpoint, newest_usable, verified
+from harness.checkpoint.find import Checkpoint, newest_usable, verified
 from harness.checkpoint.store import Store
 from harness.data.kept_tokenizer import brings_code
 from harness.errors import ExitCode, RunStopped, is_full_disk

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from harness.checkpoint.load import Checkpoint
+from harness.checkpoint.find import Checkpoint
 from harness.data.batches import Batch
 from harness.data.build import Data
 from harness.engine.api import Engine

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.engine.api import StepResult
 from harness.run.evaluation import evaluate
-from harness.run.metrics import monitor_events
+from harness.run.meter import monitor_events
 from harness.run.noting import note_memory
 from harness.run.run import Run, is_due
 from harness.run.stepping import look_for_spike

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.checkpoint.load import Checkpoint, checkpoint_of, is_run, newest_usable
+from harness.checkpoint.find import Checkpoint, checkpoint_of, is_run, newest_usable
 from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
 from harness.config.run_config import run_and_step
 from harness.engine.api import Engine

@@ -22,7 +22,7 @@ from harness.guard.time_left import TimeLeft
 from harness.guard.watchdog import Watchdog
 from harness.plan.plan import Plan
 from harness.run.live_memory import MemoryCheck
-from harness.run.metrics import Meter, Progress
+from harness.run.meter import Meter, Progress
 from harness.runfolder import Outcome, RunFolder
 from harness.steps import Steps
 

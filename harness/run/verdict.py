@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.checkpoint.load import newest_usable
+from harness.checkpoint.find import newest_usable
 from harness.errors import ExitCode, RunStopped
 from harness.guard.judge import ADVICE, Verdict
 from harness.run.resumption import load_into

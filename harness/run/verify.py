@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.load import is_run
+from harness.checkpoint.find import is_run
 from harness.data.batches import Batch
 from harness.errors import ConfigError
 from harness.estimate.fit import free_on_host

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.checkpoint.export import replacing, write_model
-from harness.checkpoint.files import Reader, write_fragments
+from harness.checkpoint.files import write_fragments
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
+from harness.checkpoint.reader import Reader
 from harness.errors import ConfigError
 from harness.layout.box import Part
 from harness.models.initialize import materialize
@@ -188,7 +189,7 @@ import json, re, sys
 from pathlib import Path
 import torch
 from harness.checkpoint.export import write_model
-from harness.checkpoint.files import Reader
+from harness.checkpoint.reader import Reader
 from harness.checkpoint.index import Entry
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.layout.box import Part

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from harness.checkpoint import files
-from harness.checkpoint.files import Reader, write_fragments
+from harness.checkpoint.files import write_fragments
 from harness.checkpoint.fragment import Fragment
 from harness.checkpoint.index import from_index, to_index
+from harness.checkpoint.reader import Reader
 from harness.errors import Unusable
 from harness.layout.box import Part
 from tests.checkpoint.small import fragments, weights

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from harness.checkpoint import save as saving
-from harness.checkpoint.files import Reader, write_fragments
+from harness.checkpoint.files import write_fragments
+from harness.checkpoint.find import verified
 from harness.checkpoint.fragment import Fragment
 from harness.checkpoint.index import INDEX, from_index, merged, to_index
-from harness.checkpoint.load import verified
 from harness.checkpoint.manifest import MANIFEST, read_manifest
+from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.errors import RunStopped, Unusable

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save as to_safetensors
 
-from harness.checkpoint.load import newest_usable
+from harness.checkpoint.find import newest_usable
 from harness.checkpoint.manifest import _checksum
 from tests.checkpoint.small import save
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from harness.checkpoint import load
+from harness.checkpoint import find
 from harness.checkpoint.files import sha256_of, write_bytes, write_fragments
 from harness.checkpoint.fragment import WEIGHT, Fragment
 from harness.checkpoint.index import INDEX, to_index
@@ -56,9 +56,9 @@ def checked_by(rank: int, folder: Path) -> set[str]:
         return sha256_of(path)
 
     group = mock.Mock(**{"get_rank.return_value": rank, "get_world_size.return_value": RANKS})
-    with mock.patch.object(load, "dist", group), mock.patch.object(load, "sha256_of", hashed):
+    with mock.patch.object(find, "dist", group), mock.patch.object(find, "sha256_of", hashed):
         group.all_gather_object = lambda told, value: told.__setitem__(rank, value)
-        load.verified(folder)
+        find.verified(folder)
     return set(seen)
 
 
@@ -84,4 +84,4 @@ def test_one_flipped_bit_is_found(checkpoint: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(Unusable, match=r"rank-00001-000\.safetensors is damaged"):
-        load.verified(checkpoint)
+        find.verified(checkpoint)

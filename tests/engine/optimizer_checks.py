@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.files import Reader, write_fragments
+from harness.checkpoint.files import write_fragments
 from harness.checkpoint.index import from_index, merged, to_index
+from harness.checkpoint.reader import Reader
 from tests.engine.rank import OUT, WORLD, engine_of, share_of, stage
 from tests.engine.small import FAMILIES
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.layout.optimizers import OPTIMIZERS
+from harness.layout.optimizer_table import OPTIMIZERS
 
 pytestmark = pytest.mark.slow
 

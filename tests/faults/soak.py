@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.load import verified
+from harness.checkpoint.find import verified
 from harness.config.sections import DataConfig
 from harness.data.build import DataSpec, build_data
 from harness.errors import Unusable

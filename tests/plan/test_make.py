@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.ds_json import DsJson
-from harness.config.optim import OptimConfig, Schedule
+from harness.config.optim_and_schedule import OptimConfig, Schedule
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError

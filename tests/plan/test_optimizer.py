@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from harness.config.optim import GroupConfig
+from harness.config.optim_and_schedule import GroupConfig
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
-from harness.layout.optimizers import (
+from harness.layout.optimizer_table import (
     OPTIMIZERS,
     Group,
     Parameter,

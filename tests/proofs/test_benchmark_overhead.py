@@ -38,7 +38,7 @@ def test_the_harness_and_a_bare_loop_train_alike(tmp_path: Path) -> None:
         engine < step for engine, step in zip(harness["engine_s"], harness["step_s"], strict=True)
     )
     assert sum(harness["collectives"].values()) > sum(bare["collectives"].values())  # its metrics
-    assert any("harness/run/metrics.py" in site for site in harness["syncs"])
+    assert any("harness/run/meter.py" in site for site in harness["syncs"])
     assert "| the harness / bare DeepSpeed (1.01 at most) | **" in done.stdout
     assert done.stdout.strip() in text.read_text()
     left = {path.name for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*")} - shared

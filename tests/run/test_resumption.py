@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.load import Store
+from harness.checkpoint.find import Store
 from harness.checkpoint.manifest import read_manifest
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events

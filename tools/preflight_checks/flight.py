@@ -17,7 +17,7 @@ from harness.layout.world import World
 from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
 from harness.plan.text import spread
-from harness.run.metrics import Progress
+from harness.run.meter import Progress
 from tools.preflight_checks.environment import host_name
 from tools.preflight_checks.machine import Machine, free_gpu_bytes, machine_rows, measure_machine
 from tools.preflight_checks.meeting import Absent, Deadline, Meeting, absent, meet

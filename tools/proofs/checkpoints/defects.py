@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
-from harness.checkpoint.files import Reader
 from harness.checkpoint.fragment import BUFFER, WEIGHT
+from harness.checkpoint.reader import Reader
 from tools.proofs.checkpoints.cells import Cell, Side
 from tools.proofs.models import FROZEN
 

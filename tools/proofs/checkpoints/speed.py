@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.load import verified
+from harness.checkpoint.find import verified
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint.find import Checkpoint, verified
 from harness.checkpoint.fragment import BUFFER, WEIGHT
-from harness.checkpoint.load import Checkpoint, verified
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.data.batches import Batch
 from harness.layout.division import divides_vocabulary
-from harness.layout.optimizers import optimizer_groups
+from harness.layout.optimizer_table import optimizer_groups
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, described_parameters, hf_config
 from harness.plan.plan import Plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.load import checkpoint_of, is_run, newest_usable, verified
+from harness.checkpoint.find import checkpoint_of, is_run, newest_usable, verified
 from harness.checkpoint.manifest import TrainState, read_manifest
 from harness.errors import Unusable
 from tests.checkpoint.small import manifest, save, weights

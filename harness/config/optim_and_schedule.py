@@ -22,7 +22,7 @@ from harness.config.sections import (
     Section,
     Text,
 )
-from harness.layout.optimizers import OPTIMIZERS
+from harness.layout.optimizer_table import OPTIMIZERS
 
 
 def _cosine(progress: float) -> float:

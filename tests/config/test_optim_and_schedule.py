@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
-from harness.config.optim import DECAYS, OptimConfig, Schedule
+from harness.config.optim_and_schedule import DECAYS, OptimConfig, Schedule
 
 
 def schedule_of(

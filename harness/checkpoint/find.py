@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.files import Reader, sha256_of
+from harness.checkpoint.files import sha256_of
 from harness.checkpoint.manifest import (
     INDEX,
     PROBE,
@@ -18,6 +18,7 @@ from harness.checkpoint.manifest import (
     read_index,
     read_manifest,
 )
+from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import Store
 from harness.checkpoint.tensor_file import TensorReader
 from harness.config.run_config import run_and_step
