@@ -57,7 +57,7 @@ class RunFolder:
         self.profile_dir = self.path / "profile"
         self.heartbeats_dir = self.path / "heartbeats"
         self.attempt = 0
-        """Number of this attempt at the run, from 1; 0 until `open`. Set by rank 0 for all ranks."""
+        """Number of this attempt, from 1; 0 until `open`. Set by rank 0 for all ranks."""
         self.damaged: list[str] = []
         """Records that `open` could not read, and does not need."""
         self._lock: IO[str] | None = None
@@ -116,8 +116,8 @@ class RunFolder:
     def write_status(
         self, outcome: Outcome, code: int | None, step: int, message: str | None = None
     ) -> None:
-        """Replace status.json: outcome, exit code if the run has ended, last step (while it runs: that
-        of the newest checkpoint) and the reason for a bad end.
+        """Replace status.json: outcome, exit code of a run that has ended, last step (while
+        it runs, that of the newest checkpoint) and the reason for a bad end.
         """
         self._assert_open()
         self._write_status(outcome, code, step, message)
