@@ -1,4 +1,4 @@
-"""Dotted keys, the same for the run config and for the DeepSpeed JSON: `key=value`, hints."""
+"""Dotted keys of the run config and of the DeepSpeed JSON: `key=value` arguments and hints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COMMAND_LINE = "command line"
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Key and value, split at the first "=".
+    """Return key and value, split at the first "=".
 
-    Raises ValueError for a text without the two, and for a value beyond the bounds of a config.
+    Raises ValueError if one of the two is missing, and for a value beyond the bounds of a config.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -35,7 +35,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value; a bare word, or what TOML would read as a date, is a string.
+    """Return a TOML value; a bare word or a TOML date stays a string.
 
     Raises ValueError for an integer of thousands of digits, and for thousands of brackets.
     """
@@ -50,9 +50,9 @@ def parse_value(text: str) -> Any:
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in a nested dict, making the dicts on the way.
+    """Set a dotted key in a nested dict, creating the dicts on the way.
 
-    Raises ValueError where the way leads through something that is not a dict.
+    Raises ValueError if a key on the way holds something other than a dict.
     """
     *path, last = key.split(".")
     for depth, name in enumerate(path, 1):
@@ -64,7 +64,7 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def assign_all(tree: dict[str, Any], texts: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Put every `key=value` into a nested dict; returns the keys set, and what went wrong."""
+    """Put every `key=value` into a nested dict; return the keys set and the problems."""
     keys, problems = [], []
     for text in texts:
         try:
@@ -77,7 +77,7 @@ def assign_all(tree: dict[str, Any], texts: Iterable[str]) -> tuple[list[str], l
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a nested dict with its value; an empty dict counts as a value."""
+    """Yield every dotted key of a nested dict with its value; an empty dict counts as a value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -86,28 +86,28 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 NAMED_AT_ONCE = 3
-"""Unknown keys that get a sentence each; more are gathered in one."""
+"""Largest number of unknown keys that get a sentence each; more share one."""
 _LISTED = 8
 
 
 def listed(keys: Iterable[str]) -> str:
-    """A few keys by name, and how many more there are."""
+    """Return the first few keys and the number of the others, as text."""
     keys = list(keys)
     shown = ", ".join(keys[:_LISTED])
     return shown if len(keys) <= _LISTED else f"{shown} and {len(keys) - _LISTED} more"
 
 
-# So like a name that it is meant: train.stpes has 0.8, lora and lr 0.67.
+# Likeness of a probable misspelling: train.stpes has 0.8, lora and lr 0.67.
 _NEAR = 0.8
 _LONGEST = 100  # characters: no key has that many
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The end of an error sentence: "; did you mean X?", or nothing where no name is like `word`.
+    """Return "; did you mean X?" for the end of an error sentence, or "" if no name is similar.
 
     The last part of a dotted name counts most: a long common section would make all keys of it
-    look alike. Where none is like it, a few that have all of its words are, but for "size":
-    batch_size may mean global_batch or micro_batch.
+    look alike. If no name is similar, up to three that contain all its words (except "size") are
+    suggested: batch_size may mean global_batch or micro_batch.
     """
     names = list(names) if len(word) <= _LONGEST else []
 

@@ -9,7 +9,7 @@ MAX_DEFAULT_MICRO_BATCH = 8
 
 
 def _divisors(number: int) -> list[int]:
-    """Every divisor, in order."""
+    """Return every divisor in ascending order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return small + [number // size for size in reversed(small) if size * size != number]
 
@@ -31,10 +31,10 @@ class Batch:
         grad_accum: int | None,
         quantum: int | None = None,
     ) -> Batch:
-        """Split a global batch; what is None is chosen, micro-batches being at most 8 samples.
+        """Split a global batch; a size that is None is chosen, micro-batches of at most 8 samples.
 
-        `quantum`: samples of which the batches of a ramp are multiples, and have to be split alike.
-        Raises ValueError, with the nearest legal values, where the numbers do not multiply.
+        `quantum`: every batch of a ramp is a multiple of this many samples and is split alike.
+        Raises ValueError, with the nearest legal values, if the numbers do not multiply.
         """
         if global_batch % data_ranks:
             below = global_batch // data_ranks * data_ranks

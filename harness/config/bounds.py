@@ -1,4 +1,4 @@
-"""Bounds of what users write in configs: nesting, numbers, texts; nothing beyond is looked at."""
+"""Limits on configs that users write: nesting, numbers, texts. Anything beyond is rejected."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import tomllib
 from typing import Any
 
 MAX_FILE_BYTES = 4 * 2**20
-"""Of a config: what people write has some kilobytes."""
+"""Largest config file; configs that people write have a few kilobytes."""
 MAX_DEPTH = 64
-"""Tables and arrays within each other."""
+"""Deepest nesting of tables and arrays."""
 MAX_INTEGER = 2**63 - 1
-"""The largest that a TOML integer may be, and that a tensor takes."""
+"""Largest TOML integer, and largest that a tensor holds."""
 _DOTTED = re.compile(r"""[\w"'-]++(?:\s*+\.\s*+[\w"'-]++)*+""")
 
 
 def parsed_toml(text: str) -> dict[str, Any]:
-    """A TOML text as a dict; raises tomllib.TOMLDecodeError, and ValueError beyond the bounds."""
-    # Of a key with n parts tomllib keeps all n beginnings: gigabytes, for a text of a megabyte.
+    """Return a TOML text as a dict. Raises TOMLDecodeError, and ValueError beyond the limits."""
+    # tomllib keeps every prefix of a dotted key: gigabytes for a text of a megabyte.
     if any(match[0].count(".") > MAX_DEPTH for match in _DOTTED.finditer(text)):
         raise ValueError(f"a key in it has more than {MAX_DEPTH} parts: it is too deep")
     try:
@@ -27,7 +27,7 @@ def parsed_toml(text: str) -> dict[str, Any]:
 
 
 def beyond_bounds(tree: Any) -> str | None:
-    """What in a parsed config is too deep, too large or no text; None where nothing is.
+    """Return why a parsed config is too deep, too large or not valid text; None if it is fine.
 
     The value itself is not shown: it may be a million characters long.
     """

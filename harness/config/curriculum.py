@@ -1,8 +1,8 @@
 """Batch size and sequence length as pure functions of the samples consumed.
 
-A run that resumes, in whatever layout, or goes on past samples that it threw away, asks for the
-same samples again. A sample is always data.seq_len tokens: where sequences are still shorter, it is
-read as several of them, and no token is lost.
+A run that resumes in any layout, or continues past discarded samples, therefore reads the same
+samples. A sample is always data.seq_len tokens: while sequences are still shorter, it is read as
+several of them, and no token is lost.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ class Slice:
     global_batch: int
     """Samples."""
     pieces: int = 1
-    """Sequences that a sample is read as."""
+    """Sequences that each sample is split into."""
 
     @property
     def samples(self) -> list[int]:
-        """The first sample, and the first behind the slice."""
+        """Index of the first sample, and one past the last."""
         return [self.first_sample, self.first_sample + self.global_batch]
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """How batch and length rise: in equal parts of the samples over which they do."""
+    """Batch size and sequence length, each rising in equal parts of a number of samples."""
 
     global_batch: int
-    """Samples of a step once it has risen."""
+    """Samples per step at the end of the rise."""
     batch_from: int | None = None
     """Samples of the first step; None: global_batch from the start."""
     batch_step: int | None = None
-    """Samples by which it rises at a time; None: batch_from."""
+    """Samples that each rise adds; None: batch_from."""
     batch_samples: int = 0
-    """Samples over which it rises."""
+    """Samples over which the batch rises."""
     most_pieces: int = 1
-    """Sequences that the first samples are read as, a power of two: halved until it is 1."""
+    """Sequences that the first samples are split into, a power of two, later halved down to 1."""
     length_samples: int = 0
     """Samples over which sequences grow."""
 
@@ -58,18 +58,18 @@ class Curriculum:
 
     @property
     def rises(self) -> bool:
-        """Whether the first steps are not as all later ones."""
+        """True if the first steps have smaller batches or shorter sequences."""
         return self.batch_from is not None or self.most_pieces > 1
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
-        """Samples consumed after `steps` optimizer steps more than those of the first `samples`."""
+        """Return the samples consumed after `steps` more optimizer steps from `samples` on."""
         while steps > 0:
             taken = int(min(steps, self._steps_at_this_batch(samples)))
             samples, steps = samples + taken * self._batch(samples), steps - taken
         return samples
 
     def steps_for(self, samples: int) -> int:
-        """Optimizer steps that consume at least `samples`."""
+        """Return the number of optimizer steps that consume at least `samples`."""
         steps = consumed = 0
         while consumed < samples:
             batch = self._batch(consumed)
@@ -80,14 +80,14 @@ class Curriculum:
 
     @property
     def quantum(self) -> int:
-        """Samples of which every step's batch is a multiple."""
+        """Common divisor, in samples, of the batches of all steps."""
         if self.batch_from is None:
             return self.global_batch
         return math.gcd(self.global_batch, self.batch_from, self.batch_step or self.batch_from)
 
     @property
     def _levels(self) -> int:
-        """Times that the batch rises."""
+        """Number of times that the batch rises."""
         assert self.batch_from is not None
         return (self.global_batch - self.batch_from) // (self.batch_step or self.batch_from)
 
@@ -98,7 +98,7 @@ class Curriculum:
         return self.batch_from + level * (self.batch_step or self.batch_from)
 
     def _steps_at_this_batch(self, samples: int) -> int | float:
-        """Steps from here on until the batch rises; infinity where it no longer does."""
+        """Return the steps until the batch next rises; infinity if it no longer does."""
         if self.batch_from is None or samples >= self.batch_samples:
             return math.inf
         level = samples * self._levels // self.batch_samples

@@ -1,8 +1,8 @@
-"""The keys of a DeepSpeed JSON, checked at every level against those that DeepSpeed knows.
+"""Checks the keys of a DeepSpeed JSON at every level against those that DeepSpeed knows.
 
-Unlike DeepSpeed itself, which drops what it does not understand at most levels, an unknown key is
-an error here. Other names of a key are taken as what they are; comments, sections that DeepSpeed
-has removed but that are switched off, and keys that never did anything are left out with a note.
+DeepSpeed itself ignores unknown keys at most levels; here they are errors. Aliases of a key are
+accepted. Comments, removed sections that are switched off, and keys that never did anything are
+left out with a note.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.errors import Problems, worded
 
 _LEFTOVERS_FILE = Path(__file__).with_name("ds_leftovers.toml")
 _COMMENTS = ("_", "//", "#")
-"""How keys begin that are remarks: JSON has no other place for them."""
+"""Prefixes of keys that are comments: JSON has no other place for them."""
 
 _PYTHON_TYPES: dict[str, Any] = {
     "array": list,
@@ -41,8 +41,9 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def check_keys(ds: DsJson, problems: Problems) -> None:
-    """Remove every unknown or ill-typed key, at any level, and read old keys as the new ones, in
-    place: what is left can be checked all the same.
+    """Remove every unknown or ill-typed key at any level and replace deprecated keys, in place.
+
+    The rest of the JSON can then be checked.
     """
     problems.say(*ds.problems)
     unlike_any: list[str] = []
@@ -63,7 +64,7 @@ def _check_section(
     problems: Problems,
     unlike_any: list[str],
 ) -> None:
-    """`unlike_any` receives unknown keys that are like none that DeepSpeed knows."""
+    """Check one section; `unlike_any` receives unknown keys without a similar known key."""
     for name, value in list(values.items()):
         key, node = prefix + name, section["keys"].get(name)
         if name.startswith(_COMMENTS):
@@ -126,7 +127,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _replace(ds: DsJson, key: str, value: Any, node: Mapping[str, Any], problems: Problems) -> None:
-    """Write what DeepSpeed makes of a deprecated key in the place of it."""
+    """Replace a deprecated key by the key that DeepSpeed turns it into."""
     new = key.removesuffix(key.rpartition(".")[2]) + node["replaced_by"]
     if must_be := _must_be(value, node):
         problems.say(worded(key, value, ds.origin(key), f"it must be {must_be}"))
@@ -147,7 +148,7 @@ def _replace(ds: DsJson, key: str, value: Any, node: Mapping[str, Any], problems
 
 
 def _must_be(value: Any, node: Mapping[str, Any]) -> str | None:
-    """Return what the value of a known key must be instead, None if it is fine."""
+    """Return the requirement that a known key's value fails, None if it is fine."""
     if "keys" in node:
         return None if value is None and node.get("nullable") else "an object {...}"
     if value == AUTO:
@@ -181,7 +182,7 @@ def _ignored() -> dict[str, str]:
 
 
 def _advice(key: str) -> str:
-    """Return what to write instead of a key, as the end of a sentence."""
+    """Return the replacement for a key, as the end of a sentence."""
     advice = _leftovers()["advice"].get(key)
     return f": {advice}" if advice else ""
 

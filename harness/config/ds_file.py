@@ -17,7 +17,7 @@ from harness.errors import ConfigError, shortened
 from harness.files.regular_file import read_regular
 
 PREFIX = "ds."
-"""How keys of the JSON begin on the command line."""
+"""Prefix of the JSON's keys on the command line."""
 
 
 def load_ds_json(path: Path, assignments: Iterable[str] = ()) -> tuple[DsJson, list[str]]:
@@ -29,13 +29,13 @@ def load_ds_json(path: Path, assignments: Iterable[str] = ()) -> tuple[DsJson, l
         problems += use_first_names(tree, str(path))
     except ConfigError as error:
         problems += error.problems
-    assigned, wrong = assign_all(tree, map(_with_first_name, assignments))
-    problems += [f"{PREFIX}{problem}" for problem in wrong]
+    assigned, rejected = assign_all(tree, map(_with_first_name, assignments))
+    problems += [f"{PREFIX}{problem}" for problem in rejected]
     return DsJson(tree, str(path), assigned), problems
 
 
 def _with_first_name(assignment: str) -> str:
-    """Return `key=value` with the key's first name: it takes the place of the file's."""
+    """Return `key=value` under the key's first name, so that it overrides the file's."""
     key, equals, value = assignment.partition("=")
     return first_name(key.strip()) + equals + value
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON in the making: what the user wrote, where, and every change since."""
+"""The DeepSpeed JSON in the making: the user's values, their origins, and every change since."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ABSENT = object()
 
 
 class DsJson:
-    """A DeepSpeed JSON that knows where its values came from.
+    """A DeepSpeed JSON that knows the origin of its values.
 
-    It changes through its methods alone: a value that becomes another, and a key that is left out,
-    are then events.
+    It changes only through its methods, so that every changed value and every key left out is an
+    event.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class DsJson:
         self.given: dict[str, Any] = copy.deepcopy(dict(tree))
         self.name = name
         self.rejected: set[str] = set()
-        """Keys that were removed because they are wrong: their default is nobody's choice."""
+        """Keys removed because they are invalid: nobody chose the defaults in their place."""
         self._tree: dict[str, Any] = normalized(tree)
         self.problems = use_first_names(self._tree, name)
-        """Keys that stand there under both of their names."""
+        """Keys that the JSON has under both of their names."""
         self._assigned = frozenset(assigned)
         self._changes: list[Event] = []
         self._left_out: dict[str, list[str]] = {}
@@ -53,34 +53,34 @@ class DsJson:
         return value_of(self._tree, key)
 
     def is_auto(self, key: str) -> bool:
-        """Return True if the JSON leaves the key's value to others."""
+        """Return True if the JSON says "auto" for the key."""
         section, name = self._section_of(key)
         return section.get(name) == AUTO
 
     def look_up(self, key: str) -> tuple[object, str]:
-        """Return a value as a message shows it, of any key, and its origin."""
+        """Return the value of any key, as messages show it, and its origin."""
         section, name = self._section_of(key)
         if name in section and section[name] != AUTO:
             return section[name], self.origin(key)
         return self.value(key), self.origin(key)
 
     def origin(self, key: str) -> str:
-        """Return the file, or "command line" for a key that was set there, or lies in one."""
+        """Return the file, or "command line" if the key or a section around it was set there."""
         is_assigned = any(f"{key}.".startswith(f"{other}.") for other in self._assigned)
         return COMMAND_LINE if is_assigned else self.name
 
     def fill(self, key: str, value: Any, because: str = "") -> None:
-        """Give a dotted key the value that others decide; each literal that this changes is an
-        event, "auto" and absent keys are not.
+        """Set a dotted key that the run config or the plan owns; each literal that this changes is
+        an event, "auto" and absent keys are not.
         """
         self._put(key, value, because, dict(_literals(self._tree, key)))
 
     def set(self, key: str, value: Any, because: str) -> None:
-        """Give a dotted key another value than DeepSpeed would see, which is an event."""
+        """Override the value that DeepSpeed would see for a dotted key, which is an event."""
         self._put(key, value, because, {key: self.value(key)})
 
     def remove(self, key: str, because: str) -> None:
-        """Leave a key or section out; a note for each reason names all its keys."""
+        """Leave a key or section out; keys with the same reason share one note."""
         if self._delete(key):
             self.note(key, because)
 
@@ -89,17 +89,17 @@ class DsJson:
         self._left_out.setdefault(text, []).append(key)
 
     def reject(self, key: str) -> None:
-        """Remove a key that is wrong, so that the rest can be checked all the same."""
+        """Remove an invalid key, so that the rest can still be checked."""
         self._delete(key)
         self.rejected.add(key)
 
     def drop(self, key: str) -> None:
-        """Remove a key that says nothing any more: "auto", off, or adopted by the run config."""
+        """Remove a key without an event: "auto", off, or adopted by the run config."""
         self._delete(key)
 
     @property
     def events(self) -> list[Event]:
-        """What was left out, and then what was changed."""
+        """Events of keys left out, then of values changed."""
         remarks = [
             {"kind": "left_out", "message": f"{listed(keys)} ({self.name}): {text}"}
             for text, keys in self._left_out.items()

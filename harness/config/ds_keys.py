@@ -1,4 +1,4 @@
-"""The keys that DeepSpeed knows, with their defaults, and the value that a JSON gives to one."""
+"""The keys that DeepSpeed knows, with their defaults, and the values that a JSON gives them."""
 
 from __future__ import annotations
 

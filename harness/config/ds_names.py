@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed that have two names: the first is the one that is used here."""
+"""DeepSpeed keys with two names: only the first name is used here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.config.ds_keys import ds_keys
 
 
 def use_first_names(ds: dict[str, Any], name: str) -> list[str]:
-    """Give every key its first name, in place; returns the problems of a JSON called `name`."""
+    """Rename every key to its first name, in place; return the problems of a JSON called `name`."""
     return list(_use_first_names(ds, ds_keys(), "", name))
 
 

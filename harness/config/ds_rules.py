@@ -1,4 +1,4 @@
-"""The rules of ds_refused.toml: what a DeepSpeed JSON is refused for, and what is changed in it."""
+"""The rules of ds_refused.toml: reasons to refuse a DeepSpeed JSON, and changes made to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Rule = Mapping[str, Any]
 
 @functools.cache
 def rules() -> list[Rule]:
-    """Return the rules; the file says what their keys mean."""
+    """Return the rules; the file documents their keys."""
     table: list[Rule] = tomllib.loads(_REFUSED_FILE.read_text(encoding="utf-8"))["rule"]
     return table
 
 
 def apply_changes(ds: DsJson, accelerator: str = "cuda") -> None:
-    """Give each key that a rule changes its other value."""
+    """Apply every rule that changes a key's value."""
     for rule in rules():
         if "instead" in rule and _applies(rule, ds, accelerator):
             ds.set(rule["key"], rule["instead"], rule["why"])

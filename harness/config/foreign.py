@@ -1,4 +1,4 @@
-"""Config files of other programs, recognised and said in one line, with what to give instead."""
+"""Recognises config files of other programs and words the problem in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 _FILE = Path(__file__).with_name("foreign.toml")
 _ENOUGH = 3
-"""Keys of one kind by which a file is taken for it: one or two may be somebody's own."""
+"""Keys of one kind that identify a file of it: one or two may be a coincidence."""
 
 
 @functools.cache
@@ -20,8 +20,8 @@ def _kinds() -> dict[str, dict[str, Any]]:
 
 
 def foreign_config(path: object, keys: Iterable[str], wanted: str) -> str | None:
-    """What is wrong with a config that has the top-level `keys` of another kind than `wanted` (a
-    table of foreign.toml); None where it is of none.
+    """Return the problem of a config whose top-level `keys` are those of another kind than `wanted`
+    (a table of foreign.toml); None if they are not.
     """
     plain = {key.replace("-", "_") for key in keys}
     kinds = _kinds()
@@ -37,13 +37,13 @@ def foreign_config(path: object, keys: Iterable[str], wanted: str) -> str | None
     instead = "write what is learned"
     if wanted == "deepspeed":
         instead = "give --deepspeed one of ds_configs/, and write what is learned"
-    said = f" ({'; '.join(places)})" if places else ""
-    return f"{problem}: {instead} as keys of the run config{said}"
+    replacements = f" ({'; '.join(places)})" if places else ""
+    return f"{problem}: {instead} as keys of the run config{replacements}"
 
 
 def top_level_keys(text: str) -> list[str]:
-    """The keys, and TOML's tables, at the line starts of a text that could not be parsed."""
-    found = re.findall(
+    """Return the keys, and TOML tables, at the line starts of a text that could not be parsed."""
+    matches = re.findall(
         r"""^[ \t]{0,4}(?:\[([\w-]+)\]|["']?([A-Za-z_][\w-]*)["']?[ \t]*[:=])""", text, re.MULTILINE
     )
-    return [table or key for table, key in found]
+    return [table or key for table, key in matches]

@@ -31,11 +31,11 @@ def _cosine(progress: float) -> float:
 
 def _restarts(progress: float, optim: OptimConfig) -> float:
     """Cosine, again and again (arXiv 1608.03983); a cycle is `cycle_growth` times the last."""
-    last = optim.cycles - 1  # in units of which the others are: no power is too large
+    last = optim.cycles - 1  # lengths are in units of the last cycle, so that no power overflows
     lengths = [optim.cycle_growth ** (cycle - last) for cycle in range(optim.cycles)]
     begin, shares = 0.0, [length / sum(lengths) for length in lengths]
     for share in shares[:-1]:
-        if progress < begin + share - 1e-12:  # where it ends the next begins
+        if progress < begin + share - 1e-12:  # at its very end the next cycle begins
             break
         begin += share
     else:
@@ -44,7 +44,7 @@ def _restarts(progress: float, optim: OptimConfig) -> float:
 
 
 class Decay(NamedTuple):
-    """The fall of the learning rate behind the warm-up."""
+    """The fall of the learning rate after warm-up."""
 
     share: Callable[[float, OptimConfig], float]
     """Progress in [0, 1] -> share of the way from the lowest rate (0) to the highest (1)."""
@@ -60,20 +60,20 @@ DECAYS: dict[str, Decay] = {
     "wsd": Decay(lambda progress, _: 1.0 - progress, ("decay_fraction",)),
     "polynomial": Decay(lambda progress, optim: (1.0 - progress) ** optim.power, ("power",)),
     "cosine_restarts": Decay(_restarts, ("cycles", "cycle_growth")),
-    # As in arXiv 1706.03762, section 5.3: of the step alone, see Schedule.lr.
+    # As in arXiv 1706.03762, section 5.3: depends on the step alone, see Schedule.lr.
     "inverse_sqrt": Decay(lambda _progress, _: 1.0),
 }
 
 
 class GroupConfig(Section):
-    """Parameters that are stepped otherwise than the rest."""
+    """Parameters with a learning rate or weight decay of their own."""
 
     pattern: Text
-    """A regular expression that is found in their names."""
+    """Regular expression, searched in parameter names."""
     lr_multiplier: PositiveOrZero = 1.0
-    """Their learning rate, in units of the others'."""
+    """Factor on the learning rate of these parameters."""
     weight_decay: PositiveOrZero | None = None
-    """Their weight decay; None: what they would have without the rule."""
+    """Weight decay of these parameters; None: the same as without the rule."""
 
     @field_validator("pattern")
     @classmethod
@@ -89,19 +89,19 @@ class OptimConfig(Section):
     """The optimizer and its learning rate."""
 
     name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
-    """adamw, lion, muon, adam8bit decouple weight decay; the others add it to the gradient (L2),
-    but for adafactor. muon steps the layers' matrices, adamw the rest."""
+    """adamw, lion, muon, adam8bit and adafactor decouple weight decay; the others add it to the
+    gradient (L2). muon updates the matrices of decoder layers, with adamw for the rest."""
     lr: Positive = 3e-3
-    """Maximum learning rate. lion wants a third to a tenth of adamw's; muon's updates are scaled to
-    adamw's size."""
+    """Maximum learning rate. For lion use a third to a tenth of adamw's; muon's updates are scaled
+    to adamw's size."""
     betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
     """Decay rates of Adam's first and second moment; lion's two."""
     eps: Positive = 1e-8
     """Denominator floor of Adam and Adagrad."""
     momentum: Probability = 0.0
-    """Of sgd, momentum (0.9 unless it is given) and muon (0.95)."""
+    """Momentum of sgd, momentum (default 0.9) and muon (default 0.95)."""
     groups: list[GroupConfig] = Field(default_factory=list)
-    """Rules for parameters by name, the first that fits counts:
+    """Rules for parameters by name; the first that matches applies:
     optim.groups='[{pattern="embed", lr_multiplier=0.5, weight_decay=0.0}]'."""
     weight_decay: PositiveOrZero = 0.1
     """Decay per unit of learning rate; never on biases, norms and embeddings."""
@@ -110,28 +110,28 @@ class OptimConfig(Section):
     clip_value: Positive | None = None
     """Largest absolute value of a gradient element; excludes clip_norm."""
     schedule: Literal[tuple(DECAYS)] = "cosine"  # type: ignore[valid-type]
-    """Shape of the learning rate after warm-up; wsd stays, and decays at the end; inverse_sqrt
-    falls as 1 / sqrt(step), however long the run."""
+    """Shape of the learning rate after warm-up; wsd stays constant and decays at the end;
+    inverse_sqrt falls as 1 / sqrt(step), whatever the length of the run."""
     warmup_steps: CountOrZero = 20
     """Steps over which the learning rate rises to lr."""
     warmup_type: Literal["linear", "log"] = "linear"
-    """Curve of the rise; "log" is steep first, as in DeepSpeed's own schedulers."""
+    """Curve of the warm-up; "log" is steepest first, as in DeepSpeed's own schedulers."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at the end, as a fraction of lr."""
     decay_fraction: Fraction = 0.2
-    """Part of all steps that wsd spends decaying."""
+    """Fraction of all steps in which wsd decays."""
     power: Positive = 2.0
-    """Of polynomial: how much faster it falls at first than at the end; 1 is linear."""
+    """Exponent of polynomial: 1 is linear, larger values fall faster at first."""
     cycles: Annotated[int, Field(gt=0, le=10_000)] = 4
-    """Times that cosine_restarts falls, from the maximum each time."""
+    """Number of cycles of cosine_restarts; each starts at the maximum."""
     cycle_growth: Annotated[float, Field(ge=1)] = 1.0
-    """How many times as long as the last each of these is."""
+    """Length of each cycle of cosine_restarts relative to the one before."""
 
     @property
     def momentum_used(self) -> float:
-        """`momentum`, or what is usual for the optimizer where it was not given."""
-        given = "momentum" in self.model_fields_set
-        return self.momentum if given else OPTIMIZERS[self.name].momentum
+        """`momentum` if the user set it, otherwise the optimizer's usual value."""
+        is_set = "momentum" in self.model_fields_set
+        return self.momentum if is_set else OPTIMIZERS[self.name].momentum
 
     @model_validator(mode="after")
     def _one_clipping(self) -> OptimConfig:
@@ -147,7 +147,7 @@ class Schedule:
     Steps count from 1: `lr(1)` is used by the first optimizer step, `lr(warmup_steps)` is the
     maximum and `lr(total_steps)` is `optim.lr * min_lr_ratio`, where it stays ("inverse_sqrt" never
     falls below that, and need not get there). No step is wasted at a learning rate of zero, as
-    DeepSpeed's own schedulers waste their first two.
+    DeepSpeed's own schedulers do with their first two.
     """
 
     optim: OptimConfig

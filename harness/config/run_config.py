@@ -1,7 +1,7 @@
-"""RunConfig: what is learned. The DeepSpeed JSON says how it is spread.
+"""RunConfig: what is learned. The DeepSpeed JSON says how training is distributed.
 
 Precedence: default < TOML file < `key=value` on the command line. Values of `key=value` are parsed
-as TOML; a bare word that is not TOML is a string. A length given on the command line also displaces
+as TOML; a bare word that is not TOML is a string. A length given on the command line also replaces
 the file's (`train.steps=10` beats `tokens = ...`).
 """
 
@@ -62,7 +62,7 @@ class RunConfig(Section):
 
     @property
     def curriculum(self) -> Curriculum:
-        """How batch and length rise over the run; for a valid ramp.*."""
+        """Batch size and sequence length over the run, for a valid ramp.*."""
         ramp, seq_len = self.ramp, self.data.seq_len
         return Curriculum(
             global_batch=self.train.global_batch,
@@ -74,33 +74,33 @@ class RunConfig(Section):
         )
 
     def get(self, key: str) -> Any:
-        """The value of a dotted key: get("optim.lr")."""
+        """Return the value of a dotted key: get("optim.lr")."""
         section, _, field = key.partition(".")
         return getattr(self, section).model_dump()[field]
 
     def is_set(self, key: str) -> bool:
-        """Whether the user gave this dotted key, wherever, rather than leaving our default."""
+        """Return True if the user set this dotted key, in the file or on the command line."""
         section, _, field = key.partition(".")
-        given = {key_of(name) for name in getattr(self, section).model_fields_set}
-        return section in self.model_fields_set and field in given
+        fields_set = {key_of(name) for name in getattr(self, section).model_fields_set}
+        return section in self.model_fields_set and field in fields_set
 
     def origin(self, key: str) -> str:
-        """Where the value of a dotted key came from: "run.toml", "command line", "default"."""
+        """Return the origin of a dotted key's value: "run.toml", "command line", "default"."""
         return origin_of(key, self._origins) or "default"
 
     def origins(self) -> dict[str, str]:
-        """Where every value that the user set came from, by dotted key."""
+        """Return the origin of every value that the user set, by dotted key."""
         return dict(self._origins)
 
     def with_origins(self, origins: Mapping[str, str]) -> RunConfig:
-        """A copy that knows where its values came from."""
+        """Return a copy with these origins of its values."""
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy
 
 
 def run_and_step(text: str) -> tuple[Path, int | None]:
-    """The run folder, and the step or None for the newest, of RUN or RUN@STEP."""
+    """Return the run folder, and the step or None for the newest, of RUN or RUN@STEP."""
     run, at, step = text.rpartition("@")
     if at and run and re.fullmatch(r"[0-9]{1,8}", step):
         return Path(run).expanduser(), int(step)
@@ -108,22 +108,22 @@ def run_and_step(text: str) -> tuple[Path, int | None]:
 
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str:
-    """Where a key came from: the places of it, of the keys in it, and of the table it lies in."""
+    """Return the origins of a key, of the keys in it and of the table around it, as text."""
     places = (
-        where
-        for given, where in origins.items()
-        if f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
+        origin
+        for other, origin in origins.items()
+        if f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")
     )
     return ", ".join(dict.fromkeys(places))
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of the run config, in order."""
+    """Return every dotted key of the run config, in order."""
     return [f"{section}.{key_of(name)}" for section, fields in _sections() for name in fields]
 
 
 def described_keys() -> list[str]:
-    """A line for every key: its default, and what it is."""
+    """Return a line of help for every key: its default and its meaning."""
     lines = []
     for section, fields in _sections():
         for name, field in fields.items():

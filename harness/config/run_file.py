@@ -28,7 +28,7 @@ from harness.files.regular_file import read_regular
 
 
 def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) -> RunConfig:
-    """Defaults, then the TOML file (if any), then `key=value`, into one validated RunConfig.
+    """Return the RunConfig of defaults, then the TOML file (if any), then `key=value`.
 
     Raises ConfigError with every problem of the file and of the command line.
     """
@@ -39,13 +39,13 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
     except ConfigError as error:
         problems += error.problems
     origins = {key: str(path) for key, _ in flat(tree)}
-    assigned, wrong = assign_all(tree, assignments)
+    assigned, rejected = assign_all(tree, assignments)
     if any(key in LENGTHS for key in assigned):
         for key in set(LENGTHS) - set(assigned):
             tree["train"].pop(key.removeprefix("train."), None)
             origins.pop(key, None)
     origins |= dict.fromkeys(assigned, COMMAND_LINE)
-    problems += wrong
+    problems += rejected
     try:
         run = validated(tree, origins)
     except ConfigError as error:
@@ -56,7 +56,7 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
 
 
 def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
-    """A RunConfig from a nested dict; `origins` says where each dotted key came from.
+    """Return the RunConfig of a nested dict; `origins` holds the origin of each dotted key.
 
     Raises ConfigError.
     """
@@ -67,7 +67,7 @@ def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return a run config as it is written. Raises ConfigError."""
+    """Return the unvalidated run config of a file. Raises ConfigError."""
     text = ""
     try:
         text = read_regular(path, MAX_FILE_BYTES, links=True).decode()
@@ -100,11 +100,11 @@ _FORMS = {
     "list_type": ", as in [1, 2]",
     "tuple_type": ", as in [0.9, 0.95]",
 }
-"""How what pydantic expects is written."""
+"""Spelling of the values that pydantic expects, by error type."""
 
 
 def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[str]:
-    """A sentence for each, but one for many unknown keys of one origin that are like no other."""
+    """Return a sentence for each error; many unknown keys of one origin share a sentence."""
     sentences, unknown = [], dict[str, dict[str, str]]()
     for item in items:
         sentence, key = _sentence(item, origins), ".".join(map(str, item["loc"]))
@@ -123,7 +123,7 @@ def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[st
 
 
 def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
-    """One pydantic error as: the key, its value, where it came from, what is wrong."""
+    """Return a pydantic error as a sentence: the key, its value, its origin, the problem."""
     key = ".".join(map(str, item["loc"]))
     origin = origin_of(key, origins)
     if item["type"] == "extra_forbidden":

@@ -1,9 +1,9 @@
 """Keys that the run config and the DeepSpeed JSON could both hold.
 
 A literal in the JSON wins over a default of ours and is recorded as an event; it conflicts only
-with a value that the user set. "auto" and absent leave the run config's value. Where the JSON says
-which optimizer or scheduler it wants, what its section leaves out is DeepSpeed's default, which
-gives way to a value that the user set.
+with a value that the user set. "auto" and absent leave the run config's value. If the JSON names an
+optimizer or scheduler, keys missing from its section have DeepSpeed's defaults, which give way to
+values that the user set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.plan.draft import Draft
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
-# Key of the JSON -> the run config's for the same thing; of two for one, the later wins.
+# Key of the JSON -> key of the run config with the same meaning; the later of two for one wins.
 SAME = {
     "optimizer.params.lr": "optim.lr",
     "optimizer.params.betas": "optim.betas",
@@ -39,7 +39,7 @@ SAME = {
     "train_batch_size": "train.global_batch",
     "train_micro_batch_size_per_gpu": "train.micro_batch",
 }
-# Accepted at the one value that changes nothing.
+# Accepted only at the value that changes nothing.
 FIXED: dict[str, Any] = {
     "optimizer.params.amsgrad": False,
     "optimizer.params.bias_correction": True,
@@ -50,7 +50,7 @@ FIXED: dict[str, Any] = {
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_min_ratio": 0,
 }
-# How the step is computed, which the engine decides.
+# Implementation of the step, which the engine decides.
 IGNORED = tuple(
     f"optimizer.params.{name}"
     for name in ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none")
@@ -58,9 +58,9 @@ IGNORED = tuple(
 
 
 def adopt(draft: Draft) -> None:
-    """Put the JSON's optimizer, scheduler, clipping and batch literals into the run config.
+    """Copy the JSON's optimizer, scheduler, clipping and batch literals into the run config.
 
-    Each value that takes the place of a default is an event.
+    Each value that replaces a default is an event.
     """
     config, ds, problems = draft.config, draft.ds, draft.problems
     _check_params(draft)
@@ -96,16 +96,16 @@ class Shared:
     key: str
     value: Any
     default_of: str = ""
-    """The type of the optimizer or scheduler whose default it is; empty for the JSON's literal."""
+    """Optimizer or scheduler type if the value is its default; empty for the JSON's own literal."""
 
     def origin(self, ds: DsJson) -> str:
-        """Return where the value came from, for messages."""
+        """Return the origin of the value, for messages."""
         if self.default_of:
             return f"{ds.name}: DeepSpeed's default for {self.default_of}"
         return f"{ds.origin(self.json_key)}: {self.json_key}"
 
     def event(self) -> dict[str, Any]:
-        """Return the record that it took the place of a default of ours."""
+        """Return the event that the value replaced a default of ours."""
         event = {"kind": "adopted", "key": self.key, "value": self.value, "json_key": self.json_key}
         if self.default_of:
             event["message"] = (
@@ -116,9 +116,7 @@ class Shared:
 
 
 def _shared_values(draft: Draft) -> Iterator[Shared]:
-    """Yield every literal and default that has a place in the run config; of two for one, the
-    later wins.
-    """
+    """Yield every literal and default that has a run config key; the later of two for one wins."""
     ds, config, problems = draft.ds, draft.config, draft.problems
     optimizer = scheduler = None
     if kind := ds.literal("optimizer.type"):
@@ -152,7 +150,7 @@ def _shared_values(draft: Draft) -> Iterator[Shared]:
 
 
 def _optimizer_name(kind: Any, ds: DsJson, config: RunConfig) -> str | None:
-    """Return optim.name for a type of the JSON; None for one that is not built."""
+    """Return optim.name for an optimizer type of the JSON; None for an unsupported type."""
     names = {entry.json_type.lower(): name for name, entry in reversed(OPTIMIZERS.items())}
     name = names.get(str(kind).lower())
     # DeepSpeed's Adam decouples the decay unless told otherwise (ADAM_W_MODE_DEFAULT).
@@ -185,7 +183,7 @@ def _scheduler_defaults(ds: DsJson, schedule: str | None) -> dict[str, Any]:
 
 
 def _absent(ds: DsJson, section: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults, by dotted key, of which a section says nothing."""
+    """Return the defaults, by dotted key, of parameters that a section does not set."""
     if ds.is_auto(f"{section}.params"):
         return {}
     params = ds.literal(f"{section}.params") or {}
@@ -193,8 +191,8 @@ def _absent(ds: DsJson, section: str, defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def _check_params(draft: Draft) -> None:
-    """Refuse what the optimizer and the scheduler cannot take; nothing of a type that is not built,
-    whose parameters are its own.
+    """Refuse unsupported parameters of the optimizer and the scheduler; those of unsupported types
+    are not checked.
     """
     ds, problems = draft.ds, draft.problems
     built = {entry.json_type.lower() for entry in OPTIMIZERS.values()} | {AUTO}
@@ -214,7 +212,7 @@ def _check_params(draft: Draft) -> None:
 
 
 def _not_built(types: Iterable[str]) -> tuple[str, str]:
-    """Return why a type is refused, and what to use instead."""
+    """Return the reason for refusing a type, and the replacement."""
     return (
         "which is not built here",
         f"set it to one of {', '.join(types)}, or remove the section and set it in the run config "

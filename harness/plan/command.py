@@ -38,7 +38,7 @@ TOML, a bare word is a string. Precedence: default < --config file < command lin
 
 @dataclass(frozen=True)
 class Command:
-    """What the user asked for, unread: no file has been opened yet."""
+    """The parsed command line; no file has been opened yet."""
 
     deepspeed_path: Path = DEFAULT_DS_JSON
     config_path: Path | None = None
@@ -49,10 +49,10 @@ class Command:
 
 
 class _Keys(argparse.Action):
-    """Prints the keys of the run config and ends."""
+    """Prints the keys of the run config and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """As argparse calls it."""
+        """Print the keys; called by argparse."""
         print(*described_keys(), sep="\n")
         parser.exit()
 
@@ -65,9 +65,9 @@ def _path(text: str) -> Path:
 
 
 def parse_command(argv: Sequence[str] | None = None) -> Command:
-    """Parse the command line; argparse exits with code 2 and a message for what it does not know.
+    """Parse the command line; argparse exits with code 2 and a message for unknown options.
 
-    `--local_rank`, which launchers inject, is accepted in both spellings.
+    `--local_rank`, which launchers add, is accepted in both spellings.
     """
     parser = argparse.ArgumentParser(
         prog="train.py",
@@ -113,28 +113,28 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         metavar="key=value",
         help="run config keys, or ds.* keys of the DeepSpeed JSON",
     )
-    found, unknown = parser.parse_known_intermixed_args(argv)
+    options, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        options = re.findall(r"--[\w-]+", parser.format_usage())
-        hints = (f"{word}{_hint(word.partition('=')[0], options)}" for word in unknown)
+        names = re.findall(r"--[\w-]+", parser.format_usage())
+        hints = (f"{word}{_hint(word.partition('=')[0], names)}" for word in unknown)
         parser.error(f"unrecognized arguments: {', '.join(hints)}")
-    given = vars(found)
-    return Command(**{**given, "assignments": tuple(given["assignments"])})
+    values = vars(options)
+    return Command(**{**values, "assignments": tuple(values["assignments"])})
 
 
 _LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--bind_")
 
 
-def _hint(option: str, known: list[str]) -> str:
-    """Where an option belongs that train.py does not have."""
+def _hint(option: str, options: list[str]) -> str:
+    """Return a hint for an option that train.py does not have."""
     if option.startswith(_LAUNCHERS):
         return " (the launcher's: write it before harness/train.py)"
     name = option.lstrip("-").replace("-", "_")
     keys = [key for key in known_keys() if name in (key, key.rpartition(".")[2])]
     if keys:
         return f" (write {keys[0]}=VALUE)"
-    begun = next((name for name in known if option.startswith(name)), None)
-    return f"; did you mean {begun}?" if begun else did_you_mean(option, known)
+    begun = next((name for name in options if option.startswith(name)), None)
+    return f"; did you mean {begun}?" if begun else did_you_mean(option, options)
 
 
 def plan_from(
@@ -145,7 +145,7 @@ def plan_from(
 ) -> Plan:
     """Read both files and make the plan. Raises one ConfigError with every problem of both.
 
-    `world` takes the place of what the environment says, for plans of machines that are elsewhere;
+    `world` replaces the environment's, for plans of other machines;
     `estimating` as in `make_plan`.
     """
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""How batch size and sequence length rise in a plan, and what keeps them from it."""
+"""Rising batch size and sequence length in a plan (ramp.*), and its checks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from harness.config.curriculum import Curriculum
 from harness.plan.draft import Draft
 
 MAX_RISES = 10_000
-"""Of the batch: each is a piece of every count of steps."""
+"""Most rises of the batch: counting steps takes time for each."""
 
 
 def ramp(draft: Draft) -> None:
-    """Check ramp.*, and let batch and length rise as it says."""
+    """Check ramp.* and set the draft's curriculum."""
     problems_before = len(draft.problems)
     _check_pairs(draft)
     _check_batch(draft)
@@ -40,9 +40,9 @@ def _check_pairs(draft: Draft) -> None:
     for pair in (("batch_from", "batch_tokens"), ("length_from", "length_tokens")):
         missing = [name for name in pair if getattr(ramp, name) is None]
         if len(missing) == 1:
-            (given,) = set(pair) - {*missing}
+            (present,) = set(pair) - {*missing}
             why = f"but not ramp.{missing[0]}"
-            draft.problems.add(f"ramp.{given}", why, "set both, or neither")
+            draft.problems.add(f"ramp.{present}", why, "set both, or neither")
     if ramp.batch_step is not None and ramp.batch_from is None:
         draft.problems.add("ramp.batch_step", "but ramp.batch_from is not given", "set it")
 

@@ -1,4 +1,4 @@
-"""The data of a plan in a line: what is known without a tokenizer, and without reading it all."""
+"""The data of a plan in one line, without a tokenizer and without reading all files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.files.corpus_files import CorpusFiles, find_files
 from harness.files.file_kinds import MOST_LINE_BYTES, first_line, reads_lines, why_not_utf_8
 from harness.files.token_index import read_header
 
-# More would make a dry run wait.
+# Limits that keep a dry run fast.
 _MOST_FILES = 20_000
 _MOST_BYTES = 1 << 26
 _SHOWN_CHARS = 60
@@ -19,9 +19,9 @@ _BYTES_PER_TOKEN = 4  # of English text, roughly
 
 
 def glance(data: DataConfig) -> str:
-    """Kind, number and size of documents, and the first line of text.
+    """Return kind, number and size of documents, and the first line of text.
 
-    Raises ConfigError where the data cannot be read here.
+    Raises ConfigError if the data cannot be read here.
     """
     corpus = find_files(data.path, data.format, at_most=_MOST_FILES)
     try:
@@ -47,18 +47,18 @@ def _text(corpus: CorpusFiles) -> str:
         if not left:
             at_least = "at least "
             break
-    what = "Python's own library" if corpus.kind == "library" else str(corpus.path)
+    source = "Python's own library" if corpus.kind == "library" else str(corpus.path)
     size = corpus.num_bytes()
     first = _begin(corpus.files[0], reads_lines(corpus.files[0], corpus.format))
     left_out = f"; left out: {corpus.left_out}" if corpus.left_out else ""
     return (
-        f"{what}: {at_least}{documents:,} documents, {size / 2**20:,.1f} MiB (roughly "
+        f"{source}: {at_least}{documents:,} documents, {size / 2**20:,.1f} MiB (roughly "
         f"{size // _BYTES_PER_TOKEN:,} tokens), the first {first}{left_out}"
     )
 
 
 def _count_lines(file: Path, most_bytes: int) -> tuple[int, int]:
-    """Lines that are not blank in the first `most_bytes` of a file, and how many bytes are left."""
+    """Return the number of nonblank lines in the first `most_bytes` of a file, and bytes left."""
     documents = 0
     with file.open("rb") as opened:
         while most_bytes and (line := opened.readline(most_bytes)):
@@ -68,7 +68,7 @@ def _count_lines(file: Path, most_bytes: int) -> tuple[int, int]:
 
 
 def _begin(file: Path, is_lines: bool) -> str:
-    """How a file's first document begins: in quotes, or what is there instead."""
+    """Return the quoted beginning of a file's first document, or the line that has none."""
     text = first_line(file, MOST_LINE_BYTES) if is_lines else first_line(file)
     if text is None:
         raise ConfigError(f"data.path: cannot read {file}: it {why_not_utf_8(file)}")
@@ -83,6 +83,6 @@ def _begin(file: Path, is_lines: bool) -> str:
 
 
 def shortened(text: str) -> str:
-    """The first line of a text that is not blank, at most so long as a row may be."""
+    """Return the first nonblank line of a text, cut to the length of a row."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= _SHOWN_CHARS else f"{line[: _SHOWN_CHARS - 3]}..."

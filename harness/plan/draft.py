@@ -20,24 +20,24 @@ from harness.plan.plan import Precision
 
 @dataclass
 class Draft:
-    """Both configs and the world, and what the passes have made of them so far.
+    """Both configs and the world, and the results of the passes so far.
 
-    A pass takes the draft and nothing else. It leaves alone what it finds wrong, so that the
-    passes after it can look for more problems.
+    A pass takes the draft and nothing else. It reports problems without repairing them, so that
+    later passes can look for more.
     """
 
     config: RunConfig
     ds: DsJson
     world: World
     estimating: bool = False
-    """True if the plan is for its memory alone."""
+    """True if the plan is made only to estimate memory."""
     here: bool = False
-    """True if the plan is for this machine: its compilers count."""
+    """True if the plan is for this machine, whose compilers are then checked."""
     precision: Precision = "fp32"
     grid: Grid = field(init=False)
     curriculum: Curriculum = field(init=False)
     batch: Batch | None = None
-    """None until the samples of a step are divided, and if they cannot be."""
+    """None until the samples of a step are divided, or if they do not divide."""
     model_config: dict[str, Any] = field(default_factory=dict)
     model_source: str = ""
     shape: Shape | None = None
@@ -55,7 +55,7 @@ class Draft:
         self.events.append({"kind": kind, **fields, "message": message})
 
     def asked(self, keys: Iterable[str]) -> str:
-        """Return where the values of a few keys came from: "train.steps: run.toml, ..."."""
+        """Return the origins of a few keys: "train.steps: run.toml, ..."."""
         return ", ".join(f"{key}: {self._look_up(key)[1]}" for key in keys)
 
     @property

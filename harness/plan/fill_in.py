@@ -1,6 +1,6 @@
-"""The DeepSpeed JSON made whole: no "auto" left, batch and optimizer filled in.
+"""Completes the DeepSpeed JSON: no "auto" left, batch and optimizer filled in.
 
-The result is handed unchanged to zero.Init and to deepspeed.initialize.
+zero.Init and deepspeed.initialize get the result unchanged.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _OWNED = "the run config owns it"
 
 
 def fill_in_swap_folder(draft: Draft) -> None:
-    """Put what is offloaded to NVMe under "auto" with the temporary files (TMPDIR)."""
+    """Set an NVMe folder of "auto" to the folder of temporary files (TMPDIR)."""
     key = "zero_optimization.offload_optimizer.nvme_path"
     if draft.ds.is_auto(key):
         draft.ds.fill(key, tempfile.gettempdir())
 
 
 def fill_in(draft: Draft) -> None:
-    """Write what the run config owns into the JSON, and replace every "auto" that is left.
+    """Write the run config's values into the JSON, and replace every remaining "auto".
 
     Three sizes follow the model as in the Hugging Face Trainer (transformers/integrations/
     deepspeed.py): hidden^2, 0.9 hidden^2 and 10 hidden elements. zero_hpz_partition_size is the
@@ -50,7 +50,7 @@ def _fill_in_batch(draft: Draft) -> None:
     ds.fill("train_micro_batch_size_per_gpu", batch.micro_batch, _OWNED)
     ds.fill("gradient_accumulation_steps", batch.grad_accum, _OWNED)
     if draft.grid.tensor > 1:
-        # Under AutoTP DeepSpeed multiplies by every rank; from the other two it takes no harm.
+        # Under AutoTP DeepSpeed multiplies by every rank; the other two keys are safe.
         ds.remove("train_batch_size", "left out: DeepSpeed multiplies it wrongly under AutoTP")
     else:
         ds.fill("train_batch_size", batch.global_batch, _OWNED)
@@ -71,10 +71,10 @@ def _fill_in_optimizer(draft: Draft) -> None:
 
 
 def _steps_with_torch(draft: Draft) -> bool:
-    """Return True if torch's Adam takes the place of DeepSpeed's compiled one.
+    """Return True if torch's Adam replaces DeepSpeed's compiled one.
 
-    On CPU ranks it does the same without a minute's compilation; on this machine's GPUs it is the
-    fallback, and an event. Only DeepSpeed's CPU Adam steps what is offloaded.
+    On CPU ranks it gives the same result without a minute of compilation; on this machine's GPUs it
+    is a fallback, and an event. Offloaded states always use DeepSpeed's CPU Adam.
     """
     accelerator = draft.world.accelerator
     if offloaded_to(draft.ds.tree, "optimizer") != "none":
@@ -128,7 +128,7 @@ def _default_of(key: str) -> Any:
 
 
 def optimizer_section(config: RunConfig) -> dict[str, Any]:
-    """Return the run config's optimizer as a DeepSpeed JSON has it."""
+    """Return the run config's optimizer as the section of a DeepSpeed JSON."""
     optim, kind = config.optim, OPTIMIZERS[config.optim.name]
     params: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     values = {"betas": list(optim.betas), "eps": optim.eps, "momentum": optim.momentum_used}

@@ -1,4 +1,4 @@
-"""The run folder of a plan, looked at before it is made."""
+"""Check of the run folder's path before the folder is created."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from harness.plan.draft import Draft
 
 
 def check_run_dir(draft: Draft) -> None:
-    """Refuse a file in the place of the folder, or of one above it. Reads this machine's disk."""
+    """Refuse a path where the folder, or one above it, is a file. Reads this machine's disk."""
     text = draft.config.run.dir
     if text is None:
         return
     path = Path(text).absolute()
     try:
         nearest = next((place for place in (path, *path.parents) if place.exists()), path)
-    except OSError:  # a folder that may not be entered: opening the run says so
+    except OSError:  # a folder without permission: opening the run reports it
         return
     if nearest.exists() and not nearest.is_dir():
         blocking = "it" if nearest == path else str(nearest)

@@ -1,4 +1,4 @@
-"""Fused kernels and compilation in a plan: what they need, and what they leave unknown."""
+"""Fused kernels and compilation in a plan: requirements, and gaps in the estimate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_kernels(draft: Draft) -> None:
 
 
 def note_kernels(draft: Draft) -> None:
-    """Add events for what the estimate does not know."""
+    """Add events for effects of kernels that the estimate leaves out."""
     config = draft.config
     if config.model.kernels == "none" and not config.model.compile:
         return

@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def missing_for_adam(accelerator: str) -> str | None:
-    """Return what DeepSpeed's compiled Adam needs and this machine lacks; None if nothing.
+    """Return the missing tools for DeepSpeed's compiled Adam; None if nothing is missing.
 
-    DeepSpeed's own `is_compatible` says yes without looking for a compiler; the build then fails
+    DeepSpeed's own `is_compatible` does not look for a compiler; the build then fails
     inside `initialize`, after the model was built.
     """
     present = {"c++": _has_compiler(), "ninja": _has_ninja()}
@@ -22,7 +22,7 @@ def missing_for_adam(accelerator: str) -> str | None:
 
 
 def missing_for_compile(accelerator: str) -> str | None:
-    """Return what torch.compile needs and this machine lacks; None if nothing."""
+    """Return the missing tool for torch.compile; None if nothing is missing."""
     if accelerator == "cuda":
         return None if importlib.util.find_spec("triton") else "the package triton (pip install)"
     names = filter(None, (os.environ.get("CXX"), "g++", "clang++"))

@@ -39,7 +39,7 @@ def check_json_keys(draft: Draft) -> None:
 
 
 def apply_rules(draft: Draft) -> None:
-    """Change or refuse what DeepSpeed gets wrong; in an estimate, count what is not trained."""
+    """Change or refuse settings that DeepSpeed gets wrong; an estimate accepts some of them."""
     accelerator = draft.world.accelerator
     apply_changes(draft.ds, accelerator)
     for rule in refusals(draft.ds, accelerator):
@@ -50,7 +50,7 @@ def apply_rules(draft: Draft) -> None:
 
 
 def check_profile(draft: Draft) -> None:
-    """Refuse steps to profile that the run does not reach."""
+    """Refuse to profile steps that the run does not reach."""
     draft.problems.say(*draft.config.profile.problems(draft.steps))
 
 
@@ -61,7 +61,7 @@ JSON_PASSES: tuple[Pass, ...] = (
     check_secondary,
     apply_rules,
 )
-"""Those that need the JSON and the world alone."""
+"""Passes that need only the JSON and the world."""
 PASSES: tuple[Pass, ...] = (
     *JSON_PASSES,
     divide_ranks,
@@ -84,7 +84,7 @@ LAST_PASSES: tuple[Pass, ...] = (
     note_learning_rate,
     fill_in,
 )
-"""Those of a draft without problems."""
+"""Passes for a draft without problems."""
 
 
 def make_plan(
@@ -97,8 +97,8 @@ def make_plan(
 ) -> Plan:
     """Check the two configs against each other, the model and the world, and resolve the JSON.
 
-    `estimating`: the plan is for its memory alone; a layout that is counted but not trained is then
-    an event. `here`: it is for this machine. Raises one ConfigError with every problem.
+    `estimating`: the plan is made only to estimate memory; a layout that train.py refuses may then
+    be an event. `here`: it is for this machine. Raises one ConfigError with every problem.
     """
     draft = Draft(run, ds if isinstance(ds, DsJson) else DsJson(ds), world, estimating, here)
     for make in PASSES:
@@ -111,7 +111,7 @@ def make_plan(
 
 
 def refuse(ds: DsJson, world: World, problems: Iterable[str], estimating: bool = False) -> NoReturn:
-    """Raise ConfigError with the `problems` of files that make no plan, and those of the JSON."""
+    """Raise ConfigError with the `problems` of unreadable files, and those of the JSON."""
     draft = Draft(RunConfig(), ds, world, estimating)
     for make in JSON_PASSES:
         make(draft)

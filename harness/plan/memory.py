@@ -1,4 +1,4 @@
-"""The memory that a plan comes to."""
+"""The memory estimate of a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.plan.plan import Plan
 
 
 def estimate(plan: Plan) -> Estimate | None:
-    """What `plan` will hold; None for an architecture that the planner does not know.
+    """Return the memory estimate; None for an architecture that the planner does not know.
 
     Raises ConfigError for divisions over ranks that DeepSpeed does not run.
     """
@@ -27,7 +27,7 @@ def estimate(plan: Plan) -> Estimate | None:
 
 
 def memory_inputs(plan: Plan) -> Inputs | None:
-    """The part of a plan that decides its memory."""
+    """Return the parts of a plan that decide its memory; None for an unknown architecture."""
     if plan.shape is None:
         return None
     config, run = plan.model_config, plan.config

@@ -1,4 +1,4 @@
-"""The model of a plan: its config and shape, and what of the run does not fit them."""
+"""The model of a plan: its config and shape, and checks of the run against both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def find_model(draft: Draft) -> None:
 
 
 def check_experts(draft: Draft) -> None:
-    """Refuse widths of experts that torch's grouped_mm does not multiply: rows of 16 bytes each."""
+    """Refuse expert widths that torch's grouped_mm rejects: rows must be multiples of 16 bytes."""
     config = draft.model_config
     if not any(isinstance(config.get(key), int) for key in SIZE_KEYS["experts"]):
         return
@@ -64,8 +64,8 @@ def check_attention(draft: Draft) -> None:
 
 
 def _choose_attention(draft: Draft) -> None:
-    """Take eager attention if sdpa cannot compute the family's and is only the default; refuse it
-    if the user asked for it.
+    """Use eager attention if sdpa does not support the model family; refuse sdpa if the user asked
+    for it.
     """
     run, model_type = draft.config, draft.model_config["model_type"]
     missing_feature = family_of(model_type).sdpa_lacks
@@ -82,22 +82,22 @@ def _choose_attention(draft: Draft) -> None:
 
 
 def _check_weights(draft: Draft, shape: Shape) -> None:
-    """Refuse weights that are not those of this model."""
+    """Refuse weights whose names or shapes differ from this model's."""
     run = draft.config
     source = run.model.init_from
     if source is None:
         return
-    their_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
-    theirs = {tensor.name: tensor.shape for tensor in Shape.from_hf(their_config).tensors()}
-    ours = {tensor.name: tensor.shape for tensor in shape.tensors()}
-    different = [name for name in ours if ours[name] != theirs.get(name)]
-    different += [name for name in theirs if name not in ours]
+    source_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
+    stored = {tensor.name: tensor.shape for tensor in Shape.from_hf(source_config).tensors()}
+    needed = {tensor.name: tensor.shape for tensor in shape.tensors()}
+    different = [name for name in needed if needed[name] != stored.get(name)]
+    different += [name for name in stored if name not in needed]
     if different:
         name = different[0]
         draft.problems.add(
             "model.init_from",
-            f"whose {name} is {theirs.get(name, 'not there')}, but {run.model.name}'s is "
-            f"{ours.get(name, 'not there')}",
+            f"whose {name} is {stored.get(name, 'not there')}, but {run.model.name}'s is "
+            f"{needed.get(name, 'not there')}",
             f"set model.name={source}, without model.overrides of sizes",
         )
 

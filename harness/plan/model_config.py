@@ -22,19 +22,19 @@ from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 
-# What a config.json may leave out; the file says what its tables mean.
+# Keys that a config.json may leave out; the file documents its tables.
 _UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
-# So like a preset that it is meant: the nearest hub id without a "/", gpt2-xl, has 0.63.
+# Likeness of a misspelt preset: the nearest hub id without a "/", gpt2-xl, has 0.63.
 _NEAR = 0.8
 
 
 def preset_names() -> list[str]:
-    """The presets that ship with the harness."""
+    """Return the names of the presets that ship with the harness."""
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
 def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
-    """The config of `model.name`, with overrides and dropout applied, and where it came from.
+    """Return the config of `model.name`, with overrides and dropout applied, and its source.
 
     The source is "preset NAME", or the folder, file or hub id the config was read from (what
     transformers needs for architectures that bring their own code). Raises ConfigError.
@@ -63,7 +63,7 @@ def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
 def find_model_config(
     name: str, origin: str = "default", key: str = "model.name"
 ) -> tuple[dict[str, Any], str]:
-    """The config that a name stands for, unchanged, and its source. Raises ConfigError."""
+    """Return the unchanged config of a named model, and its source. Raises ConfigError."""
     preset = PRESETS / f"{name}.toml"
     if name in preset_names():
         return tomllib.loads(preset.read_text(encoding="utf-8"))["config"], f"preset {name}"
@@ -86,7 +86,7 @@ def find_model_config(
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Longest sequence the model has positions for, None where its config names no limit."""
+    """Return the longest sequence that the model has positions for; None without a limit."""
     limits = (config.get(key) for key in SIZE_KEYS["positions"])
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
@@ -104,7 +104,7 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def _from_hub(name: str, origin: str, key: str) -> Path:
-    """Path of the hub's config.json in the local cache, downloaded if need be."""
+    """Return the path of the hub's config.json in the local cache, downloading it if needed."""
     try:
         from huggingface_hub import hf_hub_download
 
@@ -123,7 +123,7 @@ def _nowhere(name: str, origin: str, key: str) -> str:
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with the overrides in; a table goes into a table key by key."""
+    """Return a copy with the overrides applied; tables are merged key by key."""
     merged = dict(config)
     for key, value in overrides.items():
         old = merged.get(key)
@@ -133,7 +133,7 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _dropouts(config: Mapping[str, Any], run_config: RunConfig) -> dict[str, float]:
-    """The config's dropout probabilities that the run config sets. Raises ConfigError."""
+    """Return the config's dropout probabilities that the run config sets. Raises ConfigError."""
     keys, dropouts, problems = _dropout_keys(config), {}, []
     kinds: dict[str, tuple[str, ...]] = {"attention": ("att",), "embedding": ("emb",)}
     kinds["residual"] = tuple(key for key in keys if not key.startswith(("att", "emb")))
@@ -141,15 +141,15 @@ def _dropouts(config: Mapping[str, Any], run_config: RunConfig) -> dict[str, flo
         dropouts = dict.fromkeys(keys, run_config.model.dropout)
     for kind, beginnings in kinds.items():
         value = getattr(run_config.model, f"{kind}_dropout")
-        theirs = [key for key in keys if beginnings and key.startswith(beginnings)]
-        if value is not None and not theirs:
+        kind_keys = [key for key in keys if beginnings and key.startswith(beginnings)]
+        if value is not None and not kind_keys:
             problems.append(
                 f"model.{kind}_dropout is {value} "
                 f"({run_config.origin(f'model.{kind}_dropout')}), but {config['model_type']} "
                 f"models have only {', '.join(sorted(keys))}: remove it"
             )
         elif value is not None:
-            dropouts |= dict.fromkeys(theirs, value)
+            dropouts |= dict.fromkeys(kind_keys, value)
     if problems:
         raise ConfigError(problems)
     return dropouts

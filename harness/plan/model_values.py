@@ -1,4 +1,4 @@
-"""Values of a model's config that transformers takes, and trips over when it builds the model."""
+"""Checks of model config values that transformers accepts but fails on when it builds the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TYPES = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(enc
 ]
 DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
 _MOST = {"layers": 2_000, "experts": 100_000}
-"""Of what a plan counts one by one."""
+"""Largest counts, since a plan walks through layers and experts one by one."""
 
 
 def _number(value: Any) -> bool:
@@ -33,7 +33,7 @@ _IS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def value_problems(config: Mapping[str, Any], run_config: RunConfig, source: str) -> Iterator[str]:
-    """Yield the problems of a config's values, `run`'s overrides in it; null is fine anywhere."""
+    """Yield the problems of a config's values, overrides applied; null is fine anywhere."""
     for key, value in config.items():
         must_be = None if value is None else _must_be(key, value, config)
         if must_be:
@@ -45,7 +45,7 @@ def value_problems(config: Mapping[str, Any], run_config: RunConfig, source: str
 
 
 def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
-    """Return the values that a key may have, None if its value is fine or nothing is known."""
+    """Return the values that a key may have; None if its value is fine or the key is unknown."""
     for kind, (words, holds) in _IS.items():
         if key in _TYPES[kind].split() and not holds(value):
             return words

@@ -1,4 +1,4 @@
-"""The optimizer of a plan: the layouts that it works in, and the settings that it takes."""
+"""Checks of a plan's optimizer: its layouts, its settings, its parameter groups."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OFFLOAD = "zero_optimization.offload_optimizer"
 
 
 def check_optimizer(draft: Draft) -> None:
-    """Refuse settings that the optimizer or schedule does not take, and layouts that they cannot
-    step in.
+    """Refuse settings that the optimizer or schedule does not take, and layouts that the optimizer
+    does not support.
     """
     config, problems = draft.config, draft.problems
     name = config.optim.name
@@ -74,7 +74,7 @@ def _check_layout(draft: Draft) -> None:
 
 
 def note_learning_rate(draft: Draft) -> None:
-    """Add events if the learning rate will not be what its key says, or is another optimizer's."""
+    """Add events if optim.lr is never reached, or is another optimizer's default."""
     optim, steps = draft.config.optim, draft.steps
     if steps and steps < optim.warmup_steps:
         draft.note(
@@ -90,7 +90,7 @@ def note_learning_rate(draft: Draft) -> None:
 
 
 def check_groups(draft: Draft) -> None:
-    """Refuse rules of optim.groups that fit no parameter: misspelt, in all likelihood."""
+    """Refuse rules of optim.groups that match no parameter: probably misspelt."""
     assert draft.shape is not None
     names = [tensor.name for tensor in draft.shape.tensors()]
     origin = draft.config.origin("optim.groups")

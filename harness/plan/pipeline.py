@@ -1,4 +1,4 @@
-"""Pipeline stages in a plan: the decoder layers that each holds."""
+"""Pipeline stages in a plan: the decoder layers of each stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.plan.memory import memory_inputs
 from harness.plan.plan import Plan
 
 _STAGES, _PARTITION = "pipeline.stages", "pipeline.partition"
-_BALANCES = ("time", "memory", "best")  # "best" is DeepSpeed's default, and no more than a word
+_BALANCES = ("time", "memory", "best")  # "best" is DeepSpeed's default and means "time"
 
 
 def num_stages(ds: Mapping[str, Any]) -> int:
@@ -31,8 +31,8 @@ def split_stages(draft: Draft) -> None:
     A balance by memory needs a whole plan: see `by_memory`.
     """
     ds, problems = draft.ds, draft.problems
-    asked, partition = ds.value(_STAGES), ds.value(_PARTITION)
-    if not isinstance(asked, int) and asked != AUTO:
+    stages, partition = ds.value(_STAGES), ds.value(_PARTITION)
+    if not isinstance(stages, int) and stages != AUTO:
         problems.add(_STAGES, "it must be a whole number")
     elif not isinstance(partition, list) and partition not in _BALANCES:
         why = 'it must be "time", "memory" or decoder layers per stage, as in [9, 7]'
@@ -42,10 +42,10 @@ def split_stages(draft: Draft) -> None:
 
 
 def note_pipeline(draft: Draft) -> None:
-    """Add events for what the user may not have meant."""
+    """Add events for choices that the user may not have intended."""
     stages = num_stages(draft.ds.tree)
-    given = isinstance(draft.ds.value(_PARTITION), list)
-    if stages > 1 and draft.shape is None and not given:
+    is_explicit = isinstance(draft.ds.value(_PARTITION), list)
+    if stages > 1 and draft.shape is None and not is_explicit:
         message = "decoder layers are split evenly over the pipeline stages, costs unknown"
         draft.note("even_split", message)
     if draft.batch and draft.batch.grad_accum < stages:
@@ -59,9 +59,9 @@ def note_pipeline(draft: Draft) -> None:
 
 
 def by_memory(plan: Plan) -> Plan:
-    """Return the plan with its stages balanced by memory, if that is asked for and can be counted.
+    """Return the plan with its stages balanced by memory, if requested and memory can be counted.
 
-    The fullest rank then holds as little as possible at its peak.
+    The highest peak over the ranks is then as low as possible.
     """
     inputs = memory_inputs(plan)
     if plan.stages is None or inputs is None or literal(plan.deepspeed, _PARTITION) != "memory":
@@ -74,7 +74,7 @@ def by_memory(plan: Plan) -> Plan:
     peaks: dict[Any, int] = {}
 
     def peak(stage: int, begin: int, end: int) -> int:
-        """Return the stage's peak, bytes; layers that are alike are counted once."""
+        """Return the stage's peak, bytes; identical layers are counted once."""
         alike = stage, tuple(map(id, units[begin:end])), windows[max(begin, 1) - 1 : end - 1]
         if alike not in peaks:
             bounds = (begin,) * (stage + 1) + (end,) * (stages - stage - 1) + (len(units),)

@@ -19,7 +19,7 @@ Event = dict[str, Any]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 NOT_TRAINED = "not_trained"
-"""Kind of the event that says why train.py would refuse a plan made for its estimate."""
+"""Kind of the event with the reason why train.py would refuse a plan made for its estimate."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Plan:
     """Everything that is decided before a device is touched."""
 
     config: RunConfig
-    """The run config, with what was adopted from the JSON."""
+    """The run config, with the values adopted from the JSON."""
     deepspeed: dict[str, Any]
-    """The resolved JSON, handed unchanged to zero.Init and deepspeed.initialize."""
+    """The resolved JSON, passed unchanged to zero.Init and deepspeed.initialize."""
     deepspeed_given: dict[str, Any]
-    """The JSON as the user gave it."""
+    """The JSON as the user wrote it."""
     deepspeed_source: str
     world: World
     grid: Grid
@@ -46,18 +46,18 @@ class Plan:
     global_batch: int
     """Samples per optimizer step over all ranks."""
     micro_batch: int
-    """Samples that a rank takes at once."""
+    """Samples per rank and forward pass."""
     grad_accum: int
     """Micro-batches per optimizer step."""
     stages: tuple[int, ...] | None = None
     """Bounds of the pipeline stages over the model's units (layout/stages.py); None without."""
     events: tuple[Event, ...] = ()
     estimate: Estimate | None = None
-    """The memory it comes to; None for an architecture that nobody has counted."""
+    """Memory estimate; None for an architecture that the planner does not know."""
 
     @property
     def share(self) -> Share:
-        """What this rank has of tokens and weights, and with whom it talks."""
+        """This rank's share of tokens and weights, and its groups of ranks."""
         return Share(self.grid, self.world.rank)
 
     @property
@@ -67,7 +67,7 @@ class Plan:
 
     @cached_property
     def curriculum(self) -> Curriculum:
-        """How large the steps' batches are, and how long their sequences."""
+        """Batch size and sequence length over the run."""
         return self.config.curriculum
 
     def schedule(self, total_steps: int) -> Schedule:
@@ -75,7 +75,7 @@ class Plan:
         return Schedule(self.config.optim, total_steps)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values, for plan.json."""
+        """Return the plan as plain JSON values, for plan.json."""
         return {
             **{
                 f.name: getattr(self, f.name)

@@ -1,4 +1,4 @@
-"""How ranks and samples are divided."""
+"""Division of ranks over the axes, and of samples over data ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def divide_ranks(draft: Draft) -> None:
             world.world_size, sizes[_STAGES], tensor=sizes[_TENSOR], sequence=sizes[_SEQUENCE]
         )
     except ValueError as error:
-        asked = draft.asked(key for key, size in sizes.items() if size > 1)
-        draft.problems.say(f"{error} ({asked})")
+        origins = draft.asked(key for key, size in sizes.items() if size > 1)
+        draft.problems.say(f"{error} ({origins})")
 
 
 def check_secondary(draft: Draft) -> None:
@@ -45,7 +45,7 @@ def check_secondary(draft: Draft) -> None:
 
 def divide_batch(draft: Draft) -> None:
     """Split a step's samples into micro-batches of data ranks."""
-    # A value of the wrong type is reported already: the default in its place is nobody's choice.
+    # A value of the wrong type is already reported; nobody chose the default in its place.
     if draft.ds.rejected.intersection(_BATCH_KEYS):
         return
     train = draft.config.train
@@ -55,5 +55,5 @@ def divide_batch(draft: Draft) -> None:
             train.global_batch, draft.grid.data, train.micro_batch, accum, draft.curriculum.quantum
         )
     except ValueError as error:
-        asked = draft.asked(key for key in _DIVIDED if key in str(error))
-        draft.problems.say(f"{error} ({asked})")
+        origins = draft.asked(key for key in _DIVIDED if key in str(error))
+        draft.problems.say(f"{error} ({origins})")

@@ -1,4 +1,4 @@
-"""Can this machine keep optimizer states on a drive? Asked before a device is touched."""
+"""Checks that this machine can offload optimizer states to NVMe, before a device is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USES_AIO = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_set
 
 
 def swap_problems(plan: Plan) -> list[str]:
-    """What this machine lacks for a run that offloads to NVMe; empty for any other."""
+    """Return the problems of this machine with offloading to NVMe; none for a run that does not."""
     if offloaded_to(plan.deepspeed, "optimizer") != "nvme":
         return []
     folder = Path(str(literal(plan.deepspeed, f"{_KEY}.nvme_path")))
@@ -40,7 +40,7 @@ def _wrong_folder(folder: Path, needed: int) -> list[str]:
 
 
 def _no_libaio() -> list[str]:
-    """DeepSpeed compiles its reads and writes against it; asked of the compiler that it takes."""
+    """Return a problem if libaio, which DeepSpeed's NVMe code is built with, is missing."""
     command = [os.environ.get("CXX", "c++"), "-x", "c++", "-", "-laio", "-o", os.devnull]
     try:
         done = subprocess.run(command, input=_USES_AIO, capture_output=True, text=True)

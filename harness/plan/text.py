@@ -19,17 +19,17 @@ _LABEL_WIDTH = 15
 
 
 def describe(plan: Plan) -> str:
-    """The summary and the resolved JSON."""
-    short = []
+    """Return the summary and the resolved JSON."""
+    shortages = []
     if plan.estimate:
-        short = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
-    short += swap_problems(plan)
+        shortages = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
+    shortages += swap_problems(plan)
     try:
         data = glance(plan.config.data)
-    except ConfigError as error:  # elsewhere it may be another: said, not refused
+    except ConfigError as error:  # a note, not an error: the run may be elsewhere
         data = "not readable here"
-        short += error.problems
-    verdict = row("this machine", "; ".join(short) or "can hold it")
+        shortages += error.problems
+    verdict = row("this machine", "; ".join(shortages) or "can hold it")
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
     return "\n".join(
         [summary(plan), row("data", data), verdict, "", title, json.dumps(plan.deepspeed, indent=2)]
@@ -37,7 +37,7 @@ def describe(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Model, spread, batch, length, learning rate and what was adopted; a line each."""
+    """Return model, layout, batch, length, learning rate and notes, one line each."""
     rows = [
         ("model", _model(plan)),
         ("parameters", _parameters(plan)),
@@ -55,7 +55,7 @@ def summary(plan: Plan) -> str:
 
 
 def row(label: str, text: str) -> str:
-    """A line of a summary."""
+    """Return a line of a summary."""
     return f"{label:<{_LABEL_WIDTH}}{text}"
 
 
@@ -75,7 +75,7 @@ def _parameters(plan: Plan) -> str:
 
 
 def spread(plan: Plan) -> str:
-    """How the run is spread over ranks and memory, in a line."""
+    """Return the distribution over ranks and memory, in one line."""
     grid, world = plan.grid, plan.world
     device = world.gpu or world.accelerator
     axes = [f"{grid.data} data"]
@@ -85,9 +85,9 @@ def spread(plan: Plan) -> str:
         if (size := getattr(grid, axis)) > 1
     ]
     offloaded = [
-        f"{what} on {place}"
-        for what in ("optimizer", "param")
-        if (place := offloaded_to(plan.deepspeed, what)) != "none"
+        f"{part} on {place}"
+        for part in ("optimizer", "param")
+        if (place := offloaded_to(plan.deepspeed, part)) != "none"
     ]
     ranks = f"{grid.world_size} rank{'s' if grid.world_size > 1 else ''}"
     return (
@@ -120,18 +120,18 @@ def _batch(plan: Plan) -> str:
 
 
 def _ramp(plan: Plan) -> list[tuple[str, str]]:
-    ramp, seq_len, found = plan.config.ramp, plan.config.data.seq_len, []
+    ramp, seq_len, rises = plan.config.ramp, plan.config.data.seq_len, []
     if ramp.batch_from is not None:
-        found.append(
+        rises.append(
             f"from {ramp.batch_from} samples a step by {ramp.batch_step or ramp.batch_from} to "
             f"{plan.global_batch} over {ramp.batch_tokens:,} tokens"
         )
     if ramp.length_from is not None:
-        found.append(
+        rises.append(
             f"from sequences of {ramp.length_from} tokens, doubling, to {seq_len} over "
             f"{ramp.length_tokens:,} tokens"
         )
-    return [("ramp", "; ".join(found))] if found else []
+    return [("ramp", "; ".join(rises))] if rises else []
 
 
 def _length(plan: Plan) -> str:

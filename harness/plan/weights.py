@@ -1,7 +1,7 @@
-"""The files behind model.init_from, looked at before anybody opens them: safetensors, and whole.
+"""Checks that the files of model.init_from are whole safetensors files, before they are opened.
 
-Only headers are read. transformers would open whatever an index names, also a pickle, and fail on a
-damaged file in the middle of its work.
+Only headers are read. transformers would open any file that an index names, even a pickle, and fail
+on a damaged file halfway through loading.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _CONVERT = (
 
 
 def weight_file_problems(source: str, named: object = None, opens: bool = False) -> list[str]:
-    """What is wrong with the files that model.init_from names.
+    """Return the problems of the files that model.init_from names.
 
     Empty for a run of the harness, whose checkpoints have checks of their own. `named`: the value
-    of transformers_weights in the model's config, which takes the place of the usual file. `opens`:
-    they are opened next; a plan alone may be made where a folder has no weights yet, and does not
-    ask the hub for the index of a model there.
-    Raises ConfigError where `source` can be no path.
+    of transformers_weights in the model's config, which replaces the usual file. `opens`: True if
+    the files are opened next; a plan alone accepts a folder without weights and does not ask the
+    hub for an index.
+    Raises ConfigError if `source` is not a valid path.
     """
     folder = user_path("model.init_from", source)
     try:
@@ -67,8 +67,8 @@ def _folder_problems(folder: Path, named: object, opens: bool) -> list[str]:
     if file is None:
         pickle = next((name for name in _PICKLES if name in names), None)
         why = f"; {pickle} is a pickle, which is never opened: {_CONVERT}" if pickle else ""
-        lacking = [f"{folder} holds neither {_WEIGHTS} nor {_INDEX}{why}"]
-        return lacking if opens or pickle else []
+        missing = [f"{folder} holds neither {_WEIGHTS} nor {_INDEX}{why}"]
+        return missing if opens or pickle else []
     files, problems = [folder / file], list[str]()
     if file.endswith(".index.json"):
         _require_inside(folder / file, folder)
@@ -87,7 +87,7 @@ def _folder_problems(folder: Path, named: object, opens: bool) -> list[str]:
 
 
 def _index_problems(index: Path) -> tuple[list[Path], list[str]]:
-    """The files that an index names beside it, and what is wrong with it."""
+    """Return the files beside an index that it names, and the problems of the index."""
     content = Table(read_json(index, _MOST_INDEX_BYTES, links=True), index)
     content.table("metadata")
     weight_map = content.table("weight_map")
@@ -102,13 +102,13 @@ def _index_problems(index: Path) -> tuple[list[Path], list[str]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it is a file's name alone, without a folder."""
+    """Return True if `name` is a file name without a folder."""
     return Path(name).name == name and "\0" not in name and "\\" not in name
 
 
 def _require_inside(path: Path, folder: Path) -> None:
-    """Raise Unusable for a link that leads out of its folder, but for the hub's own cache."""
-    # Unlike Path.resolve, this takes a link to itself, which is found where the file is opened.
+    """Raise Unusable for a link that leads out of its folder, except in the hub's own cache."""
+    # Unlike Path.resolve, this accepts a link to itself, which fails when the file is opened.
     base, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     blobs = base.parents[1] / "blobs" if base.parent.name == "snapshots" else base
     if not (target.is_relative_to(base) or target.is_relative_to(blobs)):
@@ -121,14 +121,14 @@ def _has_checkpoints(run: Path) -> bool:
 
 
 def _hub_index(name: str) -> Path | None:
-    """The index of a model on the hub, in the local cache; None where it has one file alone."""
+    """Return the index of a hub model, in the local cache; None if its weights are one file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     try:
         return Path(hf_hub_download(name, _INDEX, etag_timeout=5))
     except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
-        return None  # nothing to look at; what else is wrong is said where its config is read
+        return None  # other problems are reported when its config is read
 
 
 def _shortened(problems: list[str]) -> list[str]:
