@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from harness.config.curriculum import Curriculum
 from harness.files.paths import expanded_path
+from harness.layout.attentions import ATTENTIONS
 
 # At most one of these keys may be set.
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
@@ -76,7 +77,7 @@ class ModelConfig(Section):
     """Initial weights: a folder, a hub id, or a run of ours as RUN or RUN@STEP; None: random."""
     checkpointing: Literal["none", "full"] = "none"
     """Activation checkpointing: of no layer, or of every decoder layer."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    attention: Literal[tuple(ATTENTIONS)] = "sdpa"  # type: ignore[valid-type]
     """Attention implementation, by its Hugging Face name."""
     kernels: Literal["none", "liger"] = "none"
     """liger: fused RMSNorm, SwiGLU, and head with cross-entropy, from the package liger-kernel."""

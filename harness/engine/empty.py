@@ -7,6 +7,7 @@ import logging
 from transformers import PreTrainedModel
 
 from harness.errors import ConfigError
+from harness.layout.attentions import ATTENTIONS
 from harness.models.skeleton import DTYPES, hf_config, separates_documents, skeleton
 from harness.plan.plan import Plan
 
@@ -56,7 +57,8 @@ def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
             f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
             f"boundaries, but {wish}: set data.document_mask=false, or take another model"
         )
-    if attention.startswith("flash") and plan.micro_batch * plan.curriculum.most_pieces > 1:
+    sequences = plan.micro_batch * plan.curriculum.most_pieces
+    if ATTENTIONS[attention].masks_one_sequence and sequences > 1:
         raise ConfigError(
             f"model.attention={attention} heeds document boundaries in micro-batches of one "
             f"sequence only, and {wish}: set train.micro_batch=1 without ramp.length_from, or "

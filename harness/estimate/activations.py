@@ -16,6 +16,7 @@ from harness.estimate.inputs import (
     Held,
     Inputs,
 )
+from harness.layout.attentions import ATTENTIONS
 from harness.layout.division import divides_vocabulary
 from harness.layout.tensors import Tensor
 
@@ -31,7 +32,7 @@ def activation_evidence(inputs: Inputs) -> Evidence:
     compared = inputs.shape.family.compared
     traced = "activations" in compared and not inputs.dropout
     traced |= inputs.traced_layer_bytes is not None
-    traced &= inputs.attention in ("sdpa", "eager") and not inputs.fused
+    traced &= ATTENTIONS[inputs.attention].is_traced and not inputs.fused
     if inputs.grid.tensor > 1 or inputs.grid.sequence > 1:
         traced &= "divided activations" in compared
     return "traced" if traced else "guessed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from harness.errors import ConfigError
+from harness.layout.attentions import ATTENTIONS
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.shape import Shape
 from harness.layout.sizes import UnknownArchitecture
@@ -12,8 +13,6 @@ from harness.plan.draft import Draft
 from harness.plan.model_config import find_model_config, load_model_config, max_positions
 from harness.plan.optimizer import check_groups
 from harness.plan.weights import weight_file_problems
-
-_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
 
 
 def find_model(draft: Draft) -> None:
@@ -56,7 +55,7 @@ def check_experts(draft: Draft) -> None:
 
 def check_attention(draft: Draft) -> None:
     """Refuse an attention implementation that this machine lacks."""
-    package = _FLASH_PACKAGES.get(draft.config.model.attention)
+    package = ATTENTIONS[draft.config.model.attention].package
     is_cpu = draft.world.accelerator == "cpu"
     if package and (is_cpu or not importlib.util.find_spec(package)):
         why = f"it needs a GPU and the package {package}"
