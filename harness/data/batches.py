@@ -27,27 +27,27 @@ class Batch:
 
     input_ids: torch.Tensor
     labels: torch.Tensor
-    """Already shifted: the target of position i stands at i; -100 where there is none."""
+    """Already shifted: labels[i] is the target of position i, or -100."""
     position_ids: torch.Tensor | None
-    """From 0 in each document, when tokens attend only within their own; else None."""
+    """Positions from 0 in each document if tokens attend only within it; otherwise None."""
 
     def cut(self, pieces: int) -> Batch:
-        """The same tokens as sequences that are shorter by a factor, and as many more.
+        """Return the same tokens as `pieces` times as many sequences, each shorter by that factor.
 
-        Equal to the batch that packing to the shorter length gives.
+        Equals the batch that packing to the shorter length gives.
         """
         if pieces == 1:
             return self
         rows, positions = len(self.labels) * pieces, self.position_ids
         if positions is not None:
-            # A document that goes on from the piece before begins anew at 0: its place in the
-            # piece. One that begins inside the piece has a smaller position there, and keeps it.
+            # A document continued from the previous piece restarts at 0: its place in the piece.
+            # A document that begins inside the piece has a smaller position there and keeps it.
             positions = positions.view(rows, -1)
             positions = torch.minimum(positions, torch.arange(positions.shape[1]))
         return Batch(self.input_ids.view(rows, -1), self.labels.view(rows, -1), positions)
 
     def pinned(self) -> Batch:
-        """A copy in page-locked memory, from which a device copies while the host goes on."""
+        """Return a copy in page-locked memory, from which a device can copy asynchronously."""
         positions = self.position_ids
         return Batch(
             self.input_ids.pin_memory(),
@@ -56,7 +56,7 @@ class Batch:
         )
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The three of them on a device, copied there while it computes something else."""
+        """Return the three tensors on a device, copied asynchronously."""
         positions = self.position_ids
         return (
             self.input_ids.to(device, non_blocking=True),
@@ -67,19 +67,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample as it is trained on, for people to look at."""
+    """One training sample, for inspection."""
 
     epoch: int
     window: int
     spans: list[Span]
     batch: Batch
-    """With this one sample."""
+    """A batch of this one sample."""
 
 
 def share_of_rank(
     first_sample: int, global_batch: int, micro_batch: int, data_rank: int, data_ranks: int
 ) -> NDArray[np.int64]:
-    """(accumulation, micro_batch) global sample indices of one rank in one step.
+    """Return the (accumulation, micro_batch) global sample indices of one rank in one step.
 
     Row j starts at first_sample + (j * data_ranks + data_rank) * micro_batch. Over all ranks and
     rows these are exactly [first_sample, first_sample + global_batch), whatever the split.
@@ -93,9 +93,9 @@ def share_of_rank(
 
 
 class Stream:
-    """One split's samples, endlessly: epoch after epoch, each in its own order.
+    """One split's samples without end: epoch after epoch, each in its own order.
 
-    The global sample index alone says which window a sample is (order.window_of).
+    The global sample index alone determines the window of a sample (order.window_of).
     """
 
     def __init__(self, packed: Packed, seed: int, fingerprint: str, *, document_mask: bool) -> None:
@@ -103,34 +103,34 @@ class Stream:
         self._packed = packed
         self._seed, self._fingerprint = seed, fingerprint
         self.document_mask = document_mask
-        """Whether batches carry position_ids, so that tokens attend within their document."""
+        """True if batches carry position_ids, so that tokens attend within their document."""
 
     @property
     def samples(self) -> int:
-        """Samples in an epoch."""
+        """Number of samples in an epoch."""
         return self._packed.num_windows
 
     @property
     def tokens(self) -> int:
-        """Tokens of the split, with separators and the incomplete window that is dropped."""
+        """Number of tokens in the split, with separators and the dropped incomplete window."""
         return self._packed.split.num_tokens
 
     @property
     def documents(self) -> int:
-        """Documents of the split."""
+        """Number of documents in the split."""
         return self._packed.split.num_documents
 
     @property
     def masks_prompts(self) -> bool:
-        """Whether some tokens are read but not learned."""
+        """True if some tokens are prompts, which are read but not trained on."""
         return self._packed.split.masks_prompts
 
     def targets_in(self, first_sample: int, count: int) -> int:
-        """Target tokens of samples [first_sample, first_sample + count), over all ranks."""
+        """Return the target tokens of samples [first_sample, first_sample + count), all ranks."""
         return self._packed.targets(self._windows(first_sample + np.arange(count)))
 
     def batch(self, first_sample: int, count: int) -> Batch:
-        """Samples [first_sample, first_sample + count) as one batch.
+        """Return samples [first_sample, first_sample + count) as one batch.
 
         Raises ConfigError for a token id outside the model's vocabulary.
         """
@@ -147,8 +147,8 @@ class Stream:
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> Generator[list[Batch]]:
-        """One rank's micro-batches (share_of_rank) of every step from samples_consumed on, without
-        end; close() it."""
+        """Yield one rank's micro-batches (share_of_rank) of every step from samples_consumed on,
+        without end; close() the generator."""
 
         ahead = curriculum.walk(samples_consumed)
 
@@ -163,7 +163,7 @@ class Stream:
         return load_ahead(load, prefetch)
 
     def sample(self, index: int) -> Sample:
-        """The sample at one global index, with the documents that it shows."""
+        """Return the sample at one global index, with its parts of documents."""
         window = int(self._windows(np.array([index]))[0])
         spans = self._packed.spans(window)
         return Sample(index // self.samples, window, spans, self.batch(index, 1))
@@ -179,9 +179,9 @@ class Stream:
 
 
 def load_ahead(load: Callable[[int], Item], depth: int) -> Generator[Item]:
-    """load(0), load(1), ... from a thread that stays at most `depth` ahead, until it is closed.
+    """Yield load(0), load(1), ... from a thread that stays at most `depth` ahead, until closed.
 
-    What `load` raises is raised here, at its place in the order.
+    An exception of `load` is raised here, at its place in the order.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="load_ahead")
     try:

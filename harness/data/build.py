@@ -1,4 +1,4 @@
-"""build_data: from data.path to streams of samples, through a cache."""
+"""Builds streams of samples from data.path, through a cache."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ from harness.files.paths import user_path
 from harness.plan.data import shortened
 from harness.runfolder import RunFolder
 
-_FIRST_TOKENS = 64  # more than a line that is shown
+_FIRST_TOKENS = 64  # more than a line of the summary holds
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What build_data needs to know."""
+    """Input of build_data."""
 
     config: DataConfig = field(default_factory=DataConfig)
     seed: int = 0
     """Seed of the order in which the train split is read."""
     model_vocab_size: int | None = None
-    """None: the tokenizer's."""
+    """None: the tokenizer's vocabulary size."""
     trust_remote_code: bool = False
 
     @classmethod
     def of_run(
         cls, run: RunConfig, model_config: Mapping[str, Any], *, trust_remote_code: bool = False
     ) -> DataSpec:
-        """Return the spec of a run; a model that brings its weights brings its tokenizer too."""
+        """Return the spec of a run; initial weights bring their tokenizer."""
         tokenizer = run.data.tokenizer or _tokenizer_of(run.model.init_from)
         config = run.data.model_copy(update={"tokenizer": tokenizer})
         return cls(config, run.train.seed, model_config.get("vocab_size"), trust_remote_code)
 
 
 def _tokenizer_of(init_from: str | None) -> str | None:
-    """Where a model that brings its weights has its tokenizer; a run of ours keeps it apart."""
+    """Return the tokenizer of initial weights; a run of ours has a folder of its own for it."""
     if init_from is None:
         return None
     folder = RunFolder(run_and_step(init_from)[0]).tokenizer_dir
@@ -84,11 +84,11 @@ class Data:
     held_out: Stream
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
-    """Hash of the token ids, of how they lie in documents, and of the tokenizer."""
+    """Hash of the token ids, of their division into documents, and of the tokenizer."""
     corpus: Corpus
     documents: int
     begins: str
-    """The first line of the first document, as the tokenizer gives it back."""
+    """The first line of the first document, as decoded by the tokenizer."""
 
     @property
     def tokens(self) -> int:
@@ -96,7 +96,7 @@ class Data:
         return self.train.tokens + self.held_out.tokens
 
     def summary(self) -> str:
-        """What is read, in a line that shows whether it is what was meant."""
+        """Return a line about the data, from which users see that it is the right data."""
         left_out = f"; left out: {self.corpus.left_out}" if self.corpus.left_out else ""
         return (
             f"{self.corpus.path}: {self.documents:,} documents, {self.tokens:,} tokens, of which "
@@ -104,7 +104,7 @@ class Data:
         )
 
     def events(self) -> list[dict[str, str]]:
-        """What the record of a run should say of its data."""
+        """Return the events about the data for the record of a run."""
         if not self.corpus.left_out:
             return []
         message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
@@ -112,12 +112,12 @@ class Data:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that the tokenizer gives."""
+        """One more than the tokenizer's largest id."""
         return vocab_size(self.tokenizer)
 
     @property
     def eos_id(self) -> int:
-        """The separator: it ends every document, and is a target."""
+        """Id of the separator, which ends every document and is a target."""
         return int(self.tokenizer.eos_token_id)
 
     @cached_property
@@ -126,26 +126,26 @@ class Data:
 
     @property
     def unigram_nats(self) -> float:
-        """Held-out cross-entropy of the train split's token frequencies, nats per token."""
+        """Held-out cross-entropy of a unigram model of the train split, nats per token."""
         return self._baselines[0]
 
     @property
     def bigram_nats(self) -> float:
-        """The same for pairs of tokens, interpolated with the single ones."""
+        """The same of a bigram model, interpolated with the unigram model."""
         return self._baselines[1]
 
 
 def build_data(spec: DataSpec, report: Report | None = None) -> Data:
-    """Finds or builds tokenizer, tokens and split in the cache, and opens them.
+    """Find or build tokenizer, tokens and split in the cache, and open them.
 
-    Every rank may call it at once: one builds, the others wait. `report` receives progress lines.
-    Raises ConfigError, before anything is trained, for whatever is wrong with the input.
+    All ranks may call it at once: one builds, the others wait. `report` receives progress lines.
+    Raises ConfigError for problems of the input.
     """
     report = report or (lambda line: None)
     corpus, identity, cache = _open(spec)
     source = spec.config.tokenizer or _trained_tokenizer(corpus, cache, report)
     tokenizer = _load_tokenizer(source, spec)
-    known_ids = spec.model_vocab_size or vocab_size(tokenizer)
+    num_ids = spec.model_vocab_size or vocab_size(tokenizer)
     key = _tokens_key(identity, tokenizer)
     prefix, prompts = corpus.path, None
     if corpus.kind != "indexed":
@@ -159,14 +159,14 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         report,
     )
     facts = read_facts(folder)
-    require_ids_of(tokens, facts, known_ids)
+    require_ids_of(tokens, facts, num_ids)
     packed = {
         side: Packed(
             tokens.ids,
             load_split(folder, side),
             seq_len=spec.config.seq_len,
             eos_id=tokenizer.eos_token_id,
-            vocab_size=known_ids,
+            vocab_size=num_ids,
             add_separator=facts.add_separator,
         )
         for side in SIDES
@@ -189,21 +189,21 @@ def _first_line(tokens: IndexedTokens, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def cached_fingerprint(spec: DataSpec) -> str | None:
-    """The fingerprint of build_data's result where it lies in the cache, None where it does not.
+    """Return the fingerprint of build_data's result if it is in the cache, otherwise None.
 
-    Builds nothing. Raises ConfigError for input that build_data would refuse on sight.
+    Builds nothing. Raises ConfigError for input that build_data would refuse at once.
     """
     corpus, identity, cache = _open(spec)
     source = spec.config.tokenizer or _tokenizer_folder(corpus, cache)
     if isinstance(source, Path) and not source.is_dir():
-        return None  # of a tokenizer that is still to be trained
+        return None  # the tokenizer is not trained yet
     key = _tokens_key(identity, _load_tokenizer(source, spec))
     folder = _split_folder(cache, key, spec)
     return read_facts(folder).fingerprint if (folder / SPLIT_FACTS).is_file() else None
 
 
 def _open(spec: DataSpec) -> tuple[Corpus, list[object], Path]:
-    """The corpus, its identity, and the cache."""
+    """Return the corpus, its identity, and the cache folder."""
     cache = (
         user_path("data.cache_dir", spec.config.cache_dir)
         if spec.config.cache_dir
@@ -217,7 +217,7 @@ def _open(spec: DataSpec) -> tuple[Corpus, list[object], Path]:
 
 
 def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer, all of whose ids the model has."""
+    """Return the tokenizer. Raises ConfigError if it has more ids than the model."""
     tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
     ids = vocab_size(tokenizer)
     if spec.model_vocab_size is not None and ids > spec.model_vocab_size:
@@ -239,7 +239,7 @@ def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
 
 
 def _tokenizer_folder(corpus: Corpus, cache: Path) -> Path:
-    """Where the tokenizer that is trained on a corpus is kept."""
+    """Return the cache folder of the tokenizer trained on a corpus."""
     if corpus.kind == "indexed":
         raise ConfigError(
             f"data.path: {corpus.path} holds token ids: set data.tokenizer to the one that wrote "
@@ -258,7 +258,7 @@ def _trained_tokenizer(corpus: Corpus, cache: Path, report: Report) -> Path:
 
 
 def _require_windows(packed: dict[str, Packed], spec: DataSpec) -> None:
-    """Raises ConfigError unless each side has at least one sample."""
+    """Raise ConfigError unless each side has at least one sample."""
     problems = [
         f"data.path: the {side.replace('_', '-')} split has {windows.split.num_tokens} tokens in "
         f"{windows.split.num_documents} documents; one sample takes data.seq_len + 1 = "

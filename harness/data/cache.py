@@ -1,8 +1,8 @@
-"""Built once, by one of many processes: finished folders in a cache that several nodes may share.
+"""A cache of folders, each built once by one of many processes, that several nodes may share.
 
-Correctness rests on the atomic rename of a finished folder; the lock only saves work. So a file
-system without locks merely builds twice, and a killed builder leaves nothing in anybody's way: the
-kernel drops its lock, and the next builder on its machine removes its unfinished folder.
+The atomic rename of a finished folder makes it correct; the lock only saves work. Without locks in
+the file system a folder may be built twice. A killed builder blocks nobody: the kernel drops its
+lock, and the next builder on its machine removes its unfinished folder.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Report = Callable[[str], None]
 
 
 def default_cache() -> Path:
-    """$XDG_CACHE_HOME/harness, else ~/.cache/harness."""
+    """Return $XDG_CACHE_HOME/harness, or ~/.cache/harness."""
     cache = os.environ.get("XDG_CACHE_HOME") or user_path("data.cache_dir", "~/.cache")
     return Path(cache) / "harness"
 
 
 def cache_key(**parts: Any) -> str:
-    """16 hex digits that identify what a folder was built from."""
+    """Return 16 hex digits that identify the input of a folder."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> Path:
-    """Returns `folder`, after `build(path)` has filled it in some process, once.
+    """Return `folder` after one process has filled it with `build(path)`.
 
-    `build` writes into a private folder that is renamed when it returns; if it raises, nothing is
-    left and the next process in line tries for itself. Raises ConfigError if the cache cannot be
+    `build` writes into a private folder, which is renamed when it returns; if it raises, nothing is
+    left and the next waiting process tries again. Raises ConfigError if the cache cannot be
     written: NoRoom if its disk is full or read-only.
     """
     try:
@@ -63,14 +63,14 @@ def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> P
 
 
 def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> NDArray[Any]:
-    """The array of a finished folder, as a memory map of one dimension, or of `rows` rows.
+    """Return an array of a finished folder, as a memory map of one dimension, or of `rows` rows.
 
-    Raises ConfigError where it was damaged since.
+    Raises ConfigError if the file is damaged.
     """
     try:
-        open_regular(path, links=True).close()  # numpy would wait at a pipe
+        open_regular(path, links=True).close()  # numpy would block on a pipe
         array = np.asarray(np.load(path, mmap_mode="r"))
-    except Exception as error:  # numpy raises whatever the damage provokes in its parser
+    except Exception as error:  # numpy raises many classes for damaged files
         raise damaged(path, error) from error
     if array.dtype != dtype or array.shape[:-1] != (() if rows is None else (rows,)):
         raise damaged(path, f"it holds {array.shape} {array.dtype}")
@@ -78,7 +78,7 @@ def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> N
 
 
 def damaged(path: Path, problem: object) -> ConfigError:
-    """The error for a file of a finished folder that cannot be read."""
+    """Return the error for an unreadable file of a finished folder."""
     return ConfigError(
         f"data.cache_dir: {path} cannot be read ({problem}): remove {path.parent}, which is then "
         "built again"
@@ -86,7 +86,7 @@ def damaged(path: Path, problem: object) -> ConfigError:
 
 
 def _opened(path: Path) -> TextIO:
-    """A lock file, made if need be; OSError at once where a pipe is in its place."""
+    """Open a lock file, creating it if needed; raises OSError instead of blocking on a pipe."""
 
     def at_once(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK, 0o666)
@@ -95,7 +95,7 @@ def _opened(path: Path) -> TextIO:
 
 
 def _acquire(lock: TextIO, report: Report) -> bool:
-    """Waits for the lock, which closing the file releases; False where there are no locks."""
+    """Wait for the lock, released by closing the file; return False if locks are unsupported."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -108,7 +108,7 @@ def _acquire(lock: TextIO, report: Report) -> bool:
 
 def _build(folder: Path, build: Callable[[Path], None], is_alone: bool) -> None:
     ours = f"{folder.name}.partial-{socket.gethostname()}"
-    if is_alone:  # on this machine at least, whatever the file system
+    if is_alone:  # at least on this machine, on any file system
         for abandoned in folder.parent.glob(f"{ours}-*"):
             shutil.rmtree(abandoned, ignore_errors=True)
     partial = folder.with_name(f"{ours}-{os.getpid()}")
@@ -117,10 +117,12 @@ def _build(folder: Path, build: Callable[[Path], None], is_alone: bool) -> None:
         build(partial)
         for file in partial.iterdir():
             with file.open("rb") as written:
-                os.fsync(written.fileno())  # a finished folder holds whole files, come what may
+                os.fsync(
+                    written.fileno()
+                )  # a finished folder holds whole files, even after a crash
         partial.rename(folder)
     except OSError:
-        # Without locks another process may have finished first: its folder is as good as ours.
+        # Without locks another process may have finished first: its folder is equal to ours.
         if not folder.is_dir():
             raise
     finally:

@@ -16,9 +16,9 @@ from harness.errors import ConfigError
 from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
 from harness.files.file_kinds import NO_UTF_8, Format, reads_lines, why_not_utf_8
 
-# A report names so many problems, and lines of one problem; it ends with so many lines in all.
+# Most problems in a report, line numbers per problem, and bad lines before reading stops.
 MAX_PROBLEMS, _NAMED_LINES, _MAX_LINES = 20, 5, 1000
-# Longer documents are read and tokenised in pieces of about this many characters.
+# Longer documents are read and tokenised in pieces of about this size.
 PIECE_CHARS = 1 << 17
 # Tokenizers join a space to the word after it, not to the word before: a cut there changes no id.
 _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
@@ -30,15 +30,15 @@ class Piece:
 
     text: str
     is_prompt: bool = False
-    """Read, but not learned."""
+    """Read, but not trained on."""
     is_last: bool = True
 
 
 class Corpus(CorpusFiles):
-    """Files whose documents are read."""
+    """Corpus files, with their documents."""
 
     def identity(self) -> list[object]:
-        """Changes whenever the documents may have changed: names, sizes, modification times."""
+        """Return names, sizes and modification times: they change if the documents may have."""
         stats = [(str(file), file.stat()) for file in self.files]
         return [
             self.kind if self.format is None else f"{self.kind} as {self.format}",
@@ -47,7 +47,7 @@ class Corpus(CorpusFiles):
         ]
 
     def pieces(self) -> Iterator[Piece]:
-        """Every document in order, as pieces.
+        """Yield every document in order, as pieces.
 
         Raises ConfigError with up to MAX_PROBLEMS problems, each with its file and lines.
         """
@@ -70,35 +70,35 @@ class Corpus(CorpusFiles):
             raise ConfigError(problems.texts())
 
     def name_of(self, document: int) -> str:
-        """The file of a document; "" where that takes reading them all."""
+        """Return the file of a document; "" if finding it would take reading all files."""
         if self.kind == "indexed" or any(reads_lines(file, self.format) for file in self.files):
             return ""
         return str(self.files[min(document, len(self.files) - 1)])
 
 
 def find_corpus(path: str | None, format: Format | None = None) -> Corpus:
-    """The corpus that `data.path` names; raises ConfigError as find_files does."""
+    """Return the corpus that `data.path` names; raises ConfigError as find_files does."""
     return Corpus(**vars(find_files(path, format)))
 
 
 @dataclass
 class Problems:
-    """What cannot be read: lines (0 for a whole file) by file and message."""
+    """Unreadable lines (0 for a whole file) by file and message."""
 
     lines: dict[tuple[Path, str], list[int]] = field(default_factory=dict)
 
     def add(self, file: Path, message: str, line: int = 0) -> None:
-        """Note one more."""
+        """Add a problem."""
         self.lines.setdefault((file, message), []).append(line)
 
     @property
     def are_enough(self) -> bool:
-        """Whether the report has become long, or its cause plain."""
+        """True if the report is long enough to stop reading."""
         total = sum(map(len, self.lines.values()))
         return len(self.lines) >= MAX_PROBLEMS or total >= _MAX_LINES
 
     def texts(self) -> list[str]:
-        """A sentence for each message of a file."""
+        """Return a sentence for each message of a file."""
         return [_problem(*of, lines) for of, lines in self.lines.items()]
 
 
@@ -123,7 +123,7 @@ def _library_file(file: Path) -> Iterator[Piece]:
 
 
 def _text_file(file: Path) -> Iterator[Piece]:
-    """One document, as it is: line ends are kept, a byte order mark is not."""
+    """Yield a file's text unchanged as one document, without a byte order mark."""
     with file.open(encoding="utf-8-sig", newline="") as opened:
         unread = ""
         while block := opened.read(PIECE_CHARS):
@@ -136,13 +136,13 @@ def _text_file(file: Path) -> Iterator[Piece]:
 
 
 def _cut(text: str, start: int, end: int) -> int:
-    """A place in [start, end] where a cut changes no id; `end` where there is none."""
+    """Return a place in [start, end] where a cut changes no token id; `end` if there is none."""
     place = _CUT.search(text, start, end)
     return place.start() if place else end
 
 
 def _json_lines(file: Path, problems: Problems) -> Iterator[Piece]:
-    """One document per line; blank lines are none. Problems are added to those given."""
+    """Yield one document per nonblank line, adding unreadable ones to `problems`."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             text = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
@@ -165,7 +165,7 @@ def _json_lines(file: Path, problems: Problems) -> Iterator[Piece]:
 
 
 def _document_of(value: object) -> Iterator[Piece]:
-    """The pieces of one line's JSON value; ValueError says what is wrong with it."""
+    """Yield the pieces of one line's JSON value. Raises ValueError with the problem."""
     if not isinstance(value, dict):
         raise ValueError(f"must be an object, not {type(value).__name__}")
     keys = [key for key in ("text", "prompt", "completion") if key in value]
@@ -186,7 +186,7 @@ def _document_of(value: object) -> Iterator[Piece]:
 
 
 def _renaming(value: dict[str, object]) -> str:
-    """How the only text of a line becomes its "text"."""
+    """Return the command that renames the only text of a line to "text"; "" if not unique."""
     texts = [key for key in value if isinstance(value[key], str) and key.isidentifier()]
     if len(texts) != 1 or {"prompt", "completion"} & value.keys():
         return ""
@@ -194,7 +194,7 @@ def _renaming(value: dict[str, object]) -> str:
 
 
 def _pieces_of(text: str, is_prompt: bool = False) -> Iterator[Piece]:
-    """One string, cut as a file of text is; a prompt does not end its document."""
+    """Yield a string in pieces, as text files are cut; a prompt does not end its document."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         cut = _cut(text, start + PIECE_CHARS // 2, start + PIECE_CHARS)

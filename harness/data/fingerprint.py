@@ -1,4 +1,4 @@
-"""The identity of a corpus's tokens: one hash of the ids and of how they lie in documents."""
+"""The fingerprint of a corpus: a hash of its token ids and of their division into documents."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from harness.data.token_file import TokenFile
 
-# Up to here every id is hashed, which takes about as long as reading the file; above, the file's
-# size and time of modification, and SAMPLED_BLOCKS of it.
+# Files up to this size are hashed whole, about as fast as they are read; of larger files the size,
+# the modification time and SAMPLED_BLOCKS blocks are hashed.
 WHOLE_BYTES = 32 << 30
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 20
 _REPORT_EVERY_BYTES = 4 << 30
@@ -22,7 +22,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ids:
-    """What one pass over the ids of a file gives."""
+    """Hash and range of the ids of a file."""
 
     digest: str
     lowest: int
@@ -30,9 +30,9 @@ class Ids:
 
 
 def survey(file: TokenFile, modified_ns: int | None, report: Report) -> Ids:
-    """Hash and range of the ids: of all, or of a sample where the file is large.
+    """Return hash and range of all ids, or of a sample if the file is large.
 
-    `modified_ns` enters the hash of a sample; None for a file of ours: all of it is read.
+    `modified_ns` enters the hash of a sample; None for a file of ours, which is read whole.
     """
     digest, lowest, highest, done, reported = hashlib.sha256(), 0, 0, 0, 0
     whole = modified_ns is None or file.num_bytes <= WHOLE_BYTES
@@ -49,7 +49,7 @@ def survey(file: TokenFile, modified_ns: int | None, report: Report) -> Ids:
 
 
 def _sample(file: TokenFile) -> Iterator[NDArray[np.integer]]:
-    """The first block, the last, and one at a fixed place of each even part between them."""
+    """Yield the first block, the last, and one at a fixed place in each even part between them."""
     count = SAMPLED_BYTES // file.dtype.itemsize
     last = len(file) - count
     for number in range(SAMPLED_BLOCKS):
@@ -60,7 +60,7 @@ def _sample(file: TokenFile) -> Iterator[NDArray[np.integer]]:
 
 
 def first_outside(file: TokenFile, vocab_size: int) -> tuple[int, int] | None:
-    """Place and value of the first id that is no id of the vocabulary."""
+    """Return place and value of the first id outside the vocabulary; None if there is none."""
     first = 0
     for ids in file.blocks():
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -71,14 +71,14 @@ def first_outside(file: TokenFile, vocab_size: int) -> tuple[int, int] | None:
 
 
 def combined(ids: Ids, layout: str) -> str:
-    """The fingerprint: everything, then the layout of documents alone.
+    """Return the fingerprint: the hash of everything, then that of the document layout alone.
 
-    The order of samples depends on the layout alone (order_key), so that a run which goes on with
-    corrected ids goes on in its order. Earlier versions wrote the layout alone.
+    The order of samples depends on the layout alone (order_key), so that a run that resumes with
+    corrected ids keeps its order. Earlier versions wrote the layout alone.
     """
     return f"{hashlib.sha256(f'{layout}:{ids.digest}'.encode()).hexdigest()}-{layout}"
 
 
 def order_key(fingerprint: str) -> str:
-    """The part of a fingerprint that the order of samples depends on."""
+    """Return the part of a fingerprint that the order of samples depends on."""
     return fingerprint.rpartition("-")[2]

@@ -1,4 +1,4 @@
-"""Tokens on disk: Megatron's PREFIX.bin (ids) and PREFIX.idx (where each document lies)."""
+"""Tokens on disk: Megatron's PREFIX.bin (ids) and PREFIX.idx (place of each document)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class IndexedTokens:
         self.ids = TokenFile(self.bin_path, dtype, self.bin_bytes)
 
     def _require_width(self, dtype: np.dtype[np.integer], code: int) -> None:
-        """Raises ConfigError where the .bin has a value per token, but of another width."""
+        """Raise ConfigError if the .bin has a value per token, but of another width."""
         tokens = int(np.sum(self._sizes, dtype=np.int64))
         for width in (1, 2, 4, 8):
             if width != dtype.itemsize and tokens * width == self.bin_bytes:
@@ -71,10 +71,10 @@ class IndexedTokens:
             )
 
     def document_starts(self) -> NDArray[np.int64]:
-        """(documents + 1,) where each document begins in the .bin, in ids, and their end.
+        """Return the (documents + 1,) start of each document in the .bin, and the end, in ids.
 
-        Reads the whole index; ConfigError unless it describes one gapless run of tokens in
-        documents that follow each other.
+        Reads the whole index. Raises ConfigError unless it describes consecutive documents without
+        gaps.
         """
         starts: NDArray[np.int64] = np.r_[0, np.cumsum(self._sizes, dtype=np.int64)]
         itemsize = self.ids.dtype.itemsize
@@ -98,9 +98,9 @@ class IndexedTokens:
 def write_indexed(
     prefix: Path, vocab_size: int, sequences: Iterable[tuple[Sequence[int], bool]]
 ) -> None:
-    """Writes (ids, whether they end a document) as a .bin/.idx pair, as a stream.
+    """Write (ids, True at the end of a document) as a .bin/.idx pair, as a stream.
 
-    The ids are uint16 below 65,500 of them, as in Megatron-LM, else int32. Only 12 bytes per
+    The ids are uint16 below 65,500 of them, as in Megatron-LM, otherwise int32. Only 12 bytes per
     sequence are held in memory.
     """
     code = _UINT16 if vocab_size < 65500 else _INT32

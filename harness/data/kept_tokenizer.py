@@ -1,4 +1,4 @@
-"""A run's own copy of its tokenizer, and of how its model generates, for the exports to come."""
+"""A run's own copy of its tokenizer and generation config, for later exports."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from harness.data.tokenizer_files import GENERATION
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files, with the SentencePiece model that it came from, if it is one.
+    """Write a tokenizer's files, with the SentencePiece model that it came from, if any.
 
-    Converters to other formats (llama.cpp's) take the pieces' scores from that file alone.
+    Converters to other formats (llama.cpp's) read the pieces' scores only from that file.
     """
     write_tokenizer(tokenizer, folder)
     source = getattr(tokenizer, "vocab_file", None)
@@ -27,7 +27,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def save_generation(model: PreTrainedModel, folder: Path, parent: Path | None) -> None:
-    """Write how a model generates, where its weights came with that, beside the tokenizer.
+    """Write the generation config that came with a model's weights, if any, beside the tokenizer.
 
     `parent`: the same folder of the run whose checkpoint the weights come from.
     """
@@ -39,14 +39,14 @@ def save_generation(model: PreTrainedModel, folder: Path, parent: Path | None) -
 
 
 def has_pieces_of(tokenizer: PreTrainedTokenizerBase, model: bytes) -> bool:
-    """Whether `model` is a SentencePiece model whose pieces have the tokenizer's ids."""
+    """Return True if `model` is a SentencePiece model whose pieces have the tokenizer's ids."""
     proto: Any = sentencepiece_model  # its classes are made at run time
     try:
         pieces = proto.ModelProto.FromString(model).pieces
-    except Exception:  # protobuf's DecodeError, of whichever of its implementations is installed
+    except Exception:  # protobuf's DecodeError, whose module depends on its implementation
         return False
     ids = tokenizer.get_vocab()
-    # Spaces are spaces in a tokenizer trained here, and SentencePiece's character in all others.
+    # A tokenizer trained here writes spaces as spaces, all others as SentencePiece's character.
     return bool(pieces) and all(
         number in (ids.get(piece.piece), ids.get(piece.piece.replace(SPACE, " ")))
         for number, piece in enumerate(pieces)
@@ -54,5 +54,5 @@ def has_pieces_of(tokenizer: PreTrainedTokenizerBase, model: bytes) -> bool:
 
 
 def brings_code(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer's class came with its files, and runs only where that is trusted."""
+    """Return True if the tokenizer's class came with its files: it needs trust_remote_code."""
     return type(tokenizer).__module__.startswith("transformers_modules.")

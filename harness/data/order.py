@@ -19,21 +19,21 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser: a bijection of 64-bit numbers that looks random; any shape."""
+    """Return splitmix64's finaliser, a random-looking bijection of 64-bit numbers; any shape."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))
 
 
 def round_keys(*parts: object) -> NDArray[np.uint64]:
-    """(ROUNDS,) keys of one permutation, from anything whose `str` identifies it."""
+    """Return the (ROUNDS,) keys of one permutation, from parts whose `str` identifies it."""
     text = ":".join(str(part) for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def permute(indices: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Where a permutation of range(size) sends each of `indices`, which must lie in it.
+    """Return the images of `indices` under a permutation of range(size), which holds them.
 
     A Feistel network permutes the smallest even number of bits that holds `size`; an image outside
     range(size) is sent through again until it falls inside ("cycle walking", Black and Rogaway,
@@ -59,7 +59,7 @@ def permute(indices: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> 
 def window_of(
     samples: NDArray[np.int64], windows: int, seed: int, fingerprint: str
 ) -> NDArray[np.int64]:
-    """The window that each global sample index reads; epoch = index // windows."""
+    """Return the window of each global sample index; epoch = index // windows."""
     epochs, within = np.divmod(samples, windows)
     chosen = np.empty_like(within)
     for epoch in np.unique(epochs):

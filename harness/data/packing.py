@@ -1,4 +1,4 @@
-"""Documents laid end to end with separators, and cut to windows.
+"""Documents concatenated with separators, and cut into windows.
 
 Window w holds the stream's tokens [w * seq_len, w * seq_len + seq_len + 1): its first seq_len are
 inputs, its last seq_len are their targets, so every token but the stream's first is a target once.
@@ -21,7 +21,7 @@ IGNORED = -100  # the label that torch's cross entropy skips
 
 @dataclass(frozen=True)
 class Span:
-    """Where a window shows a part of a document: its tokens [first, last) at a column."""
+    """Part of a document in a window: its tokens [first, last), starting at a column."""
 
     document: int
     first: int
@@ -35,9 +35,9 @@ class Windows:
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
-    """Already shifted: labels[:, i] is the target of position i, IGNORED where there is none."""
+    """Already shifted: labels[:, i] is the target of position i, or IGNORED."""
     positions: NDArray[np.int64]
-    """From 0 in each document."""
+    """Positions, from 0 in each document."""
 
 
 class Packed:
@@ -60,7 +60,7 @@ class Packed:
         self._add_separator = add_separator
 
     def read(self, windows: NDArray[np.int64]) -> Windows:
-        """The (n,) windows asked for; ConfigError for an id outside the vocabulary."""
+        """Return the (n,) windows. Raises ConfigError for an id outside the vocabulary."""
         begin = windows[:, None] * self.seq_len
         places = begin + np.arange(self.seq_len + 1)  # (n, seq_len + 1) in the stream
         rows = self._rows_of(windows)
@@ -71,19 +71,19 @@ class Packed:
             prompts = self.split.prompts[rows + 1] - self.split.prompts[rows]
             labels = np.where((places - starts < prompts)[:, 1:], IGNORED, labels)
         positions = places - np.maximum(starts, begin)
-        # Copies, always: of a single window inputs and labels would else be views of one array.
+        # Always copies: inputs and labels of a single window would otherwise be views of one array.
         return Windows(
             *(np.array(array, order="C") for array in (ids[:, :-1], labels, positions[:, :-1]))
         )
 
     def targets(self, windows: NDArray[np.int64]) -> int:
-        """Target tokens of the (n,) windows, counted without reading a token."""
+        """Return the target tokens of the (n,) windows, counted without reading tokens."""
         begin = windows * self.seq_len + 1
         masked = self._masked_before(begin + self.seq_len) - self._masked_before(begin)
         return len(windows) * self.seq_len - int(masked.sum())
 
     def spans(self, window: int) -> list[Span]:
-        """The parts of documents that a window shows, seq_len + 1 tokens in all."""
+        """Return the parts of documents in a window, seq_len + 1 tokens in all."""
         shown = self._rows_of(np.array([window]))[0]
         rows, columns, lengths = np.unique(shown, return_index=True, return_counts=True)
         firsts = window * self.seq_len + columns - self.split.starts[rows]
@@ -91,7 +91,7 @@ class Packed:
         return [Span(*part) for part in parts.tolist()]
 
     def _rows_of(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(n, seq_len + 1) the split's row that holds each token of (n,) windows.
+        """Return the (n, seq_len + 1) split rows of the tokens of (n,) windows.
 
         One search per window, not per token: most tokens follow another of the same document.
         """
@@ -106,19 +106,19 @@ class Packed:
         return np.repeat(rows, stops - starts).reshape(len(windows), -1)
 
     def _masked_before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Prompt tokens in the stream before each of the (n,) places."""
+        """Return the prompt tokens in the stream before each of the (n,) places."""
         rows = self._rows_at(places)
         before, after = self.split.prompts[rows], self.split.prompts[rows + 1]
         inside: NDArray[np.int64] = np.minimum(places - self.split.starts[rows], after - before)
         return before + inside
 
     def _rows_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The split's row that holds each place of the stream; the last row at its very end."""
+        """Return the split's row of each place of the stream; the last row at its very end."""
         rows: NDArray[np.int64] = np.searchsorted(self.split.starts, places, side="right") - 1
         return np.minimum(rows, self.split.num_documents - 1)
 
     def _ids(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The ids at offsets in documents, with the separators that the file lacks; any shape."""
+        """Return the ids at offsets in documents, adding separators that the file lacks."""
         sources = self.split.offsets[rows] + offsets
         if self._add_separator:
             is_separator = offsets == self.split.starts[rows + 1] - self.split.starts[rows] - 1

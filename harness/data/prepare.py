@@ -1,4 +1,4 @@
-"""What the cache keeps of a corpus: its tokens, and the split of its documents."""
+"""A corpus in the cache: its tokens, and the split of its documents."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from harness.data.tokenizer import encoded, tokenizer_hash, vocab_size
 from harness.errors import ConfigError, Unusable, shortened
 from harness.files.regular_file import read_json
 
-# Raise it whenever the same text would give other tokens, ...
+# Increase this if the same text would give other tokens, ...
 FORMAT = 3
-# ... and this one for other files of the split.
+# ... and this one if the files of the split change.
 SPLIT_FORMAT = 2
 TOKENS, PROMPTS, SPLIT_FACTS = "tokens", "prompts.npy", "split.json"
 _REPORT_EVERY_CHARS = 1 << 26
@@ -39,24 +39,24 @@ _NO_TOKEN_ID = 1 << 24  # no vocabulary is as large
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What is known of a split's tokens without reading them."""
+    """Facts of a split, stored so that its tokens need not be read."""
 
     fingerprint: str
     add_separator: bool
     documents: int
     lowest_id: int
-    """Of all ids, or of those that are looked at of a large file (fingerprint.survey)."""
+    """Lowest of all ids, or of the sampled ids of a large file (fingerprint.survey)."""
     highest_id: int
 
 
 def write_tokens(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
 ) -> None:
-    """Writes the tokens, and how many of each document are its prompt."""
+    """Write the tokens, and the number of prompt tokens of each document."""
     prompts, in_prompt, characters, reported = array("i"), 0, 0, 0
 
     def sequences() -> Iterator[tuple[list[int], bool]]:
-        """(ids of the next piece, whether its document ends there)."""
+        """Yield (ids of the next piece, True if its document ends there)."""
         nonlocal in_prompt, characters, reported
         for group, encodings in encoded(tokenizer, corpus.pieces()):
             for piece, ids in zip(group, encodings, strict=True):
@@ -85,7 +85,7 @@ def write_split(
     folder: Path,
     report: Report,
 ) -> None:
-    """Writes both sides of the split and its facts; `prompts` is None for a pair of the user's."""
+    """Write both sides of the split and its facts; `prompts` is None for the user's .bin/.idx."""
     modified_ns = tokens.bin_path.stat().st_mtime_ns if prompts is None else None
     starts = tokens.document_starts()
     if prompts is None:
@@ -103,7 +103,7 @@ def write_split(
 
 
 def read_facts(folder: Path) -> SplitFacts:
-    """What write_split wrote; ConfigError where that was damaged since."""
+    """Return the facts that write_split wrote. Raises ConfigError if the file is damaged."""
     try:
         facts = read_json(folder / SPLIT_FACTS, _MOST_FACTS_BYTES, links=True)
     except (OSError, Unusable) as error:
@@ -115,7 +115,7 @@ def read_facts(folder: Path) -> SplitFacts:
 
 
 def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) -> None:
-    """Raises ConfigError that names the first id outside the model's vocabulary."""
+    """Raise ConfigError with the first id outside the model's vocabulary, if there is one."""
     if facts.lowest_id >= 0 and facts.highest_id < vocab_size:
         return
     outside = first_outside(tokens.ids, vocab_size)

@@ -1,4 +1,4 @@
-"""The ids that begin, end and fill up texts: a tokenizer's, in the place of a model config's."""
+"""Special ids (bos, eos, pad) of a tokenizer, which replace those of a model config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """`special`: all ids that stand for no text."""
+    """A tokenizer's special ids; `special` holds all ids that are not text."""
 
     bos: int | None
     eos: int
@@ -21,7 +21,7 @@ class SpecialIds:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
-        """A tokenizer's."""
+        """Return the special ids of a tokenizer."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         special = {*tokenizer.all_special_ids, *(number for number, t in added if t.special)}
         return cls(
@@ -33,25 +33,25 @@ class SpecialIds:
         )
 
     def in_place_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The three values of a config.json or generation_config.json.
+        """Return the three values for a config.json or generation_config.json.
 
-        Presets have those of the published model's tokenizer: with another one, text would end
-        where it does not, and not where it does. A value of the config stays where the tokenizer
-        has none, and further ends of a text do (of turns in a chat), as long as they are special
-        ids of this tokenizer too.
+        Presets have the ids of the published model's tokenizer; with another tokenizer generation
+        would stop at the wrong tokens. A value of the config stays if the tokenizer has none, and
+        so do further eos ids (ends of turns in a chat), if they are special ids of this tokenizer
+        too.
         """
         listed = config.get("eos_token_id")
         ends = [end for end in listed if self._fits(end)] if isinstance(listed, list) else []
         if self.eos not in ends:
             ends.insert(0, self.eos)
         return {
-            "bos_token_id": self._or_given(self.bos, config.get("bos_token_id")),
+            "bos_token_id": self._or_config(self.bos, config.get("bos_token_id")),
             "eos_token_id": ends if len(ends) > 1 else self.eos,
-            "pad_token_id": self._or_given(self.pad, config.get("pad_token_id")),
+            "pad_token_id": self._or_config(self.pad, config.get("pad_token_id")),
         }
 
-    def _or_given(self, own: int | None, given: Any) -> int | None:
-        return given if own is None and self._fits(given) else own
+    def _or_config(self, own: int | None, config_id: Any) -> int | None:
+        return config_id if own is None and self._fits(config_id) else own
 
-    def _fits(self, given: Any) -> bool:
-        return isinstance(given, int) and given in self.special and given != self.unk
+    def _fits(self, config_id: Any) -> bool:
+        return isinstance(config_id, int) and config_id in self.special and config_id != self.unk

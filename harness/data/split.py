@@ -1,4 +1,4 @@
-"""Which documents train and which are held out, and where each lies in its stream of tokens."""
+"""The train and held-out documents, and their places in each side's stream of tokens."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ _SAMPLED_DOCUMENTS = 10_000
 
 @dataclass(frozen=True)
 class Split:
-    """One side's n documents, laid end to end in a stream; (n + 1,) memory maps.
+    """One side's n documents, concatenated into a stream; (n + 1,) memory maps.
 
-    A document takes one token more in the stream than in the file where the separator is not
-    stored with it.
+    If the file stores no separators, a document has one token more in the stream than in the file.
     """
 
     starts: NDArray[np.int64]
-    """Where each document begins in the stream; the last is the stream's length."""
+    """Start of each document in the stream; the last is the stream's length."""
     offsets: NDArray[np.int64]
-    """Where each document begins in the .bin."""
+    """Start of each document in the .bin."""
     numbers: NDArray[np.int64]
     """Number of each document in the corpus."""
     prompts: NDArray[np.int64]
-    """Tokens of prompts in all documents before."""
+    """Prompt tokens in all documents before."""
 
     @property
     def num_documents(self) -> int:
-        """Documents, which may be empty."""
+        """Number of documents, empty ones included."""
         return len(self.starts) - 1
 
     @property
@@ -46,17 +45,17 @@ class Split:
 
     @property
     def masks_prompts(self) -> bool:
-        """Whether some tokens are read but not learned."""
+        """True if some tokens are prompts, which are read but not trained on."""
         return bool(self.prompts[-1] > 0)
 
 
 def load_split(folder: Path, side: str) -> Split:
-    """Opens what write_splits wrote for "train" or "held_out"."""
+    """Open one side of write_splits: "train" or "held_out"."""
     return Split(*cached_array(folder / f"{side}.npy", np.dtype("i8"), rows=4))
 
 
 def stores_separator(tokens: IndexedTokens, starts: NDArray[np.int64], eos_id: int) -> bool:
-    """Whether the documents of the file end with the separator; ConfigError if only some do."""
+    """Return True if the file's documents end with the separator. Raises ConfigError if some do."""
     filled = np.flatnonzero(np.diff(starts))
     sampled = filled[:: 1 + len(filled) // _SAMPLED_DOCUMENTS]
     ended = int((tokens.ids.read(starts[sampled + 1] - 1) == eos_id).sum())
@@ -77,23 +76,23 @@ def write_splits(
     *,
     add_separator: bool,
 ) -> None:
-    """Writes both sides; `starts` are (n + 1,) bounds in the .bin, `prompts` (n,) masked tokens.
+    """Write both sides; `starts` are (n + 1,) bounds in the .bin, `prompts` (n,) masked tokens.
 
     A document is held out by a hash of its number alone, so neither the seed nor the tokenizer
     changes the choice; each side gets at least one. The only document of a corpus is cut: its
     last part is held out.
     """
-    numbers, held = np.arange(len(prompts)), _held_out(len(prompts), held_out)
+    numbers, is_held_out = np.arange(len(prompts)), _held_out(len(prompts), held_out)
     if len(prompts) == 1:
         first_length = starts[1] - max(1, round(int(starts[1]) * held_out))
-        starts, numbers, held = (
+        starts, numbers, is_held_out = (
             np.insert(starts, 1, first_length),
             numbers[[0, 0]],
             np.arange(2) > 0,
         )
         prompts = np.diff(np.minimum(starts, prompts))
     lengths = np.diff(starts) + add_separator
-    for side, chosen in zip(SIDES, (~held, held), strict=True):
+    for side, chosen in zip(SIDES, (~is_held_out, is_held_out), strict=True):
         columns = np.zeros((4, chosen.sum() + 1), dtype=np.int64)
         columns[0, 1:] = np.cumsum(lengths[chosen])
         columns[1, :-1] = starts[:-1][chosen]
@@ -103,11 +102,11 @@ def write_splits(
 
 
 def _held_out(documents: int, fraction: float) -> NDArray[np.bool_]:
-    """(documents,) which are held out: neither none nor all, if there are two or more."""
+    """Return the (documents,) mask of held-out ones: at least one per side, if there are two."""
     hashes = mix(mix(np.arange(1, documents + 1, dtype=np.uint64)))
-    held = hashes < np.uint64(int(fraction * 2**64))
-    if not held.any():
-        held[hashes.argmin()] = True
-    elif held.all():
-        held[hashes.argmax()] = False
-    return held
+    is_held_out = hashes < np.uint64(int(fraction * 2**64))
+    if not is_held_out.any():
+        is_held_out[hashes.argmin()] = True
+    elif is_held_out.all():
+        is_held_out[hashes.argmax()] = False
+    return is_held_out

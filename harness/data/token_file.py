@@ -1,7 +1,7 @@
 """The ids of a .bin, read with system calls and not through a memory map.
 
 Through a map, a file that is truncated or cannot be read while a run trains on it kills the process
-(SIGBUS) without a word; a read that comes back short is an error that names file and sizes.
+(SIGBUS) without a message; a short read is an error that names file and sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from harness.errors import ConfigError
 
-# Ids that are read and not used where two places in a row are no farther apart: one call for both.
+# Largest gap between two places, in ids, that one system call reads across.
 _GAP = 4096
 BLOCK_BYTES = 1 << 23
 
@@ -28,13 +28,13 @@ class TokenFile:
         self._file = path.open("rb", buffering=0)
 
     def __len__(self) -> int:
-        """Ids in the file."""
+        """Return the number of ids in the file."""
         return self.num_bytes // self.dtype.itemsize
 
     def read(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The ids at places in the file, in an array of any shape; quick where its rows ascend.
+        """Return the ids at places in the file, of any shape; fast if the rows ascend.
 
-        Raises ConfigError where the file has another size than when it was opened.
+        Raises ConfigError if the file's size has changed since it was opened.
         """
         self._require_size()
         rows = places.reshape(-1, places.shape[-1])
@@ -47,7 +47,7 @@ class TokenFile:
         return ids.astype(np.int64).reshape(places.shape)
 
     def _scattered(self, places: NDArray[np.int64]) -> NDArray[np.integer]:
-        """Of (n,) places: each run of them that ascends without large gaps in one read."""
+        """Return the ids at (n,) places, with one read per ascending run without large gaps."""
         steps = np.diff(places)
         firsts = np.r_[0, np.flatnonzero((steps < 0) | (steps > _GAP)) + 1]
         counts = np.diff(firsts, append=len(places))
@@ -63,13 +63,13 @@ class TokenFile:
         return picked
 
     def blocks(self) -> Iterator[NDArray[np.integer]]:
-        """All ids in order, BLOCK_BYTES at a time."""
+        """Yield all ids in order, BLOCK_BYTES at a time."""
         at_once = BLOCK_BYTES // self.dtype.itemsize
         for first in range(0, len(self), at_once):
             yield self.block(first, min(at_once, len(self) - first))
 
     def block(self, first: int, count: int) -> NDArray[np.integer]:
-        """`count` ids from `first` on, as they are stored."""
+        """Return `count` ids from `first` on, in the file's type."""
         ids = np.empty(count, self.dtype)
         self._fill(ids, first)
         return ids
@@ -89,7 +89,7 @@ class TokenFile:
             left, offset = left[count:], offset + count
 
     def _require_size(self) -> None:
-        """Every read looks, so that all ranks end at about the same step."""
+        """Raise ConfigError if the size changed; every read checks, so all ranks end together."""
         num_bytes = os.fstat(self._file.fileno()).st_size
         if num_bytes != self.num_bytes:
             raise ConfigError(

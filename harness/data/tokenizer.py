@@ -24,13 +24,13 @@ from harness.errors import ConfigError
 from harness.files.paths import user_path
 
 VOCAB_SIZE = 8192
-# Raise it whenever the same corpus would give other files.
+# Increase this if the same corpus would give other files.
 TRAINED_FORMAT = 2
-SENTENCEPIECE = "tokenizer.model"  # its file, as every reader of one calls it
-# What the tokenizer's threads share: at most so many pieces, of so many characters together, since
-# a tokenizer takes a hundred bytes for each of them.
+SENTENCEPIECE = "tokenizer.model"  # the file name that all readers expect
+# Most pieces, and characters in them, that are tokenised at once: a tokenizer takes a hundred bytes
+# per character.
 PIECES_AT_ONCE, _CHARS_AT_ONCE = 256, 1 << 22
-# Pieces converge long before: a larger corpus is thinned to about this much text.
+# A larger corpus is sampled down to about this much text: pieces converge with much less.
 TRAINING_CHARS = 48_000_000
 # Long enough that runs of line breaks become pieces, short enough for SentencePiece's buffers.
 _SENTENCE_CHARS = 2000
@@ -39,7 +39,7 @@ UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
 def train_tokenizer(corpus: Corpus, folder: Path) -> None:
-    """Trains byte-pair pieces on the corpus and writes them as a Hugging Face tokenizer folder.
+    """Train byte-pair pieces on the corpus and write them as a Hugging Face tokenizer folder.
 
     Any text survives encoding and decoding: identity normalisation, bytes for characters without
     a piece, every space kept, no prefix. The same text gives the same files. SentencePiece's own
@@ -51,12 +51,12 @@ def train_tokenizer(corpus: Corpus, folder: Path) -> None:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes a Hugging Face tokenizer folder; OSError where the disk is full or read-only."""
+    """Write a Hugging Face tokenizer folder. Raises OSError if the disk is full or read-only."""
     try:
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
-    except Exception as error:  # the class that tokenizers raises for whatever Rust's writing says
+    except Exception as error:  # tokenizers raises plain Exceptions for errors of its Rust code
         number = re.search(r"\(os error ([0-9]+)\)$", str(error))
         if number is None:
             raise
@@ -64,7 +64,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def train_model(corpus: Corpus) -> bytes:
-    """The SentencePiece model of train_tokenizer; ConfigError where there is nothing to learn."""
+    """Return the SentencePiece model of train_tokenizer. Raises ConfigError without any text."""
     sentences = [sentence for sentence in _sentences(corpus) if sentence]
     if not sentences:
         raise ConfigError(f"data.path: {corpus.path} holds no text to train a tokenizer on")
@@ -88,10 +88,10 @@ def train_model(corpus: Corpus) -> bytes:
 
 
 def _sentences(corpus: Corpus) -> Iterator[str]:
-    """The corpus, or an even share of it, in runs of whole lines."""
+    """Yield the corpus, or an even share of it, in runs of whole lines."""
     keep_one_in = max(1, round(corpus.num_bytes() / TRAINING_CHARS))
     runs = (run for piece in corpus.pieces() for run in _runs_of_lines(piece.text))
-    # SentencePiece refuses NUL; it is left to the bytes.
+    # SentencePiece refuses NUL; byte fallback encodes it.
     return (run.replace("\0", "") for run in islice(runs, keep_one_in - 1, None, keep_one_in))
 
 
@@ -106,7 +106,7 @@ def _runs_of_lines(text: str) -> Iterator[str]:
 
 
 def to_backend(model: bytes) -> Tokenizer:
-    """A SentencePiece BPE model as a tokenizers pipeline that gives the same ids.
+    """Return a SentencePiece BPE model as a tokenizers pipeline that gives the same ids.
 
     SentencePiece merges whichever adjacent pair makes the piece of the highest score, so a pair
     for every way to split each piece goes into the merges, in the order of the scores. Spaces are
@@ -124,15 +124,15 @@ def to_backend(model: bytes) -> Tokenizer:
     merges = []
     for text in ranks:  # in the order of the scores
         splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        known = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
-        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        pairs = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     backend = Tokenizer(BPE(vocab, merges, unk_token=UNK, byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
 
 def wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """The Hugging Face tokenizer; "</s>" in a text is text, never the end of a document."""
+    """Return the Hugging Face tokenizer; "</s>" in a text is text, never the end of a document."""
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token=UNK,
@@ -146,12 +146,12 @@ def wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
 def load_tokenizer(
     source: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """AutoTokenizer's, from a folder or hub id; ConfigError if there is none or it has no eos."""
+    """Return the tokenizer of a folder or hub id. Raises ConfigError without it, or its eos."""
     if str(source).startswith("~"):  # anything else may be a hub id
         source = user_path("data.tokenizer", str(source))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises whatever the file at fault provokes
+    except Exception as error:  # transformers raises many classes for bad files
         raise ConfigError(
             f"data.tokenizer: {source} opens as no tokenizer: {type(error).__name__}: {error}"
         ) from error
@@ -164,14 +164,14 @@ def load_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """The ids of each text, without special tokens, as users of the export will get them."""
+    """Return the ids of each text, without special tokens, as users of the export will get them."""
     if getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()  # as its own call does
         backend.no_padding()
-        # Without each token's place in the text, which takes a third longer.
-        found = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        # The fast variant leaves out each token's place in the text, which takes a third longer.
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     return ids
 
@@ -179,7 +179,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 def encoded(
     tokenizer: PreTrainedTokenizerBase, pieces: Iterator[Piece]
 ) -> Iterator[tuple[list[Piece], list[list[int]]]]:
-    """Groups of pieces with the ids of each; the next is encoded while the caller has this one."""
+    """Yield groups of pieces with their ids; the next group is encoded in the background."""
     with ThreadPoolExecutor(max_workers=1) as encoder:
 
         def begun() -> tuple[list[Piece], Future[list[list[int]]]]:
@@ -194,7 +194,7 @@ def encoded(
 
 
 def _next_group(pieces: Iterator[Piece]) -> list[Piece]:
-    """The next pieces that are encoded together; none at the end."""
+    """Return the next pieces to encode together; none at the end."""
     group, characters = [], 0
     for piece in islice(pieces, PIECES_AT_ONCE):
         group.append(piece)
@@ -205,12 +205,12 @@ def _next_group(pieces: Iterator[Piece]) -> list[Piece]:
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id; `len(tokenizer)` is less where the ids have gaps."""
+    """Return one more than the largest id; `len(tokenizer)` is less if the ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Identifies what encoding does, whatever folder the tokenizer came from."""
+    """Return a hash that identifies the tokenizer's encoding, independent of its folder."""
     parts: dict[str, Any] = {
         "vocab": sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]),
         "eos": tokenizer.eos_token_id,

@@ -1,4 +1,4 @@
-"""The files of a tokenizer's folder, copied without links, code and whatever else lies there."""
+"""Copies a tokenizer's files out of a folder, without links, code and other files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.files.regular_file import open_regular
 
 GENERATION = "generation_config.json"
 
-# What transformers' tokenizers write and read, without code.
+# Files that transformers' tokenizers write and read, without code.
 _NAMES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("*.model", "*.spm", "*.tiktoken", "vocab.*", "vocab-*.json", "merges.txt", "bpe.codes"),
@@ -20,10 +20,10 @@ _TEMPLATES = "additional_chat_templates"  # a folder of *.jinja
 
 
 def copy_tokenizer(source: Path, folder: Path, with_code: bool = False) -> list[str]:
-    """Copy a tokenizer's files; returns the names that were left: of links and whatever is no
-    regular file, names that no tokenizer has and, but for `with_code`, code.
+    """Copy a tokenizer's files; return the names left out: links and other irregular files, names
+    that no tokenizer has and, without `with_code`, code.
 
-    A run that somebody else made may hold anything, and what is copied is shared.
+    A run from somebody else may hold anything, and the copy is shared.
     """
     left = _copy(source, folder, (*_NAMES, *(("*.py",) if with_code else ())))
     templates = source / _TEMPLATES
@@ -36,7 +36,7 @@ def copy_tokenizer(source: Path, folder: Path, with_code: bool = False) -> list[
 
 
 def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Copy the regular files that match; returns the names of all else."""
+    """Copy the regular files that match; return the names of all others."""
     left = []
     for path in sorted(source.iterdir()):
         try:
