@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 
 _MOST_CHARACTERS = 2_000
-"""Of a problem as it is printed."""
+"""Longest printed problem."""
 _MOST_OF_A_VALUE = 300
 
 
 class ExitCode(IntEnum):
-    """What the process returns; batch scripts decide from it whether to requeue.
+    """Exit codes of the process, from which batch scripts decide about requeueing.
 
-    `status.json` in the run folder is the truth: torchrun and accelerate turn every code into 1.
+    `status.json` in the run folder has the real code: torchrun and accelerate turn every code into
+    1.
     """
 
     DONE = 0
@@ -28,10 +29,10 @@ class ExitCode(IntEnum):
 
 
 class ConfigError(ValueError):
-    """What the user wrote cannot run; carries every problem found, not just the first.
+    """A config that cannot run; carries all problems, not just the first.
 
-    Each problem is one sentence that names the wrong value, where it came from and the key to
-    change. `str()` is the report to print.
+    Each problem is one sentence with the wrong value, its origin and the key to change. `str()` is
+    the report to print.
     """
 
     code = ExitCode.BAD_CONFIG
@@ -53,7 +54,7 @@ class ConfigError(ValueError):
 
 
 def _readable(problem: str) -> str:
-    """A problem without the middle of a value that fills the screen."""
+    """Return a problem, with the middle cut out if it is too long to print."""
     if len(problem) <= _MOST_CHARACTERS:
         return problem
     half = _MOST_CHARACTERS // 2
@@ -61,7 +62,7 @@ def _readable(problem: str) -> str:
 
 
 def shortened(value: object) -> str:
-    """Return a value as Python writes it, without the middle of a long one."""
+    """Return the repr of a value, with the middle cut out if it is long."""
     text = repr(value)
     if len(text) <= _MOST_OF_A_VALUE:
         return text
@@ -72,22 +73,21 @@ _CONTINUES = ("and ", "but ", "from ", "over ", "which ", "whose ")
 
 
 def worded(key: str, value: object, origin: str, why: str, use: str = "") -> str:
-    """Return a problem as a sentence: the key, its value, where that came from, why it is wrong,
-    and what to use instead.
+    """Return a problem as a sentence: the key, its value and origin, the reason, the replacement.
 
-    `why` continues the sentence (", but ...", ", which ...") or stands behind a colon.
+    `why` continues the sentence (", but ...", ", which ...") or follows a colon.
     """
-    goes_on = why.startswith(_CONTINUES)
-    stop = ": " if goes_on else "; "
+    continues = why.startswith(_CONTINUES)
+    stop = ": " if continues else "; "
     instead = f"{stop}{use}" if use else ""
-    return f"{key} is {shortened(value)} ({origin}){', ' if goes_on else ': '}{why}{instead}"
+    return f"{key} is {shortened(value)} ({origin}){', ' if continues else ': '}{why}{instead}"
 
 
 class Problems:
-    """Everything that is wrong with what the user wrote, gathered to be raised at once."""
+    """All problems of the user's configs, collected to be raised at once."""
 
     def __init__(self, look_up: Callable[[str], tuple[object, str]]) -> None:
-        """`look_up`: the value of a dotted key, and where it came from."""
+        """`look_up`: returns the value of a dotted key and its origin."""
         self._look_up = look_up
         self._sentences: list[str] = []
 
@@ -100,7 +100,7 @@ class Problems:
         return worded(key, *self._look_up(key), why, use)
 
     def say(self, *sentences: str) -> None:
-        """Add problems that are sentences already, or that no single value is to blame for."""
+        """Add problems that are already sentences, or that concern no single value."""
         self._sentences += sentences
 
     def __iter__(self) -> Iterator[str]:
@@ -122,15 +122,15 @@ class NoCheckpoint(ConfigError):
 
 
 class NoRoom(ConfigError):
-    """Nothing is wrong with what the user wrote, but its place is on a disk that is full or
-    read-only: code 74, as for everything else that cannot be saved.
+    """A valid config, but its folder is on a full or read-only disk: code 74, as for everything
+    that cannot be saved.
     """
 
     code = ExitCode.CANNOT_SAVE
 
 
 class Unusable(ValueError):
-    """A file or checkpoint that cannot be used; the message names what is wrong with which file."""
+    """A file or checkpoint that cannot be used; the message names the file and the problem."""
 
 
 class RunStopped(Exception):
@@ -143,7 +143,7 @@ class RunStopped(Exception):
 
 
 class CannotSave(Exception):
-    """Something of the run could not be written: its disk is full, read-only or gone."""
+    """A file of the run could not be written: the disk is full, read-only or gone."""
 
     code = ExitCode.CANNOT_SAVE
 
@@ -153,9 +153,9 @@ _FULL_TEXTS = (*(os.strerror(n) for n in _FULL), *(f"(os error {n})" for n in _F
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Whether an exception, or what it was raised from, says that a disk is full or read-only.
+    """Return True if an exception, or one of its causes, reports a full or read-only disk.
 
-    By its text too: libraries in other languages, and shutil, raise classes without an errno.
+    The text is checked too: shutil, and libraries in other languages, raise errors without errno.
     """
     while error is not None:
         if isinstance(error, CannotSave) or any(text in str(error) for text in _FULL_TEXTS):

@@ -1,7 +1,7 @@
-"""The files that data.path leads to, without reading them.
+"""Finds the files of data.path, without reading them.
 
-Data of another kind is never read as text: it would be trained on without a word. `data.format`
-says what the names of files do not.
+Data of another kind is never read as text: a run would silently train on it. `data.format`
+overrides file names.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class CorpusFiles:
     path: Path
     files: tuple[Path, ...]
     format: Format | None = None
-    """What all files are; None: what their names say."""
+    """Format of all files; None: by file name."""
     left_out: str = ""
     """Files of a folder that are not read, counted by kind: "2 .png, 1 link to a folder"."""
 
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """Return the size of all files together."""
         return sum(file.stat().st_size for file in self.files)
 
 
 def find_files(
     path: str | None, format: Format | None = None, at_most: int | None = None
 ) -> CorpusFiles:
-    """The files that `data.path` names: None is Python's library.
+    """Return the files that `data.path` names; None is Python's library.
 
-    Raises ConfigError if there is no text, or data that is not text. `at_most` ends the walk
-    through a folder after so many files.
+    Raises ConfigError if there is no text, or data that is not text. `at_most`: number of files
+    after which the walk through a folder ends.
     """
     if path is None:
         return _library()
@@ -89,7 +89,7 @@ def _files_of(named: Path, path: str, format: Format | None, at_most: int | None
 def _files_in(
     folder: Path, format: Format | None, at_most: int | None
 ) -> tuple[tuple[Path, ...], str]:
-    """The documents in a folder in order, and what else it holds; ConfigError for other data."""
+    """Return a folder's text files in order, and counts of the others. Raises ConfigError."""
     files: list[Path] = []
     left_out = Counter[str]()
     refused: dict[str, list[Path]] = {}
@@ -119,7 +119,7 @@ def _files_in(
         raise ConfigError(problems)
     ordered = sorted(files, key=lambda file: file.relative_to(folder).parts)
     counts = sorted((+left_out).items(), key=lambda item: (-item[1], item[0]))
-    return tuple(ordered), ", ".join(f"{count} {what}" for what, count in counts)
+    return tuple(ordered), ", ".join(f"{count} {kind}" for kind, count in counts)
 
 
 def _count(files: list[Path]) -> str:
@@ -128,7 +128,7 @@ def _count(files: list[Path]) -> str:
 
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    """Every visible file under a folder; what is none is counted. Raises OSError."""
+    """Yield every visible file under a folder; count other entries. Raises OSError."""
 
     def stop(error: OSError) -> None:
         raise error

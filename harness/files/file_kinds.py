@@ -1,4 +1,4 @@
-"""The kind of a file, told from its name and, where that does not tell, from its first bytes."""
+"""Determines the kind of a file from its name or, if that is not enough, from its first bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 Format = Literal["text", "jsonl"]
-# Files that are left out of a folder are "binary"; "data" is refused wherever it is met.
+# "binary" files in a folder are left out; "data" files are refused everywhere.
 FileKind = Literal["text", "lines", "data", "binary"]
 
 _HEAD_BYTES = 4096
@@ -79,14 +79,14 @@ NO_UTF_8 = "is no UTF-8 text (of Latin-1, iconv -f LATIN1 -t UTF-8 FILE > NEW ma
 
 
 def reads_lines(file: Path, format: Format | None) -> bool:
-    """Whether a file that is read at all holds a document per line, not one in all."""
+    """Return True if a text file holds a document per line, not one document in all."""
     return format == "jsonl" or (format is None and file.suffix.lower() in {*_LINES, ".json"})
 
 
 def kind_of(file: Path, format: Format | None) -> tuple[FileKind, str]:
-    """The kind of a file, and of "data" and "binary" why it is not read and what to do.
+    """Return the kind of a file, and for "data" and "binary" the reason and advice.
 
-    Opened only where the suffix leaves the kind open. Raises OSError.
+    The file is opened only if the suffix does not determine its kind. Raises OSError.
     """
     suffix = file.suffix.lower()
     if format is None and suffix in _LINES:
@@ -108,12 +108,12 @@ def kind_of(file: Path, format: Format | None) -> tuple[FileKind, str]:
 
 
 def why_not_utf_8(file: Path) -> str:
-    """What a file is that cannot be decoded, and what to do."""
+    """Return the likely kind of a file that cannot be decoded, and advice."""
     return _by_magic(_head(file)) or NO_UTF_8
 
 
 def first_line(file: Path, most_bytes: int = _HEAD_BYTES) -> str | None:
-    """The first line that is not blank in the first bytes; None where they are no UTF-8."""
+    """Return the first nonblank line in a file's first bytes; None if they are not UTF-8."""
     head = _head(file, most_bytes)
     if not _is_text(head):
         return None
@@ -131,7 +131,7 @@ def _by_magic(head: bytes) -> str | None:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether the first bytes of a file are UTF-8, whose last character may be cut."""
+    """Return True if the first bytes of a file are UTF-8; the last character may be cut."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
@@ -140,7 +140,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def _begins_with_a_line(file: Path) -> bool:
-    """Whether the first line of a file that is not blank is a JSON object."""
+    """Return True if the first nonblank line of a file is a JSON object."""
     try:
         return isinstance(json.loads(first_line(file, MOST_LINE_BYTES) or ""), dict)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The lock of a run folder: one writer, named in the file, and nobody's once it has ended."""
+"""The lock of a run folder: one writer, named in the file; free once its process has ended."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from harness.errors import ConfigError
 
 
 def take_lock(path: Path) -> tuple[IO[str], str | None]:
-    """The locked file, held until it is closed, and the dead owner that it was taken over from.
+    """Return the locked file, locked until it is closed, and its previous owner if that died.
 
-    The kernel's lock ends with its process, however that ends.  Between hosts it need not hold, so
-    the file also names its owner: one on another host is believed to live, unless it was this very
-    Slurm job before it was requeued.  The file is emptied at release, never deleted: two processes
-    must not lock two files of one name.
+    The kernel's lock ends with its process, however that ends. It may not work between hosts, so
+    the file also names its owner: an owner on another host counts as alive, unless it is this same
+    Slurm job before a requeue. The file is emptied at release, never deleted: two processes must
+    not lock two files of one name.
+
+    Raises ConfigError if another process holds the lock.
     """
     file = path.open("a+", encoding="utf-8", errors="replace")
     job = os.environ.get("SLURM_JOB_ID")
@@ -50,7 +52,7 @@ def take_lock(path: Path) -> tuple[IO[str], str | None]:
 
 
 def release(file: IO[str]) -> None:
-    """Name nobody in the file, and let go of it."""
+    """Remove the owner from the file, and release the lock."""
     try:
         file.truncate(0)
     finally:
@@ -58,7 +60,7 @@ def release(file: IO[str]) -> None:
 
 
 def _owner(text: str) -> dict[str, Any] | None:
-    """Whom a lock file names; None for nobody, or a file that is damaged."""
+    """Return the owner that a lock file names; None for nobody, or a damaged file."""
     try:
         owner = json.loads(text)
     except (ValueError, RecursionError):

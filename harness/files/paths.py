@@ -1,4 +1,4 @@
-"""Paths that users write."""
+"""Checks and expands paths that users write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_PATH_BYTES = 4095
 
 
 def user_path(key: str, text: str) -> Path:
-    """The path that `key` names, with ~ and ~user expanded; ConfigError where it cannot be one."""
+    """Return the path of `key`, with ~ and ~user expanded. Raises ConfigError if it is invalid."""
     try:
         return Path(expanded_path(text))
     except ValueError as error:
@@ -21,7 +21,7 @@ def user_path(key: str, text: str) -> Path:
 
 
 def option_path(text: str) -> Path:
-    """The path in an option, for argparse, with ~ and ~user expanded."""
+    """Return the path in an option, for argparse, with ~ and ~user expanded."""
     try:
         text.encode()  # safetensors opens no other names
         return Path(expanded_path(text))
@@ -32,7 +32,7 @@ def option_path(text: str) -> Path:
 
 
 def expanded_path(text: str) -> str:
-    """A path with ~ and ~user expanded; any other text, such as a hub id, stays as it is.
+    """Return a path with ~ and ~user expanded; other text, such as a hub id, is unchanged.
 
     Raises ValueError for a path that no file can have.
     """

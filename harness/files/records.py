@@ -1,4 +1,4 @@
-"""Records of a run: JSON objects, in a file or a line, read as far as they are whole."""
+"""Records of a run: JSON objects in a file or a line; damaged lines are skipped."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class Unreadable(ConfigError):
-    """A record that is no JSON, or not what its name says; the message names the file."""
+    """A record that is not a JSON object, or not a regular file; the message names the file."""
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises CannotSave, which names the file, for whatever the system says about writing it."""
+    """Turn an OSError while writing `path` into CannotSave, which names the file."""
     try:
         yield
     except OSError as error:
@@ -35,22 +35,22 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def as_line(record: dict[str, Any]) -> str:
-    """A record as a line."""
+    """Return a record as a line."""
     return json.dumps(_finite(record), allow_nan=False) + "\n"
 
 
 def as_text(value: dict[str, Any]) -> str:
-    """A record as a file."""
+    """Return a record as the text of a file."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value read from a record is a whole number that counts something."""
+    """Return True if a value read from a record is a count: a whole number, 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a file, None without the file. Raises Unreadable."""
+    """Return the object in a file; None if there is no file. Raises Unreadable."""
     try:
         value = read_json(path, _MOST_BYTES, links=True)
     except FileNotFoundError:
@@ -63,10 +63,10 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path, needed: str) -> Iterator[dict[str, Any]]:
-    """The finished lines of a .jsonl file that are objects with the key `needed`; what follows the
-    last newline is still being written.  Others are left out with a warning: a disk made them.
+    """Yield the lines of a .jsonl file that are objects with the key `needed`.
 
-    Raises Unreadable for anything else than a file.
+    Text after the last newline is still being written. Damaged lines are left out with a warning.
+    Raises Unreadable if `path` is not a regular file.
     """
     if (opened := _opened(path)) is None:
         return
@@ -85,7 +85,7 @@ def read_lines(path: Path, needed: str) -> Iterator[dict[str, Any]]:
 
 
 def require_file(path: Path) -> None:
-    """Raise Unreadable where something else than a file is at `path`; nothing may be there."""
+    """Raise Unreadable if `path` exists but is not a regular file."""
     if (opened := _opened(path)) is not None:
         opened.close()
 
@@ -100,7 +100,7 @@ def _opened(path: Path) -> io.BufferedReader | None:
 
 
 def _finite(value: Any) -> Any:
-    """Floats that JSON has no word for become "nan", "inf", "-inf": visible, and still JSON."""
+    """Return a copy with non-finite floats as "nan", "inf", "-inf": visible, and valid JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

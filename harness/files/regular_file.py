@@ -1,4 +1,4 @@
-"""Files that somebody else may have written: regular ones only, of a bounded size and depth."""
+"""Reads untrusted files: regular files only, of a bounded size and depth."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _KINDS = {
 
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
-    """Open a regular file to be read; a link to one only with `links`.
+    """Open a regular file for reading; a link to one only with `links`.
 
-    Waits for nobody, as a pipe would. Raises Unusable for anything else than a file, and OSError.
+    Never blocks, unlike opening a pipe. Raises Unusable for anything but a file, and OSError.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -42,7 +42,7 @@ def open_regular(path: Path, links: bool = False) -> BufferedReader:
 
 
 def read_regular(path: Path, most_bytes: int, links: bool = False) -> bytes:
-    """All of a regular file. Raises Unusable where it has more than `most_bytes`, and OSError."""
+    """Return the content of a regular file. Raises Unusable beyond `most_bytes`, and OSError."""
     with open_regular(path, links) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -51,7 +51,7 @@ def read_regular(path: Path, most_bytes: int, links: bool = False) -> bytes:
 
 
 def read_json(path: Path, most_bytes: int, links: bool = False) -> object:
-    """The value in a regular file. Raises Unusable where it is no JSON, and OSError."""
+    """Return the JSON value in a regular file. Raises Unusable if it is not JSON, and OSError."""
     data = read_regular(path, most_bytes, links)
     try:
         value: object = json.loads(data)

@@ -1,4 +1,4 @@
-"""Somebody else's object {...}, read by a reader that expects types: JSON, or a pickle's dict."""
+"""Typed access to an untrusted object {...}: JSON, or a pickle's dict."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MOST = sys.float_info.max
 
 
 class Table:
-    """A mapping whose values are asked for by key and type.
+    """A mapping with values read by key and type.
 
-    Every method raises Unusable, which names `file`, the key and the value, where there is none of
+    Every method raises Unusable, which names `file`, the key and the value, if there is no value of
     that type.
     """
 
@@ -26,69 +26,69 @@ class Table:
         self.values: Mapping[object, object] = value
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, whose keys are strings."""
+        """Return the whole mapping, whose keys must be strings."""
         for key in self.values:
             self._text(f"a key of {self.key or 'it'}", key)
         return {str(key): value for key, value in self.values.items()}
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is a value, null included."""
+        """Return True if there is a value, null included."""
         return key in self.values
 
     def has(self, key: object) -> bool:
-        """Whether there is a value that is not null."""
+        """Return True if there is a value that is not null."""
         return self.values.get(key) is not None
 
     def get(self, key: object) -> object:
-        """The value, of any type."""
+        """Return the value, of any type."""
         if key not in self.values:
             raise Unusable(f"{self.file} lacks {self.path_of(key)}")
         return self.values[key]
 
     def table(self, key: object) -> Table:
-        """An object."""
+        """Return an object."""
         return Table(self.get(key), self.file, self.path_of(key))
 
     def tables(self) -> Iterator[tuple[str, Table]]:
-        """All values, as objects by name."""
+        """Yield all values, as objects by name."""
         for key in self.values:
             if not isinstance(key, str):
                 self.refuse(self.key, key, "a name")
             yield key, self.table(key)
 
     def row(self, key: object) -> list[object]:
-        """An array."""
+        """Return an array."""
         value = self.get(key)
         if not isinstance(value, list | tuple):
             self.refuse(self.path_of(key), value, "an array [...]")
         return list(value)
 
     def counts(self, key: object) -> tuple[int, ...]:
-        """An array of counts."""
+        """Return an array of counts."""
         return tuple(self._count(self.path_of(key), value) for value in self.row(key))
 
     def texts(self, key: object) -> tuple[str, ...]:
-        """An array of texts."""
+        """Return an array of texts."""
         return tuple(self._text(self.path_of(key), value) for value in self.row(key))
 
     def numbers(self, key: object) -> list[float]:
-        """An array of finite numbers."""
+        """Return an array of finite numbers."""
         return [self._number(self.path_of(key), value) for value in self.row(key)]
 
     def count(self, key: object) -> int:
-        """An integer of 0 or more."""
+        """Return an integer of 0 or more."""
         return self._count(self.path_of(key), self.get(key))
 
     def text(self, key: object) -> str:
-        """A string."""
+        """Return a string."""
         return self._text(self.path_of(key), self.get(key))
 
     def number(self, key: object) -> float:
-        """A finite number."""
+        """Return a finite number."""
         return self._number(self.path_of(key), self.get(key))
 
     def loss(self, key: object) -> float | None:
-        """A number, perhaps not finite, or null."""
+        """Return a number, perhaps not finite, or None for null."""
         value = self.get(key)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return value
@@ -101,11 +101,11 @@ class Table:
             table.number(name)
 
     def refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        """Raise Unusable for a value that is not what was expected."""
+        """Raise Unusable for a value of another type than expected."""
         raise Unusable(f"{self.file}: {key or 'it'} is {_short(value)}, not {expected}")
 
     def path_of(self, key: object) -> str:
-        """A key with those that lead to it: `state.step`."""
+        """Return the dotted path of a key: `state.step`."""
         return f"{self.key}.{key}" if self.key else str(key)
 
     def _count(self, key: str, value: object) -> int:

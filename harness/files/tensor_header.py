@@ -1,4 +1,4 @@
-"""What a safetensors file holds, by its header alone: checked against the file's size.
+"""Reads the header of a safetensors file and checks it against the file's size.
 
 The format (github.com/huggingface/safetensors#format): 8 bytes for the header's length, the header
 as JSON, then the tensors without a gap.
@@ -20,7 +20,7 @@ from harness.files.table import Table
 
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _POINTER = b"version https://git-lfs"
-# Of an element, by dtype; of others only the place is checked.
+# Bytes per element by dtype; tensors of other dtypes are checked only for their place.
 _BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -40,18 +40,20 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def read_header(path: Path, links: bool = False) -> dict[str, StoredTensor]:
-    """The tensors of a file. Raises Unusable for what is no whole safetensors file, and OSError."""
+    """Return the tensors of a file. Raises Unusable if it is not a whole safetensors file, and
+    OSError.
+    """
     with open_regular(path, links) as file:
         return header_of(file, path)
 
 
 def header_of(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
-    """The tensors of an open file; see `read_header`."""
+    """Return the tensors of an open file; see `read_header`."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(len(_POINTER))
     if len(start) < 8:
@@ -105,7 +107,7 @@ def _tensors(content: Table, base: int) -> dict[str, StoredTensor]:
 
 
 def _looks_like(start: bytes) -> str:
-    """The likely origin of a file that begins so."""
+    """Return the likely origin of a file with these first bytes."""
     if start == _POINTER:
         return "it is a git-lfs pointer; run `git lfs pull` in its folder"
     if start.startswith((b"<!DOCTYPE", b"<html", b"<!doctype")):

@@ -1,4 +1,4 @@
-"""The header of a Megatron .idx, which says where each document of a .bin lies.
+"""The header of a Megatron .idx, which holds the place of each document in a .bin.
 
 The layout is that of Megatron-LM's MMapIndexedDataset: 9 bytes of magic, uint64 version, uint8 type
 of the ids, uint64 sequences, uint64 document bounds; then int32 tokens of each sequence, int64 byte
@@ -21,13 +21,13 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<u2", 7: "<u4", 8
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """What the first bytes of an .idx say."""
+    """Content of an .idx header."""
 
     code: int
     """Key of TYPES."""
     sequences: int
     bounds: int
-    """One more than there are documents."""
+    """Number of documents plus one."""
     num_bytes: int
     """Size of the file."""
 
@@ -38,7 +38,7 @@ class IndexHeader:
 
 
 def read_header(path: Path) -> IndexHeader:
-    """The header of an .idx that holds documents; ConfigError for anything else, or OSError."""
+    """Return the header of an .idx with documents. Raises ConfigError for others, and OSError."""
     num_bytes = path.stat().st_size
     if num_bytes < HEADER.size:
         raise ConfigError(f"{path} is truncated: {num_bytes} bytes, its header has {HEADER.size}")

@@ -13,12 +13,12 @@ Ranges = tuple[Range, ...]
 
 
 def autotp_cutter(shape: Shape) -> Cutter:
-    """Return which rows or columns of each parameter every tensor-parallel rank holds.
+    """Return the function that gives a tensor-parallel rank its rows or columns of a parameter.
 
     Attention is divided by groups of heads with a common key, the rest evenly, whole pieces first
     (module_inject/tp_shard.py, get_shard_size). Norms are whole on every rank, and so are
-    embeddings, but for one that is the head as well: then a rank has a part of the vocabulary and
-    of the logits.
+    embeddings, except one tied to the head: then a rank has a part of the vocabulary and of the
+    logits.
     """
     kinds = {tensor.name: tensor.kind for tensor in shape.tensors()}
 
@@ -29,9 +29,7 @@ def autotp_cutter(shape: Shape) -> Cutter:
 
 
 def tensor_shard(shape: Shape, ranks: int) -> Shape:
-    """Return the part of a model that the first of `ranks` tensor-parallel ranks holds; none holds
-    more.
-    """
+    """Return the part of a model on the first of `ranks` tensor-parallel ranks: the largest one."""
     if ranks == 1:
         return shape
 
@@ -61,18 +59,18 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
 
 
 def _cuts(shape: Shape, tensor: Tensor, place: int, places: int) -> dict[int, Ranges]:
-    """The ranges of the dimension that is divided; none of a tensor that is whole."""
+    """Return the ranges of the divided dimension; none for a tensor that is not divided."""
     tied_only = tensor.kind == "embedding" and not shape.tied
-    *_, module, what = tensor.name.split(".")
+    *_, module, parameter = tensor.name.split(".")
     by_input = module in shape.family.autotp_inputs
-    if tensor.kind not in divided_kinds(shape) or tied_only or (by_input and what == "bias"):
+    if tensor.kind not in divided_kinds(shape) or tied_only or (by_input and parameter == "bias"):
         return {}
     dimension = int(by_input)
     return {dimension: _ranges(shape, tensor.kind, tensor.shape[dimension], place, places)}
 
 
 def _ranges(shape: Shape, kind: str, size: int, place: int, places: int) -> Ranges:
-    """What a rank has of a dimension of a tensor of this kind."""
+    """Return a rank's ranges of a dimension of a tensor of this kind."""
     by_heads = kind == "attention" or (kind == "mlp" and shape.family.autotp_mlp_by_heads)
     width, left = divmod(size, shape.num_kv_heads)
     if left or not by_heads:
@@ -86,10 +84,10 @@ def _length(ranges: Ranges) -> int:
 
 
 def divided_kinds(shape: Shape) -> tuple[str, ...]:
-    """Kinds of tensors that AutoTP divides; none where it cannot divide the family."""
+    """Return the kinds of tensors that AutoTP divides; none if it does not support the family."""
     return shape.family.autotp
 
 
 def divides_vocabulary(shape: Shape) -> bool:
-    """Return whether a tensor-parallel rank has logits of a part of the vocabulary only."""
+    """Return True if a tensor-parallel rank has the logits of only a part of the vocabulary."""
     return shape.tied and "embedding" in divided_kinds(shape)
