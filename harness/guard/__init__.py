@@ -1,1 +1,1 @@
-"""What keeps a run alive: signals and stop decisions, spikes, replicas."""
+"""The guard of a run: stop signals, spikes, divergence, hangs, replicas that differ."""

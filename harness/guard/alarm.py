@@ -1,8 +1,8 @@
-"""The first failure of any rank, told to all of them: they end with its code, and at once.
+"""The first failure of any rank, passed on to all: they end at once, with its exit code.
 
-Without it they would wait for that rank in a collective until something loses patience, and would
-then report that. It goes through the store at which the ranks met: that is there before a run
-folder is, and needs no disk.
+Otherwise they would wait for that rank in a collective until a timeout, and report the timeout. The
+failure goes through the store at which the ranks met: it exists before the run folder, and needs no
+disk.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-_RANKS_PER_S = 64  # that ask the store: no more, however many there are
-_STORE_S = 5.0  # a store that takes longer to answer is that of a stopped or lost rank 0
+_RANKS_PER_S = 64  # upper limit of requests to the store
+_STORE_S = 5.0  # if the store takes longer, rank 0 is stopped or lost
 _FIRST, _ENDING = "alarm/first", "alarm/ending"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Ends all ranks: which one failed, the exit code of all, and why."""
+    """A failure that ends all ranks: the rank that failed, the exit code of all, the reason."""
 
     rank: int
     code: int
@@ -36,10 +36,10 @@ class Failure:
 
 
 class Alarm(threading.Thread):
-    """Listens for another rank's failure, and tells of this one's.
+    """Listens for another rank's failure, and publishes this rank's.
 
-    Only this thread asks the store: an answer may never come, and the thread that trains waits for
-    it no longer than a few seconds. `store`: a connection of its own; None without other ranks.
+    Only this thread asks the store: an answer may never come, and the training thread waits at most
+    a few seconds for it. `store`: a connection of its own; None without other ranks.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -47,16 +47,16 @@ class Alarm(threading.Thread):
         self.store, self.rank, self.world_size = store, rank, world_size
         self.tick_s = float(math.ceil(world_size / _RANKS_PER_S))
         self.on_end: Callable[[Failure], None] = lambda _: None
-        """Comes on every rank before it ends."""
+        """Called on every rank before it ends."""
         self.first: Failure | None = None
-        """The first failure of any rank, as far as this one knows."""
+        """The first failure of any rank, once this rank has read it."""
         self._mine: Failure | None = None
         self._closed = False
         self._wake, self._answered, self._all_end = (threading.Event() for _ in range(3))
         self._ends = threading.Lock()  # taken once, by the thread that ends this process
 
     def close(self) -> None:
-        """Listen no more: from here on this rank needs no other one."""
+        """Stop listening: from here on this rank needs no other one."""
         self._closed = True
         self._wake.set()
         if self.is_alive():
@@ -65,10 +65,10 @@ class Alarm(threading.Thread):
     def end(self, failure: Failure, report: Callable[[Failure], None]) -> NoReturn:
         """End this process, and the other ranks, with the first failure of any.
 
-        `failure`: this rank's; `report` tells the console about it, given the first one so far.
+        `failure`: this rank's; `report` prints the first one so far.
         """
         if self._ends.acquire(blocking=False):
-            with contextlib.suppress(OSError):  # a terminal that is closed
+            with contextlib.suppress(OSError):  # a closed terminal
                 report(self.first or failure)  # before anything that may wait
             self._mine = failure
             self._wake.set()
@@ -84,7 +84,7 @@ class Alarm(threading.Thread):
 
     def run(self) -> None:
         """Ask at every tick, until closed."""
-        # The store goes with rank 0. What that means is for the watchdog or the launcher to say.
+        # The store ends with rank 0; the watchdog or the launcher reports that.
         with contextlib.suppress(RuntimeError):
             while self.first is None and not self._closed:
                 self._wake.wait(self.tick_s)
@@ -120,12 +120,12 @@ class Alarm(threading.Thread):
             if self.store.add(_ENDING, 0) >= enough:
                 break
             time.sleep(0.05)
-        if failed:  # the last word of any rank to rank 0, whose process may hold the store
+        if failed:  # last message to rank 0, whose process may hold the store
             self.store.add(_ENDING, 1)
 
     def _ends_last(self, first: Failure) -> bool:
-        """True on the rank that failed: once it has ended, a launcher ends the others with a code
-        of its own. And on rank 0, after that one, for the store.
+        """True on the rank that failed: once it ends, a launcher ends the others with a code of its
+        own. Also True on rank 0, which holds the store.
         """
         return self.rank in (0, first.rank)
 
@@ -136,13 +136,13 @@ class Alarm(threading.Thread):
     def _record(self, failure: Failure) -> None:
         try:
             self.on_end(failure)
-        except Exception as error:  # must not hide what ends the run, nor keep it
+        except Exception as error:  # must neither hide the failure nor delay the end
             with contextlib.suppress(OSError):
                 print(f"rank {self.rank} could not record it: {error}", file=sys.stderr, flush=True)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process with what it has printed: no thread, hook or connection keeps it."""
+    """Flush the output and end this process; no thread, hook or connection delays it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

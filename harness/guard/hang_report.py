@@ -1,4 +1,4 @@
-"""Who holds the other ranks up, and where everyone is."""
+"""The report of a hang: the ranks that hold the others up, and the place of every rank."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Report = dict[str, Any]
 
 
 def judge(before: list[Report], after: list[Report], why: str, rank: int) -> Report:
-    """Who holds the others up, from two looks at all ranks' heartbeats.
+    """Return a report on the ranks that hold the others up, from two readings of all heartbeats.
 
-    `silent`: ranks that no longer write: stopped, gone with their node, or held outside Python.
-    `behind`: where all write, those that have come less far than the rest. Neither: all wait at
-    one place, for something that is no rank.
+    `silent`: ranks that no longer write: stopped, gone with their node, or blocked outside Python.
+    `behind`: if all write, the ranks that have made less progress. If both are empty, all wait at
+    the same place for the network, a device or a disk.
     """
     silent = [
         now["rank"]
         for then, now in zip(before, after, strict=True)
         if now["rank"] != rank and now.get("tick") == then.get("tick") and "at" not in now
     ]
-    talking = [found for found in after if found["rank"] not in silent]
-    furthest = max(found["count"] for found in talking)
-    behind = [found["rank"] for found in talking if found["count"] < furthest]
+    talking = [beat for beat in after if beat["rank"] not in silent]
+    furthest = max(beat["count"] for beat in talking)
+    behind = [beat["rank"] for beat in talking if beat["count"] < furthest]
     held_up_by = silent or behind
     lines = [f"hang: {why} (guard.hang_*)"]
     lines += [f"  {_named(after[n])}: stopped, gone, or held outside Python" for n in silent]
     lines += [f"  {_named(after[n])}, for {after[n]['seconds']:.0f} s is behind" for n in behind]
-    rest = [found for found in after if found["rank"] not in (*silent, *behind)]
+    rest = [beat for beat in after if beat["rank"] not in (*silent, *behind)]
     if not held_up_by:
         lines.append("  no rank is behind: all wait for the network, a device or a disk")
-    for text in dict.fromkeys(_place(found) for found in rest):
-        ranks = [found["rank"] for found in rest if _place(found) == text]
+    for text in dict.fromkeys(_place(beat) for beat in rest):
+        ranks = [beat["rank"] for beat in rest if _place(beat) == text]
         lines.append(f"  {len(ranks)} ranks ({ranges(ranks)}) {text}")
     return {
         "message": "\n".join(lines),
@@ -48,11 +48,11 @@ def judge(before: list[Report], after: list[Report], why: str, rank: int) -> Rep
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Where a thread is: its innermost line in this library, and what that waits in."""
-    innermost, found = frame, frame
-    while found is not None and not found.f_code.co_filename.startswith(_LIBRARY):
-        found = found.f_back
-    places = [_line(f) for f in dict.fromkeys((found, innermost)) if f is not None]
+    """Return a thread's place: its innermost line in this library, and the call it waits in."""
+    innermost, own = frame, frame
+    while own is not None and not own.f_code.co_filename.startswith(_LIBRARY):
+        own = own.f_back
+    places = [_line(f) for f in dict.fromkeys((own, innermost)) if f is not None]
     return " in ".join(reversed(places))
 
 
@@ -61,23 +61,23 @@ def _line(frame: FrameType) -> str:
     return f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
-def _place(found: Report) -> str:
-    if "phase" not in found:
+def _place(beat: Report) -> str:
+    if "phase" not in beat:
         return "never wrote"
-    return f"in '{found['phase']}' of step {found['step']}, {found.get('at', '')}".rstrip(", ")
+    return f"in '{beat['phase']}' of step {beat['step']}, {beat.get('at', '')}".rstrip(", ")
 
 
-def _named(found: Report) -> str:
-    where = f" on {found['host']} (process {found['pid']})" if "host" in found else ""
-    return f"rank {found['rank']}{where}, {_place(found)}"
+def _named(beat: Report) -> str:
+    process = f" on {beat['host']} (process {beat['pid']})" if "host" in beat else ""
+    return f"rank {beat['rank']}{process}, {_place(beat)}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    found: list[list[int]] = []
+    """Return ascending numbers as text: [0, 1, 2, 5] -> "0-2, 5"."""
+    edges: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
+        if edges and number == edges[-1][-1] + 1:
+            edges[-1][1:] = [number]
         else:
-            found.append([number])
-    return ", ".join("-".join(map(str, pair)) for pair in found)
+            edges.append([number])
+    return ", ".join("-".join(map(str, pair)) for pair in edges)

@@ -1,4 +1,4 @@
-"""Judges every step of a run: go on, end early, go back, or stop as diverged."""
+"""Judges every step of a run: go on, end early, roll back, or stop as diverged."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ADVICE = "resume from a checkpoint before it, in a new run.dir, with a lower opt
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a run after a step."""
+    """The decision on a run after a step."""
 
     kind: Literal["go on", "end early", "roll back", "stop"] = "go on"
     message: str = ""
     code: ExitCode = ExitCode.DONE
-    """Of a run that stops."""
+    """Exit code of a run that stops."""
     is_written: bool = False
     """True once all ranks have written the checkpoint that was under way."""
 
 
 class Judge:
-    """Sees the losses, norms and evaluations of a run, and changes nothing of it.
+    """Reads the losses, norms and evaluations of a run, and does not change it.
 
-    Its `state` is in every checkpoint: a run that resumes is judged as the run that saved. Ranks
-    that see the same numbers come to the same verdict.
+    Its `state` is in every checkpoint: a resumed run is judged like the run that saved it. Ranks
+    that see the same numbers reach the same verdict.
     """
 
     def __init__(self, guard: GuardConfig, evaluation: EvalConfig) -> None:
@@ -40,14 +40,14 @@ class Judge:
         self._patience = Patience(evaluation.patience, evaluation.better_by)
         self.rollbacks = 0
         self.loss, self.grad_norm = math.nan, math.nan
-        """Of the last step whose values were read: nats, and before clipping."""
+        """Loss (nats) and norm (before clipping) of the last step that was read."""
         self._bad_steps = 0  # skipped ones, in a row
         self._reason = ""  # of the last skipped step
         self._goes_back_for = ""
         self._lost = False  # the held-out loss is not finite
 
     def see_step(self, loss: float, grad_norm: float) -> Spike | None:
-        """Judge a step's loss and gradient norm; returns a spike."""
+        """Judge a step's loss and gradient norm; return a spike."""
         self.loss, self.grad_norm = loss, grad_norm
         return self._spikes.see(loss, grad_norm)
 
@@ -56,21 +56,21 @@ class Judge:
         self._bad_steps = 0
 
     def see_skipped(self, reason: str, is_bad: bool) -> None:
-        """Note a step that was left out; `is_bad`: too many of these in a row are divergence."""
+        """Note a skipped step; `is_bad`: too many of these in a row are divergence."""
         self._bad_steps += is_bad
         self._reason = reason
 
     def see_evaluation(self, loss: float, step: int) -> None:
-        """Note a held-out loss, nats."""
+        """Note a held-out loss in nats."""
         self._patience.see(loss, step)
         self._lost = step > 0 and not math.isfinite(loss)
 
     def ask_to_go_back(self, reason: str) -> None:
-        """Ask for a rollback instead of the step under way, which has changed nothing."""
+        """Ask for a rollback in place of the current step, which has changed nothing."""
         self._goes_back_for = reason
 
     def verdict(self, step: int, is_last: bool, run_folder: object) -> Verdict:
-        """Return what becomes of a run that is at `step`."""
+        """Return the verdict on a run that is at `step`."""
         if self._goes_back_for:
             return Verdict("roll back", self._goes_back_for)
         if self._lost:
@@ -87,11 +87,11 @@ class Judge:
 
     @property
     def best(self) -> tuple[int, float]:
-        """The step of the lowest held-out loss, and the loss."""
+        """Step and value (nats) of the lowest held-out loss."""
         return self._patience.best_step, self._patience.best
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint remembers."""
+        """Return the state that a checkpoint stores."""
         return {
             "bad_steps": self._bad_steps,
             "rollbacks": self.rollbacks,
@@ -100,7 +100,7 @@ class Judge:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; parts that are missing begin anew."""
+        """Set a `state` from a checkpoint; missing parts are reset."""
         self._spikes.restore(state.get("seen", {}))
         self._patience.restore(state.get("patience", {}))
         self._bad_steps = state.get("bad_steps", 0)

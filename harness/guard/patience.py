@@ -1,4 +1,4 @@
-"""When the held-out loss no longer falls."""
+"""Patience: ends a run early once its held-out loss stops falling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Patience:
-    """Counts evaluations since the best; `limit` of them are enough, 0 never."""
+    """Counts evaluations since the best one; over after `limit` of them, never for 0."""
 
     def __init__(self, limit: int, least: float) -> None:
         self._limit = limit
@@ -17,7 +17,7 @@ class Patience:
         self._since = 0
 
     def see(self, loss: float, step: int) -> None:
-        """The held-out loss after a step; better is by more than `least` nats."""
+        """Note the held-out loss after a step; an improvement is one of more than `least` nats."""
         if loss < self.best - self._least:
             self.best, self.best_step, self._since = loss, step, 0
         else:
@@ -25,16 +25,16 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """True after `limit` evaluations without improvement."""
         return 0 < self._limit <= self._since
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint remembers."""
+        """Return the state that a checkpoint stores."""
         best = self.best if math.isfinite(self.best) else None
         return {"best": best, "best_step": self.best_step, "since": self._since}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set what `state` gave; nothing seen yet, where it gave nothing."""
+        """Set a `state` from a checkpoint; missing values are reset."""
         best = state.get("best")
         self.best = math.inf if best is None else best
         self.best_step, self._since = state.get("best_step", 0), state.get("since", 0)

@@ -1,4 +1,4 @@
-"""Where a rank is: its phase and step, since when, and how long each phase usually takes."""
+"""The pulse of a rank: its phase and step, since when, and the usual duration of each phase."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-_KNOWN_AFTER = 3  # times of a kind; the first compile, allocate and fill caches
+_ENOUGH = 3  # durations; the first ones include compiling, allocating, filling caches
 _REMEMBERED = 32
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of progress. `count`: how many came before it, on every rank the same at the same
-    place of the loop.
+    """One sign of progress. `count`: number of earlier beats, equal on all ranks at one place of
+    the loop.
     """
 
     phase: str
@@ -24,10 +24,10 @@ class Beat:
 
 @dataclass(frozen=True)
 class Limits:
-    """After how many seconds without progress a rank counts as hanging.
+    """Seconds without progress after which a rank counts as hanging.
 
-    `first_s` for a phase that was seen less than three times, then `factor` times the longest of
-    the last ones, but at least `floor_s`.
+    `first_s` for a phase with fewer than three durations; then `factor` times the longest of the
+    last ones, but at least `floor_s`.
     """
 
     floor_s: float
@@ -36,7 +36,7 @@ class Limits:
 
 
 class Pulse:
-    """Beaten by the thread that trains, whenever another phase begins; others only read."""
+    """Written by the training thread at the begin of each phase; other threads only read."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -44,18 +44,18 @@ class Pulse:
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
     def __call__(self, phase: str, step: int) -> None:
-        """`phase` begins, and with it the one before has ended."""
+        """Begin `phase`, and end the one before."""
         now, before = time.monotonic(), self.beat
         self._seconds[before.phase].append(now - before.since)
         self.beat = Beat(phase, step, before.count + 1, now)
 
     def longest_s(self, phase: str) -> float | None:
-        """The longest of the last times of its kind; None before it was seen."""
+        """Return the longest of a phase's last durations; None before the first."""
         return max(self._seconds[phase], default=None) if phase in self._seconds else None
 
     def limit_s(self, phase: str) -> float:
-        """What is too long for it."""
-        seen = self._seconds.get(phase, ())
-        if len(seen) < _KNOWN_AFTER:
+        """Return the seconds after which a phase counts as hanging."""
+        durations = self._seconds.get(phase, ())
+        if len(durations) < _ENOUGH:
             return self.limits.first_s
-        return max(self.limits.floor_s, self.limits.factor * max(seen))
+        return max(self.limits.floor_s, self.limits.factor * max(durations))

@@ -1,4 +1,4 @@
-"""Finds ranks whose copy of a weight silently differs from the others'."""
+"""Finds ranks with a replica of a weight that silently differs from the others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(RuntimeError):
-    """Replicas that should be equal are not: a crash, cured by a checkpoint from before it."""
+    """Replicas that should be equal differ: a crash; resume from an earlier checkpoint."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bit patterns as integers: exact, in any order; () int64, no sync.
+    """Return the sum of a tensor's bit patterns as integers: exact in any order; () int64, no sync.
 
     One flipped bit always changes it; an exchange of two elements never does.
     """
@@ -27,9 +27,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def outliers(
     replicated: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None
 ) -> dict[str, list[int]]:
-    """Names of the tensors that differ within `group`, each with the ranks outside the majority.
+    """Return the names of tensors that differ within `group`, with the ranks outside the majority.
 
-    Without a majority (two ranks) these are all ranks. Collective: every rank of the group brings
+    Without a majority (two ranks) these are all ranks. Collective: every rank of the group passes
     the same names in the same order.
     """
     sums = {name: checksum(tensor) for name, tensor in replicated}
@@ -40,11 +40,11 @@ def outliers(
     dist.all_gather(everyone, mine, group=group)
     table = torch.stack(everyone, dim=1).tolist()  # (tensors, ranks)
     ranks = dist.get_process_group_ranks(group)
-    found = {name: _outside_majority(row, ranks) for name, row in zip(sums, table, strict=True)}
-    return {name: ranks for name, ranks in found.items() if ranks}
+    outside = {name: _outside_majority(row, ranks) for name, row in zip(sums, table, strict=True)}
+    return {name: ranks for name, ranks in outside.items() if ranks}
 
 
 def _outside_majority(values: list[int], ranks: list[int]) -> list[int]:
-    (value, count), *_ = Counter(values).most_common(1)
-    majority = value if count > len(values) / 2 else None
-    return [rank for rank, found in zip(ranks, values, strict=True) if found != majority]
+    (most_common, count), *_ = Counter(values).most_common(1)
+    majority = most_common if count > len(values) / 2 else None
+    return [rank for rank, value in zip(ranks, values, strict=True) if value != majority]

@@ -13,17 +13,17 @@ from harness.guard.stop_request import StopRequest
 
 
 class StopGuard:
-    """Knows whether any rank was asked to stop, and whether all have written what they save.
+    """Agrees between ranks whether any was asked to stop, and whether all have written their save.
 
-    Ranks get their signals at different times, and a rank that stopped alone would leave the
-    others waiting in a collective. So each step starts an asynchronous reduction of everyone's
-    flag, which is read one step later: no waiting, and all ranks read the same answer.
+    Ranks get signals at different times, and a rank that stopped alone would leave the others
+    waiting in a collective. So each step starts an asynchronous reduction of all flags, which is
+    read one step later: no waiting, and all ranks read the same answer.
     """
 
     def __init__(self, world_size: int, request: StopRequest | None = None) -> None:
         self.request = request or StopRequest()
-        # gloo, whatever the model talks over: the flags live on the host.
-        # What does not end is the watchdog's to judge, not the group's.
+        # gloo, whatever backend the model uses: the flags are on the host.
+        # The watchdog ends a hang, not this group's timeout.
         timeout = timedelta(days=30)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         self._flags = torch.zeros(2, dtype=torch.int32)
@@ -31,11 +31,11 @@ class StopGuard:
 
     @property
     def received(self) -> str | None:
-        """What asked this rank to stop; None where nothing has."""
+        """Name of the signal or reason that asked this rank to stop; None if none did."""
         return self.request.received
 
     def stop_if_asked(self) -> None:
-        """Raise RunStopped on all ranks where one of them was asked to stop. Waits for all."""
+        """Raise RunStopped on all ranks if any was asked to stop. Collective; waits for all."""
         asked = torch.tensor(self.received is not None, dtype=torch.int32)
         if self._group is not None:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
@@ -43,8 +43,8 @@ class StopGuard:
             raise RunStopped(ExitCode.STOPPED, f"asked to stop by {self.received or 'a rank'}")
 
     def agree(self, written: bool = False) -> tuple[bool, bool]:
-        """Whether any rank had been asked to stop, and whether all had `written`, when this was
-        last called; the same on all ranks.
+        """Return (True if any rank was asked to stop, True if all had `written`) as of the previous
+        call, equal on all ranks. Collective, without waiting.
         """
         mine = (self.received is not None, not written)
         if self._group is None:
@@ -57,15 +57,16 @@ class StopGuard:
         return agreed
 
     def told_by_rank_0(self, text: str | None) -> str | None:
-        """Rank 0's `text` on every rank, however long rank 0 takes until it says it."""
-        told = [text]
+        """Return rank 0's `text` on every rank; waits without a time limit. Collective."""
+        texts = [text]
         if self._group is not None:
-            dist.broadcast_object_list(told, group=self._group)
-        return told[0]
+            dist.broadcast_object_list(texts, group=self._group)
+        return texts[0]
 
     def close(self, wait: bool = True) -> None:
-        """Give the signals back. `wait`: let the reduction under way end; not after a failure,
-        when the other ranks may never join it.
+        """Restore the signal handlers.
+
+        `wait`: for the pending reduction; not after a failure: other ranks may never join it.
         """
         if wait:
             self._read()

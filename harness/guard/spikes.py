@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Where nothing varies (one batch over and over), a deviation by rounding is none: the smallest
-# sigma, as a fraction of the mean. Of the logarithm of the norm it is absolute.
+# Smallest sigma, as a fraction of the mean; absolute for the logarithm of the norm. If nothing
+# varies (one batch over and over), a rounding difference is no spike.
 _LEAST_SIGMA = 1e-3
 _TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class Spike:
-    """One step that stands out."""
+    """A step with an unusually high loss or gradient norm."""
 
     of: str
     """loss (nats) or log_grad_norm (natural logarithm); mean and sigma are in its unit."""
@@ -32,12 +32,12 @@ class SpikeDetector:
     steps that were none, as in OLMo-core's SkipStepOptimizer (6 over 128;
     github.com/allenai/OLMo-core, optim/skip_step_optimizer.py), where mean and deviation follow a
     falling loss. Steps that spiked stay out of the window, else one would hide the next.
-    The norm is judged by its logarithm: it is positive and skewed, with more far values than a
-    normal distribution has (Simsekli et al., arXiv 1901.06053), which in its own unit would be
+    The norm is judged by its logarithm: it is positive and skewed, with heavier tails than a normal
+    distribution (Simsekli et al., arXiv 1901.06053); on a linear scale, ordinary values would be
     called spikes every few thousand steps.
 
-    Nothing is said before a quarter of the window is there. After a quarter of a window of spikes
-    in a row they are the new level: the window begins anew.
+    No step is judged before a quarter of the window is filled. After a quarter of a window of
+    spikes in a row, they are the new level: the window is emptied.
     """
 
     def __init__(self, sigmas: float, window: int) -> None:
@@ -50,7 +50,7 @@ class SpikeDetector:
         self.in_a_row = 0
 
     def see(self, loss: float, grad_norm: float) -> Spike | None:
-        """Judge one step, and remember it; what is not finite is neither judged nor remembered."""
+        """Judge one step, and add it to the window; ignore one that is not finite."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return None
         values = {"loss": loss, "log_grad_norm": math.log(max(grad_norm, _TINY))}
@@ -64,11 +64,11 @@ class SpikeDetector:
         return spike
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on judging alike."""
+        """Return the state that `restore` takes."""
         return {"in_a_row": self.in_a_row, **{of: list(seen) for of, seen in self.seen.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; an empty one begins anew."""
+        """Set a `state`; an empty one resets the detector."""
         self.in_a_row = state.get("in_a_row", 0)
         for of, seen in self.seen.items():
             seen.clear()

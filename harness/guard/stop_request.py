@@ -1,5 +1,5 @@
-"""Signals that ask this process to stop, noted from its first line on. Standard library alone: it
-comes before the imports that take seconds.
+"""Signals that ask this process to stop, noted from its first line on. Standard library only: it
+is loaded before the imports that take seconds.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from harness.errors import ExitCode
 # Ctrl-C; a batch system's end; a batch system's early warning; a terminal that is closed.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _IMPATIENT = (signal.SIGINT, signal.SIGTERM)
-_JOINING_S = 10.0  # for ranks that are all asked to stop while they meet, to agree that they do
+_JOINING_S = 10.0  # for ranks that are asked to stop while they join, to agree on it
 
 
 class StopAsked(BaseException):
-    """Breaks off what may be broken off: the process was asked to stop."""
+    """Interrupts work that may be interrupted: the process was asked to stop."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by what.
+    """A request to stop this process, by a signal or by `ask`; `received` names it.
 
-    While ranks start, a second Ctrl-C or SIGTERM ends the process at once, and so does the first
-    where the other ranks do not come: nothing is lost yet. Once they train, a second signal changes
-    nothing.
+    While ranks start, a second Ctrl-C or SIGTERM ends the process at once, and so does the first if
+    the other ranks do not join: nothing is lost yet. Once they train, a second signal has no
+    effect.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
         self.give_up: Callable[[], object] = lambda: os._exit(ExitCode.STOPPED)
-        """Ends this process at once; where it has met the other ranks, them too."""
+        """Ends this process at once; also the other ranks, once it has joined them."""
         self._breaks_off = False
         self._starting = True
         self._joins = False
-        # What ignores SIGHUP was started to outlive its terminal (nohup).
+        # A process that ignores SIGHUP was started to outlive its terminal (nohup).
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [n for n in STOP_SIGNALS if not (ignored and n == signal.SIGHUP)]
         # Python runs handlers between two of its own instructions, and a rank that waits for the
-        # others executes none: the system writes the signals' numbers here as they come.
+        # others executes none: the system writes the signals' numbers here at once.
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._wakes_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -53,7 +53,7 @@ class StopRequest:
         threading.Thread(target=self._watch, name="stop request", daemon=True).start()
 
     def close(self) -> None:
-        """Give the signals back. Does nothing the second time."""
+        """Restore the signal handlers. A second call has no effect."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
@@ -62,16 +62,16 @@ class StopRequest:
         self._before = {}
 
     def ask(self, reason: str) -> None:
-        """As if a signal had come, where none has yet."""
+        """Request a stop as a signal would; the first reason stays."""
         self.received = self.received or reason
 
     def trains(self) -> None:
-        """From here on there is something to save: one request, one save, however often asked."""
+        """Note that training begins: a request now leads to a save, a second one to nothing."""
         self._starting = False
 
     @contextlib.contextmanager
     def breaks_off(self) -> Iterator[None]:
-        """Within it a request raises StopAsked, also one that has come before."""
+        """Return a context in which a request raises StopAsked, also an earlier one."""
         self._breaks_off = True
         try:
             if self.received is not None:
@@ -82,7 +82,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def joins(self) -> Iterator[None]:
-        """Within it this rank waits for the others, one of which may have ended."""
+        """Return a context in which this rank waits for the others, one of which may have ended."""
         self._joins = True
         try:
             yield

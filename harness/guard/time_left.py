@@ -1,4 +1,4 @@
-"""How long a batch job may still run: asked for once, then counted on a monotonic clock."""
+"""The remaining time of a batch job: read once, then counted on a monotonic clock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-_SLOW_DISK = 50e6  # bytes/s that each rank can surely write; guessed
+_SLOW_DISK = 50e6  # bytes/s per rank that any disk should reach; a guess
 _MARGIN_S = 15.0  # for leaving the process group, and for the batch script to requeue the job
 
 
 class TimeLeft:
-    """When this process has to have ended; `limit_s` None: never.
+    """The time until this process must have ended; unlimited if `limit_s` is None.
 
-    `save_bytes`: what each rank writes in a save, for as long as none was timed.
+    `save_bytes`: bytes that each rank writes in a save, used until a save was timed.
     """
 
     def __init__(self, limit_s: float | None, save_bytes: float) -> None:
@@ -24,12 +24,12 @@ class TimeLeft:
 
     @property
     def seconds(self) -> float | None:
-        """What is left; None for ever."""
+        """Remaining seconds; None if unlimited."""
         return None if self._end is None else self._end - time.monotonic()
 
     def is_last_step(self, step_s: float | None, save_s: float | None) -> bool:
-        """Whether another step, then the one in which all ranks learn of it, then a save, would
-        end too late; with the longest step and save so far.
+        """Return True if another step, then the step in which all ranks learn of the stop, then a
+        save would end too late. `step_s`, `save_s`: the longest so far.
         """
         left_s = self.seconds
         needed = 2 * (step_s or 0.0) + 1.5 * (save_s or self._first_save_s) + _MARGIN_S
@@ -37,23 +37,23 @@ class TimeLeft:
 
 
 def slurm_seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Until the time limit of the Slurm job that this process is in; None without job or limit."""
+    """Return the seconds left to this process's Slurm job; None without a job or a limit."""
     if "SLURM_JOB_END_TIME" in environ:  # Slurm 23.02 and later
         return float(environ["SLURM_JOB_END_TIME"]) - time.time()
     if "SLURM_JOB_ID" not in environ:
         return None
     command = ["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%L"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return as_seconds(said.stdout.strip())
+    return as_seconds(process.stdout.strip())
 
 
 def as_seconds(text: str) -> float | None:
-    """Slurm's [days-][[hours:]minutes:]seconds; None for UNLIMITED and the like."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
-    if found is None:
+    """Return Slurm's [days-][[hours:]minutes:]seconds in seconds; None for other text."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if match is None:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

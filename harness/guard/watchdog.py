@@ -1,12 +1,12 @@
-"""Notices that the ranks no longer get on, says which one holds the others up, and ends them.
+"""Detects that the ranks stopped making progress, reports which one blocks them, and ends them.
 
     RUN/heartbeats/
       rank-00003.json    written by each rank while it runs: phase, step, since when
-      rank-00003.stacks  every thread's Python stack, once a hang was noticed
-      hang.json          the report, by the rank that noticed first; the others read it and end
+      rank-00003.stacks  every thread's Python stack, once a hang was detected
+      hang.json          the report, by the rank that detected it first; the others read it and end
 
-A rank whose phase takes longer than it ever has (guard/pulse.py) is not judged alone: the one that
-holds all up is the one that is behind, or that no longer writes.
+A phase that takes too long (guard/pulse.py) does not blame its own rank: the rank that blocks the
+others is the one that is behind, or that no longer writes.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ from harness.errors import ExitCode
 from harness.guard.hang_report import Report, judge, place_of
 from harness.guard.pulse import Pulse
 
-_RANKS_PER_S = 64  # that write into one folder: no more, however many there are
+_RANKS_PER_S = 64  # upper limit of writes into one folder
 
 
 class Watchdog(threading.Thread):
-    """Watches the thread that made it."""
+    """Watches the progress of the thread that created it."""
 
     def __init__(self, pulse: Pulse, rank: int, world_size: int) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.pulse, self.rank, self.world_size = pulse, rank, world_size
         self.on_hang: Callable[[Report | None], None] = lambda _: None
-        """Comes on every rank before it ends; the report on the one that noticed first."""
+        """Called on every rank before it ends; the rank that detected the hang gets the report."""
         self.tick_s = float(math.ceil(world_size / _RANKS_PER_S))
         self.folder: Path | None = None
-        """RUN/heartbeats, as soon as there is a run folder; until then a rank knows only itself."""
+        """RUN/heartbeats; None until there is a run folder, and a rank reports on itself alone."""
         self.hung = False
-        """Whether a hang ends this process; what the watched thread meets meanwhile is its echo."""
+        """True once a hang ends this process; errors of the watched thread then follow from it."""
         self._watched = threading.get_ident()
         self._closed = threading.Event()
         self._ticks = 0
 
     def close(self) -> None:
-        """Watch no more: what follows may take as long as it wants to."""
+        """Stop watching: from here on there is no time limit."""
         self._closed.set()
         if self.is_alive():
             self.join()
         if self.folder is not None:
-            with contextlib.suppress(OSError):  # the last one takes the folder along
+            with contextlib.suppress(OSError):  # the last rank removes the folder
                 self._file(self.rank).unlink(missing_ok=True)
                 self.folder.rmdir()
 
     def run(self) -> None:
-        """Look at every tick, until closed."""
+        """Check at every tick, until closed."""
         while not self._closed.wait(self.tick_s):
             beat = self.pulse.beat
             waited_s, limit_s = time.monotonic() - beat.since, self.pulse.limit_s(beat.phase)
             if waited_s > limit_s:
                 self._hang(f"no progress for {waited_s:.0f} s, {limit_s:.0f} s is the limit")
-            with contextlib.suppress(OSError):  # a folder that cannot be reached for a moment
+            with contextlib.suppress(OSError):  # the folder may be out of reach for a moment
                 self._write()
                 if self.folder is not None and (self.folder / "hang.json").exists():
                     self._hang("another rank reported a hang")
 
     def _hang(self, why: str) -> None:
-        """Report and end this process, or only end it where another rank reports."""
+        """Report and end this process, or only end it if another rank reports."""
         self.hung = True
         grace_s = 2.5 * self.tick_s + 1  # by then every rank that can has written again
         try:
             self._dump_stacks(why)
             with contextlib.suppress(OSError):
-                self._write(where=True)
+                self._write(with_place=True)
             if self._reports():
                 before = self._all_ranks()
                 time.sleep(grace_s)
@@ -92,7 +92,7 @@ class Watchdog(threading.Thread):
             os._exit(ExitCode.HANG)  # the other threads cannot be reached
 
     def _reports(self) -> bool:
-        """Whether this rank is the first; each is for itself where no folder says."""
+        """Return True if this rank is the first to detect the hang; without a folder, always."""
         try:
             if self.folder is not None:
                 (self.folder / "hang.json").open("x").close()
@@ -108,7 +108,7 @@ class Watchdog(threading.Thread):
                 (self.folder / "hang.json").write_text(json.dumps(report, indent=2))
 
     def _wait_for_report(self, most_s: float) -> None:
-        """A launcher that sees one rank end kills the others, the one that reports among them."""
+        """Wait until another rank has reported: a launcher kills all ranks once one ends."""
         assert self.folder is not None
         end = time.monotonic() + most_s
         with contextlib.suppress(OSError):
@@ -122,14 +122,14 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(OSError), self._file(self.rank, "stacks").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    def _write(self, where: bool = False) -> None:
+    def _write(self, with_place: bool = False) -> None:
         self._ticks += 1
         if self.folder is not None:
-            self._file(self.rank).write_text(json.dumps(self._heartbeat(where)))
+            self._file(self.rank).write_text(json.dumps(self._heartbeat(with_place)))
 
-    def _heartbeat(self, where: bool) -> Report:
+    def _heartbeat(self, with_place: bool) -> Report:
         beat = self.pulse.beat
-        found = {
+        heartbeat = {
             "rank": self.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -139,15 +139,17 @@ class Watchdog(threading.Thread):
             "seconds": round(time.monotonic() - beat.since, 1),
             "tick": self._ticks,
         }
-        frame = sys._current_frames().get(self._watched) if where else None
-        return {**found, "at": place_of(frame)} if frame is not None else found
+        frame = sys._current_frames().get(self._watched) if with_place else None
+        return {**heartbeat, "at": place_of(frame)} if frame is not None else heartbeat
 
     def _all_ranks(self) -> list[Report]:
-        """Every rank's last heartbeat; of one that has none, only its number."""
+        """Return every rank's last heartbeat; only its number if it has none."""
         if self.folder is None:
-            return [self._heartbeat(where=True)]
+            return [self._heartbeat(with_place=True)]
         return [
-            self._heartbeat(where=True) if n == self.rank else _read(self._file(n)) or {"rank": n}
+            self._heartbeat(with_place=True)
+            if n == self.rank
+            else _read(self._file(n)) or {"rank": n}
             for n in range(self.world_size)
         ]
 

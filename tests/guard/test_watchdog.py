@@ -29,7 +29,7 @@ def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
     watchdog.close()
     assert not watchdog.folder.exists()
     assert not watchdog.hung
-    beat = watchdog._heartbeat(where=False)
+    beat = watchdog._heartbeat(with_place=False)
     assert (beat["rank"], beat["phase"], beat["step"], beat["count"]) == (3, "save", 7, 1)
 
 
