@@ -11,7 +11,7 @@ from harness.data.packing import IGNORED
 
 
 def first_sample_of(events: list[dict[str, Any]], step: int, curriculum: Curriculum) -> int:
-    """Where `step` (from 1) began to read; a run that rolled back has left samples out."""
+    """Return the first sample of `step` (from 1); a run that rolled back has skipped samples."""
     jumps: dict[int, int] = {}  # step -> samples that lie behind it
     for event in events:
         to = {"rollback": "to_step", "resumed": "step"}.get(event["kind"])

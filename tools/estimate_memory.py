@@ -39,20 +39,20 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     try:
         plan = plan_of(args, estimating=True)
-        found = _estimate(plan, args.trace)
-        points = sweep(found, read_sweep(args.sweep))
+        memory = _estimate(plan, args.trace)
+        points = sweep(memory, read_sweep(args.sweep))
     except ValueError as error:
         print(f"cannot estimate: {error}", file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
-    traced = _traced(plan, found) if args.trace else {}
+    traced = _traced(plan, memory) if args.trace else {}
     if args.accounting == "paper":
-        print(paper_text(found))
+        print(paper_text(memory))
     elif args.json:
         swept = {"sweep": [point.to_json() for point in points]} if args.sweep else {}
-        found_json = {**found.to_json(), "not_trained": _not_trained(plan)}
-        print(json.dumps({**found_json, **swept, **traced}, indent=2))
+        memory_json = {**memory.to_json(), "not_trained": _not_trained(plan)}
+        print(json.dumps({**memory_json, **swept, **traced}, indent=2))
     else:
-        print(describe(found))
+        print(describe(memory))
     if not args.json:
         _add_notes(args, plan, traced)
         if args.sweep:
@@ -60,12 +60,12 @@ def main(argv: list[str]) -> int:
     if args.plot:
         from tools.memory.plot import drawn
 
-        write_plot(args.plot, drawn(found))
+        write_plot(args.plot, drawn(memory))
     return int(ExitCode.DONE)
 
 
 def _add_notes(args: argparse.Namespace, plan: Plan, traced: dict[str, float]) -> None:
-    """What one should know besides."""
+    """Print notes on the estimate."""
     if "train.micro_batch" in assumed_batch(args):
         print(
             "One sample at a time was assumed (--micro-batch): train.py takes up to "
@@ -82,9 +82,9 @@ def _not_trained(plan: Plan) -> list[str]:
 
 
 def _estimate(plan: Plan, trace: bool) -> Estimate:
-    found = estimate(plan)
-    if found is not None:
-        return found
+    memory = estimate(plan)
+    if memory is not None:
+        return memory
     if not trace:
         raise ConfigError(
             f"{plan.model_source}: its tensors are not known here; --trace builds its class empty "
@@ -95,13 +95,14 @@ def _estimate(plan: Plan, trace: bool) -> Estimate:
     return traced_estimate(plan)
 
 
-def _traced(plan: Plan, found: Estimate) -> dict[str, float]:
-    """What the model's own class saves for backward, beside what was counted, both of the whole
-    model; needs torch.
+def _traced(plan: Plan, memory: Estimate) -> dict[str, float]:
+    """Return the bytes that the model's own class saves for backward, and the counted ones.
+
+    Both are of the whole model. Needs torch.
     """
     from tools.memory.trace import traced_saved
 
-    whole = replace(found.inputs, grid=replace(found.inputs.grid, tensor=1, sequence=1))
+    whole = replace(memory.inputs, grid=replace(memory.inputs.grid, tensor=1, sequence=1))
     saved = traced_saved(plan.model_config, whole, plan.model_source)
     return {
         "traced_saved_gib": round(saved / GIB, 4),

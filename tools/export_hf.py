@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Shown:
-    """How far the export is, on standard error; every few seconds, and at its end."""
+    """Progress of the export on standard error, every few seconds and at its end."""
 
     def __init__(self, every_s: float = 5.0) -> None:
         self._every_s, self._next = every_s, time.monotonic() + every_s

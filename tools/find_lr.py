@@ -48,9 +48,9 @@ class Found:
     losses: list[float]
     smooth: list[float]
     suggested: float
-    """Where the smoothed loss falls fastest."""
+    """Learning rate at which the smoothed loss falls fastest."""
     lowest: float
-    """Where it is lowest: beyond, steps do harm."""
+    """Learning rate with the lowest smoothed loss; above it steps do harm."""
 
 
 def main(argv: list[str]) -> int:
@@ -78,15 +78,15 @@ def main(argv: list[str]) -> int:
     try:
         problems = [*plot_problems(args.plot)]
         if not 0 < args.lowest < args.highest:
-            given = f"--from {args.lowest:g} --to {args.highest:g}"
-            problems.append(f"{given}: the rate must rise from above 0")
+            limits = f"--from {args.lowest:g} --to {args.highest:g}"
+            problems.append(f"{limits}: the rate must rise from above 0")
         if args.steps < 10:
             problems.append(f"--steps is {args.steps}: with fewer than 10 there is nothing to see")
         if problems:
             raise ConfigError(problems)
         own = (f"run.dir={folder}", "save.export=false")
         plan = plan_from(Command(args.deepspeed, args.config, (*args.assignments, *own)))
-        found = _on_all_ranks(plan, args.lowest, args.highest, args.steps, folder)
+        result = _on_all_ranks(plan, args.lowest, args.highest, args.steps, folder)
     except RunStopped as stop:
         print(stop.message, file=sys.stderr)
         return int(stop.code)
@@ -98,9 +98,9 @@ def main(argv: list[str]) -> int:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if plan.world.rank == 0:
-        print(json.dumps(vars(found)) if args.json else as_text(found))
+        print(json.dumps(vars(result)) if args.json else as_text(result))
         if args.plot:
-            write_plot(args.plot, drawn(found))
+            write_plot(args.plot, drawn(result))
     return int(ExitCode.DONE)
 
 
@@ -163,16 +163,16 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Moving averages that forget, without a bias towards zero at the start."""
-    found, average = [], 0.0
+    """Return exponential moving averages, without a bias towards zero at the start."""
+    smooth, average = [], 0.0
     for number, loss in enumerate(losses, 1):
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
-        found.append(average / (1 - _SMOOTHING**number))
-    return found
+        smooth.append(average / (1 - _SMOOTHING**number))
+    return smooth
 
 
 def judged(rates: list[float], losses: list[float]) -> Found:
-    """What the curve says. Raises ConfigError where it says nothing."""
+    """Return the suggestion of the curve. Raises ConfigError if it suggests nothing."""
     smooth = smoothed(losses)
     low = min(range(len(smooth)), key=smooth.__getitem__, default=0)
     if low < 3:
@@ -184,29 +184,29 @@ def judged(rates: list[float], losses: list[float]) -> Found:
     return Found(rates, losses, smooth, suggested=rates[steep], lowest=rates[low])
 
 
-def as_text(found: Found) -> str:
-    """What to try, and why."""
+def as_text(result: Found) -> str:
+    """Return the learning rate to try, and the reason."""
     return "\n".join(
         [
-            f"try optim.lr={found.suggested:.2g}",
-            f"there the smoothed loss fell fastest; it was lowest at {found.lowest:.2g}"
+            f"try optim.lr={result.suggested:.2g}",
+            f"there the smoothed loss fell fastest; it was lowest at {result.lowest:.2g}"
             + (
                 ", and went up from there"
-                if found.rates[-1] > found.lowest
+                if result.rates[-1] > result.lowest
                 else ", the highest rate tried: look further with --to"
             ),
         ]
     )
 
 
-def drawn(found: Found) -> Figure:
+def drawn(result: Found) -> Figure:
     """The loss against the learning rate, and the rate to try."""
     figure = new_figure(8, 4.5)
     axis = figure.subplots()
-    axis.plot(found.rates, found.losses, color="#bab0ac", label="loss")
-    axis.plot(found.rates, found.smooth, color="#4e79a7", label="smoothed")
-    axis.axvline(found.suggested, color="#59a14f", label=f"try {found.suggested:.2g}")
-    axis.axvline(found.lowest, color="#e15759", ls="--", label=f"lowest at {found.lowest:.2g}")
+    axis.plot(result.rates, result.losses, color="#bab0ac", label="loss")
+    axis.plot(result.rates, result.smooth, color="#4e79a7", label="smoothed")
+    axis.axvline(result.suggested, color="#59a14f", label=f"try {result.suggested:.2g}")
+    axis.axvline(result.lowest, color="#e15759", ls="--", label=f"lowest at {result.lowest:.2g}")
     axis.set(xscale="log", xlabel="learning rate", ylabel="loss, nats per token")
     axis.grid(alpha=0.3)
     axis.legend()

@@ -215,7 +215,7 @@ def _shapes(table: Table) -> dict[str, tuple[int, ...]]:
 
 
 def _ranks(state: Table, files: int) -> int:
-    """How many data ranks saved: one number, or one per parameter group."""
+    """Return the number of data ranks that saved: one number, or one per parameter group."""
     key = "partition_count"
     if key not in state:
         return files

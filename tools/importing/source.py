@@ -1,4 +1,4 @@
-"""What is imported: where the engine's files are, and which model they are of."""
+"""Source of an import: the engine's files, and their model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long pipeline stages really wait: the share of a step that CPU ranks do not compute."""
+"""Measures the pipeline bubble: the share of a step in which CPU ranks do not compute."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _holdings(plan: Plan, found: Estimate | None) -> list[str]:
 
 
 def _units(plan: Plan) -> list[str]:
-    """What each stage holds of the model, in words."""
+    """Return the parts of the model on each stage, as text."""
     if plan.stages is None:
         return ["the whole model"]
     found, first = [], 0
@@ -125,7 +125,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _shares(plan: Plan) -> str:
-    """What ZeRO leaves whole on each rank, and what it cuts."""
+    """Return the parts that ZeRO keeps whole on each rank, and those that it divides."""
     count, zero_stage = plan.grid.data * plan.grid.sequence, plan.zero_stage
     parts = [f"{_WHOLE[zero_stage]} whole"] if _WHOLE[zero_stage] else []
     parts += [f"1/{count} of the {_CUT[zero_stage]}"] if _CUT[zero_stage] else []

@@ -15,16 +15,16 @@ Curve = list[tuple[int, int]]
 """(micro-batch or tokens, bytes at the peak)."""
 
 
-def by_micro_batch(found: Estimate) -> Curve:
+def by_micro_batch(estimate: Estimate) -> Curve:
     """Peaks for 1, 2, 4, ... samples at once, and the run's own."""
-    inputs = found.inputs
+    inputs = estimate.inputs
     values = {2**power for power in range(_POINTS)} | {inputs.micro_batch}
     return [(n, _peak(with_micro_batch(inputs, n))) for n in sorted(values)]
 
 
-def by_seq_len(found: Estimate) -> Curve:
+def by_seq_len(estimate: Estimate) -> Curve:
     """Peaks for 512, 1,024, ... tokens, and the run's own length."""
-    inputs = found.inputs
+    inputs = estimate.inputs
     values = {_SHORTEST * 2**power for power in range(_POINTS)} | {inputs.seq_len}
     whole = (n for n in sorted(values) if n % inputs.grid.sequence == 0)
     return [(n, _peak(replace(inputs, seq_len=n))) for n in whole]

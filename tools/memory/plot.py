@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 _COLOURS = ("tab20", "tab20b")  # matplotlib's, one after the other
 
 
-def drawn(found: Estimate) -> Figure:
+def drawn(estimate: Estimate) -> Figure:
     """One picture with a legend; sizes in GiB."""
     figure = new_figure(11.5, 9)
     upper, lower = figure.subfigures(2, 1, height_ratios=(3, 2))
-    _bars(upper.subplots(), found)
+    _bars(upper.subplots(), estimate)
     left, right = lower.subplots(1, 2)
-    run, device = found.inputs, found.device_bytes
-    _curve(left, "samples in a micro-batch", by_micro_batch(found), run.micro_batch, device)
-    _curve(right, "tokens in a sample", by_seq_len(found), run.seq_len, device)
+    run, device = estimate.inputs, estimate.device_bytes
+    _curve(left, "samples in a micro-batch", by_micro_batch(estimate), run.micro_batch, device)
+    _curve(right, "tokens in a sample", by_seq_len(estimate), run.seq_len, device)
     return figure
 
 
-def _bars(axis: Axes, found: Estimate) -> None:
+def _bars(axis: Axes, estimate: Estimate) -> None:
     from matplotlib import colormaps
 
-    bars = [(name, found.worst.phase(name)) for name in PHASES]
-    for stage in range(4 if found.inputs.bounds is None else 2):
-        other = estimate_memory(with_stage(found.inputs, stage)).worst
+    bars = [(name, estimate.worst.phase(name)) for name in PHASES]
+    for stage in range(4 if estimate.inputs.bounds is None else 2):
+        other = estimate_memory(with_stage(estimate.inputs, stage)).worst
         bars.append((f"ZeRO {stage} peak", other.phase(other.peak_phase)))
     places = [index + (index >= len(PHASES)) * 0.7 for index in range(len(bars))]
     names = list(dict.fromkeys(name for _, parts in bars for name in parts))
@@ -44,7 +44,7 @@ def _bars(axis: Axes, found: Estimate) -> None:
         sizes = [parts.get(name, 0) / GIB for _, parts in bars]
         axis.bar(places, sizes, 0.75, bottoms, color=colours[index % len(colours)], label=name)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    _device_line(axis, found.device_bytes)
+    _device_line(axis, estimate.device_bytes)
     axis.set_ylabel("GiB")
     axis.set_xticks(places, [label for label, _ in bars], rotation=45, ha="right")
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

@@ -1,4 +1,4 @@
-"""What autograd keeps between a forward and its backward pass."""
+"""Measures the tensors that autograd saves between a forward and its backward pass."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def saved_by(model: nn.Module) -> Iterator[Saved]:
     Real tensors and fake ones.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    found = Saved()
+    saved = Saved()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
-            found.add(storage)
+            saved.add(storage)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        yield found
+        yield saved

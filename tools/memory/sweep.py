@@ -54,15 +54,15 @@ def read_sweep(texts: Iterable[str]) -> dict[str, list[int]]:
     return ranges
 
 
-def sweep(found: Estimate, ranges: dict[str, list[int]]) -> list[Point]:
+def sweep(estimate: Estimate, ranges: dict[str, list[int]]) -> list[Point]:
     """An estimate for each combination; none without ranges."""
     points = []
     for values in itertools.product(*ranges.values()) if ranges else ():
         chosen = dict(zip(ranges, values, strict=True))
-        inputs = _with(found.inputs, chosen)
+        inputs = _with(estimate.inputs, chosen)
         if problems := division_problems(inputs):
             raise ValueError(f"--sweep: {'; '.join(problems)}")
-        points.append(Point(chosen, estimate_memory(inputs, found.device_bytes)))
+        points.append(Point(chosen, estimate_memory(inputs, estimate.device_bytes)))
     return points
 
 

@@ -18,39 +18,39 @@ _MOST_CHANGES = 8
 _SMALL = 0.005  # GiB; less is not worth a line
 
 
-def describe(found: Estimate) -> str:
+def describe(estimate: Estimate) -> str:
     """The whole report."""
-    worst = found.worst
+    worst = estimate.worst
     return "\n".join(
         [
-            _setting(found),
+            _setting(estimate),
             "",
             f"Peak on rank {worst.rank}{_of_stage(worst)}: {_gib(worst.peak)} GiB allocated, in "
             f"phase {worst.peak_phase}; up to {_gib(worst.reserved)} GiB reserved",
             *_bars(worst, worst.peak_phase),
-            *_pipeline(found),
+            *_pipeline(estimate),
             "",
             "Phases, GiB on the device",
             *_phases(worst),
-            f"The first step adds {_gib(found.late_bytes)} GiB of moments that are not there "
+            f"The first step adds {_gib(estimate.late_bytes)} GiB of moments that are not there "
             f"before it.",
             "",
             "Under the ZeRO stages, all else equal",
-            *_stages(found),
+            *_stages(estimate),
             "",
-            f"Host memory {_gib(found.host_bytes_per_node)} GiB per node of "
-            f"{found.inputs.gpus_per_node} ranks, NVMe {_gib(found.nvme_bytes_per_node)} GiB "
-            f"per node, a checkpoint {_gib(found.checkpoint_bytes)} GiB on disk",
+            f"Host memory {_gib(estimate.host_bytes_per_node)} GiB per node of "
+            f"{estimate.inputs.gpus_per_node} ranks, NVMe {_gib(estimate.nvme_bytes_per_node)} GiB "
+            f"per node, a checkpoint {_gib(estimate.checkpoint_bytes)} GiB on disk",
             "",
-            *_verdict(found),
+            *_verdict(estimate),
         ]
     )
 
 
-def paper_text(found: Estimate) -> str:
+def paper_text(estimate: Estimate) -> str:
     """The ZeRO paper's table for this model: model states only, decimal gigabytes."""
-    count, shards = found.worst.inputs.parameters, found.inputs.shards
-    part = "" if count == found.inputs.parameters else " of one rank"
+    count, shards = estimate.worst.inputs.parameters, estimate.inputs.shards
+    part = "" if count == estimate.inputs.parameters else " of one rank"
     lines = [
         f"ZeRO paper (arXiv 1910.02054): model states of {count:,} parameters{part}, {shards} ranks"
     ]
@@ -59,8 +59,8 @@ def paper_text(found: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _setting(found: Estimate) -> str:
-    inputs, grid = found.inputs, found.inputs.grid
+def _setting(estimate: Estimate) -> str:
+    inputs, grid = estimate.inputs, estimate.inputs.grid
     divided = [
         f"{name} over {ranks}, "
         for name, ranks in (("tensors", grid.tensor), ("sequences", grid.sequence))
@@ -79,15 +79,15 @@ def _of_stage(rank: RankTimeline) -> str:
     return "" if rank.inputs.stage is None else f", pipeline stage {rank.stage}"
 
 
-def _pipeline(found: Estimate) -> list[str]:
+def _pipeline(estimate: Estimate) -> list[str]:
     """The fullest rank of each pipeline stage."""
-    if found.inputs.bounds is None:
+    if estimate.inputs.bounds is None:
         return []
     return ["", "Pipeline stages, the fullest rank of each"] + [
         f"  stage {rank.stage:<3} {rank.inputs.shape.num_layers:>4} layers "
         f"{rank.inputs.parameters:>15,} parameters {rank.inputs.in_flight:>4} in flight "
         f"{_gib(rank.peak):>9} GiB at {rank.peak_phase}"
-        for rank in found.fullest
+        for rank in estimate.fullest
     ]
 
 
@@ -110,12 +110,12 @@ def _phases(rank: RankTimeline) -> list[str]:
     ]
 
 
-def _stages(found: Estimate) -> list[str]:
+def _stages(estimate: Estimate) -> list[str]:
     lines = []
     for stage in range(4):
-        other = estimate_memory(with_stage(found.inputs, stage), found.device_bytes)
-        here = " <- this run" if stage == found.inputs.zero.stage else ""
-        note = _refusal(found, stage) or other.verdict
+        other = estimate_memory(with_stage(estimate.inputs, stage), estimate.device_bytes)
+        here = " <- this run" if stage == estimate.inputs.zero.stage else ""
+        note = _refusal(estimate, stage) or other.verdict
         lines.append(
             f"  stage {stage}  {_gib(other.worst.peak):>9} GiB at {other.worst.peak_phase:16} "
             f"{note}{here}"
@@ -123,8 +123,8 @@ def _stages(found: Estimate) -> list[str]:
     return lines
 
 
-def _refusal(found: Estimate, stage: int) -> str | None:
-    inputs = found.inputs
+def _refusal(estimate: Estimate, stage: int) -> str | None:
+    inputs = estimate.inputs
     if division_problems(with_stage(inputs, stage)):
         return "refused: DeepSpeed fails in its step"
     if stage == 0 and inputs.precision != "fp32":
@@ -133,19 +133,19 @@ def _refusal(found: Estimate, stage: int) -> str | None:
     return "refused under pipeline stages" if stage > 1 and inputs.bounds else None
 
 
-def _verdict(found: Estimate) -> list[str]:
-    if found.device_bytes is None:
+def _verdict(estimate: Estimate) -> list[str]:
+    if estimate.device_bytes is None:
         return ["No verdict: name the device with --gpu"]
-    size = _gib(found.device_bytes)
+    size = _gib(estimate.device_bytes)
     lines = [
-        f"Verdict: {found.verdict}: {_gib(found.worst.peak)} GiB and about "
-        f"{_gib(found.process_bytes)} GiB (guessed) for the process on a device of {size} GiB; "
-        f"the weakest number in the peak is {found.evidence}.",
+        f"Verdict: {estimate.verdict}: {_gib(estimate.worst.peak)} GiB and about "
+        f"{_gib(estimate.process_bytes)} GiB (guessed) for the process on a device of {size} GiB; "
+        f"the weakest number in the peak is {estimate.evidence}.",
         "No run on a GPU has been compared with this estimate.",
     ]
-    if found.verdict == "fits":
+    if estimate.verdict == "fits":
         return lines
-    changes = helpful_changes(found)
+    changes = helpful_changes(estimate)
     helping = [change for change in changes if change.estimate.verdict == "fits"]
     lines.append(
         f"Single changes that bring the peak below {MARGIN:.0%} of the device:"

@@ -1,4 +1,4 @@
-"""What autograd keeps of the user's own model class, counted on fake tensors at two depths."""
+"""Counts the bytes that autograd saves for a model class, on fake tensors at two depths."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def _two_depths(config: dict[str, Any], inputs: Inputs, source: str | None) -> t
 
 
 def _depth_key(config: dict[str, Any]) -> str:
-    found = next((name for name in _DEPTH_KEYS if name in config), None)
-    if found is None:
+    key = next((name for name in _DEPTH_KEYS if name in config), None)
+    if key is None:
         raise ConfigError(f"the config names no number of layers: {', '.join(_DEPTH_KEYS)}")
-    return found
+    return key
 
 
 def _saved(config: dict[str, Any], inputs: Inputs, source: str | None) -> int:

@@ -87,7 +87,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind: str) -> Tensor:
 
 
 def _sizes(text: PretrainedConfig, tensors: list[tuple[str, tuple[int, ...]]]) -> dict[str, Any]:
-    """What the config says under transformers' common names."""
+    """Return the sizes in the config, by transformers' common names."""
 
     def size(name: str, otherwise: int) -> int:
         value = getattr(text, name, None)

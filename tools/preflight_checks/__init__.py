@@ -1,1 +1,1 @@
-"""What the preflight looks at: one noun a file, measured on every rank and judged on rank 0."""
+"""Checks of the preflight: one noun a file, measured on every rank and judged on rank 0."""

@@ -20,7 +20,7 @@ NEEDED = (  # by every run
 
 
 def host_name() -> str:
-    """As the scheduler calls this node, so that it can be drained by this name."""
+    """Return the scheduler's name of this node, by which it can be drained."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

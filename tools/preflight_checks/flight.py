@@ -50,7 +50,7 @@ class Facts:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Facts:
-        """As `asdict` and JSON left it."""
+        """Return the facts from their JSON form."""
         parts = {"links": Links, "seen": Seen, "storage": Storage, "machine": Machine}
         made = {name: part(**value[name]) for name, part in parts.items() if value[name]}
         return cls(**{**value, **made})

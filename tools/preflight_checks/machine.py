@@ -32,7 +32,7 @@ _MULTIPLY_S, _WINDOWS = 1.0, 9
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank sees. None: nobody says."""
+    """One rank's machine; None for unknown values."""
 
     gpu: str = "no GPU"
     gpu_id: str | None = None
@@ -49,7 +49,7 @@ class Machine:
     open_files: int = 0
     infiniband: bool = False
     shortages: tuple[str, ...] = ()
-    """What the run needs and this machine lacks (harness/estimate/fit.py)."""
+    """Shortages of this machine for the run (harness/estimate/fit.py)."""
 
 
 def measure_machine(plan: Plan, device: torch.device, free_gpu: int | None) -> Machine:
@@ -80,7 +80,7 @@ def measure_machine(plan: Plan, device: torch.device, free_gpu: int | None) -> M
 
 
 def free_gpu_bytes(plan: Plan) -> int | None:
-    """What the driver says is free on this rank's GPU; to be asked before torch touches it."""
+    """Return the free memory of this rank's GPU by its driver, before torch uses the GPU."""
     return free_on_gpu(plan.world.local_rank) if plan.world.accelerator == "cuda" else None
 
 
@@ -161,11 +161,11 @@ def _gpu_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
         rows.append(Row("GPU of its own", "ok", f"{len(ranks_of)} GPUs, one for each rank"))
     free = {rank: m.gpu_free_bytes / GIB for rank, m in machines.items() if m.gpu_free_bytes}
     taken = [r for r, f in free.items() if f < FREE_PART * (machines[r].gpu_total_bytes or 0) / GIB]
-    found = span(free.values(), "GiB") if free else "the driver does not say"
+    text = span(free.values(), "GiB") if free else "the driver does not say"
     if taken:
         todo = "nvidia-smi there shows what holds it: end it, or drain the node"
-        found = f"{found}; not all free: {who(taken, hosts)}"
-    rows.append(Row("GPU memory free", "warn" if taken else "ok", found, todo if taken else ""))
+        text = f"{text}; not all free: {who(taken, hosts)}"
+    rows.append(Row("GPU memory free", "warn" if taken else "ok", text, todo if taken else ""))
     ecc = {rank: machine.ecc or "not told" for rank, machine in machines.items()}
     todo = "uncorrected errors are a GPU to drain; ECC off on one alone is a setting that was lost"
     row = same_row("GPU ECC", ecc, hosts, todo, "warn")
@@ -175,19 +175,19 @@ def _gpu_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
 def _speed(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
     rates = {rank: machine.tflops for rank, machine in machines.items()}
     unit, scale = ("TFLOP/s", 1.0) if max(rates.values()) >= 1 else ("GFLOP/s", 1e3)
-    found = f"{span([scale * rate for rate in rates.values()], unit)} in {plan.precision}"
+    text = f"{span([scale * rate for rate in rates.values()], unit)} in {plan.precision}"
     gpu = known_gpu(plan.world.gpu)
     if gpu:
         part = max(rates.values()) / gpu.peak_tflops(plan.precision)
-        found += f", at most {part:.0%} of the datasheet's"
+        text += f", at most {part:.0%} of the datasheet's"
     late = slow(rates)
     if not late:
-        return Row("matmul rate", "ok", found)
+        return Row("matmul rate", "ok", text)
     worst = min(late, key=lambda rank: rates[rank])
     return Row(
         "matmul rate",
         "warn",
-        f"{found}; slow: {who(late, hosts)}, down to {scale * rates[worst]:.1f}",
+        f"{text}; slow: {who(late, hosts)}, down to {scale * rates[worst]:.1f}",
         "every step waits for the slowest: look for throttled clocks, heat and other processes "
         "there, or leave the node out (--exclude)",
     )
@@ -200,45 +200,45 @@ def _memory(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
         return Row("memory", "ok", f"not estimated for this architecture; {free}")
     texts = [(rank, text) for rank, machine in machines.items() for text in machine.shortages]
     short = by_text((rank, text.partition(", but ")[0]) for rank, text in texts)
-    found = f"{memory_line(plan.estimate)}; {free}"
+    text = f"{memory_line(plan.estimate)}; {free}"
     if not short:
-        return Row("memory", "ok", found)
+        return Row("memory", "ok", text)
     advice = texts[0][1].partition(": ")[2]
-    found = f"{grouped(short, hosts)}, and less is free; {free}"
-    return Row("memory", "warn" if plan.config.plan.force else "FAIL", found, advice)
+    text = f"{grouped(short, hosts)}, and less is free; {free}"
+    return Row("memory", "warn" if plan.config.plan.force else "FAIL", text, advice)
 
 
 def _shared_memory(machines: Machines, hosts: Sequence[str]) -> Row:
     free = {r: m.shared_free_bytes for r, m in machines.items() if m.shared_free_bytes is not None}
     if not free:
         return Row("/dev/shm", "warn", "cannot be read", "mount it: NCCL's ranks meet there")
-    found = span((size / GIB for size in free.values()), "GiB free")
+    text = span((size / GIB for size in free.values()), "GiB free")
     few = [r for r, size in free.items() if size < SHARED_BYTES_PER_RANK * hosts.count(hosts[r])]
     if not few:
-        return Row("/dev/shm", "ok", found)
+        return Row("/dev/shm", "ok", text)
     todo = "give the node 1 GiB for each of its ranks (in a container --shm-size)"
-    return Row("/dev/shm", "warn", f"{found}; little on {who(few, hosts)}", todo)
+    return Row("/dev/shm", "warn", f"{text}; little on {who(few, hosts)}", todo)
 
 
 def _memlock(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
     limits = {r: m.memlock_bytes for r, m in machines.items() if m.memlock_bytes is not None}
     if not limits:
         return Row("memlock", "ok", "unlimited")
-    found = span((size / GIB for size in limits.values()), "GiB", ".3f")
+    text = span((size / GIB for size in limits.values()), "GiB", ".3f")
     offloads = "cpu" in (offloaded_to(plan.deepspeed, part) for part in ("optimizer", "param"))
     pins = [r for r in limits if machines[r].infiniband or (offloads and machines[r].gpu_id)]
     if not pins:
-        return Row("memlock", "ok", f"{found}, and nothing here pins memory")
+        return Row("memlock", "ok", f"{text}, and nothing here pins memory")
     todo = "InfiniBand and offload pin memory: set `ulimit -l unlimited` for jobs (limits.conf)"
-    return Row("memlock", "warn", f"{found} on {who(pins, hosts)}", todo)
+    return Row("memlock", "warn", f"{text} on {who(pins, hosts)}", todo)
 
 
 def _open_files(machines: Machines, hosts: Sequence[str]) -> Row:
     needed = _OWN_FILES + _FILES_PER_PEER * len(hosts)
     limits = {rank: machine.open_files for rank, machine in machines.items()}
-    found = f"{span(limits.values(), 'allowed', 'd')}, about {needed} needed"
+    text = f"{span(limits.values(), 'allowed', 'd')}, about {needed} needed"
     few = [rank for rank, limit in limits.items() if limit < needed]
     if not few:
-        return Row("open files", "ok", found)
+        return Row("open files", "ok", text)
     todo = f"`ulimit -n {needed}` or more in slurm/site.env: a socket leads to every other rank"
-    return Row("open files", "warn", f"{found}; too few on {who(few, hosts)}", todo)
+    return Row("open files", "warn", f"{text}; too few on {who(few, hosts)}", todo)

@@ -28,7 +28,7 @@ _FAREWELL_S = 10.0  # for the others to read the last word
 
 
 class Absent(Exception):
-    """Who did not come, or went away; `code`: the exit code that this is worth."""
+    """Ranks that did not join, or left; `code`: the exit code for it."""
 
     def __init__(self, message: str, code: int = ExitCode.BAD_CONFIG) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class Meeting:
         self.store.set(f"{name}/{self.world.rank}", json.dumps(value))
 
     def collect(self, name: str, deadline: Deadline) -> list[Any]:
-        """What every rank gave, on rank 0; None for those that did not in time."""
+        """Return every rank's value, on rank 0; None for ranks that sent none in time."""
         return [
             json.loads(self.store.get(key)) if self._comes(key, deadline) else None
             for key in (f"{name}/{rank}" for rank in range(self.world.world_size))
@@ -70,7 +70,7 @@ class Meeting:
         self.store.set(name, json.dumps(value))
 
     def hear(self, name: str, deadline: Deadline) -> Any:
-        """What rank 0 says. Raises Absent where it says nothing in time."""
+        """Return rank 0's answer. Raises Absent if there is none in time."""
         if not self._comes(name, Deadline(deadline.end_s + _FAREWELL_S)):
             raise Absent(f"rank 0 said nothing more; {host_name()} had come")
         return json.loads(self.store.get(name))
@@ -133,7 +133,7 @@ def meet(world: World, come_s: float) -> Meeting:
 
 
 def absent(came: list[Any], come_s: float) -> str | None:
-    """Who did not come, by what `collect` gave; None where all did."""
+    """Return the ranks missing in the result of `collect`; None if all joined."""
     missing = [rank for rank, value in enumerate(came) if value is None]
     if not missing:
         return None

@@ -27,14 +27,14 @@ _NCCL_PATIENCE_S = 600.0  # beyond ours, so that it does not end the process bef
 
 @dataclass
 class Links:
-    """What one rank measured, in 10**9 bytes a second."""
+    """Measurements of one rank, in 10**9 bytes per second."""
 
     all_reduce_gb_per_s: float | None = None
     """Bus bandwidth; None where there is nobody to reduce with."""
     pairs: list[tuple[str, int, float]] = field(default_factory=list)
     """(level, the other rank, what went each way at once)."""
     stage: str = "not begun"
-    """What was under way last: where it hangs, if it does."""
+    """The measurement begun last: the place of a hang, if there is one."""
     problem: str | None = None
 
 

@@ -30,7 +30,7 @@ class Row:
     found: str
     """The values, least to most, and who does not fit in."""
     todo: str = ""
-    """What to do; empty where all is well."""
+    """Advice; empty if all is well."""
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -110,7 +110,7 @@ def by_text(said: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
 
 
 def grouped(ranks_of: Mapping[str, Sequence[int]], hosts: Sequence[str]) -> str:
-    """Who says what; the first few texts, the rest counted."""
+    """Return the first few texts with their ranks, and a count of the others."""
     named = [f"{who(ranks, hosts)}: {text}" for text, ranks in list(ranks_of.items())[:_NAMED]]
     more = len(ranks_of) - len(named)
     return "; ".join([*named, *([f"and {count(more, 'other text')}"] if more else [])])

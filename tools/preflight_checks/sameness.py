@@ -1,4 +1,4 @@
-"""What must be the same for all ranks: code, configs, packages, data, tokenizer, weights, time."""
+"""Checks that all ranks agree: code, configs, packages, data, tokenizer, weights, time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Seen:
 
 
 def look(plan: Plan, trust_remote_code: bool, first_of_node: bool) -> Seen:
-    """What this rank has. Files that may be many or large are looked at once per node."""
+    """Return this rank's values. Files that may be many or large are read once per node."""
     values = {
         "code": _hash(*_library_files()),
         "run config": _hash(plan.config.model_dump(mode="json")),

@@ -27,12 +27,12 @@ _SLOW_SAVE_S = 300.0
 
 @dataclass(frozen=True)
 class Storage:
-    """What one rank sees of the file system of the run folder."""
+    """One rank's view of the file system of the run folder."""
 
     folder: str
     """The run folder, or the nearest folder above it that exists."""
     sees_token: bool = False
-    """Whether the file that rank 0 made is here."""
+    """True if the file that rank 0 made is visible here."""
     free_bytes: int | None = None
     checkpoints: int = 0
     """Those that the run has already."""
@@ -42,7 +42,7 @@ class Storage:
 
 
 def nearest_folder(plan: Plan) -> Path:
-    """Where the run folder is, or will be made."""
+    """Return the run folder, or the folder where it will be made."""
     wished = Path(plan.config.run.dir or RUNS).expanduser().absolute()
     return next(path for path in (wished, *wished.parents) if path.is_dir())
 

@@ -42,7 +42,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is divided over ranks."""
+    """Division of a model over ranks."""
 
     stage: int
     """Of ZeRO."""
@@ -55,11 +55,11 @@ class Layout:
     sized: bool = True
     """False leaves DeepSpeed its own buckets and thresholds."""
     has_bf16_states: bool = False
-    """Whether master weights and moments are in bf16."""
+    """True if master weights and moments are in bf16."""
     bf16_sums: bool = False
-    """Whether bf16 gradients are summed in bf16."""
+    """True if bf16 gradients are summed in bf16."""
     compiled: bool = False
-    """Whether every decoder layer is compiled."""
+    """True if every decoder layer is compiled."""
 
     def json(self, precision: str, sizes: Sizes, scaling: Json) -> Json:
         """The DeepSpeed JSON before it is resolved. `scaling`: fp16's loss scale."""

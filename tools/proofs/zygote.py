@@ -47,7 +47,7 @@ _SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of one run ended."""
+    """End of the ranks of one run."""
 
     codes: list[int | None]
     outputs: list[str]
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def output(self) -> str:
-        """What all of them wrote."""
+        """Output of all ranks."""
         return "\n".join(self.outputs)
 
 

@@ -30,7 +30,7 @@ def excerpt(path: str, folder: Path, format: Format | None = None) -> str:
 
 
 def _first_lines(file: Path, most: int) -> bytes:
-    """Whole lines of about `most` bytes, at least one."""
+    """Return whole lines of about `most` bytes, at least one."""
     found: list[bytes] = []
     with file.open("rb") as lines:
         for line in lines:

@@ -103,12 +103,12 @@ class Job:
 
     @property
     def other(self) -> tuple[Layout, int] | None:
-        """Where its checkpoint goes on, and with which micro-batch; None where nowhere can."""
+        """Layout that resumes the checkpoint, and its micro-batch; None if there is none."""
         return elsewhere(self.layout, self.micro_batch, self.grad_accum)
 
     @property
     def random_steps(self) -> bool:
-        """Whether dropout is drawn, which is another one on other ranks."""
+        """True if dropout is on, which other ranks draw differently."""
         return self.real.config.model.stochastic_depth > 0 or any(
             isinstance(value, int | float) and value > 0
             for key, value in self.model.items()
@@ -130,7 +130,7 @@ class Job:
         return [*arguments, *(f"{key}={_toml(value)}" for key, value in keys.items())]
 
     def at_the_other(self) -> list[str]:
-        """What is added to those arguments in the other layout."""
+        """Return the additional arguments for the other layout."""
         assert self.other
         layout, micro_batch = self.other
         changed = [f"train.micro_batch={micro_batch}"]
@@ -139,20 +139,20 @@ class Job:
         return changed
 
     def not_rehearsed(self) -> list[str]:
-        """What only the real machines can show."""
-        run, found = self.real.config, ["CUDA", "NCCL", "the real size and its memory", "speed"]
-        found += ["the weights of model.init_from"] if run.model.init_from else []
-        found += ["the checkpoint of resume.from"] if run.resume.from_ else []
-        found += [run.model.attention] if "flash" in run.model.attention else []
-        given = self.real.deepspeed_given
-        found += ["ZeRO++'s quantisation"] if any(value_of(given, k) for k in _QUANTISED) else []
-        found += [
+        """Return the aspects that only the real machines can show."""
+        run, aspects = self.real.config, ["CUDA", "NCCL", "the real size and its memory", "speed"]
+        aspects += ["the weights of model.init_from"] if run.model.init_from else []
+        aspects += ["the checkpoint of resume.from"] if run.resume.from_ else []
+        aspects += [run.model.attention] if "flash" in run.model.attention else []
+        ds = self.real.deepspeed_given
+        aspects += ["ZeRO++'s quantisation"] if any(value_of(ds, k) for k in _QUANTISED) else []
+        aspects += [
             f"the JSON's {name}"
             for name in _MONITORS
             if value_of(self.real.deepspeed_given, f"{name}.enabled")
         ]
-        found += [] if self.other else ["another number of ranks: a step is a single sample"]
-        return found
+        aspects += [] if self.other else ["another number of ranks: a step is a single sample"]
+        return aspects
 
     def _kept(self) -> dict[str, Any]:
         """What the job says and the rehearsal does, too."""

@@ -1,4 +1,4 @@
-"""How the ranks of a large job become the few that this machine can hold, of the same kind."""
+"""Reduces the ranks of a large job to a small layout of the same kind for this machine."""
 
 from __future__ import annotations
 

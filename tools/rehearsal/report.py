@@ -30,7 +30,7 @@ class Result:
 
 
 def stage_line(done: Done) -> str:
-    """What a stage took and showed."""
+    """Duration and results of a stage."""
     return f"{done.stage:<10}{done.seconds:7.1f} s  {done.seen}"
 
 
@@ -48,7 +48,7 @@ def planned(real: Plan) -> str:
 
 
 def rehearsed_as(job: Job) -> str:
-    """What is made of it, in one line."""
+    """Return the rehearsed model and layout, in one line."""
     try:
         size = f"{num_parameters(Shape.from_hf(job.model)) / 1e6:.2f}M parameters"
     except ValueError:  # an architecture that the planner does not know

@@ -1,1 +1,1 @@
-"""How fast a training step is, case by case."""
+"""Training speed, case by case."""

@@ -1,4 +1,4 @@
-"""What is timed: a base of key=value, swept over values, or made faster rung by rung."""
+"""The timed cases: a base of key=value, swept over values, or made faster rung by rung."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def measured(case: Case, deepspeed: Path, ranks: int, warmup: int, steps: int) -> dict[str, Any]:
-    """What tools/speed/worker.py found; or, under `refused` or `error`, how it ended.
+    """Return the report of tools/speed/worker.py, or its end under `refused` or `error`.
 
     One micro-batch a step on each of `ranks` unless the case says otherwise.
     """
@@ -36,12 +36,12 @@ def measured(case: Case, deepspeed: Path, ranks: int, warmup: int, steps: int) -
             text=True,
             check=False,
         )
-        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    if done.returncode and "error" not in found:
+        report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    if done.returncode and "error" not in report:
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        found["error"] = f"ended with code {done.returncode}: {last}"
-    found.pop("rank", None)
-    return found
+        report["error"] = f"ended with code {done.returncode}: {last}"
+    report.pop("rank", None)
+    return report
 
 
 def _one_step(case: Case, ranks: int) -> str:

@@ -36,21 +36,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("assignments", nargs="*")
     args = parser.parse_args()
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     with ending_together():
         try:
             plan = plan_from(Command(args.deepspeed, assignments=tuple(args.assignments)))
-            found |= _expected(plan)
-            found |= timed(plan, args.warmup, args.steps)
+            report |= _expected(plan)
+            report |= timed(plan, args.warmup, args.steps)
         except ConfigError as error:
-            found["refused"] = str(error)
+            report["refused"] = str(error)
         except BaseException as error:
             if is_out_of_memory(error):  # perhaps on this rank alone
-                found["error"] = f"out of memory: {str(error).splitlines()[0]}"
-                args.out.write_text(json.dumps(found))
+                report["error"] = f"out of memory: {str(error).splitlines()[0]}"
+                args.out.write_text(json.dumps(report))
             raise
-        if int(found.get("rank", 0)) == 0:
-            args.out.write_text(json.dumps(found))
+        if int(report.get("rank", 0)) == 0:
+            args.out.write_text(json.dumps(report))
 
 
 def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _of_scalars(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Apart:
-    """How far two trajectories are apart: the worst step, relative; 0 only where bits are equal."""
+    """Return the relative difference of two trajectories at the worst step; 0 only if bit-equal."""
 
     loss: float
     norm: float

@@ -1,4 +1,4 @@
-"""How far the allocator's bytes rise while something runs."""
+"""Measures the rise of allocated bytes while a block runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Rise:
-    """How far allocated bytes rose above where they began."""
+    """Rise of allocated bytes above their start."""
 
     bytes: int = 0
 

@@ -1,1 +1,1 @@
-"""What the harness costs in time: the same training by three programs, each in its own process."""
+"""Overhead of the harness: the same training by three programs, each in its own process."""
