@@ -1,4 +1,4 @@
-"""Taking the weights home: a folder that `AutoModelForCausalLM.from_pretrained` opens."""
+"""Export: writes a folder that `AutoModelForCausalLM.from_pretrained` opens."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its name when all is well, and vanishes when not.
+    """Yield a new folder that is renamed to `folder` at the end, and removed after an error.
 
-    Raises ConfigError where something else than an export has that name, or no folder can have it.
+    Raises ConfigError if something else than an export has that name, or no folder can have it.
     """
     if problem := export_problem(folder):
         raise ConfigError(problem)
@@ -57,7 +57,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process that was killed within `replacing` left; nobody may be within it."""
+    """Remove leftovers of processes that were killed in `replacing`; none may be running."""
     for place in folder.parent.glob(f"{_unfinished(folder)}*"):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -67,7 +67,7 @@ def _unfinished(folder: Path) -> str:
 
 
 def check_room(folder: Path, model: PreTrainedModel, beside_bytes: int) -> None:
-    """Raise CannotSave where the weights of `model`, and what is to lie beside them, do not fit."""
+    """Raise CannotSave if the disk lacks room for the weights and `beside_bytes` more."""
     layout = HubLayout(model, piece_bytes=SHARD_BYTES)
     needed = sum(t.nbytes for t in layout.tensors.values()) + beside_bytes
     free = shutil.disk_usage(folder).free
@@ -118,7 +118,7 @@ def write_model(
 
 
 def _write_config(folder: Path, model: PreTrainedModel) -> None:
-    """As `save_pretrained` does, which would import DeepSpeed where it is installed."""
+    """Write the config like `save_pretrained`, which would import DeepSpeed if installed."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
@@ -130,7 +130,7 @@ def _write_config(folder: Path, model: PreTrainedModel) -> None:
 
 
 def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The exported model, as anybody opens it."""
+    """Return the exported model, opened with transformers."""
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
@@ -139,7 +139,7 @@ def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) ->
 
 @contextlib.contextmanager
 def _out_of_the_way(folder: Path, other: Path) -> Iterator[None]:
-    """`folder` is called `other`, unless nothing takes its place."""
+    """Rename `folder` to `other`; undo that if nothing takes its place."""
     try:
         if folder.exists():
             folder.rename(other)
@@ -151,17 +151,17 @@ def _out_of_the_way(folder: Path, other: Path) -> Iterator[None]:
 
 
 def export_problem(folder: Path) -> str | None:
-    """Why an export may not take the place of what is there; None where it may."""
+    """Return the reason why an export must not replace `folder`; None if it may."""
     if not folder.exists() or _is_export(folder):
         return None
     return f"{folder} exists and is no exported model: move it away, or choose another folder"
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether nothing of a user's is lost with it: an empty folder, or a model."""
+    """Return True for an empty folder or a model: replacing it loses no user's file."""
     if not folder.is_dir():
         return False
-    found = list(folder.iterdir())
-    return not found or (
-        folder / "config.json" in found and any(p.suffix == ".safetensors" for p in found)
+    paths = list(folder.iterdir())
+    return not paths or (
+        folder / "config.json" in paths and any(p.suffix == ".safetensors" for p in paths)
     )

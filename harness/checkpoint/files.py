@@ -30,7 +30,7 @@ def start_hashing() -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """One file as it was written: what a reader must find."""
+    """One written file: the size and hash that a reader checks."""
 
     name: str
     bytes: int
@@ -108,7 +108,7 @@ def write_bytes(path: Path, data: bytes) -> Written:
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file as it is on disk."""
+    """Return the SHA-256 of a file on disk."""
     with open_regular(path) as file:
         # The disk goes on reading while this hashes.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to go on from: the newest one whose every byte is as it was written."""
+"""Finds the checkpoint to resume: the newest one that verifies byte for byte."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _PROBE_KEYS = ("input_ids", "labels", "position_ids")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are what its manifest says."""
+    """A checkpoint with files that match its manifest."""
 
     path: Path
     manifest: Manifest
 
     @property
     def state(self) -> TrainState:
-        """How far the run was."""
+        """The progress of the run when it was saved."""
         return self.manifest.state
 
     def reader(self) -> Reader:
-        """For its tensors. Raises Unusable where its index does not hold all of each."""
+        """Return a reader of its tensors. Raises Unusable if its index lacks parts of them."""
         return Reader(self.path, read_index(self.path, self.manifest))
 
     def probe(self) -> dict[str, torch.Tensor]:
-        """The batch whose loss it remembers: input_ids, labels, perhaps position_ids.
+        """Return its probe batch: input_ids, labels, perhaps position_ids.
 
-        Each is (samples, seq_len) int64. Raises Unusable where they are no batch of this model.
+        Each is (samples, seq_len) int64. Raises Unusable if they are no batch of this model.
         """
         path = self.path / PROBE
         reader = TensorReader(path)
@@ -72,7 +72,7 @@ class Checkpoint:
 
 
 def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies, and what is wrong with newer ones; all ranks call it.
+    """Return the newest checkpoint that verifies, and the problems of newer ones. Collective.
 
     The files are read by all ranks, each its share; rank 0 names them, as folders may be seen
     differently.
@@ -87,7 +87,7 @@ def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def verified(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, with its sizes, hashes, index and probe checked; all ranks call it.
+    """Return the checkpoint at `path` after checking sizes, hashes, index and probe. Collective.
 
     Raises Unusable on all of them.
     """
@@ -106,48 +106,48 @@ def verified(path: Path) -> Checkpoint:
                 checkpoint.probe()
     except (Unusable, OSError) as error:
         problem = str(error)
-    for found in _gathered(problem, ranks):
-        if found is not None:
-            raise Unusable(found)
+    for reason in _gathered(problem, ranks):
+        if reason is not None:
+            raise Unusable(reason)
     assert manifest is not None
     return Checkpoint(path, manifest)
 
 
 def is_run(text: str) -> bool:
-    """Whether RUN or RUN@STEP names a folder with checkpoints of the harness."""
+    """Return True if RUN or RUN@STEP names a folder with checkpoints of the harness."""
     return bool(text) and bool(Store(run_and_step(text)[0] / "checkpoints").all())
 
 
 def checkpoint_of(text: str) -> Checkpoint:
-    """The checkpoint that RUN or RUN@STEP names. Raises Unusable; all ranks call it."""
+    """Return the checkpoint that RUN or RUN@STEP names. Raises Unusable. Collective."""
     run, step = run_and_step(text)
     store = Store(run / "checkpoints")
     if step is not None:
         if not store.at(step).is_dir() and (others := [path.name for path in store.all()]):
             raise Unusable(f"{store.folder} holds no step {step}, but {', '.join(others[-9:])}")
         return verified(store.at(step))
-    found, problems = newest_usable(store.folder)
-    if found is None:
+    checkpoint, problems = newest_usable(store.folder)
+    if checkpoint is None:
         raise Unusable("; ".join(problems) or f"{store.folder} holds no checkpoint")
-    return found
+    return checkpoint
 
 
 def _writer(name: str) -> int:
-    """Who checks a file: the rank that wrote it, if there is one. On the same layout it reads it
+    """Return the rank that wrote a file, which checks it, too: on the same layout it reads the file
     next, and its node then has it in memory.
     """
     return int(name[5:10]) if name.startswith("rank-") else 0
 
 
 def _from_rank_0(value: list[str]) -> list[str]:
-    held = [value]
+    values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(held)
-    return held[0]
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def _gathered(value: Any, ranks: int) -> list[Any]:
-    told = [value] * ranks
+    values = [value] * ranks
     if dist.is_initialized():
-        dist.all_gather_object(told, value)
-    return told
+        dist.all_gather_object(values, value)
+    return values

@@ -34,22 +34,22 @@ class Fragment:
 
     @property
     def bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def narrow(self, start: int, numel: int) -> Fragment:
-        """Elements [start, start + numel) of this fragment."""
+        """Return elements [start, start + numel) of this fragment."""
         tensors = {kind: t.narrow(0, start, numel) for kind, t in self.tensors.items()}
         return replace(self, offset=self.offset + start, tensors=tensors)
 
     def share(self, index: int, shares: int) -> Fragment | None:
-        """What rank `index` of `shares` writes of that which all of them hold; None for nothing."""
+        """Return the elements that rank `index` of `shares` replicas writes; None if none."""
         size = math.ceil(self.numel / shares)
         start = index * size
         numel = min(size, self.numel - start)
         return self.narrow(start, numel) if numel > 0 else None
 
     def copied(self) -> Fragment:
-        """The same on the host, in memory of its own."""
+        """Return a copy on the host."""
         tensors = {kind: t.detach().to("cpu", copy=True) for kind, t in self.tensors.items()}
         return replace(self, tensors=tensors)

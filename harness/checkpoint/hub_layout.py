@@ -1,4 +1,4 @@
-"""How a model's tensors are called and laid out in a folder that `save_pretrained` writes."""
+"""Names and layout of a model's tensors in a folder that `save_pretrained` writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Part:
 
     @property
     def is_renamed(self) -> bool:
-        """Whether it is one tensor, as it is."""
+        """True for a single tensor that is not converted."""
         one, other = next(iter(self.sources.values())), next(iter(self.made.values()))
         return len(self.sources) == len(self.made) == 1 and one is other
 
@@ -48,13 +48,13 @@ class HubLayout:
         first = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
         state = _to_be_saved(model)
         self.names_of_sources = {n: first[id(model.get_parameter_or_buffer(n))] for n in state}
-        """Tied weights are saved under one name, and held under the first."""
+        """Name in the model by name in the file: tied weights have several."""
         if getattr(model, "_weight_conversions", None) is None:  # else asked for at every part
             every = get_model_conversion_mapping(model, add_legacy=False)
             every = [c for c in every if not isinstance(c, PrefixChange)]  # as transformers does
             vars(model)["_weight_conversions"] = every or None
         self.tensors: Tensors = self._converted(state)
-        """As they will be written, on meta, in the order of the shards."""
+        """The tensors to be written, on meta, in the order of the shards."""
         self._parts = [self._by_rows(part) for part in self._find_parts(state)]
 
     def pieces(self, read: Read) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -67,10 +67,12 @@ class HubLayout:
             elif part.rows is not None:
                 yield from self._rows(part, part.rows, read)
             else:
-                held = {name: torch.empty_like(t, device="cpu") for name, t in part.sources.items()}
-                for name, tensor in held.items():
+                sources = {
+                    name: torch.empty_like(t, device="cpu") for name, t in part.sources.items()
+                }
+                for name, tensor in sources.items():
                     read(self.names_of_sources[name], 0, tensor.view(-1))
-                yield from ((name, 0, tensor) for name, tensor in self._converted(held).items())
+                yield from ((name, 0, tensor) for name, tensor in self._converted(sources).items())
 
     def _renamed(self, part: _Part, read: Read) -> Iterator[tuple[str, int, torch.Tensor]]:
         ((name, whole),), (target,) = part.sources.items(), part.made
@@ -106,10 +108,10 @@ class HubLayout:
         return _Part(part.sources, part.made, count)
 
     def _find_parts(self, state: Tensors) -> list[_Part]:
-        left, found = dict(state), []
+        remaining, parts = dict(state), []
         for same in (lambda n: n, lambda n: n.rpartition(".")[0], _layer, lambda n: ""):
             groups: dict[str, Tensors] = defaultdict(dict)
-            for name, tensor in left.items():
+            for name, tensor in remaining.items():
                 groups[same(name)][name] = tensor
             for group in groups.values():
                 try:
@@ -117,12 +119,12 @@ class HubLayout:
                 except (LookupError, RuntimeError, ValueError):  # its counterpart is not there
                     continue
                 if _agree(made, self.tensors):
-                    found.append(_Part(group, made))
-                    left = {name: t for name, t in left.items() if name not in group}
-        made_names = [name for part in found for name in part.made]
+                    parts.append(_Part(group, made))
+                    remaining = {name: t for name, t in remaining.items() if name not in group}
+        made_names = [name for part in parts for name in part.made]
         if sorted(made_names) != sorted(self.tensors):
             return [_Part(state, self.tensors)]
-        return found
+        return parts
 
     def _converted(self, tensors: Tensors) -> Tensors:
         if self._model._weight_conversions is None:
@@ -132,7 +134,7 @@ class HubLayout:
 
 
 def _to_be_saved(model: PreTrainedModel) -> Tensors:
-    """What is in the model's state, on meta: tied weights once, nothing that can be computed."""
+    """Return the model's state on meta: tied weights once, nothing that can be computed."""
     state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
@@ -147,7 +149,7 @@ def _agree(some: Tensors, every: Tensors) -> bool:
 
 
 def _layer(name: str) -> str:
-    """The name up to the first number: `model.layers.3.mlp.up` -> `model.layers.3`."""
+    """Return a name up to its first number: `model.layers.3.mlp.up` -> `model.layers.3`."""
     words = name.split(".")
     at = next((place for place, word in enumerate(words) if word.isdigit()), -1)
     return ".".join(words[: at + 1])

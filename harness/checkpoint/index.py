@@ -17,7 +17,7 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a fragment is: its tensors are `key(kind)` in `file`."""
+    """The place of a fragment: its tensors are `key(kind)` in `file`."""
 
     name: str
     part: Part
@@ -28,16 +28,16 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole parameter's."""
+        """Shape of the whole parameter."""
         return self.part.whole
 
     @property
     def piece(self) -> Piece:
-        """Which elements of the parameter it holds."""
+        """The elements of the parameter that it holds."""
         return Piece(self.part, self.offset, self.numel)
 
     def key(self, kind: str) -> str:
-        """The name of one of its tensors within the file."""
+        """Return the name of one of its tensors within the file."""
         return f"{self.name}@{self.offset}/{kind}"
 
 
@@ -64,7 +64,7 @@ def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
 def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the index of all ranks; a buffer that several have (on pipeline stages) is there once.
 
-    Raises Unusable where two ranks saved the same elements of a weight, or some are missing.
+    Raises Unusable if two ranks saved the same elements of a weight, or some are missing.
     """
     whole: dict[str, Any] = {}
     pieces: dict[str, dict[tuple[int, ...], tuple[int, str]]] = {}
@@ -76,13 +76,13 @@ def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
                     f"{name} is {here['shape']} on one rank, {about['shape']} on another"
                 )
             is_buffer, parts = BUFFER in about["kinds"], here.setdefault("parts", [])
-            known = pieces.setdefault(name, {})
+            places = pieces.setdefault(name, {})
             for offset, numel, file, *number in about["at"]:
                 part = number and about["parts"][number[0]]
                 if part and part not in parts:
                     parts.append(part)
                 place = (offset, parts.index(part)) if part else (offset,)
-                first = known.setdefault(place, (numel, file))
+                first = places.setdefault(place, (numel, file))
                 if first != (numel, file) and not (is_buffer and first[0] == numel):
                     raise Unusable(f"{first[1]} and {file} both hold {name} from {offset} on")
     for name, about in whole.items():
@@ -96,9 +96,9 @@ def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def from_index(index: object, place: object = INDEX) -> list[Entry]:
-    """Return the entries that `to_index` was given.
+    """Return the entries of an index, the inverse of `to_index`.
 
-    Raises Unusable where `index`, read from `place`, has another make or the pieces of a parameter
+    Raises Unusable if `index`, read from `place`, has another make or the pieces of a parameter
     are not all of its elements, each once.
     """
     entries: list[Entry] = []
@@ -116,7 +116,7 @@ def from_index(index: object, place: object = INDEX) -> list[Entry]:
 
 
 def is_divided(index: object) -> bool:
-    """Return whether an axis cuts any parameter."""
+    """Return True if an axis cuts any parameter."""
     return isinstance(index, dict) and any("parts" in about for about in index.values())
 
 

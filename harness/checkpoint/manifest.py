@@ -42,25 +42,25 @@ _MOST_MANIFEST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**31
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run is. Everything else about the next step follows from it and the plan."""
+    """The progress of a run. The next step follows from it and the plan."""
 
     step: int = 0  # optimizer steps taken, skipped ones included
     samples: int = 0  # samples consumed, over all ranks
     tokens: int = 0  # the same in tokens
 
     def after(self, samples: int, seq_len: int) -> TrainState:
-        """The state after one more step on `samples` sequences of `seq_len` tokens."""
+        """Return the state after one more step on `samples` sequences of `seq_len` tokens."""
         return TrainState(self.step + 1, self.samples + samples, self.tokens + samples * seq_len)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """The content of manifest.json.
 
     `engine`: counters, loss scaling, the optimizer's steps. `probe_loss`: of the batch in
     probe.safetensors, in nats per target token, with these weights. `held_out_loss`: the last
-    evaluation's. `about`: what else is worth knowing, of which nothing is read back. `watch`: what
-    is needed to judge the next steps.
+    evaluation's. `about`: further facts, never read back. `watch`: the state of
+    `guard.judge.Judge`.
     """
 
     state: TrainState
@@ -79,17 +79,17 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.bytes for file in self.files)
 
     def to_bytes(self) -> builtins.bytes:
-        """As it is on disk, with its checksum."""
+        """Return the content of the file, with its checksum."""
         content = {"format": self.format, **asdict(self), "checksum": ""}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, whose files are there with their sizes.
+    """Return the manifest of a checkpoint, after checking the sizes of its files.
 
     Raises Unusable.
     """
@@ -112,12 +112,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def read_index(folder: Path, manifest: Manifest) -> list[Entry]:
-    """Where every fragment is: all elements of each, in files of the manifest. Raises Unusable."""
+    """Return the places of all fragments, in files of the manifest. Raises Unusable."""
     path = folder / INDEX
     try:
         index = read_json(path, _MOST_INDEX_BYTES)
@@ -133,7 +133,7 @@ def read_index(folder: Path, manifest: Manifest) -> list[Entry]:
 
 
 def _manifest(content: Table) -> Manifest:
-    """A manifest whose values are of the types that this version writes."""
+    """Return a manifest, after checking that its values have the types that this version writes."""
     if type(version := content.get("format")) is not int or version not in (WHOLE, DIVIDED):
         raise Unusable(
             f"{content.file} has format {version!r:.60}, this version reads {WHOLE} and {DIVIDED}"
@@ -171,7 +171,7 @@ def _manifest(content: Table) -> Manifest:
 
 
 def _check_watch(watch: Table) -> None:
-    """Require of what the watch over a run knew that it can be given back to it."""
+    """Require that the state of the judge can be restored."""
     counts = [(watch, key) for key in ("bad_steps", "rollbacks")]
     if "seen" in watch:
         seen = watch.table("seen")

@@ -28,7 +28,7 @@ class Reader:
         self._open: dict[str, TensorReader] = {}
 
     def optimizer_kinds(self, name: str) -> list[str]:
-        """What the optimizer held of a parameter beside its weight."""
+        """Return the kinds of a parameter's optimizer states."""
         return [kind for e in self.by_name.get(name, ())[:1] for kind in e.kinds if kind != WEIGHT]
 
     @torch.no_grad()
@@ -38,14 +38,14 @@ class Reader:
         """Fill flat `out` with elements [offset, offset + numel) of a parameter's `kind`, or of a
         `part` of it.
 
-        Raises Unusable where the checkpoint lacks some of them.
+        Raises Unusable if the checkpoint lacks some of them.
         """
         entries, filled = self.by_name.get(name, ()), 0
         for entry in entries:
             if kind not in entry.kinds:
                 continue
-            wanted = Piece(part or Part.of(entry.shape), offset, out.numel())
-            for overlap in overlaps(wanted, entry.piece):
+            piece = Piece(part or Part.of(entry.shape), offset, out.numel())
+            for overlap in overlaps(piece, entry.piece):
                 self._read(entry, kind, overlap, out)
                 filled += overlap.numel
         if filled != out.numel():
@@ -55,7 +55,7 @@ class Reader:
             )
 
     def _read(self, entry: Entry, kind: str, overlap: Overlap, out: torch.Tensor) -> None:
-        """Fill what of `out` lies in one fragment."""
+        """Fill the elements of `out` that lie in one fragment."""
         file, key = self._file(entry.file), entry.key(kind)
         at, first = overlap.first
         if overlap.is_flat:
@@ -68,7 +68,7 @@ class Reader:
         target.copy_(rows.as_strided(overlap.shape, of))
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
-        """One tensor in its shape, on the host."""
+        """Return one tensor in its shape, on the host."""
         entry = self.by_name[name][0]
         dtype = self._file(entry.file).dtype(entry.key(kind))
         flat = torch.empty(torch.Size(entry.shape).numel(), dtype=dtype)

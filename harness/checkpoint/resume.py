@@ -1,4 +1,4 @@
-"""May this plan go on where that run stopped?"""
+"""The settings in which a plan may differ from the run that it resumes or branches from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BRANCH_KEEPS = ("precision", "model_config", "data_fingerprint", "data.seq_len",
 def resume_problems(
     saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str]
 ) -> list[str]:
-    """What keeps `planned` from resuming the run of `saved`; both as in plan.json.
+    """Return the problems that keep `planned` from resuming `saved`; both as in plan.json.
 
     Compared are the run config, the precision family, the model and the data fingerprint.
     """
@@ -38,7 +38,7 @@ def resume_problems(
 def branch_problems(
     saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str]
 ) -> list[str]:
-    """What keeps `planned` from branching off the run of `saved`: another model, other data."""
+    """Return the problems that keep `planned` from branching off `saved`: model or data differ."""
     return [
         f"{key} is {_short(new)}, but that run has {_short(old)}: a branch keeps it; "
         f"resume.allow={key} changes it on purpose"
@@ -48,7 +48,7 @@ def branch_problems(
 
 
 def changed_keys(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Everything that a resumed run does otherwise, for its record; "deepspeed" is the JSON."""
+    """Return all settings that a resumed run changes, for its record; "deepspeed" is the JSON."""
     differences = [*_differences(saved, planned)]
     if saved.get("deepspeed") != planned.get("deepspeed"):
         differences.append(("deepspeed", saved.get("deepspeed"), planned.get("deepspeed")))
@@ -59,11 +59,11 @@ def _differences(
     saved: Mapping[str, Any], planned: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     for section, values in planned["run"].items():
-        known = saved["run"].get(section, {})  # a run of an earlier version lacks newer keys
+        saved_values = saved["run"].get(section, {})  # a run of an earlier version lacks newer keys
         for name, new in values.items():
             key = f"{section}.{name}"
-            if name in known and known[name] != new:
-                yield key, known[name], new
+            if name in saved_values and saved_values[name] != new:
+                yield key, saved_values[name], new
     for key in ("precision", "model_config", "data_fingerprint"):
         old, new = _value(saved, key), _value(planned, key)
         if old != new and not (key == "data_fingerprint" and same_data(old, new)):
@@ -71,7 +71,7 @@ def _differences(
 
 
 def same_data(saved: Any, planned: Any) -> bool:
-    """Whether two data fingerprints, IDS-LAYOUT, are of the same data as far as both can tell.
+    """Return True if two data fingerprints, IDS-LAYOUT, agree in the parts that both have.
 
     Runs of earlier versions have the LAYOUT alone: where the documents lie, but not their ids.
     """
@@ -82,7 +82,7 @@ def same_data(saved: Any, planned: Any) -> bool:
 
 
 def _use(key: str) -> str:
-    """The first way out."""
+    """Return the first remedy."""
     if key != "data_fingerprint":
         return "use its value"
     return (
@@ -92,7 +92,7 @@ def _use(key: str) -> str:
 
 
 def _value(plan: Mapping[str, Any], key: str) -> Any:
-    """With what the optimizer keeps, where that is not fp32: it would be rounded."""
+    """Return a value; for the precision, with that of optimizer states that are not fp32."""
     halves = plan.get("deepspeed", {}).get("bf16", {}).get("bf16_optimizer_states")
     return f"{plan.get(key)} states" if key == "precision" and halves else plan.get(key)
 

@@ -26,7 +26,7 @@ from harness.estimate.inputs import as_size
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save did. Seconds that training waited, until it was whole, and bytes of all ranks."""
+    """The result of a save: seconds that training waited, seconds in all, bytes of all ranks."""
 
     path: Path
     step: int
@@ -38,7 +38,7 @@ class Saved:
 
 @dataclass
 class _Pending:
-    """A save under way. Whoever writes it sets what it wrote, or why it could not."""
+    """A save under way. The writing thread sets files and index, or the problem."""
 
     manifest: Manifest
     began: float
@@ -52,8 +52,7 @@ class _Pending:
 class Saver:
     """Saves one checkpoint at a time; every rank calls the same methods in the same order.
 
-    The thread of a save in the background writes copies and talks to nobody: the ranks come
-    together in `finish`.
+    The background thread writes copies and is not collective: the ranks meet in `finish`.
     """
 
     def __init__(
@@ -75,12 +74,12 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is to be finished."""
+        """True if a save is to be finished."""
         return self._pending is not None
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written all of a save that is to be finished."""
+        """True if this rank has written all of a save that is to be finished."""
         pending = self._pending
         return pending is not None and not (pending.writing and not pending.writing.done())
 
@@ -93,7 +92,7 @@ class Saver:
     ) -> None:
         """Begin to save. With `background` this returns when the fragments have been copied.
 
-        Raises RunStopped (cannot save) where there is no room for it.
+        Collective. Raises RunStopped (cannot save) if there is no room for it.
         """
         assert self._pending is None, "the last save is not finished"
         began = time.perf_counter()
@@ -107,10 +106,10 @@ class Saver:
         pending.stall_s = time.perf_counter() - began
 
     def finish(self) -> Saved | None:
-        """Wait for the save under way and make it a checkpoint; None when there is none.
+        """Wait for the save under way and make it a checkpoint; None if there is none. Collective.
 
-        Raises RunStopped (cannot save) on all ranks when one of them could not write. What was
-        saved before is as it was.
+        Raises RunStopped (cannot save) on all ranks if any of them could not write. Earlier
+        checkpoints are unchanged.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -118,15 +117,16 @@ class Saver:
         began = time.perf_counter()
         if pending.writing is not None:
             pending.writing.result()
-        told: list[Any] = [None] * dist.get_world_size() if self.rank == 0 else []
+        reports: list[Any] = [None] * dist.get_world_size() if self.rank == 0 else []
         mine = pending.files, pending.index, pending.problem
-        dist.gather_object(mine, told or None)  # for rank 0 alone: of a thousand ranks it is large
+        # To rank 0 alone: of a thousand ranks it is large.
+        dist.gather_object(mine, reports or None)
         result: list[Any] = [None, 0, []]
         if self.rank == 0:
             try:
-                result[0] = next((problem for *_, problem in told if problem), None)
+                result[0] = next((problem for *_, problem in reports if problem), None)
                 if result[0] is None:
-                    result[1:] = self._commit(pending.manifest, told)
+                    result[1:] = self._commit(pending.manifest, reports)
             except Exception as error:  # whatever it is, the other ranks wait in the next line
                 result[0] = f"rank 0: {type(error).__name__}: {error}"
         dist.broadcast_object_list(result)
@@ -143,15 +143,15 @@ class Saver:
         )
 
     def _make_room(self, step: int, own_bytes: int) -> None:
-        """An empty folder for all ranks, on a disk with room for what they will write."""
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, own_bytes)
+        """Make an empty folder on a disk with room for the files of all ranks. Collective."""
+        sizes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, own_bytes)
         result: list[Any] = [None]
         if self.rank == 0:
             try:
                 self.store.make_unfinished(step)
                 free = self.store.free_bytes()
-                total = sum(told)
+                total = sum(sizes)
                 if total > free:
                     result = [f"it needs {as_size(total)}, {as_size(free)} are free"]
             except Exception as error:  # as in `finish`
@@ -169,15 +169,15 @@ class Saver:
             if self.rank == 0 and probe:
                 files.append(write_bytes(folder / PROBE, to_safetensors(probe)))
             pending.files, pending.index = files, to_index(entries)
-        except Exception as error:  # told to all ranks in `finish`, where it is raised
+        except Exception as error:  # raised on all ranks in `finish`
             pending.problem = f"rank {self.rank}: {type(error).__name__}: {error}"
 
-    def _commit(self, manifest: Manifest, told: list[Any]) -> tuple[int, list[str]]:
-        """Rank 0: index and manifest, the rename, and retention; bytes, and what was removed."""
+    def _commit(self, manifest: Manifest, reports: list[Any]) -> tuple[int, list[str]]:
+        """Write index and manifest on rank 0, publish; return bytes and removed checkpoints."""
         step = manifest.state.step
         folder = self.store.unfinished(step)
-        files = [file for files, *_ in told for file in files]
-        index = merged(index for _, index, _ in told)
+        files = [file for files, *_ in reports for file in files]
+        index = merged(index for _, index, _ in reports)
         files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
         whole = replace(manifest, files=files)
         if is_divided(index):
@@ -191,14 +191,14 @@ class Saver:
             return whole.bytes, [f"nothing more: {error}"]
 
     def _failure(self, step: int, problem: str) -> RunStopped:
-        """Also makes room again."""
+        """Remove the unfinished save; return the error to raise."""
         if self.rank == 0:
             with contextlib.suppress(OSError):
                 self.store.sweep()
-        kept = [path.name for path in self.store.all()][-1:]
+        newest = [path.name for path in self.store.all()][-1:]
         return RunStopped(
             ExitCode.CANNOT_SAVE,
             f"the checkpoint of step {step} could not be saved in {self.store.folder} ({problem}); "
-            f"the newest there is {kept[0] if kept else 'none'}. If the disk is full, "
+            f"the newest there is {newest[0] if newest else 'none'}. If the disk is full, "
             "make room or lower save.keep",
         )

@@ -1,4 +1,4 @@
-"""The checkpoints under one folder: their names, what is whole, what is kept, what is swept."""
+"""The checkpoints under one folder: their names, publishing, retention, removal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `last`, every `every` steps (0: none for that), and that
-    of the lowest held-out loss.
+    """The checkpoints to keep: the newest `last`, those at multiples of `every` steps (0: none)
+    and, if `best`, the one of the lowest held-out loss.
     """
 
     last: int = 3
@@ -32,15 +32,15 @@ class Store:
     """One rank writes, moves and removes; everybody may look.
 
     A checkpoint is a folder `step-00000100` that appears by one rename after everything in it is on
-    disk, its manifest last. `latest` names the newest one, for people and scripts; nothing here
-    believes it.
+    disk, its manifest last. `latest` names the newest one, for people and scripts; the
+    harness does not read it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def all(self) -> list[Path]:
-        """Folders that are named like checkpoints, oldest first. Links are none."""
+        """Return the folders that are named like checkpoints, oldest first; links are left out."""
         if not self.folder.is_dir():
             return []
         return sorted(
@@ -50,21 +50,21 @@ class Store:
         )
 
     def at(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the path of a step's checkpoint, which need not exist."""
         return self.folder / checkpoint_name(step)
 
     def unfinished(self, step: int) -> Path:
-        """Where it is until it is whole."""
+        """Return the path of a step's checkpoint until it is published."""
         return self.folder / f"{_UNFINISHED}{self.at(step).name}"
 
     def make_unfinished(self, step: int) -> None:
-        """Remove what killed saves left behind, and make room for this one."""
+        """Remove leftovers of killed saves, and make the folder of this one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.sweep()
         self.unfinished(step).mkdir()
 
     def free_bytes(self) -> int:
-        """What the file system has left."""
+        """Return the free bytes of the file system."""
         return shutil.disk_usage(self.folder).free
 
     def publish(self, step: int) -> Path:
@@ -82,11 +82,10 @@ class Store:
         return final
 
     def retain(self, keep: Retention, newest: int) -> list[Path]:
-        """Remove what need not stay, oldest first; returns what was removed.
+        """Remove checkpoints beyond `keep`, oldest first; return the removed ones.
 
-        Whatever else holds, that of step `newest`, just published, stays. One that lost a file
-        counts for nothing, nor does one of a later step: the run fell back from it. Both stay to be
-        looked at.
+        The one of step `newest`, just published, always stays. One that lost a file is neither
+        counted nor removed, nor is one of a later step: the run fell back from it.
         """
         whole: dict[Path, Manifest] = {}
         for path in self.all():
@@ -96,7 +95,9 @@ class Store:
                 whole[path] = read_manifest(path)
         stay = {*list(whole)[-max(keep.last, 1) :]}
         if keep.every:
-            stay |= {path for path, found in whole.items() if found.state.step % keep.every == 0}
+            stay |= {
+                path for path, manifest in whole.items() if manifest.state.step % keep.every == 0
+            }
         losses = {p: m.held_out_loss for p, m in whole.items() if m.held_out_loss is not None}
         if keep.best and losses:
             stay.add(min(losses, key=lambda path: (losses[path], path)))
@@ -107,7 +108,7 @@ class Store:
         return removed
 
     def sweep(self) -> None:
-        """Remove what is not whole."""
+        """Remove all unfinished checkpoints."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(path)
 

@@ -34,7 +34,7 @@ _CHUNK_BYTES = 2**22
 
 
 def header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """What a file of `tensors` (perhaps on meta) begins with, and where each lies behind it.
+    """Return the header of a file of `tensors` (may be on meta), and each tensor's offset after it.
 
     In the order of safetensors: wide elements first, so that all are aligned.
     """
@@ -56,25 +56,25 @@ def header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
 
 
 class TensorReader:
-    """Reads elements of the tensors of a file. Raises Unusable where it lacks them, and OSError."""
+    """Reads elements of the tensors of a file. Raises Unusable if it lacks them, and OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, open_regular(path)
         self._stored = header_of(self._file, path)
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file has a tensor of that name."""
+        """Return True if the file has a tensor of that name."""
         return key in self._stored
 
     def dtype(self, key: str) -> torch.dtype:
-        """What a tensor's elements are stored as."""
+        """Return the dtype that a tensor is stored in."""
         stored = self._tensor(key)
         if stored.dtype not in _BY_NAME:
             raise Unusable(f"{self._path} holds {key} as {stored.dtype}, which no checkpoint has")
         return _BY_NAME[stored.dtype]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """A tensor's sizes."""
+        """Return a tensor's shape."""
         return self._tensor(key).shape
 
     def _tensor(self, key: str) -> StoredTensor:
@@ -105,7 +105,7 @@ class TensorReader:
 
 
 class TensorWriter:
-    """Writes a file whose header is known before the tensors are: `tensors` may be on meta."""
+    """Writes a file, its header first: `tensors` may be on meta."""
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         head, self._at = header(tensors)
@@ -116,13 +116,13 @@ class TensorWriter:
         self._file.truncate(self._start + self._missing)
 
     def write(self, name: str, offset: int, elements: torch.Tensor) -> None:
-        """A tensor's elements from `offset` on, on the host, in the dtype that was announced."""
+        """Write a tensor's elements from `offset` on; on the host, in the dtype of the header."""
         self._file.seek(self._start + self._at[name] + offset * elements.itemsize)
         self._file.write(elements.contiguous().view(-1).view(torch.uint8).numpy().data)
         self._missing -= elements.nbytes
 
     def close(self) -> None:
-        """On disk, whole, when this returns."""
+        """Close the file; all of it is on disk when this returns."""
         assert not self._missing, f"{self._file.name} lacks {self._missing} bytes"
         self._file.flush()
         os.fsync(self._file.fileno())
