@@ -1,1 +1,1 @@
-"""What may be written: the run config and the DeepSpeed JSON."""
+"""The two config files of a run: the run config and the DeepSpeed JSON."""

@@ -1,4 +1,4 @@
-"""How a global batch is divided into micro-batches of data ranks."""
+"""Division of a global batch into micro-batches of data ranks."""
 
 from __future__ import annotations
 

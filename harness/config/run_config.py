@@ -40,7 +40,7 @@ from harness.config.sections import (
 
 
 class RunConfig(Section):
-    """What is learned; one section per noun."""
+    """The run config: one section per noun."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""What the tools share that fill a table of cells: arguments, kept results, self-tests."""
+"""Shared parts of the tools that fill a table of cells: arguments, kept results, self-tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """How it is asked for, and called in every table."""
+        """Name of the cell, in arguments and tables."""
         ...
 
 
@@ -52,7 +52,7 @@ def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[
 
 
 def same_versions(out: Path, kept: str, *more: str) -> None:
-    """What is kept in `out` is of these packages' versions. Ends with code 2 where it is not."""
+    """Exit with code 2 unless the results in `out` are of these packages' versions."""
     made = {name: version(name) for name in (*PACKAGES, *more)}
     path = out / "made-with.json"
     if path.exists() and json.loads(path.read_text()) != made:
@@ -74,7 +74,7 @@ def self_test_result(missed: list[str], planted: str) -> int:
 
 
 def is_missed(failures: list[str], defect: str | None, cell: Named) -> list[str]:
-    """What a self-test has to report of one cell: a defect that did not show, or one without."""
+    """Return a self-test's failures of one cell: an undetected defect, or a false alarm."""
     if bool(failures) == bool(defect):
         return []
     return [f"{defect or 'a difference without any defect'}: {cell.name}"]

@@ -33,7 +33,7 @@ class Ranks:
 
     @property
     def ended(self) -> bool:
-        """Whether any of them has."""
+        """True if any of the processes has ended."""
         return any(process.poll() is not None for process in self.processes)
 
     def wait(

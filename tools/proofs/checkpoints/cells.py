@@ -28,7 +28,7 @@ _SCALING = {"initial_scale_power": 32, "hysteresis": 1, "loss_scale_window": 3}
 
 @dataclass(frozen=True)
 class Side(Divided):
-    """Who holds a checkpoint: a layout on so many ranks."""
+    """One side of a round trip: a layout on a number of ranks."""
 
     layout: str
     ranks: int
@@ -44,7 +44,7 @@ class Side(Divided):
         return self.how.json(self.how.full_precision(precision), _SIZES, _SCALING)
 
     def sound(self, precision: str) -> bool:
-        """Whether it trains right in `precision`: see the same in tools/proofs/parity/cells.py."""
+        """Return True if it trains correctly in `precision`: see tools/proofs/parity/cells.py."""
         if self.layout in _BF16_SUMS:
             return precision == "bf16"
         if self.layout in ("zero0", "zeropp"):
@@ -69,7 +69,7 @@ class Cell:
 
     @property
     def same(self) -> bool:
-        """Whether nothing at all changes: then the losses have to be equal bit by bit."""
+        """True if nothing changes: then the losses have to be bit-equal."""
         return self.source == self.target
 
 

@@ -32,7 +32,7 @@ class Job:
 
     @property
     def side(self) -> Side:
-        """Whose ranks do it."""
+        """The side whose ranks run the job."""
         return self.target or self.source
 
     @property
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """What a terminal shows of it."""
+        """Label of the job on a terminal."""
         return self.result.removesuffix(".json")
 
     @classmethod

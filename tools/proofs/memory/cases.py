@@ -35,7 +35,7 @@ class Case(Divided):
 
     @property
     def name(self) -> str:
-        """How tables and files call it."""
+        """Name of the case in tables and files."""
         parts = asdict(self)
         if self.optimizer == "adamw":
             del parts["optimizer"]
@@ -43,7 +43,7 @@ class Case(Divided):
 
     @property
     def label(self) -> str:
-        """What a terminal shows of it."""
+        """Label of the case on a terminal."""
         return f"measured {self.name}"
 
     @classmethod
@@ -53,7 +53,7 @@ class Case(Divided):
 
     @property
     def axis(self) -> Axis:
-        """What the ranks differ in: "data", or what the layout divides over them."""
+        """Axis along which the ranks differ: "data", or the axis of the layout."""
         if self.layout.startswith("tensor"):
             return "tensor"
         if self.layout.startswith("sequence"):
@@ -62,7 +62,7 @@ class Case(Divided):
 
     @property
     def model_overrides(self) -> dict[str, Any]:
-        """What differs from models.MEASURED."""
+        """Overrides of models.MEASURED."""
         return {"tie_word_embeddings": True} if "tied" in self.layout else {}
 
     @property

@@ -33,13 +33,13 @@ class GpuCase:
 
     @property
     def name(self) -> str:
-        """How tables call it."""
+        """Name of the case in tables."""
         words = (self.model, self.json, f"{self.seq_len}x{self.micro_batch}", *self.more)
         return " ".join(words)
 
     @property
     def settings(self) -> dict[str, str]:
-        """What is set of the run config."""
+        """Keys of the run config that the case sets."""
         return {
             "model.name": self.model,
             "data.seq_len": str(self.seq_len),
@@ -115,7 +115,7 @@ def error_of(row: dict[str, Any]) -> float | None:
 
 
 def verdict_of(rows: list[dict[str, Any]]) -> tuple[str, bool]:
-    """What the rows come to, in a line, and whether that is what was aimed at."""
+    """Return a one-line summary of the rows, and True if it meets the goal."""
     errors = [abs(error) for row in rows if (error := error_of(row)) is not None]
     if not errors:
         return "nothing was measured", False
@@ -130,7 +130,7 @@ def verdict_of(rows: list[dict[str, Any]]) -> tuple[str, bool]:
 
 
 def is_broken_promise(row: dict[str, Any]) -> bool:
-    """Whether a run was judged to fit, and ran out of memory."""
+    """Return True if a run was judged to fit but ran out of memory."""
     return row.get("verdict") == "fits" and "out of memory" in row.get("error", "")
 
 

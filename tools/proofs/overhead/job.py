@@ -1,4 +1,4 @@
-"""What all sides train: one model, its weights, its batches and one resolved JSON, on disk."""
+"""The common job of all sides: a model, its weights, its batches and a resolved JSON, on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LEARNED = (  # the learning rate is constant: then the JSON says all of it
 
 @dataclass(frozen=True)
 class Job:
-    """What one side is to do in one process group."""
+    """Job of one side in one process group."""
 
     weights: str
     """Hugging Face folder that all sides begin with."""
@@ -48,7 +48,7 @@ class Job:
     batches: str
     """.npy of (2, samples, seq_len) int64, ids and shifted labels, in the harness's order."""
     arguments: tuple[str, ...]
-    """What the harness is told besides, key=value."""
+    """Further key=value arguments of the harness."""
     ranks: int
     warm_up: int
     """Steps that are not counted; the first ends the start-up."""
@@ -73,9 +73,9 @@ class Job:
 
     @classmethod
     def read(cls, path: str) -> Job:
-        """What `write` wrote."""
-        found = json.loads(Path(path).read_text())
-        return cls(**{**found, "arguments": tuple(found["arguments"])})
+        """Return the job that `write` wrote."""
+        values = json.loads(Path(path).read_text())
+        return cls(**{**values, "arguments": tuple(values["arguments"])})
 
     def resolved(self) -> dict[str, Any]:
         """The JSON that DeepSpeed gets."""

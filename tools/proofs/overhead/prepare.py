@@ -22,7 +22,7 @@ from tools.proofs.ranks import started
 
 @dataclass(frozen=True)
 class Bench:
-    """What all processes share."""
+    """Files and data that all processes share."""
 
     folder: Path
     data: Data
@@ -96,5 +96,5 @@ def prepare(folder: Path, warm_up: int, timed: int) -> Bench:
 
 
 def weights_of(folder: Path) -> Path:
-    """Where `prepare` has exported them."""
+    """Return the folder to which `prepare` exported them."""
     return folder / "first" / "export"
