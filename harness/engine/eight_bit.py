@@ -18,7 +18,7 @@ State = dict[str, Any]
 
 
 def is_eight_bit(optimizer: Any) -> bool:
-    """Whether an optimizer keeps its moments so."""
+    """Return True if an optimizer keeps its moments in 8 bits."""
     return type(optimizer).__module__.startswith("bitsandbytes.")
 
 

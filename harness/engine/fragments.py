@@ -67,7 +67,7 @@ def full_masters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def elements_held(module: nn.Module) -> int:
-    """How many parameter elements this rank stores between steps."""
+    """Return the number of parameter elements that this rank stores between steps."""
     return sum(map(internals.elements_held, module.parameters()))
 
 

@@ -118,7 +118,7 @@ BUILT_HERE: dict[str, Callable[..., Optimizer]] = {
 
 
 def our_optimizer(plan: Plan) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
-    """What makes the plan's optimizer of parameter groups; None where DeepSpeed builds it."""
+    """Return the function that builds the plan's optimizer; None if DeepSpeed builds it."""
     section = plan.deepspeed["optimizer"]
     make = BUILT_HERE.get(section["type"])
     return None if make is None else lambda groups: make(groups, **section["params"])

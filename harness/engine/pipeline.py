@@ -100,7 +100,7 @@ class PipelineEngine(ZeroEngine):
         return logits
 
     def describe(self) -> dict[str, Any]:
-        """What really runs on this rank: classes, stages, elements held."""
+        """Return the classes that run on this rank, its stages and its parameter elements."""
         place = self.plan.grid.coords(self.plan.world.rank).pipeline
         return {**super().describe(), "pipeline_stage": place}
 

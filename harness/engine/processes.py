@@ -30,7 +30,7 @@ def set_environment(world: World) -> None:
     """Set what torch and DeepSpeed read from the environment, whichever launcher started `world`:
     who is who, where the ranks meet, and how many threads each has.
 
-    Raises ConfigError on rank 0 where they would meet at a port that is taken.
+    Raises ConfigError on rank 0 if the port at which they would meet is taken.
     """
     address, port = "127.0.0.1", 29500
     if world.world_size == 1:

@@ -90,7 +90,7 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
     """Fill everything that `fragments` names, whoever saved it; `refresh_weights` is to follow.
 
     What the optimizer has not made yet is made, and what was not made yet when that was saved is
-    zeros. Talks to no other rank: where `fill` raises on one of them, none is left waiting.
+    zeros. Not collective: `fill` may raise on one rank alone.
     """
     inner = internals.inner_optimizer(engine)
     if internals.is_swapped(engine.optimizer):

@@ -68,7 +68,7 @@ def unsplit_loss_and_norm(
 
 
 def is_random(model: nn.Module) -> bool:
-    """Whether a training step draws random numbers: dropout, or noise in a router."""
+    """Return True if a training step draws random numbers: dropout, or noise in a router."""
     endings = (*DROPOUT_ENDINGS, "jitter_noise")
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)

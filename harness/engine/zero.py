@@ -179,7 +179,7 @@ class ZeroEngine:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward: 1 but for fp16."""
+        """Factor of the loss before backward: 1 except in fp16."""
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
     @property
@@ -189,7 +189,7 @@ class ZeroEngine:
 
     @property
     def step_applied(self) -> bool:
-        """Whether the last step changed the weights; False after one that was skipped."""
+        """True if the last step changed the weights; False after a skipped step."""
         return bool(self.engine.was_step_applied())
 
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
@@ -198,7 +198,7 @@ class ZeroEngine:
             self.engine.monitor.write_events(events)
 
     def describe(self) -> dict[str, Any]:
-        """What really runs on this rank: classes, ZeRO stage, parameter elements held."""
+        """Return the classes that run on this rank, its ZeRO stage and its parameter elements."""
         optimizer = self.engine.optimizer
         inner = internals.inner_optimizer(self.engine)
         return {

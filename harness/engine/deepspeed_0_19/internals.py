@@ -88,7 +88,7 @@ def is_whole(parameter: nn.Parameter) -> bool:
 
 
 def elements_held(parameter: Any) -> int:
-    """How many of its elements this rank stores between steps."""
+    """Return the number of its elements that this rank stores between steps."""
     tensor = parameter.ds_tensor if is_partitioned(parameter) else parameter
     return int(tensor.numel())
 

@@ -76,5 +76,5 @@ def replay_adam_steps(optimizer: Any) -> None:
 
 
 def is_minimum_loss_scale(error: Exception) -> bool:
-    """Whether `error` is DeepSpeed's bare Exception for a loss scale that cannot fall further."""
+    """Return True for DeepSpeed's bare Exception on a loss scale that cannot fall further."""
     return type(error) is Exception and "loss scale already at minimum" in str(error)
