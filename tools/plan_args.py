@@ -93,19 +93,18 @@ def world_of(args: argparse.Namespace) -> World:
 
 
 def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
-    """Where nothing is said of the batch: one sample at a time, and no more of them than it takes
-    to keep pipeline stages busy; by key of what is not given.
+    """Return values, by key, for a batch that neither file nor command line describes: one sample
+    at a time, and as many of them as keep pipeline stages busy.
     """
-    given = _given(args)
-    keys = {text.partition("=")[0] for text in given}
-    ds, _ = load_ds_json(
-        args.deepspeed, (text.removeprefix(PREFIX) for text in given if text.startswith(PREFIX))
-    )
+    assignments = _given(args)
+    keys = {text.partition("=")[0] for text in assignments}
+    file, _ = load_ds_json(args.deepspeed)
     if args.config or "train.global_batch" in keys:
         return {}
-    if any(key in ds.given and not ds.is_auto(key) for key in _BATCH_KEYS):
+    if any(file.literal(key) is not None for key in _BATCH_KEYS):
         return {}
-    stages = num_stages(ds.tree)
+    of_json = (text.removeprefix(PREFIX) for text in assignments if text.startswith(PREFIX))
+    stages = num_stages(load_ds_json(args.deepspeed, of_json)[0].tree)
     assumed = {"train.micro_batch": 1, "ds.gradient_accumulation_steps": _filling(stages)}
     return {key: value for key, value in assumed.items() if key not in keys}
 
