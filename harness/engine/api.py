@@ -31,7 +31,7 @@ Scalars = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did. Tensors stay on the device: reading them is the caller's sync.
+    """The result of one optimizer step. Tensors stay on the device: reading them waits for it.
 
     `loss_share`: this rank's part of the loss; the sum over data ranks is the mean over the target
     tokens of the global batch. `grad_norm`: before clipping, over all ranks.

@@ -102,26 +102,26 @@ def _compile_layers(model: PreTrainedModel, zero_stage: int) -> None:
 def _parameter_groups(
     plan: Plan, parameters: list[Parameter], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Optimizer groups of what this rank has of the whole model's `parameters`."""
+    """Return the optimizer groups of this rank's share of the whole model's `parameters`."""
     optim = plan.config.optim
     # A pipeline's last stage has a copy of a tied embedding as its head: stepped as the first is.
-    held = {
+    by_name = {
         getattr(p, "tied_to", name): p for name, p in model.named_parameters() if p.requires_grad
     }
-    found = optimizer_groups(
-        (parameter for parameter in parameters if parameter.name in held),
+    groups = optimizer_groups(
+        (parameter for parameter in parameters if parameter.name in by_name),
         optim.weight_decay,
         optim.groups,
         muon=optim.name == "muon",
     )
     return [
         {
-            "params": [held[name] for name in names],
+            "params": [by_name[name] for name in names],
             "names": names,
             "lr": optim.lr * group.lr_multiplier,
             **asdict(group),
         }
-        for group, names in found
+        for group, names in groups
     ]
 
 

@@ -31,7 +31,7 @@ def per_element(state: State) -> State:
 
 
 def blank(flat: torch.Tensor) -> State:
-    """What `per_element` gives of a tensor, to be filled."""
+    """Return the states of `per_element` for a tensor, to be filled."""
     codes = {key: torch.zeros_like(flat, dtype=torch.uint8) for key in _CODES}
     return {**codes, **{key: torch.zeros_like(flat, requires_grad=False) for key in _SCALES}}
 

@@ -40,9 +40,9 @@ def empty_model(
 
 
 def _unbuildable(plan: Plan, error: Exception) -> str:
-    """What transformers says of the model, and which keys it may be about."""
-    said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    problem = f"model.name={plan.config.model.name}: transformers cannot build it: {said}"
+    """Return transformers' words about the model, and the keys that they may be about."""
+    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    problem = f"model.name={plan.config.model.name}: transformers cannot build it: {reason}"
     if overrides := plan.config.model.overrides:
         problem += f" (model.overrides: {', '.join(overrides)})"
     return problem
@@ -51,16 +51,16 @@ def _unbuildable(plan: Plan, error: Exception) -> str:
 def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
     """Refuse to train across document boundaries where they were to be kept."""
     model, attention = plan.config.model, plan.config.model.attention
-    wish = "tokens attend only within their document (data.document_mask, the default with prompts)"
+    rule = "tokens attend only within their document (data.document_mask, the default with prompts)"
     if not separates_documents(skeleton):
         raise ConfigError(
             f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
-            f"boundaries, but {wish}: set data.document_mask=false, or take another model"
+            f"boundaries, but {rule}: set data.document_mask=false, or take another model"
         )
     sequences = plan.micro_batch * plan.curriculum.most_pieces
     if ATTENTIONS[attention].masks_one_sequence and sequences > 1:
         raise ConfigError(
             f"model.attention={attention} heeds document boundaries in micro-batches of one "
-            f"sequence only, and {wish}: set train.micro_batch=1 without ramp.length_from, or "
+            f"sequence only, and {rule}: set train.micro_batch=1 without ramp.length_from, or "
             "model.attention=sdpa"
         )

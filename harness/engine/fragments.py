@@ -1,4 +1,4 @@
-"""The pieces of weights and gradients that DeepSpeed spreads over ranks, found and put together."""
+"""The pieces of weights and gradients that DeepSpeed distributes over ranks, put together."""
 
 from __future__ import annotations
 

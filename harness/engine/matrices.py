@@ -38,19 +38,19 @@ class Matrices:
         self._group = group or dist.group.WORLD
         self._device = engine.device
         self._rank = dist.get_rank(self._group)
-        held = {place.name: place for place in pieces(engine, module) if place.name in names}
+        places = {place.name: place for place in pieces(engine, module) if place.name in names}
         spread: list[Any] = [None] * dist.get_world_size(self._group)
-        mine = {name for name, place in held.items() if not place.replicated}
+        mine = {name for name, place in places.items() if not place.replicated}
         dist.all_gather_object(spread, mine, group=self._group)
         self._of: dict[int, list[_Matrix]] = defaultdict(list)
         for name, parameter in module.named_parameters():
             if name not in names:
                 continue
             shape = internals.whole_shape(parameter)
-            holders = tuple(rank for rank, theirs in enumerate(spread) if name in theirs)
-            place = held.get(name)
-            where = (place.offset, place.start, place.numel) if place else (0, 0, 0)
-            self._of[id(flat_of(engine, parameter))].append(_Matrix(shape, *where, holders))
+            holders = tuple(rank for rank, names_there in enumerate(spread) if name in names_there)
+            place = places.get(name)
+            position = (place.offset, place.start, place.numel) if place else (0, 0, 0)
+            self._of[id(flat_of(engine, parameter))].append(_Matrix(shape, *position, holders))
 
     def orthogonalized(
         self, flat: torch.Tensor, update: torch.Tensor
@@ -102,7 +102,7 @@ class Matrices:
 def _part(
     matrix: _Matrix, whole: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What this rank has of `whole`, where that is in `target`, and the longer side."""
+    """Return this rank's piece of `whole`, its place in `target`, and the longer side."""
     piece = whole.view(-1).narrow(0, matrix.offset, matrix.numel)
     place = target.narrow(0, matrix.start, matrix.numel)
     return piece.to(place.device), place, max(matrix.shape[-2:])

@@ -1,4 +1,4 @@
-"""What a rank's parameters are of the whole model's: noted on them, where DeepSpeed keeps them."""
+"""The part of the whole model's that each parameter of a rank is: noted on the parameter."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class PipelineEngine(ZeroEngine):
         return internals.made_groups(self.engine)
 
     def _inputs(self, batch: Batch) -> Any:
-        """What the first stage takes, on the device: DeepSpeed's own copying waits for the host."""
+        """Return the first stage's inputs on the device; DeepSpeed's own copies would wait."""
         if not self.engine.is_first_stage():
             return None
         tensors = (batch.input_ids, batch.position_ids)

@@ -111,12 +111,12 @@ def _say(text: str) -> None:
 
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's compressed list: "gpu[07-09,12],cpu1" -> "gpu07"."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+))?", nodelist)
-    return found[1] + (found[2] or "") if found else ""
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodelist)
+    return match[1] + (match[2] or "") if match else ""
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str | None:
-    """Where rank 0 can be reached: its host's name, or srun's own address where that is not known.
+    """Return the address of rank 0: its host's name, or srun's own address if that is unknown.
 
     srun of a batch script runs on the first node, which is rank 0's.
     """
@@ -130,10 +130,10 @@ def _slurm_address(environ: Mapping[str, str]) -> str | None:
 
 def raise_together(problem: str | None) -> None:
     """Raise ConfigError on all ranks where one of them has a problem. Collective."""
-    told: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, problem)
-    for found in filter(None, told):
-        raise ConfigError(found)
+    problems: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    for first in filter(None, problems):
+        raise ConfigError(first)
 
 
 def leave() -> None:

@@ -112,7 +112,7 @@ def _reduced_class(
 
 def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
     """Weights of this stage that the pipeline's other end holds too, with the group of both."""
-    found: Tied = []
+    tied: Tied = []
     for names in flow.tied:
         for column in plan.grid.groups("pipeline"):
             ends = (column[0], column[-1])
@@ -121,5 +121,5 @@ def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
                 name = names[ends.index(plan.world.rank)]
                 weight: Any = model.get_parameter(name)
                 weight.tied_to = names[0]  # under which checkpoints have it
-                found.append((weight, group))
-    return found
+                tied.append((weight, group))
+    return tied

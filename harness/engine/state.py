@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers hold of each parameter on this rank, as fragments; and back again.
+"""The fragments of each parameter that DeepSpeed's optimizers hold on this rank; and back again.
 
 Each of DeepSpeed's wrappers flattens groups of parameters and gives the optimizer one flat fp32
 tensor per group; tests/test_checkpoints.py holds it to a round trip between all of them.
@@ -28,7 +28,7 @@ _MEANS = {"row_var": -1, "col_var": -2}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a fragment of a parameter lies: `flat[start : start + numel]`, a key of the state."""
+    """The place of a fragment, `flat[start : start + numel]`; `flat` is a key of the state."""
 
     name: str
     parameter: nn.Parameter
@@ -40,7 +40,7 @@ class Place:
 
     @property
     def part(self) -> Part:
-        """What the tensor is of the whole model's parameter, of which `offset` counts elements."""
+        """The part of the whole model's parameter; `offset` counts its elements."""
         return part_of(self.parameter)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -49,11 +49,11 @@ class Place:
 
 
 def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
-    """What this rank is to save: together the ranks hold every element once.
+    """Return the fragments that this rank saves: together the ranks hold every element once.
 
-    What all its replicas hold alike is dealt out among them.
+    Fragments that all replicas hold alike are dealt out among them.
     """
-    found = []
+    fragments_here = []
     replicas = share.ranks("replicas")
     place_among = replicas.index(share.rank)
     flats, states = _held(engine)
@@ -70,19 +70,19 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
         )
         own = fragment.share(place_among, len(replicas)) if place.replicated else fragment
         if own is not None:
-            found.append(own)
+            fragments_here.append(own)
         if place_among == 0:
             means = {key: state[key] for key in _MEANS if key in state}
-            found += [
+            fragments_here += [
                 Fragment(f"{place.name}:{key}", Part.of(mean.shape), 0, {key: mean.view(-1)})
                 for key, mean in means.items()
             ]
     if place_among == 0:
-        found += [
+        fragments_here += [
             Fragment(name, Part.of(buffer.shape), 0, {BUFFER: buffer.detach().reshape(-1)})
             for name, buffer in _persistent_buffers(module)
         ]
-    return found
+    return fragments_here
 
 
 @torch.no_grad()
@@ -129,7 +129,9 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
 def scalars(engine: Any) -> Scalars:
     """Counters, loss scaling and the optimizer's steps: plain numbers, the same on all ranks."""
     inner = internals.inner_optimizer(engine)
-    counts = [held[_STEP] for held in (*inner.state.values(), *inner.param_groups) if _STEP in held]
+    counts = [
+        entry[_STEP] for entry in (*inner.state.values(), *inner.param_groups) if _STEP in entry
+    ]
     return {
         "counters": internals.read_counters(engine),
         "loss_scaling": internals.read_loss_scaling(engine),
@@ -145,24 +147,26 @@ def restore_scalars(engine: Any, saved: Scalars) -> None:
     # torch's optimizers count in tensors, DeepSpeed's in integers; FusedAdam once per group.
     as_tensor = isinstance(inner, torch.optim.Adam | torch.optim.Adafactor)
     count = saved["optimizer"].get(_STEP)
-    for held in (*inner.state.values(), *(() if as_tensor else inner.param_groups)):
-        if count is not None or _STEP in held:  # which may be beyond what was saved before any step
-            held[_STEP] = torch.tensor(float(count or 0)) if as_tensor else int(count or 0)
+    for entry in (*inner.state.values(), *(() if as_tensor else inner.param_groups)):
+        if (
+            count is not None or _STEP in entry
+        ):  # which may be beyond what was saved before any step
+            entry[_STEP] = torch.tensor(float(count or 0)) if as_tensor else int(count or 0)
     settlements.replay_adam_steps(engine.optimizer)
 
 
 def pieces(
     engine: Any, module: nn.Module, flats: list[torch.Tensor] | None = None
 ) -> Iterator[Place]:
-    """Where this rank has what of every parameter, in the module's order; tied ones once.
+    """Yield the place of this rank's piece of each parameter, in the module's order; tied once.
 
     `flats`: under ZeRO-3, in the place of the optimizer's own.
     """
     optimizer = engine.optimizer
     for name, p in module.named_parameters():
         if internals.is_partitioned(p):
-            shard, held = internals.shard_of(p), flats or internals.zero3_flats(optimizer)
-            flat = internals.shard_tensor(p) if shard.group is None else held[shard.group]
+            shard, by_group = internals.shard_of(p), flats or internals.zero3_flats(optimizer)
+            flat = internals.shard_tensor(p) if shard.group is None else by_group[shard.group]
             if shard.numel > 0:  # the last ranks' shards end in padding
                 yield Place(name, p, shard.offset, flat, shard.start, shard.numel, False)
         elif not internals.is_linked(p):  # ZeRO-0 in fp32, or frozen
@@ -208,7 +212,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _held(engine: Any) -> tuple[list[torch.Tensor] | None, Any]:
-    """What `pieces` and `_per_element` are to give: of files, where states are on NVMe."""
+    """Return the flat weights and the states per element: of files, if states are on NVMe."""
     if not internals.is_swapped(engine.optimizer):
         return None, _per_element(engine)
     flats = swap.flats(engine.optimizer)

@@ -63,20 +63,20 @@ def flats(optimizer: Any) -> list[torch.Tensor]:
 
 def states(optimizer: Any, mapped: list[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
     """The optimizer's states by the tensors that `flats` gave."""
-    found = {}
+    by_flat = {}
     for group, (flat, key) in enumerate(zip(internals.zero3_flats(optimizer), mapped, strict=True)):
         state = optimizer.optimizer.state[flat]
-        found[key] = state
+        by_flat[key] = state
         if key is not flat:
-            found[key] = {
+            by_flat[key] = {
                 kind: _mapped(optimizer, group, value) if torch.is_tensor(value) else value
                 for kind, value in state.items()
             }
-    return found
+    return by_flat
 
 
 def flush(mapped: list[torch.Tensor], optimizer: Any) -> None:
-    """What was written into mapped files is on the drive when this returns."""
+    """Wait until the contents of mapped files are on the drive."""
     for flat, key in zip(internals.zero3_flats(optimizer), mapped, strict=True):
         if key is not flat:
             for _, path in internals.swapped_tensors(optimizer, flat):

@@ -130,9 +130,10 @@ def read_weights(
 def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) -> list[Event]:
     """An event for weights that nobody needs. Raises ConfigError for weights that are not there."""
     source = plan.config.model.init_from
-    lacking, unused = sorted(missing), sorted(unexpected)
-    if lacking:
-        raise ConfigError([f"model.init_from={source} has no weights for {', '.join(lacking[:5])}"])
+    missing_names, unused = sorted(missing), sorted(unexpected)
+    if missing_names:
+        names = ", ".join(missing_names[:5])
+        raise ConfigError(f"model.init_from={source} has no weights for {names}")
     if not unused:
         return []
     message = f"{source} also holds weights that the model lacks: {', '.join(unused[:5])}"

@@ -215,7 +215,7 @@ class ZeroEngine:
         self.engine.destroy()
 
     def fragments(self) -> list[Fragment]:
-        """What this rank is to save of weights and optimizer states, as views of live memory."""
+        """Return this rank's fragments of weights and optimizer states, as views of live memory."""
         return state.fragments(self.engine, self._held, self.share)
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
@@ -252,7 +252,7 @@ class ZeroEngine:
     def _of_all_stages(
         self, own: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the ranks that hold the rest of the model have, too."""
+        """Yield the tensors of the ranks that hold the rest of the model, too."""
         return own
 
     def _expect(self, micro_batches: int) -> None:

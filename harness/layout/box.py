@@ -1,4 +1,4 @@
-"""Which elements of a parameter a rank holds: boxes of the whole, and flat ranges within them.
+"""The elements of a parameter that a rank holds: boxes of the whole, and flat ranges within them.
 
 A parameter is cut along its dimensions, each into one range or, where projections are fused, into
 two or three that are laid end to end: `[q | k | v]` in two is the first half of each.  All counts
@@ -49,7 +49,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a parameter of the shape `whole`: the product of its ranges.
+    """One rank's part of a parameter of the shape `whole`: the product of its ranges.
 
     `ranges`: per dimension, those that it holds, ascending, laid end to end. A rank's own tensor
     has the part's `shape`.
@@ -89,7 +89,7 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the parameter."""
+        """True if it is all of the parameter."""
         return self.numel == prod(self.whole)
 
     def cut(self, dimension: int, ranges: Sequence[Range]) -> Part:
@@ -122,7 +122,7 @@ class Part:
         )
 
     def _ends(self, dimension: int) -> list[int]:
-        """Where each range of a dimension begins in the part."""
+        """Return the begin of each range of a dimension in the part."""
         lengths = [stop - start for start, stop in self.ranges[dimension]]
         return [0, *accumulate(lengths)][: len(lengths)]
 
@@ -162,7 +162,7 @@ class Overlap:
 
     @property
     def is_flat(self) -> bool:
-        """Whether they follow each other in both pieces."""
+        """Return True if they follow each other in both pieces."""
         return self.strides == ((1,), (1,))
 
     def span(self, side: int) -> int:

@@ -1,4 +1,4 @@
-"""Which tokens and which part of every parameter one rank of a grid has, and with whom it talks.
+"""The tokens and the part of every parameter that one rank of a grid has, and its groups.
 
 Whoever trains, saves, counts or compares asks here and names a purpose, never an axis.  A further
 axis is a row in GROUPS, and an entry in a Share's `cutters` where it cuts parameters.
@@ -48,7 +48,7 @@ def starts_of(data_rank: int, data_ranks: int, samples: int, micro_batch: int) -
 
 @dataclass(frozen=True)
 class Share:
-    """What `rank` has of everything. `cutters`: by axis, in the order in which they cut."""
+    """The share of `rank` in everything. `cutters`: by axis, in the order in which they cut."""
 
     grid: Grid
     rank: int

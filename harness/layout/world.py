@@ -1,4 +1,4 @@
-"""Who this process is among all processes, read from what the launcher left in the environment."""
+"""The rank of this process and the number of all, read from the launcher's environment."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from harness.errors import ConfigError
 
 Say = Callable[[str], None]
 PATIENCE_S = 5.0  # until a line says why nothing happens
-TOLD_LINES, TOLD_COLUMNS = 12, 200  # of what a compiler said; a command alone has thousands
+TOLD_LINES, TOLD_COLUMNS = 12, 200  # of a compiler's output; a command alone has thousands
 _torch: Any = cpp_extension  # whose names are replaced
 _torch_load = cpp_extension.load
 
@@ -45,11 +45,11 @@ def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
         module = _torch_load(name, *args, **kwargs)
     except (RuntimeError, ImportError, OSError, CalledProcessError) as error:
         output = getattr(error, "output", None) or b""  # of a compiler that does not even start
-        said = f"{error}\n{output.decode(errors='replace')}"
+        output_text = f"{error}\n{output.decode(errors='replace')}"
         raise ConfigError(
             f"DeepSpeed's {name} could not be built in {folder} (CXX names another compiler, "
             f"TORCH_EXTENSIONS_DIR another folder). The last lines of what the compiler said:\n"
-            f"{_last_lines(said)}"
+            f"{_last_lines(output_text)}"
         ) from error
     finally:
         _torch.FileBaton = _Baton

@@ -1,4 +1,4 @@
-"""A pipeline stage as DeepSpeed's PipelineModule: one layer, whose tied weights it is told."""
+"""A pipeline stage as DeepSpeed's PipelineModule: one layer, with its tied weights."""
 
 from __future__ import annotations
 
