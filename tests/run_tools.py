@@ -1,4 +1,4 @@
-"""Tools, run as a user runs them."""
+"""Tools, run as a user runs them, and code in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def run_tool(name: str, *arguments: object, code: int = 0) -> subprocess.Complet
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def printed(code: str, *arguments: str) -> str:
+    """Return the output of `python -c code arguments`, which must end with 0."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=REPOSITORY,
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout

@@ -82,11 +82,7 @@ class DsJson:
     def remove(self, key: str, because: str) -> None:
         """Leave a key or section out; keys with the same reason share one note."""
         if self._delete(key):
-            self.note(key, because)
-
-    def note(self, key: str, text: str) -> None:
-        """Record a remark on a key; keys of the same remark share one event."""
-        self._left_out.setdefault(text, []).append(key)
+            self._left_out.setdefault(because, []).append(key)
 
     def reject(self, key: str) -> None:
         """Remove an invalid key, so that the rest can still be checked."""
@@ -101,8 +97,8 @@ class DsJson:
     def events(self) -> list[Event]:
         """Events of keys left out, then of values changed."""
         remarks = [
-            {"kind": "left_out", "message": f"{listed(keys)} ({self.name}): {text}"}
-            for text, keys in self._left_out.items()
+            {"kind": "left_out", "message": f"{listed(keys)} ({self.name}): {because}"}
+            for because, keys in self._left_out.items()
         ]
         return [*remarks, *self._changes]
 

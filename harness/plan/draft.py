@@ -50,9 +50,9 @@ class Draft:
         self.curriculum = Curriculum(self.config.train.global_batch)
         self.problems = Problems(self._look_up)
 
-    def note(self, kind: str, message: str, **fields: Any) -> None:
+    def note(self, kind: str, message: str) -> None:
         """Add an event."""
-        self.events.append({"kind": kind, **fields, "message": message})
+        self.events.append({"kind": kind, "message": message})
 
     def asked(self, keys: Iterable[str]) -> str:
         """Return the origins of a few keys: "train.steps: run.toml, ..."."""

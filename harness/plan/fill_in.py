@@ -13,13 +13,13 @@ from harness.config.assignments import flat
 from harness.config.ds_json import DsJson
 from harness.config.ds_keys import AUTO, ds_keys, offloaded_to
 from harness.config.run_config import RunConfig
+from harness.layout.families import family_of
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.plan.draft import Draft
 from harness.plan.machine import missing_for_adam
 
 # DeepSpeed prints a line of its own every so many steps, and divides by it: 0 crashes at step 1.
 NEVER_PRINT_STEPS = 2**31 - 1
-_HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 _OWNED = "the run config owns it"
 
 
@@ -99,7 +99,8 @@ def _fill_in_zero(draft: Draft) -> None:
     ds, zero = draft.ds, "zero_optimization"
     ds.fill(f"{zero}.stage", ds.value(f"{zero}.stage"))
     config = draft.model_config
-    hidden_size = next((config[key] for key in _HIDDEN_SIZES if key in config), None)
+    keys = family_of(config["model_type"]).size_keys("hidden")
+    hidden_size = next((config[key] for key in keys if key in config), None)
     if hidden_size is not None:
         sizes = {
             "reduce_bucket_size": hidden_size**2,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests.two_ranks import REPOSITORY, environment
+from tests.run_tools import printed
 
 SATISFIES = """
 import inspect
@@ -28,17 +25,6 @@ for engine in (ZeroEngine, PipelineEngine):
             ], name
 print(len(members))
 """
-
-
-def printed(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment(PYTHONPATH=str(REPOSITORY)),
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
 
 
 def test_the_interface_is_known_without_deepspeed() -> None:

@@ -6,15 +6,9 @@ import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from harness.layout.grid import Coords, Grid
+from tests.layout.grids import GRIDS
 
-BOXES = [
-    Grid(1),
-    Grid(8),
-    Grid(8, pipeline=2),
-    Grid(8, tensor=2, sequence=2),
-    Grid(24, pipeline=2, tensor=3, sequence=2),
-    Grid(96, pipeline=4, tensor=2, sequence=3),
-]
+BOXES = [*GRIDS, Grid(96, pipeline=4, tensor=2, sequence=3)]
 
 
 @pytest.mark.parametrize("grid", BOXES, ids=str)

@@ -11,14 +11,7 @@ import pytest
 from harness.layout.box import Part, Range, share_of, share_of_fused, uncovered
 from harness.layout.grid import Axis, Grid
 from harness.layout.share import GROUPS, Cutter, Purpose, Share
-
-GRIDS = [
-    Grid(1),
-    Grid(8),
-    Grid(8, pipeline=2),
-    Grid(8, tensor=2, sequence=2),
-    Grid(24, pipeline=2, tensor=3, sequence=2),
-]
+from tests.layout.grids import GRIDS
 
 
 def shares(grid: Grid, cutters: Mapping[Axis, Cutter] | None = None) -> list[Share]:

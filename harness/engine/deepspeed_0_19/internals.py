@@ -1,4 +1,5 @@
-"""Every private or undocumented name of DeepSpeed that the library reads, each in one function.
+"""Every private name of DeepSpeed that the library reads, each in one function; the other files of
+this folder read only those that they replace or settle.
 
 tests/engine/deepspeed_0_19/test_internals.py asks real engines for each. DeepSpeed's public
 functions for fragments do not serve: `safe_get_local_*` know ZeRO-3 alone, copy what the host holds

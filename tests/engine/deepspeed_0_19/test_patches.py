@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d
 
+from tests.run_tools import printed
 from tests.two_ranks import REPOSITORY, environment, run_ranks
 
 JOINS = """
@@ -146,15 +147,8 @@ def test_deepspeed_builds_its_shared_memory_operator_to_join_and_we_do_not(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(("who", "loads"), [("deepspeed", True), ("harness", False)])
 def test_deepspeeds_muon_loads_the_compiler_and_ours_does_not(who: str, loads: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS_THE_COMPILER, who],
-        cwd=REPOSITORY,
-        env=environment(),
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.splitlines()[-1] == f"compile {loads}"
+    output = printed(LOADS_THE_COMPILER, who)
+    assert output.splitlines()[-1] == f"compile {loads}"
 
 
 @pytest.mark.parametrize(
@@ -283,15 +277,8 @@ def test_a_new_group_of_torch_has_its_own_timeout() -> None:
 
 
 def test_deepspeeds_pipeline_finds_no_tied_weights_in_a_stage() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SEEKS_TIED],
-        cwd=REPOSITORY,
-        env=environment(PYTHONPATH=str(REPOSITORY)),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split()[-2:] == ["deepspeeds=0", "ours=1"]
+    output = printed(SEEKS_TIED)
+    assert output.split()[-2:] == ["deepspeeds=0", "ours=1"]
 
 
 def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
@@ -299,17 +286,10 @@ def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
         "from harness.engine.deepspeed_0_19.patches import PATCHES; print(repr(["
         "(p.names, p.why, p.when, p.test) for p in PATCHES]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment(PYTHONPATH=str(REPOSITORY)),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    output = printed(code)
     tests = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     findings = (REPOSITORY / "docs" / "deepspeed_findings.md").read_text("utf-8")
-    rows = ast.literal_eval(done.stdout.splitlines()[-1])
+    rows = ast.literal_eval(output.splitlines()[-1])
     assert len(rows) > 10
     for names, why, when, test in rows:
         assert f"def {test}(" in tests, names
