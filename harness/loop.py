@@ -81,7 +81,10 @@ def _train(run: Run) -> None:
 
 
 def _loop(run: Run) -> None:
-    """Take one optimizer step after another. The host waits for the device only to log."""
+    """Take one optimizer step after another.
+
+    The host waits for the device to log, and in steps that guard.spikes or fp32 at stage 0 judge.
+    """
     with closing(run.steps), run.profiler or nullcontext():
         evaluate_at_start(run)
         end_early_at_start(run)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest one whose every byte is as it was written."""
+"""A run goes on from the newest checkpoint whose every byte is as it was written."""
 
 from __future__ import annotations
 

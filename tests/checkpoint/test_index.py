@@ -1,4 +1,4 @@
-"""What is where in a checkpoint: parts of parameters stay apart, and earlier indices are read."""
+"""The index of a checkpoint: parts of parameters stay apart, and earlier indices are read."""
 
 from __future__ import annotations
 

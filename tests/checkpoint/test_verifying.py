@@ -1,4 +1,4 @@
-"""What is written is what its hash says, and the ranks share out who checks it."""
+"""Files match their hashes, and the ranks share the work of checking them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def complaints(**ds):
 
 
 def checked(tree):
-    """What is left of a JSON, and the notes."""
+    """Return the rest of a JSON, and the notes."""
     ds = DsJson(tree, "ds.json")
     assert check(ds) == []
     return ds.tree, [event["message"] for event in ds.events]

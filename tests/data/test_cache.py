@@ -103,7 +103,7 @@ def test_ranks_that_start_together_agree(tmp_path: Path, write_jsonl: Callable[.
 def test_without_locks_many_build_and_all_find_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a file system without flock comes to: here the second builder, seen from inside."""
+    """A file system without flock: the second builder, seen from inside."""
 
     def no_locks(*_: object) -> None:
         raise OSError("flock is not implemented")

@@ -176,7 +176,7 @@ def goes_on_after_the_minimum_loss_scale() -> dict[str, Any]:
 
 
 def zero_0_steps_with_nan() -> dict[str, Any]:
-    """What DeepSpeed does by itself."""
+    """DeepSpeed by itself."""
     engine = engine_of(stage(0))
     with gradient_of(engine, float("nan")):
         engine.accumulate(*share_of(engine))
@@ -209,7 +209,7 @@ def offloading_keeps_the_gradients_of_a_skipped_step() -> dict[str, Any]:
 
 
 def flipped_bit_is_found() -> dict[str, Any]:
-    """Where replicas are equal and where one differs in one bit."""
+    """Replicas that are equal, and one that differs in one bit."""
     from harness.guard.replicas import outliers
 
     facts = {}
@@ -230,7 +230,7 @@ def flipped_bit_is_found() -> dict[str, Any]:
 
 
 def weights_in_flight_are_not_compared() -> dict[str, int]:
-    """What ZeRO-3 gathers after evaluation, for a backward pass that does not come."""
+    """The weights that ZeRO-3 gathers after evaluation, for a backward pass that never comes."""
     engine = engine_of(LAYOUTS["zero3-fp32"])
     for _ in range(3):  # it gathers ahead once it has seen the order twice
         engine.train_batch(*share_of(engine), 1e-3)
