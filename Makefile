@@ -1,4 +1,4 @@
-# make setup | demo | test | faults | lint | tables
+# make setup | demo | test | gates | faults | fuzz | lint | pictures | tables
 
 # The interpreter that makes .venv: `make setup PYTHON=python3.12`.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
 ON_CPU := $(if $(filter 0 1,$(GPUS)),DS_ACCELERATOR=cpu)
 
-.PHONY: setup demo test faults fuzz lint tables
+.PHONY: setup demo test faults fuzz gates lint pictures tables
 
 setup: $(INSTALLED)
 
@@ -27,10 +27,14 @@ $(INSTALLED): pyproject.toml
 
 demo: setup
 	OMP_NUM_THREADS=1 $(ON_CPU) $(VENV)/bin/deepspeed --num_accelerators 2 \
-		harness/train.py --deepspeed ds_configs/zero3.json
+		harness/train.py --deepspeed ds_configs/zero3.json --config docs/demo.toml
 
 test: setup
 	$(VENV)/bin/python -m pytest -q -n 3 --durations 25
+
+# Minutes each, before a release: whole covering sets, every planted defect, the GPU acceptance.
+gates: setup
+	$(VENV)/bin/python -m pytest -q -n 2 -m gate
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -50,6 +54,10 @@ fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz --seed $(FUZZ_SEED) --inputs $(FUZZ_INPUTS) \
 		$(if $(FUZZ_ONLY),--only $(FUZZ_ONLY))
 
+# Every page in a real browser, at the widths of a laptop and a phone, light and dark: look at them.
+pictures: setup
+	$(VENV)/bin/python -m tests.pictures build/pictures
+
 tables: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_parity.py --full \
 		--out build/parity --markdown docs/parity.md
@@ -57,6 +65,8 @@ tables: setup
 		--markdown docs/parity_self_test.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/measure_memory.py --full \
 		--out build/memory --markdown docs/memory_accuracy.md
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_streams.py --full \
+		--out build/streams --markdown docs/host_waits.md
 	$(VENV)/bin/python tools/rehearse.py --all --gpus 8 --ranks 2 model.name=llama-3-8b \
 		--markdown docs/rehearsal.md
 	SOAK=200 SOAK_FOLDER=build/soak SOAK_MARKDOWN=docs/soak.md \

@@ -26,6 +26,7 @@ _OUTCOMES: dict[ExitCode, Outcome] = {
     ExitCode.STOPPED: "stopped",
     ExitCode.DIVERGED: "diverged",
     ExitCode.CANNOT_SAVE: "failed",
+    ExitCode.NO_CHECKPOINT: "failed",
 }
 
 

@@ -5,8 +5,10 @@
       metrics.jsonl      one line per logged step
       events.jsonl       one line per event: changed settings, saves, skipped steps, ...
       status.json        outcome, code, step, attempt, message, time
+      report.html        all of it as a page (harness/report/)
       checkpoints/step-00001000/
       export/            the Hugging Face model
+      reservoir/         a sample of the data read, for later runs (data.rehearse)
       profile/           trace and FLOPs of a few steps
       heartbeats/        phase and step of each rank, kept after a hang
       lock               the process that writes here now; empty if none does
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from harness.errors import CannotSave, ConfigError
+from harness.files import kept_sample
 from harness.files.folder_lock import release, take_lock
 from harness.files.records import (
     Unreadable,
@@ -47,6 +50,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.trackers_path = self.path / "trackers.json"
         self.plan_path = self.path / "plan.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
@@ -54,6 +58,7 @@ class RunFolder:
         self.checkpoints_dir = self.path / "checkpoints"
         self.export_dir = self.path / "export"
         self.tokenizer_dir = self.path / "tokenizer"
+        self.reservoir_dir = self.path / kept_sample.FOLDER
         self.profile_dir = self.path / "profile"
         self.heartbeats_dir = self.path / "heartbeats"
         self.attempt = 0
@@ -112,6 +117,11 @@ class RunFolder:
         """Replace plan.json."""
         self._assert_open()
         self._replace(self.plan_path, plan)
+
+    def write_trackers(self, ids: dict[str, str]) -> None:
+        """Replace trackers.json: the run's id in each tracker that gives one."""
+        self._assert_open()
+        self._replace(self.trackers_path, ids)
 
     def write_status(
         self, outcome: Outcome, code: int | None, step: int, message: str | None = None
@@ -201,6 +211,10 @@ class RunFolder:
         """Return plan.json; None if there is none. Raises Unreadable if it is damaged."""
         return read_object(self.plan_path)
 
+    def read_trackers(self) -> dict[str, str]:
+        """Return the run's id by tracker. Raises Unreadable if trackers.json is damaged."""
+        return read_object(self.trackers_path) or {}
+
     def read_status(self) -> dict[str, Any] | None:
         """Return status.json; None if no run was started. Raises Unreadable if it is damaged."""
         status = read_object(self.status_path)
@@ -215,6 +229,8 @@ class RunFolder:
         """
         by_step: dict[int, dict[str, Any]] = {}
         for line in read_lines(self.metrics_path, "step"):
+            if not is_count(line["step"]):  # damaged, or not ours
+                continue
             # A line with only an evaluation, made after a stop, adds to its step's line.
             earlier = {} if "loss" in line else by_step.get(line["step"], {})
             by_step[line["step"]] = {**earlier, **line}

@@ -7,12 +7,16 @@ takes the same steps in any layout.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
+import numpy as np
+
 from harness.checkpoint.manifest import TrainState
 from harness.config.curriculum import Slice
-from harness.data.batches import Batch, Stream
+from harness.data.batch import Batch
+from harness.data.batches import StepData, Stream
 from harness.plan.plan import Plan
 
 
@@ -30,6 +34,14 @@ class Step:
     """Target tokens of all ranks."""
     lr: float
     dropout_seed: int
+    targets_by_source: list[int]
+    """Target tokens of each source of a mixture, of all ranks; empty without."""
+    tokens: int
+    """Tokens of all ranks, without the padding of padded micro-batches."""
+    positions: int
+    """Positions that all ranks compute."""
+    waited_s: float
+    """Seconds that this rank waited for the step's data."""
 
 
 class Steps:
@@ -42,7 +54,7 @@ class Steps:
         self._plan, self._train = plan, train
         self._schedule = plan.schedule(total)
         self._share = plan.share
-        self._batches: Generator[list[Batch]] | None = None
+        self._ahead: Generator[StepData] | None = None
 
     @property
     def are_left(self) -> bool:
@@ -56,21 +68,27 @@ class Steps:
 
     def take(self) -> Step:
         """Return the next step; waits for its batches."""
-        if self._batches is None:
-            self._batches = self._read_ahead()
-        number, reads = self.state.step + 1, self.next_slice
+        began = time.perf_counter()
+        if self._ahead is None:
+            self._ahead = self._read_ahead()
+        number, reads, train = self.state.step + 1, self.next_slice, self._train
+        data = next(self._ahead)
         return Step(
             number,
             reads,
-            next(self._batches),
-            self._train.targets_in(reads.first_sample, reads.global_batch),
+            data.batches,
+            train.targets_in(reads.first_sample, reads.global_batch),
             self._schedule.lr(number),
             dropout_seed(self._plan.config.train.seed, number, self._share.dropout_rank),
+            train.targets_by_source(reads.first_sample + np.arange(reads.global_batch)),
+            data.tokens,
+            data.positions,
+            time.perf_counter() - began,
         )
 
     def done(self, step: Step) -> None:
         """Advance the state past a step."""
-        self.state = self.state.after(step.reads.global_batch, self._plan.config.data.seq_len)
+        self.state = self.state.after(step.reads.global_batch, step.tokens)
 
     def move(self, state: TrainState) -> None:
         """Continue from another state, earlier or later."""
@@ -79,11 +97,11 @@ class Steps:
 
     def close(self) -> None:
         """Stop reading batches ahead."""
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
-    def _read_ahead(self) -> Generator[list[Batch]]:
+    def _read_ahead(self) -> Generator[StepData]:
         return self._train.steps(
             self.state.samples,
             curriculum=self._plan.curriculum,

@@ -18,14 +18,16 @@ def main(argv: list[str]) -> int:
         from harness.errors import ConfigError, RunStopped
         from harness.plan.command import parse_command, plan_from
         from harness.plan.text import describe
+        from harness.terminal import say
 
         command = parse_command(argv)
         if command.dry_run:
             request.close()  # Ctrl-C ends it like any command
         try:
-            plan = plan_from(command)
+            elsewhere = command.elsewhere()
+            plan = plan_from(command, world=elsewhere)
             if command.dry_run:
-                print(describe(plan))
+                say(describe(plan, elsewhere is not None))
                 return 0
             from harness.engine.processes import ending_together  # torch and DeepSpeed from here on
             from harness.loop import build, train
@@ -33,10 +35,10 @@ def main(argv: list[str]) -> int:
             with ending_together("cannot train"):
                 return int(train(build(plan, command.trust_remote_code, request=request)))
         except RunStopped as stop:
-            print(f"stopped before the first step: {stop.message}", file=sys.stderr)
+            say(f"stopped before the first step: {stop.message}", sys.stderr)
             return int(stop.code)
         except ConfigError as error:
-            print(f"cannot train: {error}", file=sys.stderr)
+            say(f"cannot train: {error}", sys.stderr)
             return int(error.code)
 
 

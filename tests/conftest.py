@@ -14,23 +14,31 @@ from tests.two_ranks import SHARED_MEMORY, forking, write_corpus
 from tools.proofs.zygote import Zygote
 
 if TYPE_CHECKING:
-    from harness.data.build import Data
+    from harness.data.data import Data
 
 
-# What takes longest begins first, so that no worker is left with it alone.
+# What takes longest begins first, so that no worker is left with it alone. Slurm's jobs and hangs
+# wait more than they compute: beside them, two others have the cores.
 LONG = (
-    *("engine", "test_parity.py", "test_parity_defects.py", "test_slurm.py"),
-    *("test_checkpoints.py", "test_learning.py"),
+    *("test_parity.py", "test_slurm.py", "test_accept_gpu.py", "engine", "test_parity_defects.py"),
+    *("test_checkpoints.py", "test_hangs.py", "test_learning.py", "test_rehearse.py"),
+    *("test_loop.py", "test_preflight_ranks.py", "test_memory.py", "test_benchmark_overhead.py"),
+    *("test_saves.py", "test_find_lr.py", "test_soak.py", "test_steps.py", "test_storage.py"),
+    *("test_pipeline_runs.py", "test_import_checkpoint.py", "test_benchmark_gpu.py"),
+    *("test_kernels.py", "test_sweep.py"),
 )
 
 
 def room_of(file: str) -> str:
-    """A file, but for tests/engine, whose files share one launched process group."""
+    """A file, but for tests/engine, all of whose files share one launched process group."""
     path = Path(file)
-    return path.parent.name if path.parent.name == "engine" else path.name
+    return "engine" if "tests/engine/" in path.as_posix() else path.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gate"):
+            item.add_marker("slow")  # else `-m 'not slow'`, which replaces 'not gate', takes it
     order = {room: place for place, room in enumerate(LONG)}
     items.sort(key=lambda item: order.get(room_of(str(item.path)), len(LONG)))
 
@@ -57,8 +65,9 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def library(cache_dir: Path) -> Data:
     """The default corpus, built once for all tests."""
-    from harness.config.sections import DataConfig
-    from harness.data.build import DataSpec, build_data  # torch, which most tests do without
+    from harness.config.data_section import DataConfig
+    from harness.data.build import build_data
+    from harness.data.spec import DataSpec
 
     return build_data(DataSpec(DataConfig(cache_dir=str(cache_dir))))
 
@@ -73,8 +82,9 @@ def tokenizer_dir(library: Data, tmp_path_factory: pytest.TempPathFactory) -> st
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments that name a small corpus, tokenised once for all runs."""
-    from harness.config.sections import DataConfig
-    from harness.data.build import DataSpec, build_data
+    from harness.config.data_section import DataConfig
+    from harness.data.build import build_data
+    from harness.data.spec import DataSpec
 
     folder = tmp_path_factory.mktemp("data")
     corpus = write_corpus(folder / "corpus")

@@ -18,7 +18,7 @@ NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "munge", "unmunge")
 
 
 class CannotStart(Exception):
-    """Why there is no Slurm here."""
+    """No private Slurm can be started here; the message says why."""
 
 
 class PrivateSlurm:

@@ -1,4 +1,4 @@
-"""What the batch script asks: where the run is, and whether the job goes on."""
+"""The batch script's questions: where the run is, and whether the job goes on."""
 
 from __future__ import annotations
 

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
-from harness.config.sections import DataConfig
-from harness.data.build import Data, DataSpec, build_data
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.spec import DataSpec
 from tools.batch_text import show_step
 
 
@@ -24,7 +27,7 @@ def test_it_shows_what_is_trained_on(library: Data) -> None:
         assert f"text      {library.tokenizer.decode(ids)!r}" in shown
     for index in range(8, 12):
         for span in library.train.sample(index).spans:
-            name = library.corpus.name_of(span.document)
+            name = library.sources[0].corpus.name_of(span.document)
             assert name.endswith(".py")
             assert f"{span.document} [{span.first}:{span.last}] {name}" in shown
 
@@ -40,12 +43,20 @@ def test_masks_and_positions(
             seq_len=8,
             cache_dir=str(tmp_path),
             held_out=0.3,
+            packing="stream",
         )
     )
     data = build_data(spec)
     shown = show_step(data, step=1, global_batch=2, first=0)
     assert "targets   - -" in shown
     assert "positions 0 1" in shown
+    # Without what is green, nothing that is trained on is left.
+    colored = show_step(data, step=1, global_batch=8, first=0, color=True)
+    green = re.findall(r"\033\[32m(.*?)\033\[0m", colored)
+    batch = data.train.batch(0, 8)
+    learned = batch.labels[batch.labels != -100].tolist()
+    assert "".join(green) == repr(data.tokenizer.decode(learned))[1:-1]
+    assert "ab" not in "".join(green)
     # Read as two sequences each, positions begin anew in the second: no place is larger than 3.
     pieces = show_step(data, step=1, global_batch=2, first=0, pieces=2)
     lines = [line.split()[1:] for line in pieces.splitlines() if line.startswith("  positions")]
@@ -78,10 +89,10 @@ def test_the_command_needs_the_run_folder_alone(
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert main([str(tmp_path), "--step", "3"]) == 2
     assert "the data has changed since the run" in capsys.readouterr().err
-    for arguments, said in (
+    for arguments, message in (
         ([str(tmp_path / "none"), "--step", "1"], "holds no plan.json"),
         ([str(tmp_path), "--step", "0"], "steps count from 1"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness.config.run_file import load_run_config
 from harness.layout.shape import flops_per_token
@@ -15,7 +19,10 @@ from harness.plan.make import make_plan
 from tests.run_tools import run_tool
 from tests.two_ranks import SMALL_MODEL
 from tools import benchmark_gpu
+from tools.benchmark_gpu import losses_apart
 from tools.speed.cases import LADDER, Case, swept
+from tools.speed.recorder import Enough, Recorder, _ends
+from tools.speed.waits import counted_waits
 
 SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)
 
@@ -50,9 +57,85 @@ def test_every_rung_stands_on_those_before_it() -> None:
     }
 
 
+def test_the_device_is_waited_for_between_windows_of_steps() -> None:
+    assert _ends(5, 20) == [5, 10, 15, 20, 25]
+    assert _ends(1, 3) == [1, 2, 3, 4]
+    assert _ends(2, 1) == [2, 3]
+
+
+def test_waits_of_a_gpu_are_counted_in_a_step_that_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for a run whose device is a GPU: every step reads a tensor once."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+
+    def train_batch() -> SimpleNamespace:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        return SimpleNamespace(loss_share=torch.tensor(2.0))
+
+    engine = SimpleNamespace(device=SimpleNamespace(type="cuda"), train_batch=train_batch)
+    recorder = Recorder(SimpleNamespace(engine=engine, sum=torch.Tensor.tolist), 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            engine.train_batch()
+        with pytest.raises(Enough):
+            engine.train_batch()
+    report = recorder.report()
+    assert len(waited) == 3  # at the ends of two windows of a step each, and before them
+    assert report["losses"] == [2.0] * 3
+    assert report["host_waits_per_step"] == 1
+    assert report["step_time_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("losses", "differs"),
+    [
+        ([5.0, 4.0], False),
+        ([5.00001, 4.0, 9.0], False),  # rounding; later steps may differ
+        ([5.0, 4.01], True),
+        ([float("nan"), 4.0], True),
+        ([], False),  # a rung that did not run
+    ],
+)
+def test_a_rung_with_another_loss_is_named(losses: list[float], differs: bool) -> None:
+    lowest = {"precision": "fp32", "losses": [5.0, 4.0, 3.0]}
+    found = losses_apart({"losses": losses}, lowest)
+    assert bool(found) == differs
+    if found and losses[0] == 5.0:
+        assert "4.01, not 4" in found
+    assert losses_apart(lowest, {}) is None  # the lowest itself
+
+
+def test_waits_are_counted_by_the_line_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns where a tensor is read; of explicit waits it says nothing."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+
+    def reads() -> None:
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=2)
+
+    with counted_waits() as places:
+        for _ in range(2):
+            reads()
+        torch.cuda.synchronize()
+        warnings.warn("something else", stacklevel=1)
+    assert modes == ["warn", 0]
+    lines = {place.rpartition(":")[0] for place in places}
+    assert lines == {"tests/test_benchmark_gpu.py"}
+    assert sorted(places.values()) == [1, 2]
+    torch.cuda.synchronize()
+    assert sum(places.values()) == 3  # no longer counted
+
+
 @pytest.mark.slow
-def test_a_sweep_times_every_case_in_a_process_of_its_own() -> None:
-    done = run_tool("benchmark_gpu", *SHORT, "--sweep", "micro_batch=1,x,2")
+def test_a_sweep_times_every_case_in_a_process_of_its_own(data: list[str]) -> None:
+    done = run_tool("benchmark_gpu", *SHORT, *data, "--sweep", "micro_batch=1,x,2")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["case"] for line in lines] == [f"train.micro_batch={n}" for n in ("1", "x", "2")]
     assert "train.micro_batch is 'x'" in lines[1]["refused"]
@@ -64,6 +147,9 @@ def test_a_sweep_times_every_case_in_a_process_of_its_own() -> None:
         assert line["tokens_per_s_per_gpu"] == pytest.approx(tokens_per_s)
         assert line["peak_process_gib"] > 0
         assert line["estimated_gib"] > 0
+        assert len(line["losses"]) == 1 + 3
+        assert line["loss"] == line["losses"][-1]
+        assert line["host_waits_per_step"] is None  # which a CPU has none of
         shape = make_plan(load_run_config(None, SMALL_MODEL), {}, World()).shape
         assert shape
         tflops = flops_per_token(shape, 32) * tokens_per_s / 1e12
@@ -71,25 +157,40 @@ def test_a_sweep_times_every_case_in_a_process_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_out_of_memory_is_a_line_beside_its_estimate() -> None:
-    longest = "data.seq_len=1000000"
-    more = ("model.attention=eager", "model.overrides.max_position_embeddings=1000000")
-    done = run_tool("benchmark_gpu", *SHORT, longest, *more, code=1)
+def test_what_is_out_of_memory_is_a_line_beside_its_estimate(tmp_path: Path) -> None:
+    """By a mask of 300,000 x 300,000, which no machine of these tests has room for."""
+    (tmp_path / "texts").mkdir()
+    for number in range(24):
+        (tmp_path / "texts" / f"{number}.txt").write_text("a few words of a long text\n" * 10_000)
+    longest = ("data.seq_len=300000", "model.overrides.max_position_embeddings=300000")
+    more = ("model.attention=eager", "data.held_out=0.5", f"data.path={tmp_path / 'texts'}")
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    done = run_tool("benchmark_gpu", *SHORT, *longest, *more, cache, code=1)
     (line,) = [json.loads(text) for text in done.stdout.splitlines()]
-    assert line["error"].startswith("out of memory")
+    assert line.get("error", "").startswith("out of memory"), line
     assert line["estimated_gib"] > 1000
 
 
 @pytest.mark.slow
+def test_a_case_ends_at_its_limit() -> None:
+    done = run_tool("benchmark_gpu", *SHORT, "--limit=1", code=1)
+    (line,) = [json.loads(text) for text in done.stdout.splitlines()]
+    assert line["error"].startswith("not done after 1 s")
+
+
+@pytest.mark.slow
 def test_a_rung_that_this_machine_lacks_is_skipped_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: list[str]
 ) -> None:
     rungs = {name: LADDER[name] for name in ("eager", "flash", "checkpointing")}
     monkeypatch.setattr(benchmark_gpu, "LADDER", rungs)
-    args = argparse.Namespace(deepspeed=DEFAULT_DS_JSON, ranks=1, warmup=1, steps=1)
-    base = {"train.micro_batch": "1", **dict(text.split("=") for text in SHORT[2:])}
+    args = argparse.Namespace(deepspeed=DEFAULT_DS_JSON, ranks=2, warmup=1, steps=1, limit=3000)
+    base = {"train.micro_batch": "1", **dict(text.split("=") for text in (*SHORT[2:], *data))}
     eager, flash, full = benchmark_gpu._climbed([Case("base", base)], args)
     assert eager["step_time_s"] > 0
+    assert eager["all_reduce_gb_per_s"] > 0
+    assert eager["losses"][:2] == pytest.approx(full["losses"][:2])
+    assert "differs" not in full
     assert "it needs a GPU and the package flash_attn" in flash["skipped"]
     assert full["step_time_s"] > 0  # on top of eager attention, not of flash
     assert len(capsys.readouterr().out.splitlines()) == 3

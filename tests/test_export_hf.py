@@ -129,6 +129,32 @@ def test_a_checkpoint_of_another_loss_is_no_good_one(
     assert main([*words, "--no-check"]) == 0
 
 
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, "")
+from harness.run import exporting
+from tools.export_hf import main
+
+exporting._checked = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_the_export_after_a_killed_one_removes_what_that_left(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(run.path), "--out", str(tmp_path / "export")]
+    command = [sys.executable, "-c", KILLED, *words]
+    killed = subprocess.run(command, cwd=REPOSITORY, env=environment(), check=False)
+    assert killed.returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert (left / "export" / "model.safetensors").exists()
+    assert main(words) == 0
+    assert f"removed {left}, left by a killed export" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [tmp_path / "export"]
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_exported(
     copy: RunFolder, capsys: pytest.CaptureFixture[str]

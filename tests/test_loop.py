@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.config.sections import DataConfig
-from harness.data.build import Data, DataSpec, build_data
+from harness.config.data_section import DataConfig
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.spec import DataSpec
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.runfolder import RunFolder
@@ -41,6 +44,7 @@ DS_CONFIGS = REPOSITORY / "ds_configs"
 STEPS = 24
 METRICS = {
     "attempt",
+    "unix_time_s",
     "step",
     "loss",
     "grad_norm",
@@ -57,7 +61,7 @@ METRICS = {
 
 
 def opened(data: list[str]) -> Data:
-    """What those arguments name."""
+    """Return the data that those arguments name."""
     path, cache = (argument.partition("=")[2] for argument in data)
     return build_data(
         DataSpec(DataConfig(path=path, cache_dir=cache, seq_len=32), model_vocab_size=512)
@@ -96,7 +100,7 @@ class Story:
 
 
 def has_trained(run: RunFolder, attempt: int, group: Group) -> bool:
-    """Whether this attempt has taken a step, or never will."""
+    """Return True if this attempt has taken a step, or never will."""
     return group.ended or any(
         line["attempt"] == attempt and "loss" in line for line in run.read_metrics()
     )
@@ -147,11 +151,17 @@ def test_metrics_count_samples_and_tokens(undisturbed: RunFolder) -> None:
     assert last["tokens_per_s"] == pytest.approx(8 * 32 / last["step_time_s"])
 
 
+def test_metrics_say_when(undisturbed: RunFolder) -> None:
+    times = [line["unix_time_s"] for line in undisturbed.read_metrics()]
+    assert times == sorted(times)
+    assert 0 < time.time() - times[-1] < 24 * 3600
+
+
 def test_the_held_out_loss_is_taken_at_the_start_when_due_and_at_the_end(
     undisturbed: RunFolder,
 ) -> None:
-    found = [line["step"] for line in undisturbed.read_metrics() if "eval_loss" in line]
-    assert found == [0, 10, 20, STEPS]
+    evaluated = [line["step"] for line in undisturbed.read_metrics() if "eval_loss" in line]
+    assert evaluated == [0, 10, 20, STEPS]
 
 
 def test_a_run_learns(undisturbed: RunFolder) -> None:

@@ -81,10 +81,10 @@ def healthy() -> list[Facts]:
 def row(check: str, reports: list[Facts | None] | list[Facts], **run: dict[str, Any]) -> Row:
     """The row of a check; all others must be well."""
     rows = judge(plan(**run), HOSTS, reports)
-    others = [found for found in rows if found.check != check and found.verdict != "ok"]
+    others = [result for result in rows if result.check != check and result.verdict != "ok"]
     assert others == []
-    (found,) = [found for found in rows if found.check == check]
-    return found
+    (result,) = [result for result in rows if result.check == check]
+    return result
 
 
 def with_machine(rank: int, **changes: Any) -> list[Facts]:
@@ -103,10 +103,22 @@ def with_seen(rank: int, check: str, value: str) -> list[Facts]:
 
 def test_healthy_nodes_are_ready() -> None:
     rows = judge(plan(), HOSTS, healthy())
-    assert [found for found in rows if found.verdict != "ok"] == []
+    assert [result for result in rows if result.verdict != "ok"] == []
     assert len(rows) > 20
     assert report.code(rows) == 0
     assert report.table(rows).endswith("preflight: ok to start, no warnings")
+
+
+def test_a_step_is_predicted_with_the_rates_that_were_measured() -> None:
+    text, slow = (
+        next(each.found for each in judge(plan(), HOSTS, reports) if each.check == "time of a step")
+        for reports in (
+            healthy(),
+            [replace(each, machine=replace(MACHINE, tflops=60.0)) for each in healthy()],
+        )
+    )
+    assert "(measured)" in text
+    assert float(slow.split()[0]) > float(text.split()[0])
 
 
 @pytest.mark.parametrize("count", range(1, 10))
@@ -137,10 +149,10 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 def test_the_node_that_is_slow_with_both_neighbours_is_named_and_they_are_not() -> None:
     reports = healthy()
-    for rank, found in enumerate(reports):
-        found.links.pairs[:] = [
+    for rank, rank_report in enumerate(reports):
+        rank_report.links.pairs[:] = [
             (level, other, 4.0 if 2 in (rank, other) else rate)
-            for level, other, rate in found.links.pairs
+            for level, other, rate in rank_report.links.pairs
         ]
     named = row(BETWEEN, reports)
     assert named.verdict == "warn"
@@ -149,52 +161,55 @@ def test_the_node_that_is_slow_with_both_neighbours_is_named_and_they_are_not() 
 
 def test_a_network_that_hangs_names_those_that_others_wait_for_first() -> None:
     reports = healthy()
-    for number, found in enumerate(reports):
-        found.links.problem = "not finished after 60 s"
-        found.links.stage = "waiting for others"
+    for number, rank_report in enumerate(reports):
+        rank_report.links.problem = "not finished after 60 s"
+        rank_report.links.stage = "waiting for others"
         if number in (1, 2):
-            found.links.stage = f"round 2, {BETWEEN}, with rank {3 - number}"
-    said = row("all-reduce", reports)
-    assert said.verdict == "FAIL"
-    assert said.found.startswith("n2 (rank 1): not finished after 60 s in round 2, links between")
-    assert "NCCL_SOCKET_IFNAME" in said.todo
+            rank_report.links.stage = f"round 2, {BETWEEN}, with rank {3 - number}"
+    result = row("all-reduce", reports)
+    assert result.verdict == "FAIL"
+    assert result.found.startswith("n2 (rank 1): not finished after 60 s in round 2, links between")
+    assert "NCCL_SOCKET_IFNAME" in result.todo
 
 
 def test_a_rank_with_other_code_is_named() -> None:
-    found = row("code", with_seen(3, "code", "beef, commit abc"))
-    assert found.verdict == "FAIL"
-    assert found.found == "n4 (rank 3): beef; all others: c0de"
+    result = row("code", with_seen(3, "code", "beef, commit abc"))
+    assert result.verdict == "FAIL"
+    assert result.found == "n4 (rank 3): beef; all others: c0de"
 
 
 def test_the_same_files_at_another_commit_are_named() -> None:
-    found = row("code", with_seen(1, "code", "c0de, commit def"))
-    assert (found.verdict, "n2 (rank 1): c0de, commit def" in found.found) == ("FAIL", True)
+    result = row("code", with_seen(1, "code", "c0de, commit def"))
+    assert (result.verdict, "n2 (rank 1): c0de, commit def" in result.found) == ("FAIL", True)
 
 
 @pytest.mark.parametrize(
     ("check", "verdict"), [("data", "FAIL"), ("fingerprint", "FAIL"), ("data times", "warn")]
 )
 def test_other_data_are_named(check: str, verdict: str) -> None:
-    found = row(check, with_seen(2, check, "other"))
-    assert (found.verdict, found.found.startswith("n3 (rank 2): other")) == (verdict, True)
+    result = row(check, with_seen(2, check, "other"))
+    assert (result.verdict, result.found.startswith("n3 (rank 2): other")) == (verdict, True)
 
 
 @pytest.mark.parametrize(("tflops", "verdict"), [(420.0, "ok"), (419.9, "warn")])
 def test_a_rank_below_seven_tenths_of_the_median_is_slow(tflops: float, verdict: str) -> None:
-    found = row("matmul rate", with_machine(1, tflops=tflops))
-    assert (found.verdict, "slow: n2 (rank 1)" in found.found) == (verdict, verdict == "warn")
+    result = row("matmul rate", with_machine(1, tflops=tflops))
+    assert (result.verdict, "slow: n2 (rank 1)" in result.found) == (
+        verdict,
+        verdict == "warn",
+    )
 
 
 def test_memory_that_is_not_there_fails_and_is_forced() -> None:
     reports = with_machine(3, shortages=("the run needs 9.00 GiB of GPU memory, but 8: less; no",))
-    found = row("memory", reports)
-    assert found.verdict == "FAIL"
-    assert "n4 (rank 3)" in found.found
+    result = row("memory", reports)
+    assert result.verdict == "FAIL"
+    assert "n4 (rank 3)" in result.found
     assert row("memory", reports, plan={"force": True}).verdict == "warn"
 
 
 @pytest.mark.parametrize(
-    ("check", "changes", "verdict", "said"),
+    ("check", "changes", "verdict", "text"),
     [
         ("GPU", {"gpu": "NVIDIA A100"}, "warn", "n2 (rank 1): NVIDIA A100, 79 GiB"),
         ("GPU of its own", {"gpu_id": "GPU-0"}, "FAIL", "one GPU for n1 (rank 0), n2 (rank 1)"),
@@ -206,12 +221,12 @@ def test_memory_that_is_not_there_fails_and_is_forced() -> None:
     ],
 )
 def test_a_machine_out_of_line_is_named(
-    check: str, changes: dict[str, Any], verdict: str, said: str
+    check: str, changes: dict[str, Any], verdict: str, text: str
 ) -> None:
-    found = row(check, with_machine(1, **changes))
-    assert found.verdict == verdict
-    assert said in found.found
-    assert found.todo
+    result = row(check, with_machine(1, **changes))
+    assert result.verdict == verdict
+    assert text in result.found
+    assert result.todo
 
 
 @pytest.mark.parametrize(("clock_s", "verdict"), [(1005.0, "ok"), (1005.1, "warn")])
@@ -251,21 +266,21 @@ def test_no_more_checkpoints_are_expected_than_a_run_saves(save: dict[str, Any],
 def test_a_node_with_another_run_folder_is_named() -> None:
     reports = healthy()
     reports[2] = replace(reports[2], storage=replace(STORAGE, sees_token=False))
-    found = row("run folder", reports)
-    assert (found.verdict, "is not seen on n3 (rank 2)" in found.found) == ("FAIL", True)
+    result = row("run folder", reports)
+    assert (result.verdict, "is not seen on n3 (rank 2)" in result.found) == ("FAIL", True)
 
 
 def test_a_node_that_writes_slowly_is_named() -> None:
     reports = healthy()
     reports[2] = replace(reports[2], storage=replace(STORAGE, written_bytes_per_s=1e8))
-    found = row("write speed", reports)
-    assert (found.verdict, found.found.endswith("slow: n3 (rank 2)")) == ("warn", True)
+    result = row("write speed", reports)
+    assert (result.verdict, result.found.endswith("slow: n3 (rank 2)")) == ("warn", True)
 
 
 def test_a_rank_that_does_not_report_is_named() -> None:
-    found = row("reports", [*healthy()[:3], None])
-    assert (found.verdict, found.found) == ("FAIL", "none from n4 (rank 3)")
-    assert report.code([found]) == 2
+    result = row("reports", [*healthy()[:3], None])
+    assert (result.verdict, result.found) == ("FAIL", "none from n4 (rank 3)")
+    assert report.code([result]) == 2
 
 
 def test_a_library_that_torch_lacks_is_named(tmp_path: Path) -> None:
@@ -300,7 +315,7 @@ def test_a_network_that_fails_is_reported_and_its_group_left_behind(
     def broken(*_: object) -> float:
         raise RuntimeError("planted\nin two lines")
 
-    monkeypatch.setattr(network, "_all_reduce", broken)
+    monkeypatch.setattr(network, "all_reduce_gb_per_s", broken)
     meeting = SimpleNamespace(world=World(), store=dist.HashStore())
     try:
         links, has_left = network.measure_links(meeting, ["here"], limit_s=30)

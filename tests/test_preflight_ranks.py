@@ -13,25 +13,17 @@ from tests.two_ranks import REPOSITORY, SMALL_MODEL, Ended, run_ranks
 
 pytestmark = pytest.mark.slow
 
-TOOL = REPOSITORY / "tools" / "preflight.py"
-# The wrapper that a test starts in the tool's place: it does something to one rank, then flies.
-PLANTED = """
-import os, runpy, sys
-rank = int(os.environ["RANK"])
-sys.path.insert(0, {repository!r})
-{what}
-sys.argv[0] = {tool!r}
-runpy.run_path({tool!r}, run_name="__main__")
-"""
 NODES = 'os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"'
 
 
-def fly(folder: Path, *arguments: object, what: str = "", limit_s: float = 120) -> Ended:
+def fly(
+    folder: Path, *arguments: object, what: str = "", limit_s: float = 120, fresh: bool = False
+) -> Ended:
+    """Do `what` to each `rank`, then check; `fresh`: nothing is imported before."""
+    words = [sys.executable, "-m", "tests.planted_preflight", what, *SMALL_MODEL]
+    env = {"PYTHONPATH": str(REPOSITORY)} if fresh else None
     folder.mkdir(exist_ok=True)
-    script = folder / "planted.py"
-    script.write_text(PLANTED.format(repository=str(REPOSITORY), tool=str(TOOL), what=what))
-    words = [sys.executable, script, *SMALL_MODEL, f"--limit-s={limit_s}", *arguments]
-    return run_ranks(words, folder)
+    return run_ranks([*words, f"--limit-s={limit_s}", *arguments], folder, env=env)
 
 
 def verdicts(ended: Ended) -> dict[str, dict[str, str]]:
@@ -49,11 +41,7 @@ def test_two_real_ranks_are_ready(data: list[str], tmp_path: Path) -> None:
     assert "links between nodes" in table
     assert "preflight: ok to start" in table
     assert ended.outputs[1] == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "planted.py",
-        "rank-0.log",
-        "rank-1.log",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
 def test_a_wrong_config_is_one_report(tmp_path: Path) -> None:
@@ -72,6 +60,8 @@ def test_a_rank_that_reads_another_config_is_named(data: list[str], tmp_path: Pa
     ended = fly(tmp_path, *data, "--json", f"run.dir={tmp_path / 'run'}", what=what)
     assert ended.codes == [2, 2]
     found = verdicts(ended)
+    assert '"rates": {' in ended.outputs[0]
+    assert '"nodes": 2' in ended.outputs[0]
     assert found["run config"]["verdict"] == "FAIL"
     assert found["run config"]["found"].startswith("n2 (rank 1)")
     assert found["code"]["verdict"] == "ok"
@@ -101,7 +91,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
 
 def test_a_rank_without_the_environment_says_so(tmp_path: Path) -> None:
     bare = f"if rank == 1: sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n{NODES}"
-    ended = fly(tmp_path, what=bare, limit_s=16)
+    ended = fly(tmp_path, what=bare, limit_s=16, fresh=True)
     assert ended.codes == [2, 2]
     named = f"cannot look: n2: {sys.executable} cannot import torch, deepspeed, transformers"
     assert ended.outputs[1].startswith(named)

@@ -405,3 +405,9 @@ def test_any_rank_can_say_why_it_failed(folder: RunFolder) -> None:
 
 def test_a_failure_that_cannot_be_recorded_hides_nothing(tmp_path: Path) -> None:
     RunFolder(tmp_path / "not here").append_failure(1, step=2, message="the real reason")
+
+
+def test_a_metrics_line_whose_step_is_no_count_is_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics_path.write_text('{"step": "x"}\n{"step": [1]}\n{"step": null}\n{"step": 2}\n')
+    assert folder.read_metrics() == [{"step": 2}]

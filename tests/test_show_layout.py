@@ -27,30 +27,30 @@ def run(*arguments: str, code: int = 0) -> str:
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (4, 4), (4, 9), (8, 3)])
 def test_stages_equally_fast_wait_for_the_bubble(stages: int, micro_batches: int) -> None:
-    found = spans(schedule(stages, micro_batches), [(1, 2)] * stages)
-    assert waiting(found) == pytest.approx(bubble(stages, micro_batches))
+    step = spans(schedule(stages, micro_batches), [(1, 2)] * stages)
+    assert waiting(step) == pytest.approx(bubble(stages, micro_batches))
 
 
 def test_a_step_of_uneven_stages_by_hand() -> None:
-    found = spans(schedule(2, 2), [(1, 2), (2, 4)])
+    step = spans(schedule(2, 2), [(1, 2), (2, 4)])
     by_stage = {
-        stage: [(s.kind[0], s.micro_batch, s.begin, s.end) for s in found if s.stage == stage]
+        stage: [(s.kind[0], s.micro_batch, s.begin, s.end) for s in step if s.stage == stage]
         for stage in range(2)
     }
     assert by_stage[0] == [("f", 0, 0, 1), ("f", 1, 1, 2), ("b", 0, 7, 9), ("b", 1, 13, 15)]
     assert by_stage[1] == [("f", 0, 1, 3), ("b", 0, 3, 7), ("f", 1, 7, 9), ("b", 1, 9, 13)]
-    assert waiting(found) == pytest.approx(1 - (6 + 12) / (2 * 15))
+    assert waiting(step) == pytest.approx(1 - (6 + 12) / (2 * 15))
 
 
 def test_nothing_begins_before_its_input_is_there() -> None:
-    found = spans(schedule(4, 6), [(3, 5), (1, 2), (4, 9), (2, 2)])
-    at = {(span.kind, span.stage, span.micro_batch): span for span in found}
+    step = spans(schedule(4, 6), [(3, 5), (1, 2), (4, 9), (2, 2)])
+    at = {(span.kind, span.stage, span.micro_batch): span for span in step}
     for (kind, stage, batch), span in at.items():
         source = at.get((kind, stage + (-1 if kind == "forward" else 1), batch))
         assert source is None or source.end <= span.begin
 
     def of_stage(stage: int) -> list[Span]:
-        return sorted((s for s in found if s.stage == stage), key=lambda span: span.begin)
+        return sorted((s for s in step if s.stage == stage), key=lambda span: span.begin)
 
     for stage in range(4):
         assert all(a.end <= b.begin for a, b in itertools.pairwise(of_stage(stage)))
@@ -84,6 +84,35 @@ def test_without_stages_the_grid_and_what_zero_shares() -> None:
     assert "ZeRO 3: each rank holds 1/64 of the weights, gradients and optimizer states" in text
 
 
+def test_ranks_that_divide_tensors_stand_together() -> None:
+    words = ("--gpus", "16", "--deepspeed", "ds_configs/tensor2_zero1.json")
+    text = run(*words, "--model", "llama-3-8b")
+    assert "ranks 16 = 8 data x 2 tensor" in text
+    assert re.search(r"on node 0 +0-1 +2-3 +4-5 +6-7 \| +8-9 .* 14-15\n", text)
+    assert "1/2 of each matrix  4,015,263,744" in text
+    assert "ZeRO 1: of that each rank holds weights and gradients whole, 1/8 of the" in text
+
+
+def test_ranks_that_divide_rows_stand_together() -> None:
+    words = ("--gpus", "16", "--deepspeed", "ds_configs/zero3_sequence8.json")
+    text = run(*words, "--model", "llama-3-8b", "--seq-len", "8192")
+    assert "ranks 16 = 2 data x 8 sequence" in text
+    assert re.search(r"on node 0 +0-7 \| +8-15\n", text)
+    assert "ZeRO 3: each rank holds 1/16 of the weights, gradients and optimizer states" in text
+
+
+def test_stages_of_divided_tensors_on_nodes_of_their_own() -> None:
+    words = ("--gpus", "16", "--deepspeed", "ds_configs/3d.json", "--accumulation", "4")
+    text = run(*words, "--model", "llama-3-8b")
+    assert "ranks 16 = 2 pipeline x 4 data x 2 tensor" in text
+    assert re.search(r"stage 0 +on node 0 +0-1 +2-3 +4-5 +6-7\n", text)
+    assert re.search(r"stage 1 +on node 1 +8-9 .* 14-15\n", text)
+    assert re.search(r"embedding, layers 0-\d+, 1/2 of each matrix +[0-9,]+", text)
+    assert re.search(r"norm and head, 1/2 of each matrix +[0-9,]+", text)
+    assert "ZeRO 1: of that each rank of a stage holds weights and gradients whole, 1/4" in text
+    assert re.search(r"stage 1 +\. +F0 B0", text)
+
+
 def test_an_unknown_architecture_has_a_layout_too(tmp_path: Path) -> None:
     config = {"model_type": "brand_new", "hidden_size": 8, "num_hidden_layers": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -97,13 +126,32 @@ def test_the_picture_is_of_every_pass(tmp_path: Path) -> None:
     run(*GPT2, "ds.pipeline.stages=4", "--accumulation", "5", "--plot", str(picture))
     texts = re.findall(r">([^<>]+)</text>", picture.read_text())
     assert [texts.count(str(micro_batch)) for micro_batch in range(1, 5)] == [4 * 2] * 4
-    assert "gpt2, 4 stages, 5 micro-batches" in picture.read_text()
+    assert "4 stages, 5 micro-batches" in picture.read_text()
+    assert "gpt2-124m, 124M parameters" in picture.read_text()
+
+
+def test_zero_layouts_have_a_picture_too(tmp_path: Path) -> None:
+    for stage, shares in ((0, (0, 3)), (1, (1, 2)), (2, (2, 1)), (3, (3, 0))):
+        picture = tmp_path / f"{stage}.svg"
+        words = (f"ds.zero_optimization.stage={stage}", "ds.bf16.enabled=false")
+        run(*GPT2, *words, "--plot", str(picture))
+        drawn = picture.read_text()
+        assert (drawn.count(">1/8 on each rank"), drawn.count(">whole on every rank")) == shares
+
+
+@pytest.mark.parametrize(
+    ("model", "verdict"), [("gpt2-124m", "it fits"), ("llama-3-70b", "it does not fit")]
+)
+def test_a_known_gpu_has_a_verdict(model: str, verdict: str) -> None:
+    text = run("--model", model, "--gpus", "8", "--gpu", "a100-80")
+    assert f"On GPUs of 80 GiB {verdict}" in text
+    assert re.search(r"^Time: .* s a step \(", text, re.MULTILINE)
+    assert "On GPUs of" not in run("--model", model, "--gpus", "8")
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--plot", "schedule.svg"), "there is no schedule without pipeline stages"),
         (("--plot", "schedule.gif", "ds.pipeline.stages=2"), "must end in .svg or .png"),
         (("ds.pipeline.stages=3",), "8 ranks cannot be split into pipeline 3"),
         (("ds.pipeline.stages=2", "ds.pipeline.partition=[9,7]"), "holds 16 decoder layers of 12"),

@@ -8,7 +8,8 @@ import torch
 
 from harness.checkpoint.manifest import TrainState
 from harness.config.run_file import load_run_config
-from harness.data.batches import Batch, Stream
+from harness.data.batch import Batch
+from harness.data.batches import Stream
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.steps import Steps, dropout_seed
@@ -25,6 +26,10 @@ class Numbers(Stream):
     def targets_in(self, first_sample: int, count: int) -> int:
         return sum(number % 3 > 0 for number in range(first_sample, first_sample + count))
 
+    @property
+    def seq_len(self) -> int:
+        return 1
+
     def _read(self, samples: Any) -> Batch:
         ids = torch.from_numpy(np.asarray(samples))[:, None]
         return Batch(ids, ids, None)
@@ -38,14 +43,14 @@ def steps(rank: int = 0, ranks: int = 1, *words: str) -> Steps:
 
 def taken(steps: Steps) -> list[Any]:
     """(number, samples, targets, rate, seed) of all steps that are left."""
-    found = []
+    taken = []
     while steps.are_left:
         step = steps.take()
         ids = [n for batch in step.batches for n in batch.input_ids.flatten().tolist()]
-        found.append((step.number, ids, step.targets, step.lr, step.dropout_seed))
+        taken.append((step.number, ids, step.targets, step.lr, step.dropout_seed))
         steps.done(step)
     steps.close()
-    return found
+    return taken
 
 
 def test_all_steps_together_read_every_sample_once() -> None:

@@ -20,6 +20,8 @@ def trainer(out: Path, ds_json: str, config: str) -> None:
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
+    # For inference; compiling it takes a minute. As an attribute of deepspeed.comm, torch is torch.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_backend="gloo")  # ZeRO-3 divides the model as it is built
     wish = TrainingArguments(
         str(out),

@@ -1,7 +1,8 @@
-"""Real runs on a few CPU ranks, started without a launcher (which would take 5 s more)."""
+"""Real runs on a few CPU ranks, without a launcher: it, and the imports of each rank, take 5 s."""
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -41,6 +42,7 @@ SHORT_RUN = (
     "eval.samples=8",
     "sample.tokens=0",
     "save.export=false",
+    "log.report=false",
     "ds.bf16.enabled=false",  # the same precision on every machine
 )
 
@@ -59,7 +61,7 @@ def write_corpus(path: Path, documents: int = 200) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a group of ranks ended."""
+    """The end of a group of ranks."""
 
     codes: list[int]
     outputs: list[str]  # stdout and stderr of each rank
@@ -97,15 +99,42 @@ def forking(**variables: str) -> Zygote:
     return Zygote({**CHANGES, "PYTHONWARNINGS": "ignore", **variables}, "tests.faults.plant")
 
 
+def _module_of(words: Sequence[str]) -> str | None:
+    """Name the module of harness/ or tools/, or by -m, that `words` run; None if it is none."""
+    interpreter, script, *arguments = words
+    if interpreter != sys.executable:
+        return None
+    if script == "-m":
+        return arguments[0]
+    rooms = (REPOSITORY / "harness", REPOSITORY / "tools")
+    if not any(Path(script).is_relative_to(room) for room in rooms):
+        return None
+    return ".".join(Path(script).relative_to(REPOSITORY).with_suffix("").parts)
+
+
+@functools.cache
+def _imported() -> Zygote:
+    """The process that `start` forks ranks from; it ends with this one."""
+    return Zygote(CHANGES)
+
+
 def start(
     command: Sequence[object],
     folder: Path,
     ranks: int = 2,
     env: Mapping[str, str | None] | None = None,
+    logs: Path | None = None,
 ) -> Group:
-    """Start `command` once per rank; rank N writes to `folder`/rank-N.log."""
+    """Start `command` in `folder`, once per rank; rank N writes to rank-N.log there, or in `logs`.
+
+    A module or a script of this repository is forked from a process that has imported everything,
+    unless `env` changes the environment.
+    """
     words = [str(word) for word in command]
-    return cpu_ranks.start(words, ranks, folder, folder, {**CHANGES, **(env or {})})
+    if not env and (module := _module_of(words)):
+        arguments = words[3:] if words[1] == "-m" else words[2:]
+        return _imported().start(module, arguments, ranks, folder, logs or folder, environment())
+    return cpu_ranks.start(words, ranks, folder, logs or folder, {**CHANGES, **(env or {})})
 
 
 def wait(group: Group, timeout_s: float = 900) -> Ended:

@@ -43,6 +43,8 @@ FINAL = {
     ExitCode.DIVERGED,
     ExitCode.NO_CHECKPOINT,
 }
+PRUNED = "pruned"
+"""Name of a file in the folder of a sweep's trial that was stopped early: it is over."""
 _KILLED = 128  # and the signal's number
 
 
@@ -112,7 +114,8 @@ def _verdict(args: argparse.Namespace) -> int:
     # A warning long before the time limit (pre-emption, scancel) says nothing about the run.
     left_s = slurm_seconds_left() if args.warned else None
     counts = not args.warned or (left_s is not None and left_s <= LATE_S)
-    again = code not in FINAL and not (counts and is_stuck(args.run.path, newest))
+    is_pruned = (args.run.path / PRUNED).exists()
+    again = code not in FINAL and not is_pruned and not (counts and is_stuck(args.run.path, newest))
     print("requeue" if again else "")
     return code
 

@@ -1,22 +1,26 @@
-"""How fast is a training step, and what makes it so? The real engine on random tokens.
+"""Time training steps of the real loop on real data, by setting.
 
     python tools/benchmark_gpu.py model.name=llama-1b data.seq_len=4096
     python tools/benchmark_gpu.py --deepspeed ds_configs/zero3.json --sweep micro_batch=1,2,4 \\
         --sweep model.checkpointing=none,full model.name=llama-1b data.seq_len=4096
     python tools/benchmark_gpu.py --ladder model.name=llama-1b data.seq_len=4096 train.micro_batch=2
 
-A line of JSON for each case, which has processes of its own: one that runs out of memory ends
-alone, and is shown beside its estimate. Medians over --steps optimizer steps after --warmup, the
-host waiting for each. One micro-batch a step unless train.global_batch says otherwise.
---ladder takes eager attention and torch's optimizer, and puts on top of it sdpa, flash attention,
-DeepSpeed's fused optimizer, Liger's kernels, compiled layers, activation checkpointing, one after
-the other; what this machine lacks is skipped, with the reason.
+A line of JSON for each case, which has processes of its own: one that runs out of memory, or past
+--limit seconds, ends alone, and is shown beside its estimate. Medians over four windows of --steps
+optimizer steps after --warmup, with the corpus of data.path or the default one; the host waits for
+the device between windows only, and its own waits in one more step are counted (on a GPU). One
+micro-batch a step unless train.global_batch says otherwise.
+--ladder takes eager attention and an optimizer that is not fused, and puts on top of it sdpa,
+flash attention, the fused optimizer, Liger's kernels, compiled layers, activation checkpointing,
+one after the other; what this machine lacks is skipped, with the reason. A rung whose first losses
+differ from the lowest rung's by more than rounding has them under `differs`: exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +32,9 @@ sys.path[0] = str(REPOSITORY)
 from harness.plan.command import DEFAULT_DS_JSON
 from tools.made_with import machine, versions
 from tools.speed.cases import LADDER, Case, swept
-from tools.speed.launch import measured
+from tools.speed.launch import LIMIT_S, measured
 
+_COMPARED = 2  # first losses of two rungs: differences of rounding grow from step to step
 FORMULA = (
     "TFLOP/s per GPU = tokens/s per GPU x (6 x active parameters + 12 x sum over layers of q_size "
     "x context); MFU = that / the GPU's dense peak in this precision (arXiv 2204.02311, appendix "
@@ -48,14 +53,15 @@ def main() -> int:
     print(f"{FORMULA}\n{versions()}; {machine()}", file=sys.stderr)
     try:
         cases = [*swept(base, args.sweep)]
-        found = [*(_climbed(cases, args) if args.ladder else _each(cases, args))]
+        lines = [*(_climbed(cases, args) if args.ladder else _each(cases, args))]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the lines above are whole", file=sys.stderr)
         return 130
-    return 0 if any("step_time_s" in line for line in found) else 1
+    whole = any("step_time_s" in line for line in lines)
+    return 0 if whole and not any("differs" in line for line in lines) else 1
 
 
 def _each(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -67,22 +73,38 @@ def _each(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any
 def _climbed(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every case up the ladder; a rung that does not hold is left out of those above it."""
     for case in cases:
+        lowest: dict[str, Any] = {}
         for rung in LADDER:
             tried = case.on_top(rung)
             print(f"{case.name}: {rung}", file=sys.stderr, flush=True)
             line = _measured(tried, args)
             why = line.pop("refused", None)
-            if rung == "fused optimizer" and line.get("fallbacks"):
-                why = ", ".join(line["fallbacks"])
             if why:
                 line = {"skipped": why}
+            if difference := losses_apart(line, lowest):
+                line["differs"] = difference
+            lowest = lowest or (line if "losses" in line else {})
             yield _shown(f"{case.name}: {rung}", line)
             if "step_time_s" in line or "out of memory" in line.get("error", ""):
                 case = Case(case.name, tried.settings)
 
 
 def _measured(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    return measured(case, args.deepspeed, args.ranks, args.warmup, args.steps)
+    return measured(case, args.deepspeed, args.ranks, args.warmup, args.steps, args.limit)
+
+
+def losses_apart(line: dict[str, Any], lowest: dict[str, Any]) -> str | None:
+    """Return how far the first losses of two rungs of a ladder, which read the same samples with
+    the same weights, are apart; None where that is rounding, or one of them has none.
+    """
+    from harness.run.verify import TOLERANCES  # and with it torch
+
+    pairs = [*zip(line.get("losses", ()), lowest.get("losses", ()), strict=False)][:_COMPARED]
+    allowed = TOLERANCES[lowest["precision"]][0] if pairs else 0.0
+    if all(math.isclose(ours, theirs, rel_tol=allowed) for ours, theirs in pairs):
+        return None
+    texts = [f"{ours:.6g}, not {theirs:.6g}" for ours, theirs in pairs]
+    return f"losses of the first steps: {'; '.join(texts)} (relative tolerance {allowed:g})"
 
 
 def _shown(name: str, line: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +122,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ladder", action="store_true", help="what each step brings")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (default: 1)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of a case: %(default)g"
+    )
     parser.add_argument("--warmup", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=20, help="steps that are")
     parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")

@@ -1,4 +1,4 @@
-"""How much memory a run will need, before a GPU is booked.
+"""Estimate the memory that a run will need, before a GPU is booked.
 
     python tools/estimate_memory.py --model llama-3-8b --deepspeed ds_configs/zero3.json \\
         --gpus 64 --gpus-per-node 8 --gpu h100-80 --seq-len 4096
@@ -7,7 +7,8 @@
         --sweep micro_batch=1..8 seq_len=2048..32768 --plot memory.svg
 
 The numbers are those of the plan that train.py would make from the same arguments. Exit code 0,
-or 2 for arguments that cannot be planned. Needs neither a GPU nor (but for --trace) torch.
+or 2 for arguments that cannot be planned. Needs no GPU, and torch only for --trace
+and for architectures that have to be traced.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -26,9 +28,13 @@ from harness.errors import ConfigError, ExitCode
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.inputs import GIB
 from harness.estimate.timeline import Estimate
-from harness.plan.memory import estimate
+from harness.plan.duration import step_line, step_time
+from harness.plan.memory import traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
+from harness.plan.traced import Untraceable
+from harness.terminal import columns, say
 from tools.figure import write_plot
+from tools.look.titles import titles
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe, paper_text
 from tools.plan_args import add_plan_arguments, assumed_batch, plan_of
@@ -39,60 +45,76 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     try:
         plan = plan_of(args, estimating=True)
-        memory = _estimate(plan, args.trace)
+        memory = _estimate(plan)
         points = sweep(memory, read_sweep(args.sweep))
     except ValueError as error:
-        print(f"cannot estimate: {error}", file=sys.stderr)
+        say(f"cannot estimate: {error}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     traced = _traced(plan, memory) if args.trace else {}
     if args.accounting == "paper":
-        print(paper_text(memory))
+        say(paper_text(memory))
     elif args.json:
         swept = {"sweep": [point.to_json() for point in points]} if args.sweep else {}
+        step = step_time(plan)
         memory_json = {**memory.to_json(), "not_trained": _not_trained(plan)}
+        memory_json |= _on_host(memory, args.host_memory)
+        memory_json["time"] = step and step.to_json()
         print(json.dumps({**memory_json, **swept, **traced}, indent=2))
     else:
-        print(describe(memory))
+        say(describe(memory, columns(sys.stdout)))
     if not args.json:
+        if verdict := _on_host(memory, args.host_memory).get("host_verdict"):
+            needed = memory.host_bytes_per_node / GIB
+            say(f"Host of a node: {verdict}: {needed:,.2f} of {args.host_memory:,.2f} GiB")
         _add_notes(args, plan, traced)
+        if step := step_time(plan):
+            say(f"Time: {step_line(step)}: docs/planner.md")
         if args.sweep:
-            print(f"\n{sweep_text(points)}")
+            say(f"\n{sweep_text(points)}")
     if args.plot:
-        from tools.memory.plot import drawn
+        from tools.memory import heat, plot
 
-        write_plot(args.plot, drawn(memory))
+        if points:
+            figure = heat.drawn(points, *titles(plan, batch=False))
+        else:
+            figure = plot.drawn(memory, *titles(plan))
+        write_plot(args.plot, figure)
     return int(ExitCode.DONE)
 
 
 def _add_notes(args: argparse.Namespace, plan: Plan, traced: dict[str, float]) -> None:
     """Print notes on the estimate."""
     if "train.micro_batch" in assumed_batch(args):
-        print(
+        say(
             "One sample at a time was assumed (--micro-batch): train.py takes up to "
-            f"{MAX_DEFAULT_MICRO_BATCH} at once,\nunless train.micro_batch says otherwise."
+            f"{MAX_DEFAULT_MICRO_BATCH} at once, unless train.micro_batch says otherwise."
         )
     for message in _not_trained(plan):
-        print(f"train.py would refuse this: {message}")
+        say(f"train.py would refuse this: {message}")
     for name, size in traced.items():
         print(f"{name}: {size:.3f}")
+
+
+def _on_host(memory: Estimate, host_gib: float | None) -> dict[str, Any]:
+    """Return a node's host memory and the verdict on it; nothing if nobody told its size."""
+    if host_gib is None:
+        return {}
+    fits = memory.host_bytes_per_node <= host_gib * GIB
+    return {"host_memory_gib": host_gib, "host_verdict": "fits" if fits else "does not fit"}
 
 
 def _not_trained(plan: Plan) -> list[str]:
     return [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
 
 
-def _estimate(plan: Plan, trace: bool) -> Estimate:
-    memory = estimate(plan)
-    if memory is not None:
-        return memory
-    if not trace:
-        raise ConfigError(
-            f"{plan.model_source}: its tensors are not known here; --trace builds its class empty "
-            "and counts them (needs torch)"
-        )
-    from tools.memory.unknown import traced_estimate
-
-    return traced_estimate(plan)
+def _estimate(plan: Plan) -> Estimate:
+    if plan.estimate is not None:
+        return plan.estimate
+    try:
+        traced_inputs(plan)
+    except Untraceable as error:
+        raise ConfigError(f"{plan.model_source}: its tensors are not known here: {error}") from None
+    raise AssertionError("it was traced this time")
 
 
 def _traced(plan: Plan, memory: Estimate) -> dict[str, float]:
@@ -115,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_plan_arguments(parser)
+    parser.add_argument(
+        "--host-memory", type=float, metavar="GIB", help="of a node, for a verdict on its host"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable, sizes in GiB")
     parser.add_argument(
         "--accounting",
@@ -128,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="run the model's own class on fake tensors, too; takes any architecture",
+        help="run the model's own class on fake tensors, too, and print what it saves",
     )
     return parser
 

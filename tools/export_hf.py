@@ -26,6 +26,7 @@ from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_
 from harness.files.paths import option_path
 from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
+from harness.terminal import say
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
         dtype=arguments.dtype,
         shard_bytes=arguments.shard_size,
         check=not arguments.no_check,
+        merge=arguments.merge,
         source=source,
         trust_remote_code=arguments.trust_remote_code,
     )
@@ -75,7 +77,7 @@ def main(argv: list[str]) -> int:
         return _fail(f"{error}; --no-check exports it anyway", ExitCode.NO_CHECKPOINT)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing is left of it", 130)
-    print(f"exported {out}; {checked}")
+    say(f"exported {out}; {checked}")
     return 0
 
 
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--shard-size", type=_bytes, default=4 * 10**9, help="of a file, e.g. 500MB; default: 4GB"
     )
     parser.add_argument("--no-check", action="store_true", help="do not open it to see its loss")
+    parser.add_argument("--merge", action="store_true", help="add adapters (model.lora) to weights")
     parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
     return parser
 
@@ -113,15 +116,15 @@ class Shown:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
-    size = float(found[1]) * _UNITS[found[2]] if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
+    size = float(match[1]) * _UNITS[match[2]] if match else 0
     if not 1 <= size <= MAX_INTEGER:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 4GB or 500MB")
     return int(size)
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, sys.stderr)
 
 
 def _fail(message: str, code: int) -> int:

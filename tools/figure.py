@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.look.palette import FAINT, FONTS, GRID, INK, LIMIT, MUTED, SERIES, SURFACE
+
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png")
 
+_STYLE = {
+    # Text as text, and the same file from the same numbers.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",
+    "font.size": 9,
+    "font.family": [*FONTS, "DejaVu Sans", "sans-serif"],
+    "text.color": INK.light,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.labelcolor": MUTED.light,
+    "axes.edgecolor": FAINT.light,
+    "axes.facecolor": SURFACE.light,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-4, 12),
+    "grid.color": GRID.light,
+    "xtick.color": MUTED.light,
+    "ytick.color": MUTED.light,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
+
 
 def plot_problems(path: Path | None) -> Iterator[str]:
-    """Why nothing could be drawn into `path`; asked before any work is done."""
+    """Yield the reasons why nothing could be drawn into `path`, before any work is done."""
     if path is None:
         return
     if path.suffix not in SUFFIXES:
@@ -26,14 +60,44 @@ def plot_problems(path: Path | None) -> Iterator[str]:
         yield f"--plot {path} needs matplotlib: pip install matplotlib"
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches, drawn by no window system."""
+def new_figure(width: float, height: float, title: str = "", subtitle: str = "") -> Figure:
+    """An empty figure of so many inches in the style of all pictures, drawn by no window system."""
     import matplotlib
+    from cycler import cycler
     from matplotlib.figure import Figure
 
-    # Text as text, and the same file from the same numbers.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9})
-    return Figure(figsize=(width, height), layout="constrained")
+    # The fonts are for whoever opens an SVG; sizes are measured in one that matplotlib brings.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    style = {**_STYLE, "axes.prop_cycle": cycler(color=[colour.light for colour in SERIES])}
+    matplotlib.rcParams.update(style)
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=SURFACE.light)
+    if title:
+        head = f"{title}\n{subtitle}" if subtitle else title
+        figure.suptitle(head, x=0.008, ha="left", fontsize=10.5, linespacing=1.5)
+    return figure
+
+
+def limit_line(axis: Axes, value: float, label: str, at_end: bool = False) -> None:
+    """A line that must not be crossed, and its name, at the line's begin or end."""
+    axis.axhline(value, color=LIMIT.light, ls="--", lw=1.2)
+    text = axis.annotate(
+        label,
+        (int(at_end), value),
+        (-3 if at_end else 4, 4),
+        ha="right" if at_end else "left",
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        color=LIMIT.light,
+        bbox={"fc": SURFACE.light, "ec": "none", "alpha": 0.8, "pad": 0.5},
+    )
+    text.set_in_layout(False)
+
+
+def with_thousands(axis: Axis) -> None:
+    """Write the numbers of an axis as 12,000, not as 1.2e4."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def write_plot(path: Path, figure: Figure) -> None:

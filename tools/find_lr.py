@@ -1,4 +1,4 @@
-"""Which learning rate? A range test through the real engine, with the run's own files.
+"""Find a learning rate by a range test through the real engine, with the run's own files.
 
     python tools/find_lr.py --deepspeed ds_configs/zero1.json model.name=tiny
     deepspeed --num_accelerators 2 tools/find_lr.py --deepspeed ds_configs/zero3.json \\
@@ -29,7 +29,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, RunStopped
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.terminal import say
 from tools.figure import new_figure, plot_problems, write_plot
+from tools.look.palette import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,17 +90,20 @@ def main(argv: list[str]) -> int:
         plan = plan_from(Command(args.deepspeed, args.config, (*args.assignments, *own)))
         result = _on_all_ranks(plan, args.lowest, args.highest, args.steps, folder)
     except RunStopped as stop:
-        print(stop.message, file=sys.stderr)
+        say(stop.message, sys.stderr)
         return int(stop.code)
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"cannot look: {error}", file=sys.stderr)
+            say(f"cannot look: {error}", sys.stderr)
         return int(error.code)
     finally:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if plan.world.rank == 0:
-        print(json.dumps(vars(result)) if args.json else as_text(result))
+        if args.json:
+            print(json.dumps(vars(result)))
+        else:
+            say(as_text(result))
         if args.plot:
             write_plot(args.plot, drawn(result))
     return int(ExitCode.DONE)
@@ -201,15 +206,18 @@ def as_text(result: Found) -> str:
 
 def drawn(result: Found) -> Figure:
     """The loss against the learning rate, and the rate to try."""
-    figure = new_figure(8, 4.5)
+    figure = new_figure(8, 4.5, f"Try a learning rate of {result.suggested:.2g}")
     axis = figure.subplots()
-    axis.plot(result.rates, result.losses, color="#bab0ac", label="loss")
-    axis.plot(result.rates, result.smooth, color="#4e79a7", label="smoothed")
-    axis.axvline(result.suggested, color="#59a14f", label=f"try {result.suggested:.2g}")
-    axis.axvline(result.lowest, color="#e15759", ls="--", label=f"lowest at {result.lowest:.2g}")
+    blue, orange, aqua = (colour.light for colour in SERIES[:3])
+    axis.plot(result.rates, result.losses, color=blue, alpha=0.35, lw=0.9, label="loss")
+    axis.plot(result.rates, result.smooth, color=blue, label="smoothed")
+    axis.axvline(result.suggested, color=aqua, label=f"try {result.suggested:.2g}")
+    axis.axvline(result.lowest, color=orange, ls="--", label=f"lowest at {result.lowest:.2g}")
     axis.set(xscale="log", xlabel="learning rate", ylabel="loss, nats per token")
-    axis.grid(alpha=0.3)
-    axis.legend()
+    # Where it explodes says nothing about where it falls.
+    finite = [loss for loss in result.smooth if math.isfinite(loss)]
+    axis.set_ylim(top=max(finite[0], min(finite)) + 0.3 * (finite[0] - min(finite)) + 0.1)
+    axis.legend(loc="lower left")
     return figure
 
 

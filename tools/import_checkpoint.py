@@ -31,6 +31,7 @@ from harness.data.tokenizer_files import copy_tokenizer
 from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
 from harness.files.paths import option_path
 from harness.runfolder import RunFolder
+from harness.terminal import say
 from tools.importing.native import Native
 from tools.importing.source import Source, find_source
 
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; nothing is left of it", 130)
     step = int(path.name.removeprefix("step-"))
-    print(f"imported {path}; resume.from={arguments.out}@{step} goes on from it")
+    say(f"imported {path}; resume.from={arguments.out}@{step} goes on from it")
     return 0
 
 
@@ -123,7 +124,7 @@ def _manifest(source: Source, native: Native) -> Manifest:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"cannot import: {message}", file=sys.stderr)
+    say(f"cannot import: {message}", sys.stderr)
     return int(code)
 
 

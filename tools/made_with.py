@@ -21,7 +21,7 @@ def machine() -> str:
     """On what: "2 cores of Intel(R) Xeon(R) Processor"."""
     cores = len(os.sched_getaffinity(0))
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
+        model = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return f"{cores} cores of {found[1] if found else platform.machine()}"
+        model = None
+    return f"{cores} cores of {model[1] if model else platform.machine()}"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from harness.config.ds_file import PREFIX, load_ds_json
 from harness.errors import ConfigError
-from harness.estimate.hardware import find_gpu
 from harness.layout.world import World
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.plan.elsewhere import cluster
 from harness.plan.pipeline import num_stages
 from harness.plan.plan import Plan
 from tools.figure import plot_problems
@@ -37,7 +37,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--accumulation",
         help="micro-batches per step (default: 1; 4 for each pipeline stage, which fills it)",
     )
-    parser.add_argument("--checkpointing", choices=("none", "full"))
+    parser.add_argument("--checkpointing", help="none, selective, full, or of every N-th layer")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg|.png", help="draw it, too")
     parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
 
@@ -71,25 +71,7 @@ def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:
 
 def world_of(args: argparse.Namespace) -> World:
     """The machines as a World. Raises ConfigError with every problem of their arguments."""
-    problems = []
-    if args.gpu is not None:
-        try:
-            find_gpu(args.gpu)
-        except ValueError as error:
-            problems.append(f"--gpu: {error}")
-    for name in ("gpus", "gpus_per_node"):
-        size = getattr(args, name)
-        if size is not None and size < 1:
-            problems.append(f"--{name.replace('_', '-')} is {size}: it must be at least 1")
-    if problems:
-        raise ConfigError(problems)
-    per_node = args.gpus_per_node or min(args.gpus, 8)
-    return World(
-        world_size=args.gpus,
-        local_world_size=min(per_node, args.gpus),
-        accelerator="cuda",
-        gpu=args.gpu,
-    )
+    return cluster(args.gpus, args.gpus_per_node, args.gpu)
 
 
 def assumed_batch(args: argparse.Namespace) -> dict[str, int]:

@@ -25,7 +25,9 @@ from harness.errors import ConfigError, ExitCode
 from harness.layout.world import World
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.plan.plan import Plan
-from tools.figure import new_figure, plot_problems, write_plot
+from harness.terminal import say
+from tools.figure import new_figure, plot_problems, with_thousands, write_plot
+from tools.look.palette import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,10 +64,10 @@ def main(argv: list[str]) -> int:
         if steps == 0:
             raise ConfigError("train.steps is 0: there is nothing to draw")
     except ValueError as error:
-        print(f"cannot draw: {error}", file=sys.stderr)
+        say(f"cannot draw: {error}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     points = schedule_of(plan, steps)
-    print(as_text(plan, points))
+    say(as_text(plan, points))
     if args.plot:
         write_plot(args.plot, drawn(plan, thinned(points, max(1, steps // _POINTS))))
     return int(ExitCode.DONE)
@@ -126,22 +128,30 @@ def as_text(plan: Plan, points: list[Point]) -> str:
 
 
 def drawn(plan: Plan, points: list[Point]) -> Figure:
-    """Learning rate against steps; batch, and length where it grows, against tokens."""
+    """Learning rate against steps; below it batch and length, where they grow."""
     steps, tokens, rates, batches, lengths = zip(*points, strict=True)
     grows = len(set(lengths)) > 1
-    figure = new_figure(10, 6.5 if grows else 4.5)
-    axes = figure.subplots(3 if grows else 2, 1)
-    axes[0].plot(steps, rates, color="#4e79a7")
-    axes[0].set(xlabel="step", ylabel="learning rate", title=f"{plan.config.optim.schedule}")
-    axes[1].step(tokens, batches, where="post", color="#f28e2b")
-    axes[1].set(xlabel="tokens", ylabel="tokens in a step")
+    optim = plan.config.optim
+    title = f"{plan.config.model.name}: {optim.schedule} with {optim.name}"
+    subtitle = f"rate {optim.lr:g} at its highest, {optim.warmup_steps:,} steps of warm-up"
+    panels = [("learning rate", rates)]
+    if len(set(batches)) > 1:
+        panels.append(("tokens in a step", batches))
     if grows:
-        axes[2].step(tokens, lengths, where="post", color="#59a14f")
-        axes[2].set(xlabel="tokens", ylabel="tokens in a sequence")
-        axes[2].set_yscale("log", base=2)
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.set_ylim(bottom=0 if axis.get_yscale() == "linear" else None)
+        panels.append(("tokens in a sequence", lengths))
+    figure = new_figure(10, 1.4 + 2.2 * len(panels), title, subtitle)
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for place, (axis, (name, values)) in enumerate(zip(axes, panels, strict=True)):
+        colour = SERIES[place].light
+        if place:
+            axis.step(steps, values, where="post", color=colour)
+            with_thousands(axis.yaxis)
+        else:
+            axis.plot(steps, values, color=colour)
+        axis.set_title(name)
+        axis.set_ylim(bottom=0)
+    with_thousands(axes[-1].xaxis)
+    axes[-1].set_xlabel(f"step ({tokens[-1]:,} tokens before the last one)")
     return figure
 
 

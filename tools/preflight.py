@@ -24,6 +24,7 @@ from typing import NoReturn
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
+from harness.terminal import say
 from tools.preflight_checks.environment import environment_problem, host_name
 
 LIMIT_S = 120.0
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--limit-s {args.limit_s:g}: it must be greater than 0")
     if problem := environment_problem():
         who = "" if args.environment else f"cannot look: {host_name()}: "
-        print(f"{who}{problem}", file=sys.stderr)
+        say(f"{who}{problem}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     if args.environment:
         return int(ExitCode.DONE)
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
     try:
         return fly(command, args.json, args.limit_s)
     except (Absent, ValueError) as error:
-        print(f"cannot look: {error}", file=sys.stderr)
+        say(f"cannot look: {error}", sys.stderr)
         return int(getattr(error, "code", ExitCode.BAD_CONFIG))
     except KeyboardInterrupt:
         return _INTERRUPTED

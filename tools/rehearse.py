@@ -15,9 +15,9 @@ the same JSON, optimizer, guards and data, all of them small, go through what a 
     export      opens in transformers, with the loss that it had in training
     elsewhere   what was saved goes on in another layout, within rounding
 
-Exit code 0 only if all held, 1 if a stage did not, 2 for a job that cannot be planned. Pipeline
-stages all stay; data ranks go, to four ranks or to two for each stage: 64 GPUs are 4 ranks, in 4
-stages 8.
+Exit code 0 only if all held, 1 if a stage did not or the disk is full, 2 for a job that cannot be
+planned. Pipeline stages all stay, and two tensor or sequence ranks of a job that has more; data
+ranks go, to four ranks or to two for each stage: 64 GPUs are 4 ranks, in 4 stages 8.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from types import FrameType
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.errors import ConfigError, ExitCode
+from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.estimate.fit import shortages
 from harness.layout.world import World
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.plan import Plan
 from harness.plan.text import describe
+from harness.terminal import say
 from tools.plan_args import add_machine_arguments, world_of
 from tools.proofs.ranks import REPOSITORY
 from tools.rehearsal import stages
 from tools.rehearsal.job import Job
+from tools.rehearsal.layout import rehearsed
 from tools.rehearsal.report import (
     Result,
     markdown,
@@ -80,8 +82,8 @@ def main(argv: list[str], command: stages.Command = train_command) -> int:
         return INTERRUPTED
     if args.all:
         total = sum(result.seconds for result in results)
-        held = codes.count(0)
-        print(f"{held} of {len(results)} rehearsals held, {total:.0f} s together")
+        passed = codes.count(0)
+        print(f"{passed} of {len(results)} rehearsals held, {total:.0f} s together")
     if args.markdown:
         args.markdown.write_text(markdown(results, " ".join(_shown(argv))), encoding="utf-8")
     return max(codes)
@@ -94,14 +96,17 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
         world = world_of(args)
         real = _planned(asked, world)
         if asked.dry_run:
-            print(describe(real))
+            say(describe(real))
         ranks = args.ranks
-        if args.all and ranks:  # one number for all: stages that are more need a rank each
-            ranks = max(ranks, real.grid.pipeline)
+        if args.all and ranks:  # one number for all: what is divided over more needs a rank each
+            fewest = rehearsed(
+                replace(real.grid, world_size=real.grid.world_size // real.grid.data)
+            )
+            ranks = max(ranks, fewest.ranks)
         job = result.job = Job.of(real, ranks, asked.trust_remote_code)
     except ValueError as error:
-        what = "plan" if isinstance(error, ConfigError) else "shrink the model of"
-        print(f"cannot {what} {asked.deepspeed_path}: {error}", file=sys.stderr)
+        aim = "plan" if isinstance(error, ConfigError) else "shrink the model of"
+        say(f"cannot {aim} {asked.deepspeed_path}: {error}", sys.stderr)
         result.problem = f"plan: {error}"
         return result, int(ExitCode.BAD_CONFIG) if isinstance(error, ConfigError) else 1
     _say(f"rehearsing {asked.deepspeed_path.name} as {rehearsed_as(job)}")
@@ -124,7 +129,9 @@ def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command)
         result.problem, code = f"{failed.stage}: {failed}", failed.code
         print(*filter(None, [failed.output]), sep="\n", file=sys.stderr)
     except (ConfigError, OSError) as error:  # its data, or the disk
-        result.problem, code = f"plan: {error}", int(ExitCode.BAD_CONFIG)
+        result.problem = f"plan: {error}"
+        # The rehearsal's own folder has no room: no mistake of the job.
+        code = 1 if is_full_disk(error) else int(ExitCode.BAD_CONFIG)
         keep = args.keep
     except KeyboardInterrupt:
         keep = False
@@ -178,11 +185,11 @@ def _stage(result: Result, done: Done) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    say(text)
 
 
 def _say_aside(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, sys.stderr)
 
 
 def _as_ctrl_c(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,9 @@
-"""What a run trains on in one step: exact ids, targets, masks, documents and text.
+"""Show the batch of one step of a run: exact ids, targets, masks, documents and text.
 
     python tools/show_batch.py runs/NAME --step 1
     python tools/show_batch.py runs/NAME --step 1 --json
+
+On a terminal the text that is learned is green, unless NO_COLOR is set.
 
 The run folder says everything: the data and its order are rebuilt from plan.json, and refused if
 they are no longer those that the run was planned with.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -18,12 +21,15 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.checkpoint.resume import same_data
+from harness.checkpoint.resume import recorded_run, same_data
 from harness.config.run_config import RunConfig
-from harness.data.build import Data, DataSpec, build_data
+from harness.data.build import build_data
+from harness.data.data import Data
 from harness.data.packing import IGNORED
+from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.runfolder import RunFolder
+from harness.terminal import say
 from tools.batch_text import first_sample_of, positions_of, show_step
 
 
@@ -47,7 +53,7 @@ def main(argv: list[str]) -> int:
         run, model_config = _planned(plan, folder.plan_path)
         events = folder.read_events()
     except ConfigError as error:
-        print(f"cannot show: {error}", file=sys.stderr)
+        say(f"cannot show: {error}", sys.stderr)
         return int(error.code)
     spec = DataSpec.of_run(
         run,
@@ -57,14 +63,14 @@ def main(argv: list[str]) -> int:
     try:
         data = build_data(spec, lambda line: print(line, file=sys.stderr))
     except ConfigError as error:
-        print(f"cannot show: {error}", file=sys.stderr)
+        say(f"cannot show: {error}", sys.stderr)
         return int(error.code)
     planned = plan.get("data_fingerprint", data.fingerprint)
     if not same_data(planned, data.fingerprint):
-        print(
+        say(
             f"cannot show: the data has changed since the run: fingerprint {data.fingerprint[:16]}"
             f", planned with {planned[:16]}",
-            file=sys.stderr,
+            sys.stderr,
         )
         return int(ConfigError.code)
     step, curriculum = arguments.step, run.curriculum
@@ -74,7 +80,8 @@ def main(argv: list[str]) -> int:
         shown = step_as_json(data, step, reads.global_batch, first, reads.pieces)
         print(json.dumps({**shown, "sequences_per_sample": reads.pieces}))
     else:
-        print(show_step(data, step, reads.global_batch, first, reads.pieces))
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print(show_step(data, step, reads.global_batch, first, reads.pieces, color=color))
         if reads.pieces > 1:
             length = run.data.seq_len // reads.pieces
             print(f"each sample is read as {reads.pieces} sequences of {length} tokens (ramp.*)")
@@ -84,9 +91,9 @@ def main(argv: list[str]) -> int:
 def _planned(plan: dict[str, Any], path: Path) -> tuple[RunConfig, dict[str, Any]]:
     """The run config and the model of a plan. Raises ConfigError where it does not hold them."""
     try:
-        run = RunConfig.model_validate(plan["run"])
+        run = recorded_run(plan["run"])
         model_config = plan["model_config"]
-    except (KeyError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is damaged: {error!r}") from error
     if not isinstance(model_config, dict):
         raise ConfigError(f"{path} is damaged: its model_config is no object")
@@ -114,12 +121,13 @@ def _sample(data: Data, index: int, pieces: int) -> dict[str, Any]:
         "index": index,
         "epoch": sample.epoch,
         "window": sample.window,
+        "source": data.sources[sample.source].name or None,
         "documents": [
             {
                 "document": span.document,
                 "first_token": span.first,
                 "end_token": span.last,
-                "file": data.corpus.name_of(span.document) or None,
+                "file": data.sources[sample.source].corpus.name_of(span.document) or None,
             }
             for span in sample.spans
         ],

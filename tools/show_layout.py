@@ -1,4 +1,4 @@
-"""Which rank is where, what it holds, and what it does when.
+"""Show the layout of a plan: each rank's place, contents and schedule.
 
     python tools/show_layout.py --model llama-3-8b --deepspeed ds_configs/pipeline4.json --gpus 16
     python tools/show_layout.py --model gpt2-124m --gpus 8 ds.pipeline.stages=4 \\
@@ -18,9 +18,10 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
+from harness.terminal import columns, say
 from tools.figure import write_plot
+from tools.layout import plot, zero
 from tools.layout.measure import measured
-from tools.layout.plot import drawn
 from tools.layout.text import describe
 from tools.plan_args import add_plan_arguments, plan_of
 
@@ -39,19 +40,17 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         plan = plan_of(args)
-        if args.plot and plan.stages is None:
-            raise ConfigError(f"--plot {args.plot}: there is no schedule without pipeline stages")
         if args.measure and plan.stages is None:
             raise ConfigError("--measure: nothing waits without pipeline stages")
-        text = describe(plan)
+        text = describe(plan, columns(sys.stdout))
     except ValueError as error:
-        print(f"cannot show: {error}", file=sys.stderr)
+        say(f"cannot show: {error}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
-    print(text)
+    say(text)
     if args.measure:
-        print(f"\n{measured(plan.grid.pipeline)}")
+        say(f"\n{measured(plan.grid.pipeline)}")
     if args.plot:
-        write_plot(args.plot, drawn(plan))
+        write_plot(args.plot, (zero if plan.stages is None else plot).drawn(plan))
     return int(ExitCode.DONE)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +28,7 @@ from harness.errors import CannotSave, ConfigError, is_full_disk
 from harness.estimate.inputs import as_size
 
 SHARD_BYTES = 4 * 10**9
+_LOCK, _REPLACED = ".lock", "replaced"
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
 
@@ -44,22 +48,57 @@ def replacing(folder: Path) -> Iterator[Path]:
             raise
         raise ConfigError(f"{folder} cannot be made ({error}): choose another folder") from error
     try:
-        unfinished = place / folder.name
-        unfinished.mkdir()
-        yield unfinished
-        for path in (*unfinished.iterdir(), unfinished):
-            fsync(path)
-        with _out_of_the_way(folder, place / "replaced"):
-            unfinished.rename(folder)
-        fsync(folder.parent)
+        with _locked(place):
+            unfinished = place / folder.name
+            unfinished.mkdir()
+            yield unfinished
+            for path in (*unfinished.iterdir(), unfinished):
+                fsync(path)
+            with _out_of_the_way(folder, place / _REPLACED):
+                unfinished.rename(folder)
+            fsync(folder.parent)
     finally:
         shutil.rmtree(place, ignore_errors=True)  # a read-only disk must not hide what happened
 
 
-def sweep(folder: Path) -> None:
-    """Remove leftovers of processes that were killed in `replacing`; none may be running."""
-    for place in folder.parent.glob(f"{_unfinished(folder)}*"):
+def sweep(folder: Path, alone: bool = False) -> list[Path]:
+    """Remove leftovers of processes that were killed in `replacing`; return their paths.
+
+    A folder whose process was killed between its two renames gets its name back. `alone`: no other
+    process can be in `replacing` now; otherwise those of other hosts may be, and stay.
+    """
+    prefix, removed = _unfinished(folder), []
+    for place in sorted(folder.parent.glob(f"{glob.escape(prefix)}*")):
+        is_another_folders = "-" in place.name.removeprefix(prefix)
+        if is_another_folders or not (alone or _is_dead(place)):
+            continue
+        if not folder.exists():
+            with contextlib.suppress(OSError):
+                (place / _REPLACED).rename(folder)
         shutil.rmtree(place, ignore_errors=True)
+        removed.append(place)
+    return removed
+
+
+@contextlib.contextmanager
+def _locked(place: Path) -> Iterator[None]:
+    """Hold a lock in `place` that ends with this process, however that ends."""
+    with (place / _LOCK).open("x") as lock:
+        lock.write(socket.gethostname())
+        lock.flush()
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _is_dead(place: Path) -> bool:
+    """Return True if the process that made `place` was one of this host, and has ended."""
+    try:
+        with (place / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return socket.gethostname() == lock.read()
+    except OSError:  # it is alive, or just begins; or the file system has no locks
+        return False
 
 
 def _unfinished(folder: Path) -> str:
@@ -138,15 +177,15 @@ def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) ->
 
 
 @contextlib.contextmanager
-def _out_of_the_way(folder: Path, other: Path) -> Iterator[None]:
+def _out_of_the_way(folder: Path, aside: Path) -> Iterator[None]:
     """Rename `folder` to `other`; undo that if nothing takes its place."""
     try:
         if folder.exists():
-            folder.rename(other)
+            folder.rename(aside)
         yield
     except BaseException:
-        if other.exists() and not folder.exists():
-            other.rename(folder)
+        if aside.exists() and not folder.exists():
+            aside.rename(folder)
         raise
 
 
@@ -162,6 +201,6 @@ def _is_export(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     paths = list(folder.iterdir())
-    return not paths or (
-        folder / "config.json" in paths and any(p.suffix == ".safetensors" for p in paths)
-    )
+    configs = {folder / "config.json", folder / "adapter_config.json"}
+    has_weights = any(path.suffix == ".safetensors" for path in paths)
+    return not paths or (bool(configs & {*paths}) and has_weights)

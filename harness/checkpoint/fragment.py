@@ -48,8 +48,3 @@ class Fragment:
         start = index * size
         numel = min(size, self.numel - start)
         return self.narrow(start, numel) if numel > 0 else None
-
-    def copied(self) -> Fragment:
-        """Return a copy on the host."""
-        tensors = {kind: t.detach().to("cpu", copy=True) for kind, t in self.tensors.items()}
-        return replace(self, tensors=tensors)

@@ -31,8 +31,8 @@ class _Part:
     @property
     def is_renamed(self) -> bool:
         """True for a single tensor that is not converted."""
-        one, other = next(iter(self.sources.values())), next(iter(self.made.values()))
-        return len(self.sources) == len(self.made) == 1 and one is other
+        source, made = next(iter(self.sources.values())), next(iter(self.made.values()))
+        return len(self.sources) == len(self.made) == 1 and source is made
 
 
 class HubLayout:

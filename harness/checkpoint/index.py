@@ -107,8 +107,8 @@ def from_index(index: object, place: object = INDEX) -> list[Entry]:
         pieces = [_piece(about, piece, len(parts)) for piece in about.row("at")]
         for number, part in enumerate(parts):
             own = [(offset, numel, file) for offset, numel, file, of in pieces if of == number]
-            what = f"{name} {describe(part) if 'parts' in about else list(part.whole)}"
-            _check_part(what, part, own, place)
+            title = f"{name} {describe(part) if 'parts' in about else list(part.whole)}"
+            _check_part(title, part, own, place)
             entries += [Entry(name, part, *piece[:2], kinds, piece[2]) for piece in own]
         if problem := uncovered(parts):
             raise Unusable(f"{place}: of {name}, {problem}")
@@ -120,18 +120,18 @@ def is_divided(index: object) -> bool:
     return isinstance(index, dict) and any("parts" in about for about in index.values())
 
 
-def _check_part(what: str, part: Part, pieces: list[tuple[int, int, str]], place: object) -> None:
+def _check_part(title: str, part: Part, pieces: list[tuple[int, int, str]], place: object) -> None:
     """Require all elements of a part, each once."""
     end = 0
     for offset, numel, _ in sorted(pieces):
         if offset != end or numel < 1:
             raise Unusable(
-                f"{place}: a piece of {what} begins at element {offset} and has {numel}, but the "
+                f"{place}: a piece of {title} begins at element {offset} and has {numel}, but the "
                 f"one before ends at {end}"
             )
         end = offset + numel
     if end != part.numel:
-        raise Unusable(f"{place}: the pieces of {what} end at element {end}")
+        raise Unusable(f"{place}: the pieces of {title} end at element {end}")
 
 
 def _parts(about: Table) -> list[Part]:

@@ -48,9 +48,9 @@ class TrainState:
     samples: int = 0  # samples consumed, over all ranks
     tokens: int = 0  # the same in tokens
 
-    def after(self, samples: int, seq_len: int) -> TrainState:
-        """Return the state after one more step on `samples` sequences of `seq_len` tokens."""
-        return TrainState(self.step + 1, self.samples + samples, self.tokens + samples * seq_len)
+    def after(self, samples: int, tokens: int) -> TrainState:
+        """Return the state after one more step on so many samples and tokens."""
+        return TrainState(self.step + 1, self.samples + samples, self.tokens + tokens)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Manifest:
     held_out_loss: float | None
     about: dict[str, Any]
     watch: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, Any] = field(default_factory=dict)
+    """peft's description of what was trained beside frozen weights, which are not saved."""
     files: list[Written] = field(default_factory=list)
     checksum: str = ""
     """SHA-256 of all the rest; a resumed run names it."""
@@ -85,13 +87,15 @@ class Manifest:
     def to_bytes(self) -> builtins.bytes:
         """Return the content of the file, with its checksum."""
         content = {"format": self.format, **asdict(self), "checksum": ""}
+        if not self.adapters:  # what has none is written as before there were any
+            del content["adapters"]
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, check_sizes: bool = True) -> Manifest:
     """Return the manifest of a checkpoint, after checking the sizes of its files.
 
-    Raises Unusable.
+    `check_sizes`: False where another process of this node does that. Raises Unusable.
     """
     path = folder / MANIFEST
     if folder.is_symlink():
@@ -106,8 +110,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise Unusable(f"{path} cannot be read: {error.strerror}") from None
     if folder.name != (name := checkpoint_name(manifest.state.step)):
         raise Unusable(f"{folder} says that it is of step {manifest.state.step}: {name}")
-    for file in manifest.files:
-        _check_size(folder, file)
+    if check_sizes:
+        for file in manifest.files:
+            _check_size(folder, file)
     return manifest
 
 
@@ -164,6 +169,7 @@ def _manifest(content: Table) -> Manifest:
         held_out_loss=content.loss("held_out_loss"),
         about=content.table("about").as_json(),
         watch=watch.as_json(),
+        adapters=content.table("adapters").as_json() if "adapters" in content else {},
         files=files,
         checksum=checksum,
         format=version,

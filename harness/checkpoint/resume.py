@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from harness.config.run_config import RunConfig
+from harness.layout.attentions import ATTENTIONS
+
 # What a resumed run may change freely: it says how long, how often and how spread, not what is
 # learned. Everything else needs the user's word (resume.allow).
 FREE_SECTIONS = (
@@ -12,9 +15,13 @@ FREE_SECTIONS = (
 )
 FREE_KEYS = (
     *("train.steps", "train.tokens", "train.epochs", "train.micro_batch"),
-    *("model.checkpointing", "model.attention", "model.kernels", "model.compile"),
-    *("data.cache_dir", "data.prefetch"),
+    *("model.checkpointing", "model.activation_offload", "model.mlp_tiles"),
+    *("model.kernels", "model.compile"),
+    *("data.cache_dir", "data.prefetch", "data.tokens_per_batch", "data.reservoir"),
 )
+
+# Keys of later versions: what a run without them did.
+_ADDED = {"data.packing": "stream", "data.batching": "packed", "train.carry_state": False}
 
 # What a branch keeps of the run that it comes from.
 BRANCH_KEEPS = ("precision", "model_config", "data_fingerprint", "data.seq_len", "optim.name")
@@ -25,13 +32,15 @@ def resume_problems(
 ) -> list[str]:
     """Return the problems that keep `planned` from resuming `saved`; both as in plan.json.
 
-    Compared are the run config, the precision family, the model and the data fingerprint.
+    Compared are the run config, the precision family, the model, the data fingerprint, and the
+    order of a mixture's sources, which data.mix_until may tie to the length of the run.
     """
     return [
         f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: {_use(key)}, "
         f"another run.dir, or resume.allow={key} to change it on purpose"
         for key, old, new in _differences(saved, planned)
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
+        if key != "model.attention" or not (_is_exact(old) and _is_exact(new))
     ]
 
 
@@ -62,12 +71,23 @@ def _differences(
         saved_values = saved["run"].get(section, {})  # a run of an earlier version lacks newer keys
         for name, new in values.items():
             key = f"{section}.{name}"
-            if name in saved_values and saved_values[name] != new:
-                yield key, saved_values[name], new
-    for key in ("precision", "model_config", "data_fingerprint"):
+            if saved_values and (name in saved_values or key in _ADDED):
+                old = saved_values.get(name, _ADDED.get(key))
+                if old != new:
+                    yield key, old, new
+    for key in ("precision", "model_config", "data_fingerprint", "data_mixture"):
         old, new = _value(saved, key), _value(planned, key)
         if old != new and not (key == "data_fingerprint" and same_data(old, new)):
             yield key, old, new
+
+
+def recorded_run(sections: Mapping[str, Any]) -> RunConfig:
+    """Return the run config in a plan.json. Raises ValueError if it is damaged."""
+    completed = {name: {**values} for name, values in sections.items()}
+    for key, value in _ADDED.items():
+        section, _, name = key.partition(".")
+        completed.setdefault(section, {}).setdefault(name, value)
+    return RunConfig.model_validate(completed)
 
 
 def same_data(saved: Any, planned: Any) -> bool:
@@ -79,6 +99,12 @@ def same_data(saved: Any, planned: Any) -> bool:
         return True
     is_earlier = isinstance(saved, str) and "-" not in saved
     return is_earlier and str(planned).endswith(f"-{saved}")
+
+
+def _is_exact(attention: str) -> bool:
+    """Return whether an implementation computes what any other would."""
+    row = ATTENTIONS.get(attention)
+    return row is None or row.is_exact
 
 
 def _use(key: str) -> str:

@@ -17,6 +17,7 @@ from safetensors.torch import save as to_safetensors
 
 from harness.checkpoint.files import Written, start_hashing, write_bytes, write_fragments
 from harness.checkpoint.fragment import Fragment
+from harness.checkpoint.host_copies import HostCopies
 from harness.checkpoint.index import INDEX, is_divided, merged, to_index
 from harness.checkpoint.manifest import DIVIDED, MANIFEST, PROBE, Manifest
 from harness.checkpoint.store import Retention, Store
@@ -67,6 +68,7 @@ class Saver:
         self.rank = rank
         self.keep = keep
         self.before_publishing = before_publishing
+        self.copies = HostCopies()
         self._pending: _Pending | None = None
         start_hashing()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="saving")
@@ -99,7 +101,7 @@ class Saver:
         self._make_room(manifest.state.step, sum(fragment.bytes for fragment in fragments))
         pending = self._pending = _Pending(manifest, began, 0.0)
         if background:
-            copies = [fragment.copied() for fragment in fragments]
+            copies = self.copies.of(fragments)
             pending.writing = self._background.submit(self._write, pending, copies, probe)
         else:
             self._write(pending, fragments, probe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
@@ -47,6 +48,16 @@ def parse_value(text: str) -> Any:
         raise ValueError(f"{text[:20]}..., too large or too deep to be read") from None
     value = table["value"]
     return text if len(table) > 1 or isinstance(value, datetime.date | datetime.time) else value
+
+
+def value_as_text(value: Any) -> str:
+    """Return a value as `parse_value` reads it: JSON, which is TOML but for tables."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_as_text, value))}]"
+    if isinstance(value, Mapping):
+        items = (f"{json.dumps(key)} = {value_as_text(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -112,8 +123,10 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     names = list(names) if len(word) <= _LONGEST else []
 
     def likeness(name: str) -> tuple[float, float]:
-        last, other = word.rpartition(".")[2], name.rpartition(".")[2]
-        return SequenceMatcher(None, last, other).ratio(), SequenceMatcher(None, word, name).ratio()
+        last, last_of_name = word.rpartition(".")[2], name.rpartition(".")[2]
+        return SequenceMatcher(None, last, last_of_name).ratio(), SequenceMatcher(
+            None, word, name
+        ).ratio()
 
     def words(name: str) -> set[str]:
         return set(name.rpartition(".")[2].replace("-", "_").split("_"))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from harness.config.sections import (
+    MAX_COUNT,
     Count,
     CountOrZero,
     PathText,
@@ -16,6 +17,9 @@ from harness.config.sections import (
     Section,
     Text,
 )
+
+LEAST_NEEDLE = 128
+"""Tokens that hold sentence and question in any tokenizer."""
 
 
 class EvalConfig(Section):
@@ -30,9 +34,19 @@ class EvalConfig(Section):
     ends early. The last step is exported; save.keep_best also keeps the best checkpoint."""
     better_by: PositiveOrZero = 0.0
     """Nats by which a held-out loss must beat the best one to count as better."""
+    seq_len: Count | None = None
+    """Tokens of the held-out samples whose loss by position is measured, for more positions than
+    are trained; None: data.seq_len."""
+    needle_lengths: list[Annotated[int, Field(ge=LEAST_NEEDLE, le=MAX_COUNT)]] = Field(
+        default_factory=list
+    )
+    """Tokens of held-out texts in which an evaluation hides a sentence and asks for its number at
+    the end (arXiv 2307.03172), each length at five depths; []: none."""
 
     @model_validator(mode="after")
-    def _can_end_early(self) -> EvalConfig:
+    def _is_whole(self) -> EvalConfig:
+        if len({*self.needle_lengths}) < len(self.needle_lengths):
+            raise ValueError("eval.needle_lengths names a length twice")
         if self.patience and not self.every:
             raise ValueError("eval.patience needs evaluations: set eval.every above 0")
         if self.better_by and not self.patience:
@@ -55,6 +69,8 @@ class SaveConfig(Section):
     """Write checkpoints in the background, from a copy in host memory."""
     export: bool = True
     """Export a Hugging Face folder at the end."""
+    merge: bool = False
+    """With model.lora: export weights that the adapters are added to, and the adapters within."""
 
 
 class LogConfig(Section):
@@ -62,6 +78,29 @@ class LogConfig(Section):
 
     every: Count = 1
     """Steps between lines of metrics.jsonl."""
+    report: bool = True
+    """Write report.html into the run folder: at evaluations, once a minute at most, and at the
+    end."""
+    weights_every: CountOrZero = 10
+    """Steps between measurements of param_norm and update_ratio, written with the next line; 0
+    never measures."""
+    attention_every: CountOrZero = 50
+    """Steps between looks at attention on held-out samples (attention_entropy/LAYER,
+    attention_coverage/LAYER), written with the next line; 0 never looks."""
+
+    tensorboard: bool = False
+    """Also write metrics for TensorBoard, into the run folder's tensorboard/ (package
+    tensorboard)."""
+    wandb: Text | None = None
+    """Also write metrics to Weights & Biases: PROJECT or ENTITY/PROJECT (package wandb)."""
+    mlflow: Text | None = None
+    """Also write metrics to MLflow: the EXPERIMENT; into the run folder's mlflow/, or to
+    MLFLOW_TRACKING_URI (package mlflow-skinny or mlflow)."""
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Return True for the first line of metrics at or after each multiple of `every` steps."""
+        is_line = step % self.every == 0
+        return is_line and every > 0 and step // every > (step - self.every) // every
 
 
 class ProfileConfig(Section):
@@ -96,19 +135,20 @@ class ProfileConfig(Section):
 
 
 class SampleConfig(Section):
-    """Text sampled from the model at the end."""
+    """Text sampled from the model at the end, and before training where it has given weights."""
 
     tokens: CountOrZero = 48
     """Length of the sample, tokens; 0 samples nothing."""
     prompt: str | None = None
-    """Text that the sample continues; None starts a new document."""
+    """Text that the sample continues; None answers the first held-out prompt, or where nothing is
+    masked starts a new document."""
 
 
-class PipelineConfig(Section):
-    """Pipeline settings that the DeepSpeed JSON does not have."""
+class LayoutConfig(Section):
+    """Settings of a divided model that the DeepSpeed JSON does not have."""
 
     verify: bool | Literal["auto"] = "auto"
-    """Compare the first batch's loss and gradient norm with the unsplit model's; auto: if one
+    """Compare the first batch's loss and gradient norm with the undivided model's; auto: if one
     rank can hold and run it."""
 
 
@@ -117,6 +157,9 @@ class PlanConfig(Section):
 
     force: bool = False
     """Run even if the estimate says that the run does not fit."""
+    rates: str | None = None
+    """File of a site's rates (tools/plan_cluster.py --calibrate), with which the time of a step is
+    predicted; None takes the tables of GPUs, and predicts nothing on CPU ranks."""
 
 
 class GuardConfig(Section):

@@ -74,6 +74,14 @@ class GroupConfig(Section):
     """Factor on the learning rate of these parameters."""
     weight_decay: PositiveOrZero | None = None
     """Weight decay of these parameters; None: the same as without the rule."""
+    frozen: bool = False
+    """True: they keep their initial values, and have no gradients and no optimizer states."""
+
+    @model_validator(mode="after")
+    def _is_stepped_or_frozen(self) -> GroupConfig:
+        if self.frozen and self.model_fields_set & {"lr_multiplier", "weight_decay"}:
+            raise ValueError("frozen parameters take neither lr_multiplier nor weight_decay")
+        return self
 
     @field_validator("pattern")
     @classmethod
@@ -102,7 +110,7 @@ class OptimConfig(Section):
     """Momentum of sgd, momentum (default 0.9) and muon (default 0.95)."""
     groups: list[GroupConfig] = Field(default_factory=list)
     """Rules for parameters by name; the first that matches applies:
-    optim.groups='[{pattern="embed", lr_multiplier=0.5, weight_decay=0.0}]'."""
+    optim.groups='[{pattern="embed", lr_multiplier=0.5, weight_decay=0.0}]', or frozen=true."""
     weight_decay: PositiveOrZero = 0.1
     """Decay per unit of learning rate; never on biases, norms and embeddings."""
     clip_norm: PositiveOrZero = 1.0

@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 from harness.config.conduct import (
     EvalConfig,
     GuardConfig,
+    LayoutConfig,
     LogConfig,
-    PipelineConfig,
     PlanConfig,
     ProfileConfig,
     ResumeConfig,
@@ -28,15 +28,10 @@ from harness.config.conduct import (
     SaveConfig,
 )
 from harness.config.curriculum import Curriculum
+from harness.config.data_section import DataConfig
+from harness.config.model_section import ModelConfig
 from harness.config.optim_and_schedule import OptimConfig
-from harness.config.sections import (
-    DataConfig,
-    ModelConfig,
-    RampConfig,
-    Section,
-    TrainConfig,
-    key_of,
-)
+from harness.config.sections import RampConfig, Section, TrainConfig, key_of
 
 
 class RunConfig(Section):
@@ -52,7 +47,7 @@ class RunConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    layout: LayoutConfig = Field(default_factory=LayoutConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
     run: RunFolderConfig = Field(default_factory=RunFolderConfig)
@@ -75,14 +70,19 @@ class RunConfig(Section):
 
     def get(self, key: str) -> Any:
         """Return the value of a dotted key: get("optim.lr")."""
-        section, _, field = key.partition(".")
-        return getattr(self, section).model_dump()[field]
+        value = self.model_dump()
+        for name in key.split("."):
+            value = value[name]
+        return value
 
     def is_set(self, key: str) -> bool:
         """Return True if the user set this dotted key, in the file or on the command line."""
-        section, _, field = key.partition(".")
-        fields_set = {key_of(name) for name in getattr(self, section).model_fields_set}
-        return section in self.model_fields_set and field in fields_set
+        section: Any = self
+        for name in key.split("."):
+            if name not in {key_of(field) for field in section.model_fields_set}:
+                return False
+            section = getattr(section, name, None)
+        return True
 
     def origin(self, key: str) -> str:
         """Return the origin of a dotted key's value: "run.toml", "command line", "default"."""
@@ -97,6 +97,21 @@ class RunConfig(Section):
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy
+
+
+FIRST_KEYS = (
+    "model.name",
+    "model.init_from",
+    "data.path",
+    "data.seq_len",
+    "train.steps",
+    "train.global_batch",
+    "optim.lr",
+    "eval.every",
+    "save.every",
+    "run.dir",
+)
+"""Keys that a first run sets."""
 
 
 def run_and_step(text: str) -> tuple[Path, int | None]:
@@ -119,20 +134,38 @@ def origin_of(key: str, origins: Mapping[str, str]) -> str:
 
 def known_keys() -> list[str]:
     """Return every dotted key of the run config, in order."""
-    return [f"{section}.{key_of(name)}" for section, fields in _sections() for name in fields]
+    return [key for key, _ in _fields(RunConfig)]
 
 
-def described_keys() -> list[str]:
-    """Return a line of help for every key: its default and its meaning."""
-    lines = []
-    for section, fields in _sections():
-        for name, field in fields.items():
-            default = field.get_default(call_default_factory=True)
-            text = " ".join((field.description or "").split())
-            lines.append(f"{section}.{key_of(name)} = {default!r}".ljust(36) + f"  {text}")
-    return lines
+def keys_as_text() -> str:
+    """Return all keys, a line each with its default and meaning: those that a first run sets, then
+    section by section.
+    """
+    fields = dict(_fields(RunConfig))
+    parts = ["To begin with:", *(_described(key, fields[key]) for key in FIRST_KEYS)]
+    for name, section in RunConfig.model_fields.items():
+        kind: Any = section.annotation
+        parts += ["", f"[{name}] {_purpose(kind)}"]
+        parts += [_described(key, field) for key, field in _fields(kind, f"{name}.")]
+    return "\n".join(parts)
 
 
-def _sections() -> Iterator[tuple[str, dict[str, FieldInfo]]]:
-    for section, field in RunConfig.model_fields.items():
-        yield section, field.annotation.model_fields  # type: ignore[union-attr]
+def _described(key: str, field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    text = " ".join((field.description or "").split())
+    return f"{key} = {default!r}".ljust(36) + f"  {text}"
+
+
+def _purpose(section: type[Section]) -> str:
+    """Return the first sentence of a section's docstring."""
+    return " ".join((section.__doc__ or "").split("\n\n")[0].split())
+
+
+def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every dotted key in a section, and in the sections in it, with its field."""
+    for name, field in section.model_fields.items():
+        key, kind = f"{prefix}{key_of(name)}", field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from _fields(kind, f"{key}.")
+        else:
+            yield key, field

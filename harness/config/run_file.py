@@ -90,6 +90,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     return tree
 
 
+_MOVED = {
+    "lora": ": write model.lora.rank for lora.rank",
+    "pipeline": ": write layout.verify for pipeline.verify, ds.pipeline.* for the DeepSpeed JSON's",
+}
 _FORMS = {
     "bool_type": ", true or false",
     "bool_parsing": ", true or false",
@@ -127,7 +131,7 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
     key = ".".join(map(str, item["loc"]))
     origin = origin_of(key, origins)
     if item["type"] == "extra_forbidden":
-        hint = did_you_mean(key, [*RunConfig.model_fields, *known_keys()])
+        hint = _MOVED.get(key) or did_you_mean(key, [*RunConfig.model_fields, *known_keys()])
         return f"{key} ({origin}) is not a key of the run config{hint}"
     if item["type"] == "value_error":  # raised by a validator of ours, over a whole section
         return f"{item['ctx']['error']} ({origin})"

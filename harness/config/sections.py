@@ -1,9 +1,9 @@
-"""Run config sections for model, data, batch and length: keys, types, defaults, meanings."""
+"""Types that all sections of the run config share; those of batch and length."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -16,7 +16,6 @@ from pydantic_core import PydanticCustomError
 
 from harness.config.curriculum import Curriculum
 from harness.files.paths import expanded_path
-from harness.layout.attentions import ATTENTIONS
 
 # At most one of these keys may be set.
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
@@ -34,6 +33,8 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+NAME_PATTERN = r"[\w.-]{1,64}"
+"""Names in the keys of metrics."""
 
 
 def _path(value: str) -> str:
@@ -68,57 +69,6 @@ class Section(BaseModel):
     )
 
 
-class ModelConfig(Section):
-    """The decoder to train."""
-
-    name: PathText = "tiny"
-    """Shape of the model (no weights): a preset, a config.json, a folder with one, or a hub id."""
-    init_from: PathText | None = None
-    """Initial weights: a folder, a hub id, or a run of ours as RUN or RUN@STEP; None: random."""
-    checkpointing: Literal["none", "full"] = "none"
-    """Activation checkpointing: of no layer, or of every decoder layer."""
-    attention: Literal[tuple(ATTENTIONS)] = "sdpa"  # type: ignore[valid-type]
-    """Attention implementation, by its Hugging Face name."""
-    kernels: Literal["none", "liger"] = "none"
-    """liger: fused RMSNorm, SwiGLU, and head with cross-entropy, from the package liger-kernel."""
-    compile: bool = False
-    """Compile every decoder layer (torch.compile); the first steps take minutes."""
-    dropout: Probability | None = None
-    """Every dropout probability of the model; None keeps those of the model config."""
-    attention_dropout: Probability | None = None
-    """Dropout probability of attention weights; None: the same as `dropout`."""
-    embedding_dropout: Probability | None = None
-    """Dropout probability of embeddings, in families that have one."""
-    residual_dropout: Probability | None = None
-    """Dropout probability of the residual branches, in families that have one."""
-    stochastic_depth: Probability = 0.0
-    """Probability that a training sample skips the last decoder layer; it rises linearly over the
-    layers."""
-    overrides: dict[str, Any] = Field(default_factory=dict)
-    """Hugging Face config keys to change, e.g. model.overrides.num_hidden_layers=2."""
-
-
-class DataConfig(Section):
-    """Training data."""
-
-    path: PathText | None = None
-    """Text, .jsonl, a folder of them, or a .bin/.idx pair; None: Python's own standard library."""
-    format: Literal["text", "jsonl"] | None = None
-    """Format of the files, whatever their names; None: by file name."""
-    tokenizer: PathText | None = None
-    """Folder or hub id of a Hugging Face tokenizer; None: the corpus's own, or train one."""
-    seq_len: Annotated[int, Field(ge=2, le=MAX_SAMPLES)] = 128
-    """Length of a sample, tokens."""
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Fraction of the documents kept for evaluation."""
-    document_mask: bool | None = None
-    """Tokens attend only within their document; None: only for prompt/completion data."""
-    cache_dir: PathText | None = None
-    """Folder of the cache of tokenised corpora; None: the user's cache folder."""
-    prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
-    """Batches prepared ahead of the step that needs them."""
-
-
 class TrainConfig(Section):
     """Length of the run and size of its steps."""
 
@@ -138,6 +88,10 @@ class TrainConfig(Section):
     label_smoothing: Probability = 0.0
     """Share of a target's probability that is distributed over the vocabulary (arXiv 1512.00567);
     not used in the held-out loss."""
+    carry_state: bool = False
+    """Recurrent models and Mamba-2: the state goes on from window to window of data.seq_len tokens,
+    and gradients do not (truncated back-propagation through time). The rows of a batch are then
+    contiguous streams of text, in the order of the data."""
 
     def num_steps(self, curriculum: Curriculum, seq_len: int) -> int | None:
         """Return the optimizer steps of the run; None under epochs, until the data is counted."""

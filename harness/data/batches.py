@@ -6,63 +6,22 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness.config.curriculum import Curriculum
+from harness.config.curriculum import Curriculum, Slice
+from harness.data.batch import Batch
 from harness.data.order import window_of
-from harness.data.packing import Packed, Span
+from harness.data.packing import Document, Packed, Span
+from harness.data.whole import WholeWindows
 from harness.layout.share import starts_of
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch on the CPU, (micro_batch, seq_len) int64 each."""
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    """Already shifted: labels[i] is the target of position i, or -100."""
-    position_ids: torch.Tensor | None
-    """Positions from 0 in each document if tokens attend only within it; otherwise None."""
-
-    def cut(self, pieces: int) -> Batch:
-        """Return the same tokens as `pieces` times as many sequences, each shorter by that factor.
-
-        Equals the batch that packing to the shorter length gives.
-        """
-        if pieces == 1:
-            return self
-        rows, positions = len(self.labels) * pieces, self.position_ids
-        if positions is not None:
-            # A document continued from the previous piece restarts at 0: its place in the piece.
-            # A document that begins inside the piece has a smaller position there and keeps it.
-            positions = positions.view(rows, -1)
-            positions = torch.minimum(positions, torch.arange(positions.shape[1]))
-        return Batch(self.input_ids.view(rows, -1), self.labels.view(rows, -1), positions)
-
-    def pinned(self) -> Batch:
-        """Return a copy in page-locked memory, from which a device can copy asynchronously."""
-        positions = self.position_ids
-        return Batch(
-            self.input_ids.pin_memory(),
-            self.labels.pin_memory(),
-            None if positions is None else positions.pin_memory(),
-        )
-
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the three tensors on a device, copied asynchronously."""
-        positions = self.position_ids
-        return (
-            self.input_ids.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            None if positions is None else positions.to(device, non_blocking=True),
-        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +33,19 @@ class Sample:
     spans: list[Span]
     batch: Batch
     """A batch of this one sample."""
+    source: int = 0
+    """Number of its source in a mixture."""
+
+
+@dataclass(frozen=True)
+class StepData:
+    """A rank's micro-batches of a step, and sizes of the whole step."""
+
+    batches: list[Batch]
+    tokens: int
+    """Tokens of all ranks, as a run counts them."""
+    positions: int
+    """Positions that all ranks compute."""
 
 
 def share_of_rank(
@@ -100,34 +72,73 @@ class Stream:
 
     def __init__(self, packed: Packed, seed: int, fingerprint: str, *, document_mask: bool) -> None:
         assert packed.num_windows > 0, "a stream needs at least one window"
-        self._packed = packed
+        self.packed = packed
         self._seed, self._fingerprint = seed, fingerprint
         self.document_mask = document_mask
         """True if batches carry position_ids, so that tokens attend within their document."""
 
     @property
+    def holds_whole_documents(self) -> bool:
+        """True if a sample holds whole documents and padding."""
+        return isinstance(self.packed, WholeWindows)
+
+    @property
     def samples(self) -> int:
         """Number of samples in an epoch."""
-        return self._packed.num_windows
+        return self.packed.num_windows
+
+    @property
+    def seq_len(self) -> int:
+        """Length of a sample, with its padding."""
+        return self.packed.seq_len
+
+    def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each of the (n,) samples, without padding."""
+        if isinstance(self.packed, WholeWindows):
+            return self.packed.lengths(self._windows(samples))
+        return np.full(len(samples), self.seq_len)
+
+    @property
+    def tokens_per_sample(self) -> Fraction:
+        """Mean number of tokens in a sample, without padding."""
+        padding = self.packed.facts.padding if isinstance(self.packed, WholeWindows) else 0
+        return self.packed.seq_len - Fraction(padding, self.samples)
 
     @property
     def tokens(self) -> int:
         """Number of tokens in the split, with separators and the dropped incomplete window."""
-        return self._packed.split.num_tokens
+        return self.packed.split.num_tokens
 
     @property
     def documents(self) -> int:
         """Number of documents in the split."""
-        return self._packed.split.num_documents
+        return self.packed.split.num_documents
 
     @property
-    def masks_prompts(self) -> bool:
-        """True if some tokens are prompts, which are read but not trained on."""
-        return self._packed.split.masks_prompts
+    def is_masked(self) -> bool:
+        """True if some tokens are read but not trained on: prompts, the user's turns of a chat."""
+        return self.packed.split.is_masked
+
+    @property
+    def length(self) -> int | None:
+        """Samples until the stream ends; None: without end."""
+        return None
 
     def targets_in(self, first_sample: int, count: int) -> int:
         """Return the target tokens of samples [first_sample, first_sample + count), all ranks."""
-        return self._packed.targets(self._windows(first_sample + np.arange(count)))
+        return self.targets_of(first_sample + np.arange(count))
+
+    def tokens_in(self, first_sample: int, count: int) -> int:
+        """Return the tokens that a run counts of `count` samples from `first_sample` on."""
+        return count * self.seq_len
+
+    def targets_by_source(self, samples: NDArray[np.int64]) -> list[int]:
+        """Return the target tokens of each source of a mixture in some samples; else none."""
+        return []
+
+    def targets_of(self, samples: NDArray[np.int64]) -> int:
+        """Return the target tokens of some samples."""
+        return self.packed.targets(self._windows(samples))
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Return samples [first_sample, first_sample + count) as one batch.
@@ -146,33 +157,55 @@ class Stream:
         data_ranks: int = 1,
         prefetch: int = 2,
         pin_memory: bool = False,
-    ) -> Generator[list[Batch]]:
-        """Yield one rank's micro-batches (share_of_rank) of every step from samples_consumed on,
-        without end; close() the generator."""
+    ) -> Generator[StepData]:
+        """Yield one rank's part of every step from samples_consumed on, without end; close() the
+        generator."""
 
         ahead = curriculum.walk(samples_consumed)
 
-        def load(_number: int) -> list[Batch]:  # by one thread, in order
-            step = next(ahead)
-            share = share_of_rank(
-                step.first_sample, step.global_batch, micro_batch, data_rank, data_ranks
-            )
-            batches = [self._read(samples).cut(step.pieces) for samples in share]
-            return [batch.pinned() for batch in batches] if pin_memory else batches
+        def load(_number: int) -> StepData:  # by one thread, in order
+            data = self.step_data(next(ahead), micro_batch, data_rank, data_ranks)
+            if not pin_memory:
+                return data
+            return replace(data, batches=[batch.pinned() for batch in data.batches])
 
         return load_ahead(load, prefetch)
+
+    def micro_batches(
+        self, step: Slice, micro_batch: int, data_rank: int, data_ranks: int
+    ) -> list[Batch]:
+        """Return one rank's micro-batches of a step."""
+        return self.step_data(step, micro_batch, data_rank, data_ranks).batches
+
+    def step_data(self, step: Slice, micro_batch: int, data_rank: int, data_ranks: int) -> StepData:
+        """Return one rank's part of a step."""
+        share = share_of_rank(
+            step.first_sample, step.global_batch, micro_batch, data_rank, data_ranks
+        )
+        positions = step.global_batch * self.seq_len
+        batches = [self._read(samples).cut(step.pieces) for samples in share]
+        return StepData(batches, tokens=positions, positions=positions)
+
+    def of_length(self, seq_len: int) -> Stream:
+        """Return the split in samples of another length. Raises ConfigError if it has none."""
+        packed = self.packed.of_length(seq_len)
+        return Stream(packed, self._seed, self._fingerprint, document_mask=self.document_mask)
+
+    def documents_of(self, index: int) -> list[Document]:
+        """Return the tokens of the sample at one global index, by document."""
+        return self.packed.documents(int(self._windows(np.array([index]))[0]))
 
     def sample(self, index: int) -> Sample:
         """Return the sample at one global index, with its parts of documents."""
         window = int(self._windows(np.array([index]))[0])
-        spans = self._packed.spans(window)
+        spans = self.packed.spans(window)
         return Sample(index // self.samples, window, spans, self.batch(index, 1))
 
     def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return window_of(samples, self.samples, self._seed, self._fingerprint)
 
     def _read(self, samples: NDArray[np.int64]) -> Batch:
-        windows = self._packed.read(self._windows(samples))
+        windows = self.packed.read(self._windows(samples))
         arrays = (windows.ids, windows.labels, windows.positions)
         ids, labels, positions = (torch.from_numpy(array) for array in arrays)
         return Batch(ids, labels, positions if self.document_mask else None)

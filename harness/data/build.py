@@ -1,138 +1,24 @@
-"""Builds streams of samples from data.path, through a cache."""
+"""Builds streams of samples from data.path or data.mix, through a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harness.config.run_config import RunConfig, run_and_step
-from harness.config.sections import DataConfig
-from harness.data.baselines import unigram_and_bigram_nats
+from harness.config.data_section import REHEARSED
 from harness.data.batches import Stream
-from harness.data.cache import Report, build_once, cache_key, cached_array, default_cache
-from harness.data.corpus import Corpus, find_corpus
-from harness.data.fingerprint import order_key
-from harness.data.indexed import IndexedTokens
-from harness.data.packing import Packed
-from harness.data.prepare import (
-    FORMAT,
-    PROMPTS,
-    SPLIT_FACTS,
-    SPLIT_FORMAT,
-    TOKENS,
-    read_facts,
-    require_ids_of,
-    write_split,
-    write_tokens,
-)
-from harness.data.split import SIDES, load_split
-from harness.data.tokenizer import (
-    TRAINED_FORMAT,
-    load_tokenizer,
-    tokenizer_hash,
-    train_tokenizer,
-    vocab_size,
-)
+from harness.data.build_tokenizer import build_tokenizer, cache_of, cached_tokenizer
+from harness.data.cache import Report
+from harness.data.contiguous import Contiguous
+from harness.data.data import Data
+from harness.data.fingerprint import joined, order_key
+from harness.data.mixture import Mixture
+from harness.data.padded import Padded
+from harness.data.pools import Pools
+from harness.data.shares import epoch_with_old, first_shares, mix_order
+from harness.data.source import Source, cached_fingerprint_of, open_source
+from harness.data.spec import DataSpec
+from harness.data.tokenizer import tokenizer_hash
 from harness.errors import ConfigError
-from harness.files.paths import user_path
-from harness.plan.data import shortened
-from harness.runfolder import RunFolder
-
-_FIRST_TOKENS = 64  # more than a line of the summary holds
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """Input of build_data."""
-
-    config: DataConfig = field(default_factory=DataConfig)
-    seed: int = 0
-    """Seed of the order in which the train split is read."""
-    model_vocab_size: int | None = None
-    """None: the tokenizer's vocabulary size."""
-    trust_remote_code: bool = False
-
-    @classmethod
-    def of_run(
-        cls, run: RunConfig, model_config: Mapping[str, Any], *, trust_remote_code: bool = False
-    ) -> DataSpec:
-        """Return the spec of a run; initial weights bring their tokenizer."""
-        tokenizer = run.data.tokenizer or _tokenizer_of(run.model.init_from)
-        config = run.data.model_copy(update={"tokenizer": tokenizer})
-        return cls(config, run.train.seed, model_config.get("vocab_size"), trust_remote_code)
-
-
-def _tokenizer_of(init_from: str | None) -> str | None:
-    """Return the tokenizer of initial weights; a run of ours has a folder of its own for it."""
-    if init_from is None:
-        return None
-    folder = RunFolder(run_and_step(init_from)[0]).tokenizer_dir
-    return str(folder) if folder.is_dir() else init_from
-
-
-@dataclass(frozen=True)
-class Data:
-    """Tokens ready to train on."""
-
-    train: Stream
-    held_out: Stream
-    tokenizer: PreTrainedTokenizerBase
-    fingerprint: str
-    """Hash of the token ids, of their division into documents, and of the tokenizer."""
-    corpus: Corpus
-    documents: int
-    begins: str
-    """The first line of the first document, as decoded by the tokenizer."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of both splits, with separators."""
-        return self.train.tokens + self.held_out.tokens
-
-    def summary(self) -> str:
-        """Return a line about the data, from which users see that it is the right data."""
-        left_out = f"; left out: {self.corpus.left_out}" if self.corpus.left_out else ""
-        return (
-            f"{self.corpus.path}: {self.documents:,} documents, {self.tokens:,} tokens, of which "
-            f"{self.held_out.tokens:,} are held out; the first begins {self.begins!r}{left_out}"
-        )
-
-    def events(self) -> list[dict[str, str]]:
-        """Return the events about the data for the record of a run."""
-        if not self.corpus.left_out:
-            return []
-        message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
-        return [{"kind": "left_out", "message": message}]
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the tokenizer's largest id."""
-        return vocab_size(self.tokenizer)
-
-    @property
-    def eos_id(self) -> int:
-        """Id of the separator, which ends every document and is a target."""
-        return int(self.tokenizer.eos_token_id)
-
-    @cached_property
-    def _baselines(self) -> tuple[float, float]:
-        return unigram_and_bigram_nats(self.train, self.held_out, self.vocab_size)
-
-    @property
-    def unigram_nats(self) -> float:
-        """Held-out cross-entropy of a unigram model of the train split, nats per token."""
-        return self._baselines[0]
-
-    @property
-    def bigram_nats(self) -> float:
-        """The same of a bigram model, interpolated with the unigram model."""
-        return self._baselines[1]
 
 
 def build_data(spec: DataSpec, report: Report | None = None) -> Data:
@@ -142,50 +28,97 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     Raises ConfigError for problems of the input.
     """
     report = report or (lambda line: None)
-    corpus, identity, cache = _open(spec)
-    source = spec.config.tokenizer or _trained_tokenizer(corpus, cache, report)
-    tokenizer = _load_tokenizer(source, spec)
-    num_ids = spec.model_vocab_size or vocab_size(tokenizer)
-    key = _tokens_key(identity, tokenizer)
-    prefix, prompts = corpus.path, None
-    if corpus.kind != "indexed":
-        folder = cache / f"tokens-{key}"
-        build_once(folder, lambda path: write_tokens(corpus, tokenizer, path, report), report)
-        prefix, prompts = folder / TOKENS, cached_array(folder / PROMPTS, np.dtype("i4"))
-    tokens = IndexedTokens(prefix)
-    folder = build_once(
-        _split_folder(cache, key, spec),
-        lambda path: write_split(tokens, prompts, tokenizer, spec.config.held_out, path, report),
-        report,
+    parts, cache = spec.sources(), cache_of(spec)
+    tokenizer = build_tokenizer(spec, report)
+    sources, sets = (
+        tuple(open_source(name, part, tokenizer, cache, report) for name, part in named.items())
+        for named in (parts, spec.eval_sets())
     )
-    facts = read_facts(folder)
-    require_ids_of(tokens, facts, num_ids)
-    packed = {
-        side: Packed(
-            tokens.ids,
-            load_split(folder, side),
-            seq_len=spec.config.seq_len,
-            eos_id=tokenizer.eos_token_id,
-            vocab_size=num_ids,
-            add_separator=facts.add_separator,
-        )
-        for side in SIDES
-    }
-    _require_windows(packed, spec)
-    document_mask = spec.config.document_mask
-    if document_mask is None:
-        document_mask = any(side.split.masks_prompts for side in packed.values())
+    old = _old_source(spec, tokenizer, report)
+    every = [*sources, *sets, *([old] if old else [])]
+    if problems := [problem for of in every for problem in of.problems(spec)]:
+        raise ConfigError(problems)
+    mask = spec.config.document_mask
+    if mask is None:  # a document alone in its sample needs none
+        is_masked = any(of.is_masked for of in (*sources, *sets))
+        mask = is_masked and spec.config.batching == "packed"
+    train = [of.stream("train", spec.seed, document_mask=mask) for of in sources]
     # The held-out order is the same for every seed, so that runs are compared on the same samples.
-    order = order_key(facts.fingerprint)
-    train = Stream(packed["train"], spec.seed, order, document_mask=document_mask)
-    held_out = Stream(packed["held_out"], 0, order, document_mask=document_mask)
-    begins = _first_line(tokens, tokenizer)
-    return Data(train, held_out, tokenizer, facts.fingerprint, corpus, facts.documents, begins)
+    eval_sets = {of.name: of.stream("train", 0, document_mask=mask) for of in sets}
+    held_out = [*eval_sets.values()][:1] or [
+        of.stream("held_out", 0, document_mask=mask)
+        for of in (sources[:-1] if spec.rehearses else sources)
+    ]
+    order, fingerprint = mix_order(spec, train), joined([of.facts.fingerprint for of in sources])
+
+    def joined_set(streams: list[Stream]) -> Stream:
+        if len(streams) == 1:
+            return streams[0]
+        return Mixture(streams, first_shares(order, len(streams)))
+
+    first_set, longer = joined_set(held_out), spec.eval_seq_len
+    padded = {id(of): _padded(spec, of) for of in (first_set, *eval_sets.values())}
+    if order is not None:
+        train = [Mixture(train, order, epoch_with_old(spec, train))]
+    return Data(
+        _batched(spec, train[0], fingerprint),
+        padded[id(first_set)],
+        tokenizer,
+        fingerprint,
+        sources,
+        {name: padded[id(stream)] for name, stream in eval_sets.items() if name},
+        sets,
+        joined_set([stream.of_length(longer) for stream in held_out]) if longer else None,
+        _padded(spec, old.stream([*old.sides][-1], 0, document_mask=mask)) if old else None,
+    )
 
 
-def _first_line(tokens: IndexedTokens, tokenizer: PreTrainedTokenizerBase) -> str:
-    ids = tokens.ids.block(0, min(len(tokens.ids), _FIRST_TOKENS))
-    return shortened(str(tokenizer.decode([*ids[ids < vocab_size(tokenizer)].tolist()])))
+def _old_source(
+    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, report: Report
+) -> Source | None:
+    """Return the data of data.rehearse whose last side is held out; None without."""
+    old = spec.old_set()
+    if old is None:
+        return None
+    spec.require_tokenizer(tokenizer_hash(tokenizer))
+    return open_source(REHEARSED, old, tokenizer, cache_of(spec), report)
+
+
+def _batched(spec: DataSpec, stream: Stream, fingerprint: str) -> Stream:
+    """Return the train split in the order and the batches of data.batching."""
+    config, pools = spec.config, None
+    if spec.rows is not None:
+        return _contiguous(stream, spec.rows)
+    if config.batching in ("length_grouped", "token_budget"):
+        key = f"{spec.seed}:{order_key(fingerprint)}"
+        sizes = config.pool_samples, config.group_samples
+        parts = stream.order.parts if isinstance(stream, Mixture) else []
+        changes = [part.first for part in parts[1:]]
+        pools = Pools(stream.lengths, *sizes, stream.samples, stream.length, key, changes)
+    return _padded(spec, stream, pools)
+
+
+def _contiguous(stream: Stream, rows: int) -> Stream:
+    """Return the train split as streams of text. Raises ConfigError if it has not as many."""
+    if stream.holds_whole_documents:
+        raise ConfigError(
+            "train.carry_state is true, but samples hold whole documents (data.packing, the "
+            "default where prompts are masked): set data.packing=stream, or train.carry_state=false"
+        )
+    if rows > stream.samples:
+        raise ConfigError(
+            f"train.carry_state is true, but {stream.samples} samples are no {rows} streams of "
+            "text (train.global_batch): lower train.global_batch or data.seq_len, or give more text"
+        )
+    return Contiguous(stream.packed, rows)
+
+
+def _padded(spec: DataSpec, stream: Stream, pools: Pools | None = None) -> Stream:
+    """Return a stream whose samples are padded to their longest, if data.batching says so."""
+    if spec.config.batching == "packed":
+        return stream
+    by_tokens = spec.config.batching == "token_budget"
+    return Padded(stream, pools, pad_to=spec.pad_to, by_tokens=by_tokens)
 
 
 def cached_fingerprint(spec: DataSpec) -> str | None:
@@ -193,79 +126,10 @@ def cached_fingerprint(spec: DataSpec) -> str | None:
 
     Builds nothing. Raises ConfigError for input that build_data would refuse at once.
     """
-    corpus, identity, cache = _open(spec)
-    source = spec.config.tokenizer or _tokenizer_folder(corpus, cache)
-    if isinstance(source, Path) and not source.is_dir():
-        return None  # the tokenizer is not trained yet
-    key = _tokens_key(identity, _load_tokenizer(source, spec))
-    folder = _split_folder(cache, key, spec)
-    return read_facts(folder).fingerprint if (folder / SPLIT_FACTS).is_file() else None
-
-
-def _open(spec: DataSpec) -> tuple[Corpus, list[object], Path]:
-    """Return the corpus, its identity, and the cache folder."""
-    cache = (
-        user_path("data.cache_dir", spec.config.cache_dir)
-        if spec.config.cache_dir
-        else default_cache()
-    )
-    try:
-        corpus = find_corpus(spec.config.path, spec.config.format)
-        return corpus, corpus.identity(), cache
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
-
-
-def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
-    """Return the tokenizer. Raises ConfigError if it has more ids than the model."""
-    tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
-    ids = vocab_size(tokenizer)
-    if spec.model_vocab_size is not None and ids > spec.model_vocab_size:
-        raise ConfigError(
-            f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only "
-            f"{spec.model_vocab_size}: set model.overrides.vocab_size={ids}"
-        )
-    return tokenizer
-
-
-def _tokens_key(identity: list[object], tokenizer: PreTrainedTokenizerBase) -> str:
-    return cache_key(format=FORMAT, corpus=identity, tokenizer=tokenizer_hash(tokenizer))
-
-
-def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
-    return (
-        cache / f"split-{cache_key(source=key, held_out=spec.config.held_out, format=SPLIT_FORMAT)}"
-    )
-
-
-def _tokenizer_folder(corpus: Corpus, cache: Path) -> Path:
-    """Return the cache folder of the tokenizer trained on a corpus."""
-    if corpus.kind == "indexed":
-        raise ConfigError(
-            f"data.path: {corpus.path} holds token ids: set data.tokenizer to the one that wrote "
-            "them"
-        )
-    key = cache_key(format=FORMAT, trained=TRAINED_FORMAT, corpus=corpus.identity())
-    return cache / f"tokenizer-{key}"
-
-
-def _trained_tokenizer(corpus: Corpus, cache: Path, report: Report) -> Path:
-    def build(path: Path) -> None:
-        report("training a tokenizer")
-        train_tokenizer(corpus, path)
-
-    return build_once(_tokenizer_folder(corpus, cache), build, report)
-
-
-def _require_windows(packed: dict[str, Packed], spec: DataSpec) -> None:
-    """Raise ConfigError unless each side has at least one sample."""
-    problems = [
-        f"data.path: the {side.replace('_', '-')} split has {windows.split.num_tokens} tokens in "
-        f"{windows.split.num_documents} documents; one sample takes data.seq_len + 1 = "
-        f"{spec.config.seq_len + 1}: give more text, lower data.seq_len, or change data.held_out "
-        f"(now {spec.config.held_out})"
-        for side, windows in packed.items()
-        if not windows.num_windows
-    ]
-    if problems:
-        raise ConfigError(problems)
+    tokenizer = cached_tokenizer(spec)
+    if tokenizer is None:
+        return None
+    cache, parts = cache_of(spec), [*spec.sources().values()]
+    fingerprints = [cached_fingerprint_of(part, tokenizer, cache) for part in parts]
+    cached = [fingerprint for fingerprint in fingerprints if fingerprint is not None]
+    return joined(cached) if len(cached) == len(parts) else None

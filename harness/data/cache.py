@@ -7,13 +7,15 @@ lock, and the next builder on its machine removes its unfinished folder.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,13 +48,7 @@ def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> P
     written: NoRoom if its disk is full or read-only.
     """
     try:
-        if folder.is_dir():
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _opened(folder.with_name(f"{folder.name}.lock")) as lock:
-            is_alone = _acquire(lock, report)
-            if not folder.is_dir():
-                _build(folder, build, is_alone)
+        fill_once(folder, build, report)
     except OSError as error:
         problem = (
             f"data.cache_dir: cannot use {folder.parent}: {error}; name a folder with room, which "
@@ -62,6 +58,23 @@ def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> P
     return folder
 
 
+def fill_once(folder: Path, build: Callable[[Path], None], report: Report) -> None:
+    """Fill a folder as build_once does. Raises OSError."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f"{folder.name}.lock"), report) as is_alone:
+        if not folder.is_dir():
+            _build(folder, build, is_alone)
+
+
+@contextlib.contextmanager
+def locked(path: Path, report: Report) -> Iterator[bool]:
+    """Hold a lock, after waiting for it; False where the file system has none. Raises OSError."""
+    with _opened(path) as lock:
+        yield _acquire(lock, report)
+
+
 def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> NDArray[Any]:
     """Return an array of a finished folder, as a memory map of one dimension, or of `rows` rows.
 
@@ -69,7 +82,9 @@ def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> N
     """
     try:
         open_regular(path, links=True).close()  # numpy would block on a pipe
-        array = np.asarray(np.load(path, mmap_mode="r"))
+        mapped = np.load(path, mmap_mode="r")
+        mapped.base.madvise(mmap.MADV_RANDOM)  # a search needs few pages, not megabytes each
+        array = np.asarray(mapped)
     except Exception as error:  # numpy raises many classes for damaged files
         raise damaged(path, error) from error
     if array.dtype != dtype or array.shape[:-1] != (() if rows is None else (rows,)):

@@ -2,115 +2,208 @@
 
 from __future__ import annotations
 
-import codecs
-import json
-import re
 import sys
 import tokenize
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from harness.errors import ConfigError
+from harness.files.chat import Chat
 from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
-from harness.files.file_kinds import NO_UTF_8, Format, reads_lines, why_not_utf_8
-
-# Most problems in a report, line numbers per problem, and bad lines before reading stops.
-MAX_PROBLEMS, _NAMED_LINES, _MAX_LINES = 20, 5, 1000
-# Longer documents are read and tokenised in pieces of about this size.
-PIECE_CHARS = 1 << 17
-# Tokenizers join a space to the word after it, not to the word before: a cut there changes no id.
-_CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
+from harness.files.data_format import BadLines
+from harness.files.file_kinds import format_of
+from harness.files.first_bytes import why_not_utf_8
+from harness.files.forms import document_of, value_of
+from harness.files.pieces import Piece, pieces_of
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a document; a document is the run of pieces that ends with a `last` one."""
+class Part:
+    """A conversation, or a piece of another document, and where it stands."""
 
-    text: str
-    is_prompt: bool = False
-    """Read, but not trained on."""
-    is_last: bool = True
+    document: Chat | Piece
+    file: Path
+    line: int
+    record: object = None
+    """The record that holds it; None for a document that is a file."""
+
+    @property
+    def num_characters(self) -> int:
+        """Length of the text."""
+        document = self.document
+        return document.num_characters if isinstance(document, Chat) else len(document.text)
+
+    @property
+    def is_last(self) -> bool:
+        """True if a document ends here."""
+        return isinstance(self.document, Chat) or self.document.is_last
 
 
+@dataclass(frozen=True)
 class Corpus(CorpusFiles):
     """Corpus files, with their documents."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Names of the columns of a document in the records (data.columns)."""
+    where: Mapping[str, str] = field(default_factory=dict)
+    """Values that the records have in some columns (data.where)."""
+    between: tuple[int, int] | None = None
+    """The range of bytes of its only file whose lines are read; None: files are read whole."""
+    leading: tuple[bool, str] | None = None
+    """Of a part of a corpus: whether the first document of the whole is a conversation, and its
+    place; None: the first document of these files says it."""
 
     def identity(self) -> list[object]:
         """Return names, sizes and modification times: they change if the documents may have."""
         stats = [(str(file), file.stat()) for file in self.files]
         return [
-            self.kind if self.format is None else f"{self.kind} as {self.format}",
+            self._kind(),
             sys.version if self.kind == "library" else "",
             [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
         ]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield every document in order, as pieces.
+    def _kind(self) -> str:
+        """Return the part of the identity that says how the files are read."""
+        kind = self.kind if self.format is None else f"{self.kind} as {self.format}"
+        kind = f"{kind} with {sorted(self.columns.items())}" if self.columns else kind
+        return f"{kind} where {sorted(self.where.items())}" if self.where else kind
 
-        Raises ConfigError with up to MAX_PROBLEMS problems, each with its file and lines.
+    def parts(self, bad_lines: BadLines) -> Iterator[Part]:
+        """Yield every document in order, as pieces or as a conversation; collect bad lines.
+
+        Conversations are not mixed with other text: a folder's README would be learned.
         """
-        problems = Problems()
+        first = self.leading
         for file in self.files:
             try:
-                if reads_lines(file, self.format):
-                    yield from _json_lines(file, problems)
-                elif self.kind == "library":
-                    yield from _library_file(file)
-                else:
-                    yield from _text_file(file)
+                for document, line, record in self._documents_of(file, bad_lines):
+                    is_chat = isinstance(document, Chat)
+                    first = first or (is_chat, f"{file}:{line}")
+                    if is_chat == first[0]:
+                        yield Part(document, file, line, record)
+                    else:
+                        kinds = {True: "a conversation", False: "other text"}
+                        text = f"holds {kinds[is_chat]}, but {first[1]} holds {kinds[first[0]]}"
+                        bad_lines.add(file, f"{text}: name one of them, or move it", line)
             except UnicodeDecodeError as error:
-                problems.add(file, f"{error}; it {why_not_utf_8(file)}")
+                bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
             except OSError as error:
-                problems.add(file, str(error))
-            if problems.are_enough:
+                bad_lines.add(file, str(error))
+            if bad_lines.are_enough:
                 break
-        if problems.lines:
-            raise ConfigError(problems.texts())
+
+    def _documents_of(
+        self, file: Path, bad_lines: BadLines
+    ) -> Iterator[tuple[Chat | Piece, int, object]]:
+        if self.kind == "library":
+            yield from ((piece, 1, None) for piece in _library_file(file))
+            return
+        format = format_of(file, self.format)
+        if format.records is None:
+            assert format.pieces is not None, "a format has pieces or records"
+            if self.where:
+                bad_lines.add(file, f"has no columns, but data.where is {dict(self.where)}")
+                return
+            yield from ((piece, 1, None) for piece in format.pieces(file, bad_lines))
+            return
+        records = format.records(file, bad_lines)
+        if self.between is not None:
+            assert format.records_between is not None, "a file with bounds has it"
+            records = format.records_between(file, bad_lines, *self.between)
+        for line, record in records:
+            bad_lines.seen += 1
+            try:
+                if any(value_of(record, column) != value for column, value in self.where.items()):
+                    continue
+                document = document_of(record, self.columns)
+            except ValueError as error:
+                bad_lines.add(file, str(error), line)
+                if bad_lines.are_enough:
+                    return
+            else:
+                for part in [document] if isinstance(document, Chat) else document:
+                    yield part, line, record
+
+    @cached_property
+    def holds_chats(self) -> bool:
+        """True if the first document is a conversation, which no other text is mixed with."""
+        first = self.first_document
+        return first is not None and first[0]
+
+    @cached_property
+    def first_document(self) -> tuple[bool, str] | None:
+        """True if the first document is a conversation, and its place; None without a document."""
+        if self.leading is not None or self._first_part is None:
+            return self.leading
+        return self.first_chat is not None, f"{self._first_part.file}:{self._first_part.line}"
+
+    @property
+    def first_chat(self) -> Chat | None:
+        """The first document if it is a conversation."""
+        document = self._first_part.document if self._first_part else None
+        return document if isinstance(document, Chat) else None
+
+    @cached_property
+    def _first_part(self) -> Part | None:
+        """The begin of the first document, without its record; None of other data than files."""
+        part = next(self.parts(BadLines()), None) if self.kind == "text" else None
+        return part and replace(part, record=None)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield every document in order, as pieces; a conversation without its template.
+
+        Raises ConfigError with up to MAX_PROBLEMS problems, each with its first file and line.
+        """
+        bad_lines = BadLines()
+        for part in self.parts(bad_lines):
+            if isinstance(part.document, Chat):
+                yield from pieces_of("\n".join(turn["content"] for turn in part.document.messages))
+            else:
+                yield part.document
+        bad_lines.require_none()
 
     def name_of(self, document: int) -> str:
         """Return the file of a document; "" if finding it would take reading all files."""
-        if self.kind == "indexed" or any(reads_lines(file, self.format) for file in self.files):
+        if self.kind == "indexed" or any(format_of(f, self.format).count for f in self.files):
             return ""
         return str(self.files[min(document, len(self.files) - 1)])
 
 
-def find_corpus(path: str | None, format: Format | None = None) -> Corpus:
-    """Return the corpus that `data.path` names; raises ConfigError as find_files does."""
-    return Corpus(**vars(find_files(path, format)))
+@dataclass(frozen=True)
+class Corpora:
+    """The documents of several corpora, one after the other."""
 
-
-@dataclass
-class Problems:
-    """Unreadable lines (0 for a whole file) by file and message."""
-
-    lines: dict[tuple[Path, str], list[int]] = field(default_factory=dict)
-
-    def add(self, file: Path, message: str, line: int = 0) -> None:
-        """Add a problem."""
-        self.lines.setdefault((file, message), []).append(line)
+    corpora: Sequence[Corpus]
 
     @property
-    def are_enough(self) -> bool:
-        """True if the report is long enough to stop reading."""
-        total = sum(map(len, self.lines.values()))
-        return len(self.lines) >= MAX_PROBLEMS or total >= _MAX_LINES
+    def path(self) -> str:
+        """The paths of all, for messages."""
+        return ", ".join(str(corpus.path) for corpus in self.corpora)
 
-    def texts(self) -> list[str]:
-        """Return a sentence for each message of a file."""
-        return [_problem(*of, lines) for of, lines in self.lines.items()]
+    def num_bytes(self) -> int:
+        """Return the size of all files together."""
+        return sum(corpus.num_bytes() for corpus in self.corpora)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the documents of all, as pieces. Raises ConfigError."""
+        for corpus in self.corpora:
+            yield from corpus.pieces()
 
 
-def _problem(file: Path, message: str, lines: list[int]) -> str:
-    if lines == [0]:
-        return f"data.path: cannot read {file}: {message}"
-    more = ""
-    if len(lines) > 1:
-        others = ", ".join(map(str, lines[1:_NAMED_LINES]))
-        more = f" (so are lines {others}{' and more' if len(lines) > _NAMED_LINES else ''}; "
-        more += f"{len(lines)}{' or more' if len(lines) >= _MAX_LINES else ''} in all)"
-    return f"data.path: {file}:{lines[0]}: {message}{more}"
+def find_corpus(
+    path: str | None,
+    format: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
+) -> Corpus:
+    """Return the corpus that `data.path` names; raises ConfigError as find_files does."""
+    files = find_files(path, format)
+    if where and files.kind != "text":
+        raise ConfigError(f"data.where is {dict(where)}, but {files.path} has no columns")
+    return Corpus(**vars(files), columns=columns or {}, where=where or {})
 
 
 def _library_file(file: Path) -> Iterator[Piece]:
@@ -120,84 +213,3 @@ def _library_file(file: Path) -> Iterator[Piece]:
         return
     for _, page in sorted(topics.items()):
         yield Piece(page)
-
-
-def _text_file(file: Path) -> Iterator[Piece]:
-    """Yield a file's text unchanged as one document, without a byte order mark."""
-    with file.open(encoding="utf-8-sig", newline="") as opened:
-        unread = ""
-        while block := opened.read(PIECE_CHARS):
-            unread += block
-            if len(unread) > PIECE_CHARS:
-                cut = _cut(unread, len(unread) // 2, len(unread))
-                yield Piece(unread[:cut], is_last=False)
-                unread = unread[cut:]
-        yield Piece(unread)
-
-
-def _cut(text: str, start: int, end: int) -> int:
-    """Return a place in [start, end] where a cut changes no token id; `end` if there is none."""
-    place = _CUT.search(text, start, end)
-    return place.start() if place else end
-
-
-def _json_lines(file: Path, problems: Problems) -> Iterator[Piece]:
-    """Yield one document per nonblank line, adding unreadable ones to `problems`."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            text = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
-            if not text:
-                continue
-            try:
-                yield from _document_of(json.loads(text.decode()))
-            except UnicodeDecodeError as error:
-                if number == 1 and (why := why_not_utf_8(file)) != NO_UTF_8:
-                    return problems.add(file, f"it {why}")
-                problems.add(file, str(error), number)
-            except json.JSONDecodeError as error:
-                problems.add(file, f"is no JSON: {error.msg} at column {error.colno}", number)
-            except RecursionError:
-                problems.add(file, "is JSON that is nested too deeply", number)
-            except ValueError as error:
-                problems.add(file, str(error), number)
-            if problems.are_enough:
-                return None
-
-
-def _document_of(value: object) -> Iterator[Piece]:
-    """Yield the pieces of one line's JSON value. Raises ValueError with the problem."""
-    if not isinstance(value, dict):
-        raise ValueError(f"must be an object, not {type(value).__name__}")
-    keys = [key for key in ("text", "prompt", "completion") if key in value]
-    if keys not in (["text"], ["prompt", "completion"]):
-        raise ValueError(
-            "needs either text, or prompt and completion; "
-            f"it has {', '.join(map(repr, value)) or 'no keys'}{_renaming(value)}"
-        )
-    for key in keys:
-        if not isinstance(value[key], str):
-            raise ValueError(f"{key} must be a string, not {type(value[key]).__name__}")
-        value[key].encode()  # a lone surrogate, "\ud800", is valid JSON and no text
-    if keys == ["text"]:
-        yield from _pieces_of(value["text"])
-    else:
-        yield from _pieces_of(value["prompt"], is_prompt=True)
-        yield from _pieces_of(value["completion"])
-
-
-def _renaming(value: dict[str, object]) -> str:
-    """Return the command that renames the only text of a line to "text"; "" if not unique."""
-    texts = [key for key in value if isinstance(value[key], str) and key.isidentifier()]
-    if len(texts) != 1 or {"prompt", "completion"} & value.keys():
-        return ""
-    return f": jq -c '{{text: .{texts[0]}}}' FILE > NEW makes {texts[0]} the text"
-
-
-def _pieces_of(text: str, is_prompt: bool = False) -> Iterator[Piece]:
-    """Yield a string in pieces, as text files are cut; a prompt does not end its document."""
-    start = 0
-    while len(text) - start > PIECE_CHARS:
-        cut = _cut(text, start + PIECE_CHARS // 2, start + PIECE_CHARS)
-        yield Piece(text[start:cut], is_prompt, is_last=False)
-        start = cut
-    yield Piece(text[start:], is_prompt, is_last=not is_prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,3 +82,11 @@ def combined(ids: Ids, layout: str) -> str:
 def order_key(fingerprint: str) -> str:
     """Return the part of a fingerprint that the order of samples depends on."""
     return fingerprint.rpartition("-")[2]
+
+
+def joined(fingerprints: Sequence[str]) -> str:
+    """Return the fingerprint of several sources; that of the only one is its own."""
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    layout = hashlib.sha256(" ".join(map(order_key, fingerprints)).encode()).hexdigest()
+    return f"{hashlib.sha256(' '.join(fingerprints).encode()).hexdigest()}-{layout}"

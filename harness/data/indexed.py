@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from harness.errors import ConfigError
 from harness.files.token_index import HEADER, MAGIC, TYPES, read_header
 
 _UINT16, _INT32 = 6, 4
+_COPIED_BYTES = 1 << 24
 
 
 class IndexedTokens:
@@ -112,8 +114,36 @@ def write_indexed(
             sizes.append(len(ids))
             if ends_document:
                 bounds.append(len(sizes))
-    offsets = np.r_[0, np.cumsum(sizes, dtype=np.int64)[:-1]] * dtype.itemsize
-    with Path(f"{prefix}.idx").open("wb") as file:
+    _write_index(Path(f"{prefix}.idx"), code, np.asarray(sizes), np.asarray(bounds))
+
+
+def _write_index(
+    path: Path, code: int, sizes: NDArray[np.integer], bounds: NDArray[np.integer]
+) -> None:
+    itemsize = np.dtype(TYPES[code]).itemsize
+    offsets = np.r_[0, np.cumsum(sizes, dtype=np.int64)[:-1]] * itemsize
+    with path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(bounds)))
         for column, width in ((sizes, "<i4"), (offsets, "<i8"), (bounds, "<i8")):
             file.write(np.asarray(column, dtype=width).tobytes())
+
+
+def join_indexed(parts: Sequence[Path], prefix: Path) -> None:
+    """Write the pairs of consecutive parts of a corpus as one: that of a single write_indexed.
+
+    A part may be empty. Raises OSError.
+    """
+    codes, sizes, bounds, sequences = set(), [], [np.zeros(1, dtype="<i8")], 0
+    with Path(f"{prefix}.bin").open("wb") as joined:
+        for part in parts:
+            with Path(f"{part}.bin").open("rb") as file:
+                shutil.copyfileobj(file, joined, _COPIED_BYTES)
+            index = Path(f"{part}.idx").read_bytes()
+            *_, code, count, documents = HEADER.unpack_from(index)
+            codes.add(code)
+            sizes.append(np.frombuffer(index, "<i4", count, HEADER.size))
+            ends = np.frombuffer(index, "<i8", documents, HEADER.size + 12 * count)[1:]
+            bounds.append(ends + sequences)
+            sequences += count
+    assert len(codes) == 1, "one vocabulary, one width"
+    _write_index(Path(f"{prefix}.idx"), codes.pop(), np.concatenate(sizes), np.concatenate(bounds))

@@ -62,8 +62,8 @@ def window_of(
     """Return the window of each global sample index; epoch = index // windows."""
     epochs, within = np.divmod(samples, windows)
     chosen = np.empty_like(within)
-    for epoch in np.unique(epochs):
+    for epoch in set(epochs.tolist()):  # np.unique loads numpy.ma before its first answer
         here = epochs == epoch
-        keys = round_keys("order", seed, fingerprint, int(epoch))
+        keys = round_keys("order", seed, fingerprint, epoch)
         chosen[here] = permute(within[here], windows, keys)
     return chosen

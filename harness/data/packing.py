@@ -2,21 +2,26 @@
 
 Window w holds the stream's tokens [w * seq_len, w * seq_len + seq_len + 1): its first seq_len are
 inputs, its last seq_len are their targets, so every token but the stream's first is a target once.
-Tokens after the last complete window are dropped.
+Tokens after the last complete window are dropped. Windows that a run has kept of its data follow
+each other without sharing a token: then `stride`, from window to window, is seq_len + 1.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.data.masks import Masks
 from harness.data.split import Split
 from harness.data.token_file import TokenFile
 from harness.errors import ConfigError
 
 IGNORED = -100  # the label that torch's cross entropy skips
+Document = tuple[NDArray[np.int64], NDArray[np.bool_]]
+"""Token ids, and which of them are learned."""
 
 
 @dataclass(frozen=True)
@@ -47,55 +52,99 @@ class Packed:
         self,
         tokens: TokenFile,
         split: Split,
+        masks: Masks,
         *,
         seq_len: int,
         eos_id: int,
         vocab_size: int,
         add_separator: bool,
+        stride: int | None = None,
     ) -> None:
+        assert not (add_separator and split.is_masked), "documents with masks store their ends"
         self.split, self.seq_len = split, seq_len
-        self.num_windows = max(0, split.num_tokens - 1) // seq_len
-        self._tokens = tokens
+        self._stride = stride or seq_len
+        self.num_windows = max(0, split.num_tokens - seq_len - 1 + self._stride) // self._stride
+        self._tokens, self._masks = tokens, masks
         self._eos_id, self._vocab_size = eos_id, vocab_size
         self._add_separator = add_separator
 
+    def of_length(self, seq_len: int) -> Packed:
+        """Return the stream in windows of another length. Raises ConfigError if it has none."""
+        other = copy.copy(self)
+        other.seq_len = other._stride = seq_len
+        other.num_windows = max(0, self.split.num_tokens - 1) // seq_len
+        if not other.num_windows:
+            raise ConfigError(
+                f"eval.seq_len is {seq_len}, but the held-out text has {self.split.num_tokens} "
+                "tokens: lower it, or raise data.held_out"
+            )
+        return other
+
     def read(self, windows: NDArray[np.int64]) -> Windows:
         """Return the (n,) windows. Raises ConfigError for an id outside the vocabulary."""
-        begin = windows[:, None] * self.seq_len
+        begin = windows[:, None] * self._stride
         places = begin + np.arange(self.seq_len + 1)  # (n, seq_len + 1) in the stream
         rows = self._rows_of(windows)
         starts = self.split.starts[rows]
         ids = self._ids(rows, places - starts)
         labels = ids[:, 1:]
-        if self.split.masks_prompts:
-            prompts = self.split.prompts[rows + 1] - self.split.prompts[rows]
-            labels = np.where((places - starts < prompts)[:, 1:], IGNORED, labels)
+        if self.split.is_masked:
+            sources = self.split.offsets[rows] + places - starts
+            labels = np.where(self._masks.at(sources[:, 1:]), IGNORED, labels)
         positions = places - np.maximum(starts, begin)
         # Always copies: inputs and labels of a single window would otherwise be views of one array.
         return Windows(
             *(np.array(array, order="C") for array in (ids[:, :-1], labels, positions[:, :-1]))
         )
 
+    def learned_in(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the targets in the first `lengths` tokens of documents: the first is never one."""
+        firsts = self.split.offsets[rows]
+        masked = self._masks.before(firsts + lengths) - self._masks.before(firsts + 1)
+        learned: NDArray[np.int64] = lengths - 1 - masked
+        return learned
+
     def targets(self, windows: NDArray[np.int64]) -> int:
         """Return the target tokens of the (n,) windows, counted without reading tokens."""
-        begin = windows * self.seq_len + 1
+        begin = windows * self._stride + 1
         masked = self._masked_before(begin + self.seq_len) - self._masked_before(begin)
         return len(windows) * self.seq_len - int(masked.sum())
 
+    def begin_documents(self, windows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return True for each of the (n,) windows that begins with the first token of one."""
+        begin = windows * self._stride
+        begins: NDArray[np.bool_] = self.split.starts[self._rows_at(begin)] == begin
+        return begins
+
     def spans(self, window: int) -> list[Span]:
         """Return the parts of documents in a window, seq_len + 1 tokens in all."""
+        rows, firsts, lasts, columns = self._parts(window)
+        parts = np.stack([self.split.numbers[rows], firsts, lasts, columns], axis=1)
+        return [Span(*part) for part in parts.tolist()]
+
+    def documents(self, window: int) -> list[Document]:
+        """Return those parts as tokens."""
+        parts = zip(*(part.tolist() for part in self._parts(window)[:3]), strict=True)
+        documents = []
+        for row, first, last in parts:
+            offsets = np.arange(first, last)
+            rows = np.full_like(offsets, row)
+            documents.append((self._ids(rows, offsets), ~self._is_masked(rows, offsets)))
+        return documents
+
+    def _parts(self, window: int) -> tuple[NDArray[np.int64], ...]:
+        """Return split row, first and last token and column of each part of a document."""
         shown = self._rows_of(np.array([window]))[0]
         rows, columns, lengths = np.unique(shown, return_index=True, return_counts=True)
-        firsts = window * self.seq_len + columns - self.split.starts[rows]
-        parts = np.stack([self.split.numbers[rows], firsts, firsts + lengths, columns], axis=1)
-        return [Span(*part) for part in parts.tolist()]
+        firsts = window * self._stride + columns - self.split.starts[rows]
+        return rows, firsts, firsts + lengths, columns
 
     def _rows_of(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the (n, seq_len + 1) split rows of the tokens of (n,) windows.
 
         One search per window, not per token: most tokens follow another of the same document.
         """
-        begin = windows * self.seq_len
+        begin = windows * self._stride
         end = begin + self.seq_len + 1
         first = self._rows_at(begin)
         counts = self._rows_at(end - 1) - first + 1
@@ -105,12 +154,16 @@ class Packed:
         stops = np.minimum(self.split.starts[rows + 1], end[window])
         return np.repeat(rows, stops - starts).reshape(len(windows), -1)
 
+    def _is_masked(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return True for each token at an offset in a document that is read, but not learned."""
+        return self._masks.at(self.split.offsets[rows] + offsets)
+
     def _masked_before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the prompt tokens in the stream before each of the (n,) places."""
+        """Return the masked tokens in the stream before each of the (n,) places."""
         rows = self._rows_at(places)
-        before, after = self.split.prompts[rows], self.split.prompts[rows + 1]
-        inside: NDArray[np.int64] = np.minimum(places - self.split.starts[rows], after - before)
-        return before + inside
+        offsets = self.split.offsets[rows]
+        inside = self._masks.before(offsets + places - self.split.starts[rows])
+        return self.split.masked[rows] + inside - self._masks.before(offsets)
 
     def _rows_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the split's row of each place of the stream; the last row at its very end."""

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from harness.data.cache import Report, damaged
 from harness.data.corpus import Corpus
+from harness.data.encoding import Encoder
 from harness.data.fingerprint import combined, first_outside, survey
 from harness.data.indexed import IndexedTokens, write_indexed
+from harness.data.masks import NO_MASKS, Masks, MaskWriter
 from harness.data.split import stores_separator, write_splits
-from harness.data.tokenizer import encoded, tokenizer_hash, vocab_size
+from harness.data.token_file import BLOCK_BYTES
+from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, Unusable, shortened
+from harness.files.data_format import BadLines
 from harness.files.regular_file import read_json
 
 # Increase this if the same text would give other tokens, ...
-FORMAT = 3
+FORMAT = 4
 # ... and this one if the files of the split change.
-SPLIT_FORMAT = 2
-TOKENS, PROMPTS, SPLIT_FACTS = "tokens", "prompts.npy", "split.json"
+SPLIT_FORMAT = 3
+TOKENS, MASKS, SPLIT_FACTS = "tokens", "masks.npy", "split.json"
 _REPORT_EVERY_CHARS = 1 << 26
 _MOST_FACTS_BYTES = 2**20
 _FACT_TYPES: dict[str, type] = {
@@ -49,55 +51,97 @@ class SplitFacts:
     highest_id: int
 
 
+@dataclass(frozen=True)
+class Counts:
+    """The size of a corpus, or of a part of it."""
+
+    documents: int
+    characters: int
+    tokens: int
+
+
 def write_tokens(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, learn: str, folder: Path, report: Report
 ) -> None:
-    """Write the tokens, and the number of prompt tokens of each document."""
-    prompts, in_prompt, characters, reported = array("i"), 0, 0, 0
+    """Write the tokens, and which of them are masked. Raises ConfigError with all bad lines."""
+    bad_lines, reported = BadLines(), 0
+
+    def progress(characters: int) -> None:
+        nonlocal reported
+        if characters - reported > _REPORT_EVERY_CHARS:
+            reported = characters
+            report(f"tokenised {min(1.0, characters / corpus.num_bytes()):.0%} of {corpus.path}")
+
+    counts = encode_corpus(corpus, tokenizer, learn, folder, bad_lines, progress)
+    require_text(corpus, counts, bad_lines)
+
+
+def encode_corpus(
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    learn: str,
+    folder: Path,
+    bad_lines: BadLines,
+    progress: Callable[[int], None],
+) -> Counts:
+    """Write the tokens and masks of the good lines; `progress` receives the characters so far."""
+    encoder = Encoder(corpus, tokenizer, learn)
+    masks, documents, characters, tokens = MaskWriter(), 0, 0, 0
 
     def sequences() -> Iterator[tuple[list[int], bool]]:
         """Yield (ids of the next piece, True if its document ends there)."""
-        nonlocal in_prompt, characters, reported
-        for group, encodings in encoded(tokenizer, corpus.pieces()):
-            for piece, ids in zip(group, encodings, strict=True):
-                in_prompt += len(ids) * piece.is_prompt
-                if piece.is_last:
-                    prompts.append(in_prompt)
-                    in_prompt = 0
-                    ids.append(tokenizer.eos_token_id)
-                yield ids, piece.is_last
-            characters += sum(len(piece.text) for piece in group)
-            if characters - reported > _REPORT_EVERY_CHARS:
-                reported = characters
-                report(f"tokenised {characters / corpus.num_bytes():.0%} of {corpus.path}")
+        nonlocal documents, characters, tokens
+        for group in encoder.encoded(bad_lines):
+            for part, encoded in group:
+                masks.add_learned(len(encoded.ids), encoded.learned)
+                documents += part.is_last
+                characters += part.num_characters
+                tokens += len(encoded.ids)
+                yield encoded.ids, part.is_last
+            progress(characters)
+            if bad_lines.are_enough:
+                break
 
     write_indexed(folder / TOKENS, vocab_size(tokenizer), sequences())
-    if not characters:
-        raise ConfigError(f"data.path: {corpus.path} holds no text ({len(prompts)} documents)")
-    np.save(folder / PROMPTS, np.asarray(prompts, dtype=np.int32))
+    masks.save(folder / MASKS)
+    return Counts(documents, characters, tokens)
+
+
+def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
+    """Raise ConfigError with all bad lines, or if there is no text."""
+    bad_lines.require_none()
+    if not counts.characters:
+        raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
 
 
 def write_split(
     tokens: IndexedTokens,
-    prompts: NDArray[np.int32] | None,
+    masks: Masks | None,
     tokenizer: PreTrainedTokenizerBase,
-    held_out: float,
+    held_out: float | None,
     folder: Path,
     report: Report,
 ) -> None:
-    """Write both sides of the split and its facts; `prompts` is None for the user's .bin/.idx."""
-    modified_ns = tokens.bin_path.stat().st_mtime_ns if prompts is None else None
+    """Write both sides of the split and its facts; `masks` is None for the user's .bin/.idx."""
+    modified_ns = tokens.bin_path.stat().st_mtime_ns if masks is None else None
     starts = tokens.document_starts()
-    if prompts is None:
-        prompts = np.zeros(len(starts) - 1, dtype=np.int32)
-    add_separator = not stores_separator(tokens, starts, tokenizer.eos_token_id)
-    write_splits(folder, starts, prompts, held_out, add_separator=add_separator)
+    # Documents of ours end with all that they need; the last turn of a chat may be no separator.
+    add_separator = masks is None and not stores_separator(tokens, starts, tokenizer.eos_token_id)
+    masks = masks or NO_MASKS
+    write_splits(folder, starts, masks, held_out, add_separator=add_separator)
     layout = hashlib.sha256(f"{tokens.bin_bytes}:{tokenizer_hash(tokenizer)}:".encode())
-    layout.update(tokens.idx_path.read_bytes())
-    layout.update(prompts.tobytes())
+    with tokens.idx_path.open("rb") as index:
+        while block := index.read(BLOCK_BYTES):
+            layout.update(block)
+    layout.update(np.diff(masks.before(starts)).astype(np.int32).tobytes())
+    nearest = starts[np.minimum(np.searchsorted(starts, masks.starts), len(starts) - 1)]
+    if (nearest != masks.starts).any():
+        # Of prompts at the start of documents the counts say everything: the fingerprint of
+        # earlier versions, whose runs resume.
+        layout.update(np.stack([masks.starts, masks.stops]).tobytes())
     ids = survey(tokens.ids, modified_ns, report)
     facts = SplitFacts(
-        combined(ids, layout.hexdigest()), add_separator, len(prompts), ids.lowest, ids.highest
+        combined(ids, layout.hexdigest()), add_separator, len(starts) - 1, ids.lowest, ids.highest
     )
     (folder / SPLIT_FACTS).write_text(json.dumps(asdict(facts)))
 

@@ -18,6 +18,8 @@ class SpecialIds:
     pad: int | None
     unk: int | None
     special: frozenset[int]
+    end_of_turn: int | None = None
+    """Last token of an assistant's turn in the chat template."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
@@ -30,6 +32,7 @@ class SpecialIds:
             tokenizer.pad_token_id,
             tokenizer.unk_token_id,
             frozenset(special),
+            _end_of_turn(tokenizer),
         )
 
     def in_place_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,12 +41,14 @@ class SpecialIds:
         Presets have the ids of the published model's tokenizer; with another tokenizer generation
         would stop at the wrong tokens. A value of the config stays if the tokenizer has none, and
         so do further eos ids (ends of turns in a chat), if they are special ids of this tokenizer
-        too.
+        too. The end of a turn in the tokenizer's chat template is always one.
         """
         listed = config.get("eos_token_id")
         ends = [end for end in listed if self._fits(end)] if isinstance(listed, list) else []
         if self.eos not in ends:
             ends.insert(0, self.eos)
+        if self.end_of_turn is not None and self.end_of_turn not in ends:
+            ends.append(self.end_of_turn)
         return {
             "bos_token_id": self._or_config(self.bos, config.get("bos_token_id")),
             "eos_token_id": ends if len(ends) > 1 else self.eos,
@@ -55,3 +60,16 @@ class SpecialIds:
 
     def _fits(self, config_id: Any) -> bool:
         return isinstance(config_id, int) and config_id in self.special and config_id != self.unk
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token that the chat template writes behind what the assistant says."""
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "therefore"}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # a template may raise anything
+        return None
+    _, separator, end = text.rpartition("therefore")
+    return tokenizer.get_added_vocab().get(end.strip()) if separator else None

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from harness.data.cache import cached_array
 from harness.data.indexed import IndexedTokens
+from harness.data.masks import Masks
 from harness.data.order import mix
 from harness.errors import ConfigError
 
@@ -30,8 +31,8 @@ class Split:
     """Start of each document in the .bin."""
     numbers: NDArray[np.int64]
     """Number of each document in the corpus."""
-    prompts: NDArray[np.int64]
-    """Prompt tokens in all documents before."""
+    masked: NDArray[np.int64]
+    """Masked tokens in all documents before."""
 
     @property
     def num_documents(self) -> int:
@@ -44,9 +45,9 @@ class Split:
         return int(self.starts[-1])
 
     @property
-    def masks_prompts(self) -> bool:
-        """True if some tokens are prompts, which are read but not trained on."""
-        return bool(self.prompts[-1] > 0)
+    def is_masked(self) -> bool:
+        """True if some tokens are masked: read, but not trained on."""
+        return bool(self.masked[-1] > 0)
 
 
 def load_split(folder: Path, side: str) -> Split:
@@ -71,34 +72,39 @@ def stores_separator(tokens: IndexedTokens, starts: NDArray[np.int64], eos_id: i
 def write_splits(
     folder: Path,
     starts: NDArray[np.int64],
-    prompts: NDArray[np.int32],
-    held_out: float,
+    masks: Masks,
+    held_out: float | None,
     *,
     add_separator: bool,
 ) -> None:
-    """Write both sides; `starts` are (n + 1,) bounds in the .bin, `prompts` (n,) masked tokens.
+    """Write both sides; `starts` are the documents' (n + 1,) bounds in the .bin.
 
     A document is held out by a hash of its number alone, so neither the seed nor the tokenizer
     changes the choice; each side gets at least one. The only document of a corpus is cut: its
-    last part is held out.
+    last part is held out. None holds out nothing.
     """
-    numbers, is_held_out = np.arange(len(prompts)), _held_out(len(prompts), held_out)
-    if len(prompts) == 1:
+    documents = len(starts) - 1
+    numbers, is_held_out = np.arange(documents), np.zeros(documents, dtype=bool)
+    if held_out is not None:
+        is_held_out = _held_out(documents, held_out)
+    if documents == 1 and held_out is not None:
         first_length = starts[1] - max(1, round(int(starts[1]) * held_out))
         starts, numbers, is_held_out = (
             np.insert(starts, 1, first_length),
             numbers[[0, 0]],
             np.arange(2) > 0,
         )
-        prompts = np.diff(np.minimum(starts, prompts))
-    lengths = np.diff(starts) + add_separator
+    lengths, masked = np.diff(starts) + add_separator, np.diff(masks.before(starts))
     for side, chosen in zip(SIDES, (~is_held_out, is_held_out), strict=True):
-        columns = np.zeros((4, chosen.sum() + 1), dtype=np.int64)
+        shape = (4, int(chosen.sum()) + 1)
+        columns = np.lib.format.open_memmap(
+            folder / f"{side}.npy", mode="w+", dtype=np.int64, shape=shape
+        )
         columns[0, 1:] = np.cumsum(lengths[chosen])
         columns[1, :-1] = starts[:-1][chosen]
         columns[2, :-1] = numbers[chosen]
-        columns[3, 1:] = np.cumsum(prompts[chosen])
-        np.save(folder / f"{side}.npy", columns)
+        columns[3, 1:] = np.cumsum(masked[chosen])
+        columns.flush()
 
 
 def _held_out(documents: int, fraction: float) -> NDArray[np.bool_]:

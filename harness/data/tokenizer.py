@@ -7,8 +7,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,15 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from harness.data.corpus import Corpus, Piece
+from harness.data.corpus import Corpora, Corpus
 from harness.errors import ConfigError
 from harness.files.paths import user_path
 
-VOCAB_SIZE = 8192
 # Increase this if the same corpus would give other files.
 TRAINED_FORMAT = 2
 SENTENCEPIECE = "tokenizer.model"  # the file name that all readers expect
-# Most pieces, and characters in them, that are tokenised at once: a tokenizer takes a hundred bytes
-# per character.
-PIECES_AT_ONCE, _CHARS_AT_ONCE = 256, 1 << 22
+# Most pieces that are tokenised at once.
+PIECES_AT_ONCE = 256
 # A larger corpus is sampled down to about this much text: pieces converge with much less.
 TRAINING_CHARS = 48_000_000
 # Long enough that runs of line breaks become pieces, short enough for SentencePiece's buffers.
@@ -38,14 +35,15 @@ SPACE = "\u2581"  # SentencePiece writes every space as this character
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
-def train_tokenizer(corpus: Corpus, folder: Path) -> None:
-    """Train byte-pair pieces on the corpus and write them as a Hugging Face tokenizer folder.
+def train_tokenizer(corpus: Corpus | Corpora, folder: Path, vocab_size: int) -> None:
+    """Train byte-pair pieces, at most `vocab_size`, on the corpus and write them as a Hugging Face
+    tokenizer folder.
 
     Any text survives encoding and decoding: identity normalisation, bytes for characters without
     a piece, every space kept, no prefix. The same text gives the same files. SentencePiece's own
     model is one of them: converters take the pieces' scores from it.
     """
-    model = train_model(corpus)
+    model = train_model(corpus, vocab_size)
     write_tokenizer(wrap(to_backend(model)), folder)
     (folder / SENTENCEPIECE).write_bytes(model)
 
@@ -63,19 +61,39 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
-def train_model(corpus: Corpus) -> bytes:
-    """Return the SentencePiece model of train_tokenizer. Raises ConfigError without any text."""
-    sentences = [sentence for sentence in _sentences(corpus) if sentence]
+def train_model(
+    corpus: Corpus | Corpora, vocab_size: int, kind: str = "bpe", byte_fallback: bool = True
+) -> bytes:
+    """Return the SentencePiece model of train_tokenizer, or another `kind` ("unigram").
+
+    Raises ConfigError without any text, and for a vocabulary that the characters alone exceed.
+    """
+    sentences = [sentence for sentence in training_sentences(corpus) if sentence]
     if not sentences:
         raise ConfigError(f"data.path: {corpus.path} holds no text to train a tokenizer on")
+    try:
+        return spm_model(sentences, kind, vocab_size, byte_fallback)
+    except RuntimeError as error:
+        if "smaller than required_chars" not in str(error):
+            raise
+        raise ConfigError(
+            f"data.vocab_size is {vocab_size:,}: {corpus.path} has more characters and bytes than "
+            "that: increase it"
+        ) from None
+
+
+def spm_model(
+    sentences: Iterable[str], kind: str, vocab_size: int, byte_fallback: bool = True
+) -> bytes:
+    """Return a SentencePiece model with the settings of train_tokenizer. Raises RuntimeError."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),
         model_writer=model,
-        model_type="bpe",
-        vocab_size=VOCAB_SIZE,
+        model_type=kind,
+        vocab_size=vocab_size,
         hard_vocab_limit=False,  # a small corpus has fewer pairs to merge
-        byte_fallback=True,
+        byte_fallback=byte_fallback,
         normalization_rule_name="identity",
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
@@ -87,7 +105,7 @@ def train_model(corpus: Corpus) -> bytes:
     return model.getvalue()
 
 
-def _sentences(corpus: Corpus) -> Iterator[str]:
+def training_sentences(corpus: Corpus | Corpora) -> Iterator[str]:
     """Yield the corpus, or an even share of it, in runs of whole lines."""
     keep_one_in = max(1, round(corpus.num_bytes() / TRAINING_CHARS))
     runs = (run for piece in corpus.pieces() for run in _runs_of_lines(piece.text))
@@ -126,7 +144,8 @@ def to_backend(model: bytes) -> Tokenizer:
         splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
         pairs = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
         merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    backend = Tokenizer(BPE(vocab, merges, unk_token=UNK, byte_fallback=True))
+    has_bytes = any(piece.type == proto.ModelProto.SentencePiece.BYTE for piece in pieces)
+    backend = Tokenizer(BPE(vocab, merges, unk_token=UNK, byte_fallback=has_bytes))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
@@ -174,34 +193,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
         return [encoding.ids for encoding in encodings]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     return ids
-
-
-def encoded(
-    tokenizer: PreTrainedTokenizerBase, pieces: Iterator[Piece]
-) -> Iterator[tuple[list[Piece], list[list[int]]]]:
-    """Yield groups of pieces with their ids; the next group is encoded in the background."""
-    with ThreadPoolExecutor(max_workers=1) as encoder:
-
-        def begun() -> tuple[list[Piece], Future[list[list[int]]]]:
-            group = _next_group(pieces)
-            return group, encoder.submit(encode, tokenizer, [piece.text for piece in group])
-
-        group, ids = begun()
-        while group:
-            coming = begun()
-            yield group, ids.result()
-            group, ids = coming
-
-
-def _next_group(pieces: Iterator[Piece]) -> list[Piece]:
-    """Return the next pieces to encode together; none at the end."""
-    group, characters = [], 0
-    for piece in islice(pieces, PIECES_AT_ONCE):
-        group.append(piece)
-        characters += len(piece.text)
-        if characters >= _CHARS_AT_ONCE:
-            break
-    return group
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:

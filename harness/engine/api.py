@@ -14,8 +14,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from harness.checkpoint.fragment import Fragment
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.layout.box import Part
+from harness.layout.share import Purpose
 from harness.plan.plan import Plan
 
 # Decides, alike on all ranks, from this rank's part of the loss and the norm to leave a step out.
@@ -55,8 +56,14 @@ class Engine(Protocol):
         Raises RunStopped (diverged) when fp16's loss scale cannot fall any further.
         """
 
-    def eval_batch(self, batches: list[Batch]) -> torch.Tensor:
-        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced."""
+    def eval_batch(
+        self, batches: list[Batch], by_position: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced; the
+        same is added to `by_position` (buckets, 2), fp64, on this rank's device.
+
+        Buckets are equal ranges of how many tokens a target's own token sees before it.
+        """
 
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return logits (vocab_size,) after the last of `input_ids` (1, tokens)."""
@@ -76,13 +83,31 @@ class Engine(Protocol):
     def loss_scale(self) -> float:
         """The factor of the loss before its backward pass: 1 but for fp16."""
 
+    def expert_tokens(self) -> torch.Tensor | None:
+        """Return (layers, experts) int64, on this rank's device: tokens of training batches that
+        the routers of all ranks sent to each expert since the last call; None unless experts are
+        divided. Collective.
+        """
+
+    def count_sources(self, sources: int) -> None:
+        """Sum the training loss of each source of a mixture from here on."""
+
+    def source_losses(self) -> torch.Tensor | None:
+        """Return (sources,) fp64: summed training loss of each source since the last call, of all
+        ranks; None if it is not counted. Collective.
+        """
+
     # --- hold ---
 
-    def fragments(self) -> list[Fragment]:
-        """Return this rank's share of what is to be saved, as views of live memory."""
+    def fragments(self, states: bool = True) -> list[Fragment]:
+        """Return this rank's share of what is to be saved, as views of live memory: together the
+        ranks have every element once. Without `states`, those of the optimizer and those that rows
+        carry, weights alone.
+        """
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
-        """Fill weights, and their `kinds` of optimizer state. Not collective; may raise on a rank.
+        """Fill weights, their `kinds` of optimizer state, and the states that rows carry. Not
+        collective; may raise on a rank.
 
         Once it raised on none, `refresh_weights` follows.
         """
@@ -96,8 +121,10 @@ class Engine(Protocol):
     def restore_scalars(self, saved: Scalars) -> None:
         """Set what `scalars` gave; after `restore`."""
 
-    def replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, weight) of what the ranks of `data_group` hold in common between steps."""
+    def replicated(self, purpose: Purpose = "replicas") -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, weight) of what the ranks of a group hold in common between steps:
+        "replicas", or "expert_replicas", which have the same experts where these are divided.
+        """
 
     # --- see ---
 
@@ -113,9 +140,8 @@ class Engine(Protocol):
     def module(self) -> PreTrainedModel:
         """The Hugging Face model; with stages the whole one, without its weights."""
 
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks that differ in their data alone."""
+    def group_of(self, purpose: Purpose) -> dist.ProcessGroup:
+        """This rank's group for a purpose. KeyError where the layout has no use for it."""
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, the ZeRO stage and the elements that really are on this rank."""

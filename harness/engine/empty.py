@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 
 from harness.errors import ConfigError
 from harness.layout.attentions import ATTENTIONS
+from harness.models.attention import takes_keywords
+from harness.models.efficient.kinds import function_name
 from harness.models.skeleton import DTYPES, hf_config, separates_documents, skeleton
 from harness.plan.plan import Plan
 
@@ -27,16 +29,32 @@ def empty_model(
     except Exception as error:
         raise ConfigError(_unbuildable(plan, error)) from error
     try:
-        model = skeleton(
-            config, DTYPES[plan.precision], plan.config.model.attention, trust_remote_code
-        )
+        model = skeleton(config, DTYPES[plan.precision], attention_of(plan), trust_remote_code)
     except ValueError as error:  # an attention implementation that the architecture lacks
         raise ConfigError(f"model.attention={plan.config.model.attention}: {error}") from error
     except Exception as error:
         raise ConfigError(_unbuildable(plan, error)) from error
+    attention = plan.config.model.attention
+    row = ATTENTIONS[attention]
+    if row.takes_bounds and not takes_keywords(model, weights=row.package is not None):
+        raise ConfigError(
+            f"model.attention={attention}: the attention of {plan.model_config['model_type']} "
+            "models is not given where documents begin: use sdpa or eager"
+        )
     if document_mask:
         _require_document_mask(plan, model)
+    if plan.grid.sequence > 1 and not takes_keywords(model):
+        raise ConfigError(
+            f"sequence_parallel_size is {plan.grid.sequence}: the attention of "
+            f"{plan.model_config['model_type']} models cannot be exchanged over ranks: use 1"
+        )
     return model
+
+
+def attention_of(plan: Plan) -> str:
+    """Return the name by which transformers knows the attention of a plan."""
+    model = plan.config.model
+    return function_name(model.attention, model.attention_sizes, plan.config.train.seed)
 
 
 def _unbuildable(plan: Plan, error: Exception) -> str:
@@ -50,17 +68,10 @@ def _unbuildable(plan: Plan, error: Exception) -> str:
 
 def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
     """Refuse to train across document boundaries where they were to be kept."""
-    model, attention = plan.config.model, plan.config.model.attention
+    model = plan.config.model
     rule = "tokens attend only within their document (data.document_mask, the default with prompts)"
     if not separates_documents(skeleton):
         raise ConfigError(
             f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
             f"boundaries, but {rule}: set data.document_mask=false, or take another model"
-        )
-    sequences = plan.micro_batch * plan.curriculum.most_pieces
-    if ATTENTIONS[attention].masks_one_sequence and sequences > 1:
-        raise ConfigError(
-            f"model.attention={attention} heeds document boundaries in micro-batches of one "
-            f"sequence only, and {rule}: set train.micro_batch=1 without ramp.length_from, or "
-            "model.attention=sdpa"
         )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
+from harness.data.batch import on_device
 from harness.engine.deepspeed_0_19 import internals
 from harness.engine.parts import is_copy
 
@@ -38,7 +39,7 @@ def grad_norm(
     On the engine's `device`, over which the ranks talk; offloaded gradients are on the host.
     """
     mine = [g.detach().float() for p, g in local_gradients(module) if not is_copy(p)]
-    norm = torch.nn.utils.get_total_norm(mine).to(device)
+    norm = on_device(torch.nn.utils.get_total_norm(mine), device)
     if group is None:
         return norm
     squares = norm.square()
@@ -47,7 +48,8 @@ def grad_norm(
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in module.named_parameters() if not is_copy(p))
+    """Those of all ranks together are the model's, each once but for tensor-parallel copies."""
+    return ((n, p) for n, p in module.named_parameters() if not internals.is_pipe_copy(p))
 
 
 def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, torch.Tensor]]:
@@ -76,16 +78,17 @@ def clip_by_value(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
 
     Infinity would else become the limit, and be trained on.
     """
-    one = 1 + 0 * norm
+    one_or_nan = 1 + 0 * norm
     for _, gradient in local_gradients(module):
-        gradient.clamp_(-limit, limit).mul_(one.to(gradient.device))
+        one_or_nan = one_or_nan.to(gradient.device)  # all are on one: moved once
+        gradient.clamp_(-limit, limit).mul_(one_or_nan)
 
 
-def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight) of all that this rank holds in full between steps, as do its data replicas.
+def whole_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of all that this rank holds in full between steps, as do its data replicas.
 
     Under ZeRO-3 these are the parameters below `stage3_param_persistence_threshold`.
     """
     for name, parameter in module.named_parameters():
         if internals.is_whole(parameter):
-            yield name, parameter.detach()
+            yield name, parameter

@@ -32,6 +32,52 @@ class Groups:
         return len(self._share.ranks(purpose))
 
 
+def make_groups(share: Share, *purposes: Purpose) -> list[dist.ProcessGroup]:
+    """Make the groups of all ranks for some purposes; return this rank's. Collective."""
+    mine = []
+    for purpose in purposes:
+        for ranks in share.every(purpose):
+            group = dist.new_group(ranks)
+            if share.rank in ranks:
+                mine.append(group)
+    return mine
+
+
+class ModelParallelUnit:
+    """The answers that `deepspeed.initialize(mpu=...)` asks for where tensors are divided."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.tensor_group, self.data_group = groups.of("tensor"), groups.of("replicas")
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """Return the ranks that hold parts of one weight."""
+        return self.tensor_group
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return how many they are."""
+        return self.tensor_group.size()
+
+    def get_model_parallel_rank(self) -> int:
+        """Return this rank's place among them."""
+        return self.tensor_group.rank()
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Return the ranks over which ZeRO divides its states."""
+        return self.data_group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return how many they are."""
+        return self.data_group.size()
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's place among them."""
+        return self.data_group.rank()
+
+
 def sender(share: Share) -> Send | None:
     """Return what sends a tensor from one of the ranks with equal weights, by its place among them,
     to the others; None where this rank is alone. All ranks make all groups.

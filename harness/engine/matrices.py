@@ -55,11 +55,11 @@ class Matrices:
     def orthogonalized(
         self, flat: torch.Tensor, update: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """(its orthogonalised piece, the same place in `flat`, its longer side) of every matrix.
+        """Yield (a matrix's orthogonalised piece, its place in `flat`, its longer side) of each.
 
         A matrix on one rank is that rank's work; one on several is put together on one of them,
-        turn by turn. What is exchanged is in bf16, in which the arithmetic is: nothing is lost.
-        Collective where a matrix is split.
+        turn by turn. Pieces are exchanged in bf16, as the arithmetic is: nothing is lost.
+        Collective if a matrix is split.
         """
         source, target = update.view(-1), flat.detach().view(-1)
         split = []

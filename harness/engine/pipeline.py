@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeSchedule
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.data.batches import Batch
+from harness.data.batch import Batch, on_device
 from harness.engine.deepspeed_0_19 import gradients, internals, settlements
-from harness.engine.zero import ZeroEngine, poisoned
+from harness.engine.parts import is_copy
+from harness.engine.skip import poisoned
+from harness.engine.zero import ZeroEngine
+from harness.models.by_source import recording
 from harness.models.loss import losses
 from harness.models.stage import Stage
 from harness.plan.plan import Plan
@@ -29,7 +32,9 @@ class PipelineEngine(ZeroEngine):
         events: list[dict[str, Any]],
         stage: Stage,
         whole: PreTrainedModel,
+        made: Iterable[dist.ProcessGroup] = (),
     ) -> None:
+        self._made = made  # groups that DeepSpeed does not make
         super().__init__(engine, plan, events)
         self.stage = stage
         self._whole = whole
@@ -37,7 +42,7 @@ class PipelineEngine(ZeroEngine):
         self._column = plan.grid.group("pipeline", plan.world.rank)
         self._column_group = internals.pipe_group(engine)
         if gradients.keeps_no_grad_norm(engine):
-            gradients.count_every_stage(stage.parameters())
+            gradients.count_every_stage(stage.parameters(), is_copy)
         gradients.add_norms_over_stages_once(engine)
 
     @property
@@ -45,15 +50,21 @@ class PipelineEngine(ZeroEngine):
         """The whole model, without its weights: no rank has them all."""
         return self._whole
 
+    def undivided(self) -> PreTrainedModel:
+        """The whole model, without its weights."""
+        return self._whole
+
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
         self.engine.module.train()
         total = torch.zeros((), device=self.device)
         labels, data_ranks = self._labels(batches), self.share.data_ranks
+        sources = (batch.sources_on(self.device) for batch in batches)
         smoothing = self.plan.config.train.label_smoothing
 
-        def finish(outputs: Any) -> torch.Tensor:
-            token_loss, auxiliary = losses(self.stage.model, outputs, next(labels), smoothing)
+        def finish(run: Callable[[], Any]) -> torch.Tensor:
+            with recording(self.source_sums, next(sources)):
+                token_loss, auxiliary = losses(self.stage.model, run, next(labels), smoothing)
             share = token_loss / max(targets, 1)
             total.add_(share.detach())
             if auxiliary is not None:
@@ -67,16 +78,19 @@ class PipelineEngine(ZeroEngine):
         return total
 
     @torch.no_grad()
-    def eval_batch(self, batches: list[Batch]) -> torch.Tensor:
+    def eval_batch(
+        self, batches: list[Batch], by_position: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """(summed loss in nats, target tokens) of this rank's micro-batches: zeros but for the last
-        stage, fp64, unreduced.
+        stage, fp64, unreduced; the same by how much a token sees, added to `by_position`.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        labels = self._labels(batches)
+        labels, of_batch = self._labels(batches), iter(batches)
 
-        def finish(outputs: Any) -> torch.Tensor:
+        def finish(run: Callable[[], Any]) -> torch.Tensor:
             wanted = next(labels)
-            loss = losses(self.stage.model, outputs, wanted)[0]
+            with self.forward.by_position(next(of_batch), by_position):
+                loss = losses(self.stage.model, run, wanted)[0]
             sums.add_(torch.stack([loss.double(), (wanted != -100).sum().double()]))
             return loss
 
@@ -89,8 +103,11 @@ class PipelineEngine(ZeroEngine):
         """Logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all ranks."""
         logits = torch.empty(self._vocab_size, device=self.device)
 
-        def finish(outputs: Any) -> torch.Tensor:
-            logits.copy_(outputs.logits[0, -1])
+        def finish(run: Callable[[], Any]) -> torch.Tensor:
+            last = run().logits[0, -1]
+            if vocabulary := getattr(self.stage.model, "vocabulary", None):
+                last = vocabulary.all_logits(last)
+            logits.copy_(last)
             return logits
 
         self.engine.module.eval()
@@ -119,30 +136,39 @@ class PipelineEngine(ZeroEngine):
             internals.forget_shape(self.engine)
             self._shape = shape
         self.stage.finish = finish
+        self.stage.keywords = (self.forward.keywords(batch) for batch in batches)
         internals.run_schedule(self.engine, schedule, (self._inputs(batch) for batch in batches))
 
     def _step(self) -> None:
         internals.take_step(self.engine)
 
     def _made_groups(self) -> list[dist.ProcessGroup]:
-        return internals.made_groups(self.engine)
+        return [*internals.made_groups(self.engine), *self._made]
 
     def _inputs(self, batch: Batch) -> Any:
         """Return the first stage's inputs on the device; DeepSpeed's own copies would wait."""
         if not self.engine.is_first_stage():
             return None
         tensors = (batch.input_ids, batch.position_ids)
-        moved = [t.to(self.device, non_blocking=True) for t in tensors if t is not None]
+        moved = [on_device(t, self.device) for t in tensors if t is not None]
         return moved[0] if len(moved) == 1 else tuple(moved)
 
     def _labels(self, batches: list[Batch]) -> Iterator[torch.Tensor]:
         """The last stage takes the micro-batches in order."""
-        return (batch.labels.to(self.device, non_blocking=True) for batch in batches)
+        return (on_device(batch.labels, self.device) for batch in batches)
+
+    def _of_all_ranks(
+        self, own: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everybody's (name, tensor), on every stage, one tensor at a time, on the CPU."""
+        return super()._of_all_ranks(self._of_all_stages(own))
+
+    def _whole_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._whole.get_parameter(name).shape)
 
     def _of_all_stages(
         self, own: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everybody's (name, tensor), on every stage, one tensor at a time, on the CPU."""
         for owner in self._column:
             while True:
                 item = next(own, None) if owner == self.plan.world.rank else None

@@ -10,7 +10,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_ful
 from harness.guard.alarm import Alarm, Failure, exit_now
 from harness.layout.port import is_free, slurm_port
 from harness.layout.world import World
+from harness.terminal import say
 
 _alarm: Alarm | None = None  # one, as torch's default group is
 _BEYOND_THE_WATCHDOG_S = 600.0  # that collectives wait longer than it, to dump stacks and report
@@ -72,6 +73,29 @@ def own_device(world: World) -> torch.device:
     index = world.local_rank % count  # srun may show each task its GPU alone
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def share_cores(world: World) -> int:
+    """Step on the host with this rank's share of the cores that it may use; returns the threads.
+
+    Collective. torchrun gives a rank one thread and `deepspeed` all cores of the node to each, and
+    an optimizer on the host is that much slower. OMP_NUM_THREADS above 1 is the user's choice.
+    """
+    cores: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(cores, (socket.gethostname(), os.sched_getaffinity(0)))
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(threads_for(world.rank, cores))  # OpenMP's, so DeepSpeed's, too
+    return torch.get_num_threads()
+
+
+def threads_for(rank: int, cores: Sequence[tuple[str, set[int]]]) -> int:
+    """Return the threads of a rank: its cores over the ranks that may use one of them as well.
+
+    `cores`: of every rank, its host and the cores that it is bound to there.
+    """
+    host, own = cores[rank]
+    sharing = sum(host == other and bool(own & theirs) for other, theirs in cores)
+    return max(1, len(own) // sharing)
 
 
 def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
@@ -130,10 +154,15 @@ def _slurm_address(environ: Mapping[str, str]) -> str | None:
 
 def raise_together(problem: str | None) -> None:
     """Raise ConfigError on all ranks where one of them has a problem. Collective."""
+    if first := problem_of_any(problem):
+        raise ConfigError(first)
+
+
+def problem_of_any(problem: str | None) -> str | None:
+    """Return the problem of the first rank that has one. Collective."""
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)
-    for first in filter(None, problems):
-        raise ConfigError(first)
+    return next(filter(None, problems), None)
 
 
 def leave() -> None:
@@ -178,17 +207,21 @@ def _end(error: BaseException, refusal: str) -> NoReturn:
         code, text = error.code, str(error)
     elif is_full_disk(error):
         code, text = ExitCode.CANNOT_SAVE, f"cannot save: {error}{_place_of(error)}"
-    mine = Failure(rank, int(code), text)
+    mine = Failure(rank, int(code), text, alarm().place)
 
     def report(first: Failure) -> None:
         """Print this rank's failure, as a traceback only where nobody else failed before."""
         if isinstance(error, ConfigError):  # mostly every rank's
             if first is mine or first.message != text:
-                print(f"{refusal}: {error}", file=sys.stderr, flush=True)
+                say(f"{refusal}: {error}", sys.stderr)
         elif first is not mine:  # mostly the echo of a connection that ended with the other rank
-            print(f"rank {rank} ends: {first}\nand here: {text}", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank}{alarm().place} ends: {first}\nand here: {text}",
+                file=sys.stderr,
+                flush=True,
+            )
         elif code == ExitCode.CANNOT_SAVE:
-            print(text, file=sys.stderr, flush=True)
+            say(text, sys.stderr)
         else:
             traceback.print_exception(error)
 

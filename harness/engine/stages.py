@@ -13,11 +13,18 @@ from harness.engine.deepspeed_0_19.pipe_module import Tied
 from harness.engine.empty import empty_model
 from harness.engine.groups import sender
 from harness.engine.processes import raise_together
-from harness.engine.whole import check_files, check_report, read_weights
+from harness.engine.reading import (
+    PieceReader,
+    check_files,
+    check_report,
+    read_weights,
+    reduced_class,
+    used_elsewhere,
+)
 from harness.errors import ConfigError
 from harness.layout.stages import layers_per_stage
 from harness.models.flow import Flow, trace_flow
-from harness.models.initialize import materialize
+from harness.models.initialize import Cut, materialize
 from harness.models.stage import Stage, reduce_to_stage
 from harness.plan.plan import Plan
 
@@ -28,9 +35,10 @@ def build_stage(
     device: torch.device,
     trust_remote_code: bool,
     blank: bool,
+    cut: Cut | None,
 ) -> tuple[Stage, Tied, list[dict[str, Any]]]:
     """This rank's stage on `device`, what it has in common with another, and events; its weights
-    are zeros where it is to be `blank`.
+    are zeros where it is to be `blank`. `cut`: makes its parts of weights.
 
     Nothing of the other stages is ever drawn or read. Raises ConfigError for a model that cannot be
     cut into stages, naming what it lacks, and as `build_whole` does.
@@ -44,7 +52,7 @@ def build_stage(
         check_files(plan, empty)
     built, problem = None, None
     try:
-        built = _built(plan, empty, flow, device, trust_remote_code, blank)
+        built = _built(plan, empty, flow, device, trust_remote_code, blank, cut)
     except ConfigError as error:
         problem = str(error)
     except ValueError as error:
@@ -62,27 +70,28 @@ def _built(
     device: torch.device,
     trust_remote_code: bool,
     blank: bool,
+    cut: Cut | None,
 ) -> tuple[Stage, list[dict[str, Any]]]:
     assert plan.stages is not None
     counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank)
     first_layer = sum(counts[: place.pipeline])
     end_layer = first_layer + counts[place.pipeline]
-    if plan.config.model.init_from is not None and not blank:
-        reduced = _reduced_class(type(empty), flow, first_layer, end_layer)
+    reads, copies = plan.config.model.init_from is not None and not blank, _copies(flow)
+    if reads and cut is None:
+        reduced = reduced_class(
+            type(empty), lambda model: reduce_to_stage(model, flow, first_layer, end_layer)
+        )
         model, report = read_weights(reduced, plan, empty, trust_remote_code)
-        elsewhere = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
-        # A checkpoint of the model without its head lacks the prefix.
-        elsewhere |= {n.removeprefix(f"{empty.base_model_prefix}.") for n in elsewhere}
-        copies = {name for _, name in flow.tied}  # which are not in the file; they are sent
         events = check_report(
             plan,
             set(report["missing_keys"]) - copies,
-            set(report["unexpected_keys"]) - elsewhere,
+            set(report["unexpected_keys"]) - used_elsewhere(empty),
         )
         return Stage(nn.Module.to(model, device)), events
     share = plan.share
     model, replicas = empty_model(plan, trust_remote_code), share.ranks("replicas")
     reduce_to_stage(model, flow, first_layer, end_layer)
+    reader = PieceReader(plan, empty, trust_remote_code, copies) if reads else None
     materialize(
         model,
         None if blank else plan.config.train.seed,
@@ -90,24 +99,15 @@ def _built(
         rank=replicas.index(share.rank),
         world_size=len(replicas),
         send=sender(share),
+        cut=cut,
+        read=reader,
     )
-    return Stage(model), []
+    return Stage(model), reader.events() if reader else []
 
 
-def _reduced_class(
-    whole: type[PreTrainedModel], flow: Flow, first_layer: int, end_layer: int
-) -> type[PreTrainedModel]:
-    """The same class with only one stage's parameters: transformers then reads only these."""
-
-    class Reduced(whole):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            reduce_to_stage(self, flow, first_layer, end_layer)
-            self.all_tied_weights_keys: dict[str, str] = {}
-
-    Reduced.__name__ = whole.__name__
-    Reduced.__module__ = whole.__module__  # where the balancing loss is looked for
-    return Reduced
+def _copies(flow: Flow) -> set[str]:
+    """Return the names of tied weights' copies, which are in no file; they are sent."""
+    return {name for _, name in flow.tied}
 
 
 def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:

@@ -17,7 +17,7 @@ from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
 from harness.engine import eight_bit, swap
 from harness.engine.api import Fill, Kinds, Scalars
 from harness.engine.deepspeed_0_19 import internals, settlements
-from harness.engine.parts import is_copy, part_of
+from harness.engine.parts import is_copy, is_given, part_of
 from harness.layout.box import Part
 from harness.layout.share import Share
 
@@ -49,17 +49,13 @@ class Place:
 
 
 def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
-    """Return the fragments that this rank saves: together the ranks hold every element once.
-
-    Fragments that all replicas hold alike are dealt out among them.
-    """
+    """Return the fragments that this rank saves: together the ranks hold every element once."""
     fragments_here = []
-    replicas = share.ranks("replicas")
-    place_among = replicas.index(share.rank)
+    place_among = share.ranks("replicas").index(share.rank)
     flats, states = _held(engine)
     for place in pieces(engine, module, flats):
-        if is_copy(place.parameter):
-            continue  # another rank saves it
+        if is_copy(place.parameter) or is_given(place.parameter):
+            continue  # another rank saves it, or none
         state = states.get(place.flat, {})
         moments = {k: place.view(v) for k, v in state.items() if _is_per_element(k, v, place.flat)}
         fragment = Fragment(
@@ -68,9 +64,7 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
             place.offset,
             {WEIGHT: place.view(place.flat), **moments},
         )
-        own = fragment.share(place_among, len(replicas)) if place.replicated else fragment
-        if own is not None:
-            fragments_here.append(own)
+        fragments_here += _dealt_out(fragment, place, share)
         if place_among == 0:
             means = {key: state[key] for key in _MEANS if key in state}
             fragments_here += [
@@ -85,12 +79,33 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
     return fragments_here
 
 
+def weights(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
+    """Return the fragments of weights, without states. Not for those on NVMe."""
+    weights_here = []
+    for place in pieces(engine, module):
+        if not is_copy(place.parameter) and not is_given(place.parameter):
+            own = Fragment(place.name, place.part, place.offset, {WEIGHT: place.view(place.flat)})
+            weights_here += _dealt_out(own, place, share)
+    return weights_here
+
+
+def _dealt_out(whole: Fragment, place: Place, share: Share) -> list[Fragment]:
+    """Return this rank's part of a fragment, if it has one: what all replicas hold alike is dealt
+    out among them.
+    """
+    if not place.replicated:
+        return [whole]
+    holders = share.ranks(share.holders(place.name, place.part.whole))
+    own = whole.share(holders.index(share.rank), len(holders))
+    return [] if own is None else [own]
+
+
 @torch.no_grad()
 def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
     """Fill everything that `fragments` names, whoever saved it; `refresh_weights` is to follow.
 
-    What the optimizer has not made yet is made, and what was not made yet when that was saved is
-    zeros. Not collective: `fill` may raise on one rank alone.
+    States that the optimizer has not made yet are made; those that did not exist yet at the save
+    are zeros. Not collective: `fill` may raise on one rank alone.
     """
     inner = internals.inner_optimizer(engine)
     if internals.is_swapped(engine.optimizer):
@@ -98,6 +113,8 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
         swap.make_states(engine.optimizer, kinds(next(trained)))
     flats, states = _held(engine)
     for place in pieces(engine, module, flats):
+        if is_given(place.parameter):
+            continue
         name = getattr(place.parameter, "tied_to", place.name)
         fill(name, WEIGHT, place.offset, place.view(place.flat), place.part)
         if place.parameter.requires_grad:
@@ -129,9 +146,7 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
 def scalars(engine: Any) -> Scalars:
     """Counters, loss scaling and the optimizer's steps: plain numbers, the same on all ranks."""
     inner = internals.inner_optimizer(engine)
-    counts = [
-        entry[_STEP] for entry in (*inner.state.values(), *inner.param_groups) if _STEP in entry
-    ]
+    counts = [state[_STEP] for state in inner.state.values() if _STEP in state]
     return {
         "counters": internals.read_counters(engine),
         "loss_scaling": internals.read_loss_scaling(engine),
@@ -144,15 +159,25 @@ def restore_scalars(engine: Any, saved: Scalars) -> None:
     inner = internals.inner_optimizer(engine)
     internals.write_counters(engine, saved["counters"])
     internals.write_loss_scaling(engine, saved["loss_scaling"])
-    # torch's optimizers count in tensors, DeepSpeed's in integers; FusedAdam once per group.
-    as_tensor = isinstance(inner, torch.optim.Adam | torch.optim.Adafactor)
-    count = saved["optimizer"].get(_STEP)
-    for entry in (*inner.state.values(), *(() if as_tensor else inner.param_groups)):
-        if (
-            count is not None or _STEP in entry
-        ):  # which may be beyond what was saved before any step
-            entry[_STEP] = torch.tensor(float(count or 0)) if as_tensor else int(count or 0)
+    set_steps(inner, saved["optimizer"].get(_STEP))
     settlements.replay_adam_steps(engine.optimizer)
+
+
+def set_steps(inner: torch.optim.Optimizer, count: float | None) -> None:
+    """Set the steps that an optimizer has taken; None: none was saved before the first one.
+
+    torch's optimizers count in tensors, fused ones on the device; DeepSpeed's in integers.
+    """
+    in_tensors = isinstance(inner, torch.optim.Adam | torch.optim.Adafactor)
+    fused = bool(inner.defaults.get("fused"))
+    for flat, state in inner.state.items():
+        if count is None and _STEP not in state:
+            continue
+        if in_tensors:
+            device = flat.device if fused else None
+            state[_STEP] = torch.tensor(float(count or 0), device=device)
+        else:
+            state[_STEP] = int(count or 0)
 
 
 def pieces(

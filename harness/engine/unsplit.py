@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.data.batches import Batch
-from harness.engine.whole import read_weights
+from harness.data.batch import Batch
+from harness.engine.reading import read_weights
 from harness.models.initialize import materialize
 from harness.models.loss import forward
+from harness.models.recompute import checkpoint_layers
 from harness.plan.model_values import DROPOUT_ENDINGS
 from harness.plan.plan import Plan
 
@@ -36,20 +37,23 @@ def unsplit_loss_and_norm(
     else:
         model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0]
         model = nn.Module.to(model, device)
+        model.gets_padding = getattr(empty, "gets_padding", False)  # type: ignore[assignment]
     compares_norm = not (is_random(model) or plan.config.model.stochastic_depth)
     model.train(compares_norm)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, "full")
     parameters = trained(model) if compares_norm else []
     sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
     loss = torch.zeros((), device=device)
     for batch in batches:
+        keywords = batch.keywords(plan.config.model.attention, device)
         smoothing = plan.config.train.label_smoothing
         if smoothing or not compares_norm:  # the loss that is compared is an evaluation's
             with torch.no_grad():
-                loss += forward(model, *batch.on(device))[0] / max(targets, 1)
+                token_loss, _ = forward(model, *batch.on(device), keywords=keywords)
+            loss += token_loss / max(targets, 1)
         if not compares_norm:
             continue
-        token_loss, auxiliary = forward(model, *batch.on(device), smoothing)
+        token_loss, auxiliary = forward(model, *batch.on(device), smoothing, keywords=keywords)
         share = token_loss / max(targets, 1)
         if not smoothing:
             loss += share.detach()

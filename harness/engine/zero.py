@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,40 +11,47 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from harness.checkpoint.fragment import Fragment
-from harness.data.batches import Batch
-from harness.engine import fragments, state, swap
+from harness.data.batch import Batch
+from harness.engine import fragments, skip, state, swap
+from harness.engine.agreement import gradients_apart
 from harness.engine.api import Fill, Judge, Kinds, Scalars, StepResult
 from harness.engine.deepspeed_0_19 import gradients, internals, settlements
-from harness.engine.groups import Groups
-from harness.errors import ExitCode, RunStopped
-from harness.models.loss import forward
+from harness.engine.expert import Experts
+from harness.engine.forward import ForwardPass
+from harness.engine.groups import Groups, ModelParallelUnit
+from harness.engine.parts import assembled, part_of
+from harness.layout.box import Part
+from harness.layout.share import Purpose
+from harness.models.by_source import recording
 from harness.plan.plan import Plan
-
-
-def poisoned(share: torch.Tensor) -> torch.Tensor:
-    """The same loss; where it is not finite, its gradients are not either, so that the step is
-    skipped. The host need not know.
-    """
-    return share * (1 + 0 * share.detach())
-
-
-def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
-    """Within this, compiled layers run as they are written."""
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 class ZeroEngine:
     """One DeepSpeed engine: accumulates, scales, clips and steps as its JSON says."""
 
-    def __init__(self, engine: Any, plan: Plan, events: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        plan: Plan,
+        events: list[dict[str, Any]],
+        unit: ModelParallelUnit | None = None,
+        experts: Experts | None = None,
+        row_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`row_group`: the ranks that have a part of each row of this one's."""
+        self._unit, self._experts, self._row_group = unit, experts, row_group
         self.engine = engine
         self.plan = plan
         self.share = plan.share
         self.events = events  # what building it did that the user should know
+        self.make_undivided: Callable[[], PreTrainedModel] = lambda: self.module
         self.device: torch.device = engine.device
         self.groups = Groups(self.share, self._made_groups())
         self._averaged_over = self.groups.size("replicas")  # DeepSpeed's data-parallel ranks
+        self.forward = ForwardPass(engine, plan, row_group)
         gradients.reduce_in_place(engine)
+        self.source_sums: torch.Tensor | None = None
+        """Summed training loss of each source of a mixture; None: not wanted."""
 
     def train_batch(
         self, batches: list[Batch], targets: int, lr: float, is_spike: Judge | None = None
@@ -62,62 +67,47 @@ class ZeroEngine:
         if is_spike is None and targets:
             return StepResult(loss_share, self.apply(lr))
         norm = self.grad_norm()
-        # Without a target there is no loss: weights would decay, moments fade, and routers learn
-        # from the balancing loss alone.
-        discard = not targets or (is_spike is not None and is_spike(loss_share, norm))
-        applied = self.apply(lr, discard)
-        return StepResult(loss_share, norm if discard else applied)
+        skips = skip.is_unwanted(targets, loss_share, norm, is_spike)
+        applied = self.apply(lr, skips)
+        return StepResult(loss_share, norm if skips else applied)
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
         self.engine.train()
         total = torch.zeros((), device=self.device)
         self._expect(len(batches))
-        for batch in batches:
+        for number, batch in enumerate(batches):
             # DeepSpeed would count micro-batches over all steps, which need not have equally many.
             self.engine.set_gradient_accumulation_boundary(batch is batches[-1])
-            token_loss, auxiliary = self._forward(batch, self.plan.config.train.label_smoothing)
+            with recording(self.source_sums, batch.sources_on(self.device)):
+                token_loss, auxiliary = self.forward.in_training(number, batch)
             share = token_loss / max(targets, 1)
             total += share.detach()
             if auxiliary is not None:
                 share = share + auxiliary / (len(batches) * self.share.data_ranks)
             # DeepSpeed averages over the data ranks; the shares are to be summed. Its division by
             # the accumulation steps is off: micro-batches need not hold equally many targets.
-            self.engine.backward(poisoned(share) * self._averaged_over, scale_wrt_gas=False)
+            self.engine.backward(skip.poisoned(share) * self._averaged_over, scale_wrt_gas=False)
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
         settlements.settle_gradients(self.engine)
         return total
 
-    def apply(self, lr: float, discard: bool = False) -> float | torch.Tensor:
+    def apply(self, lr: float, skips: bool = False) -> float | torch.Tensor:
         """Clip and step with the accumulated gradients; returns the norm before clipping.
 
-        Gradients that are not finite, on any rank, and those to `discard` (the same on all ranks)
-        change neither weights nor moments: `step_applied` is False, `skipped_steps` one more.
+        A step that `skips` (the same on all ranks), or whose gradients are not finite on any rank,
+        changes neither weights nor moments: `step_applied` is False, `skipped_steps` one more.
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         norm, limit = None, self.plan.config.optim.clip_value
-        checks_nothing = gradients.keeps_no_grad_norm(self.engine)
-        if limit is not None or checks_nothing:
+        if limit is not None or gradients.keeps_no_grad_norm(self.engine):
             norm = self.grad_norm()
+            skips = skips or skip.is_spoiled(self.engine, norm)
         if norm is not None and limit is not None:
             fragments.clip_by_value(self._held, limit * self.loss_scale, norm)
-        if norm is not None and checks_nothing:
-            # The host waits for this number: applied, NaN would be in every weight. The other
-            # optimizers of DeepSpeed read their norm themselves.
-            discard = discard or not math.isfinite(norm)
-        try:
-            with gradients.discarding(self.engine) if discard else contextlib.nullcontext():
-                self._step()
-        except Exception as error:
-            if not settlements.is_minimum_loss_scale(error):
-                raise
-            with gradients.discarding(self.engine):
-                self._step()  # which was left half done
-            raise RunStopped(ExitCode.DIVERGED, self._loss_scale_diagnosis()) from error
-        finally:
-            settlements.drop_skipped_gradients(self.engine)
+        skip.step_or_skip(self.engine, self._step, skips)
         settlements.gather_after_writing(self.engine)
         return self.engine.get_global_grad_norm() if norm is None else norm
 
@@ -126,23 +116,40 @@ class ZeroEngine:
         norm = fragments.grad_norm(self._held, self._norm_group(), self.device)
         return norm / self.loss_scale
 
-    def replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of what the ranks of `data_group` hold in common between steps."""
-        return fragments.whole_weights(self._held)
+    def gradients_apart(self) -> dict[str, float]:
+        """Relative differences of undivided gradients over tensor-parallel ranks. Collective."""
+        if self.groups.size("tensor") == 1:
+            return {}
+        return gradients_apart(self._held, self.groups.of("tensor"), self.device)
+
+    def replicated(self, purpose: Purpose = "replicas") -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, weight) of what the ranks of a group hold in common between steps."""
+        for name, parameter in fragments.whole_weights(self._held):
+            if self.share.holders(name, part_of(parameter).whole) == purpose:
+                yield name, parameter.detach()
 
     @property
     def data_group(self) -> dist.ProcessGroup:
         """The ranks that differ in their tokens alone, and have equal weights."""
         return self.groups.of("replicas")
 
+    def group_of(self, purpose: Purpose) -> dist.ProcessGroup:
+        """This rank's group for a purpose. KeyError where the layout has no use for it."""
+        return self.groups.of(purpose)
+
     @torch.no_grad()
-    def eval_batch(self, batches: list[Batch]) -> torch.Tensor:
-        """(summed loss in nats, target tokens) of this rank's micro-batches, fp64, unreduced."""
+    def eval_batch(
+        self, batches: list[Batch], by_position: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(summed loss in nats, target tokens) of this rank's micro-batches, fp64, unreduced; the
+        same by how much a token sees, added to `by_position` (buckets, 2).
+        """
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            sums[0] += self._forward(batch)[0]
-            sums[1] += (batch.labels != -100).sum().to(self.device)
+            with self.forward.by_position(batch, by_position):
+                sums[0] += self.forward(batch)[0]
+            sums[1] += self.forward.targets(batch)
         return sums
 
     @torch.no_grad()
@@ -152,9 +159,9 @@ class ZeroEngine:
         Those of rank 0 on all: ranks that choose another token next would part ways.
         """
         self.engine.eval()
-        with _uncompiled(self.plan.config.model.compile):  # it would compile for many lengths
-            output = self.engine(input_ids=input_ids.to(self.device), use_cache=False)
-        logits: torch.Tensor = output.logits[0, -1].float()
+        logits = self.forward.last_logits(input_ids)
+        if vocabulary := getattr(self.module, "vocabulary", None):
+            logits = vocabulary.all_logits(logits)
         dist.broadcast(logits, 0)
         return logits
 
@@ -163,19 +170,41 @@ class ZeroEngine:
         dist.all_reduce(values, group=self.groups.of("loss"))
         return values
 
+    def expert_tokens(self) -> torch.Tensor | None:
+        """(layers, experts) int64: tokens sent to each expert since the last call, by all ranks."""
+        return None if self._experts is None else self._experts.tokens()
+
+    def count_sources(self, sources: int) -> None:
+        """Sum the training loss of each source of a mixture from here on."""
+        self.source_sums = torch.zeros(sources, dtype=torch.float64, device=self.device)
+
+    def source_losses(self) -> torch.Tensor | None:
+        """(sources,) fp64: summed training loss of each source since the last call, of all ranks;
+        None if it is not counted. Collective.
+        """
+        if self.source_sums is None:
+            return None
+        sums = self.sum_over_ranks(self.source_sums.clone())
+        self.source_sums.zero_()
+        return sums
+
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 gradient) of every parameter, between `accumulate` and `apply`."""
-        return self._of_all_stages(fragments.full_gradients(self._held, self.loss_scale))
+        return self._of_all_ranks(fragments.full_gradients(self._held, self.loss_scale))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 weight) of every parameter as the optimizer holds it."""
-        return self._of_all_stages(fragments.full_masters(self._held))
+        return self._of_all_ranks(fragments.full_masters(self._held))
 
     @property
     def module(self) -> PreTrainedModel:
         """The Hugging Face model inside the engine."""
         model: PreTrainedModel = self.engine.module
         return model
+
+    def undivided(self) -> PreTrainedModel:
+        """Return the model of which tensor-parallel ranks have parts, without weights."""
+        return self.make_undivided()
 
     @property
     def loss_scale(self) -> float:
@@ -214,9 +243,15 @@ class ZeroEngine:
         swap.remove_files(self.engine)
         self.engine.destroy()
 
-    def fragments(self) -> list[Fragment]:
-        """Return this rank's fragments of weights and optimizer states, as views of live memory."""
-        return state.fragments(self.engine, self._held, self.share)
+    def fragments(self, states: bool = True) -> list[Fragment]:
+        """Return this rank's fragments of weights and optimizer states, as views of live memory;
+        without `states` weights alone.
+        """
+        if not states:
+            return state.weights(self.engine, self._held, self.share)
+        carried = self.forward.carried
+        own = carried.fragments() if carried else []
+        return [*state.fragments(self.engine, self._held, self.share), *own]
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
         """Fill weights, and their `kinds` of optimizer state, from where they are.
@@ -224,6 +259,8 @@ class ZeroEngine:
         Raises what `fill` raises, on this rank alone. Once it raised on none, `refresh_weights`.
         """
         state.restore(self.engine, self._held, fill, kinds)
+        if self.forward.carried:
+            self.forward.carried.restore(fill, kinds)
 
     def refresh_weights(self) -> None:
         """Compute with what `restore` has filled; collective."""
@@ -238,22 +275,29 @@ class ZeroEngine:
         """Set what `scalars` gave; after `restore`."""
         state.restore_scalars(self.engine, saved)
 
-    def _forward(
-        self, batch: Batch, smoothing: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss of one micro-batch, copied to the device while the last one still computes."""
-        return forward(self.engine, *batch.on(self.device), smoothing)
-
     @property
     def _held(self) -> torch.nn.Module:
         """The part of the model whose weights this rank has, or has its shares of."""
         return self.module
 
-    def _of_all_stages(
+    def _of_all_ranks(
         self, own: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the ranks that hold the rest of the model, too."""
-        return own
+        """Yield whole tensors, those of the ranks that hold the rest of the model, too."""
+        purpose: Purpose = "expert_parts" if self._experts else "tensor"
+        if self.groups.size(purpose) == 1:
+            return own
+        peers = [replace(self.share, rank=rank) for rank in self.share.ranks(purpose)]
+
+        def parts_of(name: str) -> list[Part]:
+            whole = self._whole_shape(name)
+            return [peer.part(name, whole) for peer in peers]
+
+        return assembled(own, parts_of, self.groups.of(purpose), self.device)
+
+    def _whole_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of all of a parameter of the model."""
+        return part_of(self._held.get_parameter(name)).whole
 
     def _expect(self, micro_batches: int) -> None:
         """Tell DeepSpeed how many micro-batches the next step has, at most those of its JSON."""
@@ -265,19 +309,14 @@ class ZeroEngine:
         self.engine.step()
 
     def _made_groups(self) -> list[dist.ProcessGroup]:
-        """The groups of some ranks that DeepSpeed has made."""
-        return []
+        """The groups of some ranks that have been made."""
+        unit, experts = self._unit, self._experts
+        made = [unit.tensor_group, unit.data_group] if unit else []
+        made += [experts.parts, experts.group, experts.replicas] if experts else []
+        return [*made, *([self._row_group] if self._row_group else [])]
 
     def _norm_group(self) -> dist.ProcessGroup | None:
         """The ranks whose gradients together are all gradients, each once; None for this alone."""
         if not gradients.keeps_no_grad_norm(self.engine):
             return self.groups.of("norm")
         return self.groups.of("model") if self.groups.size("model") > 1 else None
-
-    def _loss_scale_diagnosis(self) -> str:
-        fp16 = self.plan.deepspeed["fp16"]
-        return (
-            f"the fp16 loss scale fell to its minimum ({fp16.get('min_loss_scale', 1)}) and the "
-            f"gradients still overflow: {self.skipped_steps} steps were skipped. The model has "
-            "diverged: lower optim.lr or raise optim.warmup_steps, or train in bf16"
-        )

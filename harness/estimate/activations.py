@@ -1,165 +1,173 @@
 """Activations: what autograd keeps for the backward pass, and the peak around the loss.
 
-Bytes per token, from what each operation of transformers 5's models saves.  `e` is the size of a
-weight.  The tests hold the sums equal to what autograd saves of the real models; where a family is
-only guessed at, `activation_evidence` says so.
+The tests hold the sums equal to what autograd saves of the real models; where a family is only
+guessed at, `activation_evidence` says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from harness.estimate.inputs import (
-    BACKWARD,
-    FP32,
-    Evidence,
-    Held,
-    Inputs,
+from harness.estimate.held import BACKWARD, BEFORE_BACKWARD, FP32, Evidence, Held, Place
+from harness.estimate.inputs import Inputs
+from harness.estimate.layer_bytes import (
+    Layer,
+    dense_mlp,
+    has_experts,
+    is_masked,
+    layer_activations,
+    rms_norm,
+    writes_scores,
 )
+from harness.estimate.logits import INDEX, log_softmax, logits
 from harness.layout.attentions import ATTENTIONS
-from harness.layout.division import divides_vocabulary
-from harness.layout.tensors import Tensor
+from harness.layout.recompute import REVERSIBLE, is_checkpointed
 
-_INDEX = 8  # bytes of an int64
-
-# Tensors as wide as the MLP that an activation function and the product after it keep.  gelu_new is
-# written out in Python: x, its cube's argument, tanh, and two factors.
-_UNFUSED = {"gelu_new": 4, "gelu_fast": 4}
+_FORWARD, _FIRST, _LAST = map(frozenset, (["forward"], ["backward_first"], ["backward_last"]))
+_IN_LAYERS = _FORWARD | BACKWARD
+_FORWARD_TO_BACKWARD = BEFORE_BACKWARD | BACKWARD
 
 
 def activation_evidence(inputs: Inputs) -> Evidence:
     """Return the evidence for the family's activations."""
     compared = inputs.shape.family.compared
     traced = "activations" in compared and not inputs.dropout
-    traced |= inputs.traced_layer_bytes is not None
-    traced &= ATTENTIONS[inputs.attention].is_traced and not inputs.fused
-    if inputs.grid.tensor > 1 or inputs.grid.sequence > 1:
+    traced |= bool(inputs.traced_layers) and not inputs.traced_by_reference
+    traced &= ATTENTIONS[inputs.attention].is_traced and not (inputs.liger or inputs.compiled)
+    if max(inputs.grid.tensor, inputs.grid.sequence, inputs.grid.expert) > 1:
         traced &= "divided activations" in compared
     return "traced" if traced else "guessed"
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Bytes that one decoder layer keeps for a whole micro-batch."""
-
-    attention: int
-    mlp: int
-    norms: int
-    layers: int = 0  # of architectures that are traced as a whole
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts."""
-        return self.attention + self.mlp + self.norms + self.layers
+ATTENTION_COPIES = "activations: copies of attention"
 
 
-def layer_activations(inputs: Inputs, index: int) -> Layer:
-    """Return the bytes that autograd keeps of layer `index` without checkpointing."""
-    if inputs.traced_layer_bytes is not None:
-        return Layer(0, 0, 0, int(inputs.traced_layer_bytes * inputs.tokens))
-    per_token = Layer(_attention(inputs, index), _mlp(inputs, index), _norms(inputs))
-    return Layer(*(size * inputs.tokens for size in vars(per_token).values()))
-
-
-def activations(inputs: Inputs) -> list[Held]:
+def activations(
+    inputs: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
+) -> list[Held]:
     """Saved activations and the temporaries of the backward pass.
 
-    Those of one micro-batch, or of all that a pipeline stage has in flight.
+    Those of one micro-batch, or of all that a pipeline stage has in flight. `layer_of`: for
+    planners, which keep layers that many runs share.
     """
     evidence, batches = activation_evidence(inputs), inputs.in_flight
-    layers = [layer_activations(inputs, index) for index in range(inputs.shape.num_layers)]
-    before_loss = frozenset({"forward", "loss"})
-    everything = before_loss | {"backward_first"}
+    kinds = inputs.layers_alike
+    layers = {each[0]: layer_of(inputs, each[0]) for each in kinds}
     parts: list[Held] = []
-    last, first = layers[-1], layers[0]
-
-    def saved(name: str, total: int, of_first: int) -> None:
-        """`total` of a micro-batch, of which the end of its backward pass needs `of_first`."""
-        parts.append(Held(name, batches * total, everything, evidence))
-        left = (batches - 1) * total + of_first
-        parts.append(Held(name, left, frozenset({"backward_last"}), evidence))
-
-    if inputs.checkpointing == "full":
-        boundary = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
-        saved("activations: layer inputs", len(layers) * boundary, boundary)
-        for phase, layer in (("backward_first", last), ("backward_last", first)):
-            parts.append(Held("recomputed layer", layer.total, frozenset({phase}), evidence))
-    else:
-        for kind in ("attention", "mlp", "norms", "layers"):
-            total = sum(getattr(layer, kind) for layer in layers)
-            saved(f"activations: {kind}", total, getattr(first, kind))
-    full = inputs.checkpointing == "full"  # then the mask is an argument of every layer
-    lives = everything | BACKWARD if full else frozenset({"forward"})
+    kept = [(_kept(inputs, each[0], layers[each[0]]), len(each)) for each in kinds]
+    for name, place in {key: None for sizes, _ in kept for key in sizes}:
+        total = sum(sizes.get((name, place), 0) * count for sizes, count in kept)
+        parts.append(Held(name, batches * total, BEFORE_BACKWARD, evidence, place))
+        first = kept[0][0].get((name, place), 0)
+        left = (batches - 1) * total + first  # what the end of a backward pass needs
+        parts.append(Held(name, left, _LAST, evidence, place))
+    last = next(each[0] for each in kinds if each[-1] == inputs.shape.num_layers - 1)
+    for phases, index in ((_FIRST, last), (_LAST, 0)):
+        again = _recomputed(inputs, index, layers[index])
+        parts.append(Held("recomputed layer", again, phases, evidence))
+    if inputs.checkpointing == REVERSIBLE:
+        stream = FP32 * inputs.shape.hidden_size * inputs.tokens
+        parts.append(Held("activations: streams", 2 * stream, _FORWARD_TO_BACKWARD, evidence))
+        parts.append(Held("gradients of streams", 2 * stream, BACKWARD, "read"))
+    if inputs.activation_offload:  # the one that is on its way
+        on_its_way = sum(kept[0][0].values())
+        parts.append(Held("layer moved to and from the host", on_its_way, _IN_LAYERS, "read"))
+    if inputs.mlp_tiles > 1:
+        parts.append(Held("MLP tile", _tile(inputs), _IN_LAYERS, evidence))
+    # The mask is an argument of every checkpointed layer.
+    lives = _FORWARD if inputs.checkpointing == "none" else _FORWARD_TO_BACKWARD
     parts.append(Held("attention mask", _mask(inputs), lives, "read"))
-    shared = batches * (_INDEX * inputs.tokens + _positions(inputs) + _embedding_norm(inputs))
-    parts.append(Held("activations: shared", shared, everything | BACKWARD, evidence))
+    shared = batches * (INDEX * inputs.tokens + _positions(inputs) + _embedding_norm(inputs))
+    parts.append(Held("activations: shared", shared, _FORWARD_TO_BACKWARD, evidence))
     parts.append(Held("backward temporaries", _temporaries(inputs), BACKWARD, "guessed"))
     if inputs.has_head:
-        parts.append(Held("activations: head", _head(inputs), before_loss, evidence))
-        parts += _logits(inputs)
+        parts.append(Held("activations: head", _head(inputs), _FORWARD | {"loss"}, evidence))
+        parts += logits(inputs)
     return [part for part in parts if part.bytes]
+
+
+def attention_copies(inputs: Inputs) -> int:
+    """Return the bytes of queries, keys, values and results that kernels of attention may keep in
+    another layout, besides those that are counted.
+
+    ml-engineering's activation-memory-per-layer.py measured up to 2.5 x 2h bytes a token and layer
+    more on GPUs than those of layer_bytes.py come to.
+    """
+    shape, way, first = inputs.shape, inputs.checkpointing, inputs.first_layer
+    kept = inputs.in_flight * sum(
+        len(each) for each in inputs.layers_alike if not is_checkpointed(way, first + each[0])
+    )
+    each = 2 * inputs.element_bytes * (shape.q_size + shape.kv_size) * inputs.tokens
+    return max(1, kept) * each
 
 
 def saved_for_backward(inputs: Inputs) -> int:
     """Return the bytes that autograd holds between a forward pass and its backward pass.
 
-    Under checkpointing rotary tensors and mask are arguments of each layer, alive but not saved.
+    Where every layer is checkpointed rotary tensors are arguments of each, alive but not saved.
     """
     parts = [part for part in activations(inputs) if part.component.startswith("activations")]
     size = sum(part.bytes for part in parts if "loss" in part.phases) + log_softmax(inputs)
-    if inputs.checkpointing == "full":
-        if not inputs.shape.family.learned_positions:
-            size -= _positions(inputs)
-        if inputs.shape.family.mask_by_position:  # then autograd saves it
-            size += _mask(inputs)
+    layers = range(inputs.first_layer, inputs.first_layer + inputs.shape.num_layers)
+    if all(is_checkpointed(inputs.checkpointing, layer) for layer in layers):
+        size -= 0 if inputs.shape.family.learned_positions else _positions(inputs)
     return size
 
 
-def log_softmax(inputs: Inputs) -> int:
-    """The probabilities' logarithms in fp32, the labels, and the weight they sum to."""
-    return (FP32 * inputs.shape.vocab_size + _INDEX) * inputs.tokens
-
-
-def _attention(inputs: Inputs, index: int) -> int:
-    shape, e, s = inputs.shape, inputs.element_bytes, inputs.seq_len
-    family, q, kv, heads = shape.family, shape.q_size, shape.kv_size, shape.num_heads
-    size = 0
-    # RMSNorms of queries and keys, over each head or over all heads at once.
-    for norm, width in zip(_norms_within(shape.body.layers[index]), (q, kv), strict=False):
-        size += (FP32 + _scaled(inputs)) * width + FP32 * max(1, width // norm.numel)
-    if inputs.grid.sequence > 1:
-        # Ulysses: fewer key heads than ranks are repeated, and the projection's input is not what
-        # attention gave but what was exchanged.
-        kv = max(kv, shape.head_dim * inputs.grid.sequence)
-        size += e * q
-    masked = _masked(inputs, index)
-    if inputs.attention == "eager":
-        # Softmax in fp32, its copy in the model's type, keys and values repeated for every head.
-        scores = e if e == FP32 or family.half_softmax else FP32 + e
-        scores += e if family.soft_caps else 0  # tanh keeps what it gives
-        return size + 4 * e * q + scores * heads * s
-    size += 2 * e * (q + kv) + FP32 * heads
-    repeated, exchanged = masked and q != kv, inputs.grid.sequence > 1
-    rotates = not (family.learned_positions or family.alibi)
-    if family.fused_projections and rotates and not (repeated or exchanged):
-        size += e * (q + kv)  # v is a part of one tensor of all three
-    if family.rotary_in_part and not exchanged:
-        size += e * q  # the projection's input is a copy of what came out
-    if masked and inputs.attention == "sdpa":
-        # Keys and values are repeated, and the boolean mask becomes numbers, in every layer.
-        size += 2 * e * (q - kv) + e * s
-    return size
-
-
-def _masked(inputs: Inputs, index: int) -> bool:
-    """Return whether a mask is made for SDPA: it knows only the plain causal one by itself.
-
-    Ulysses makes none at all (docs/deepspeed_findings.md, 15).
+def _kept(inputs: Inputs, index: int, layer: Layer) -> dict[tuple[str, Place], int]:
+    """The bytes, by component and place, that a layer keeps of a micro-batch until its backward
+    pass.
     """
-    if inputs.grid.sequence > 1:
-        return False
-    window = inputs.shape.sliding_windows[index]
-    return inputs.document_mask or (window is not None and inputs.seq_len >= window)
+    if not is_checkpointed(inputs.checkpointing, inputs.first_layer + index):
+        return {(f"activations: {kind}", "device"): size for kind, size in vars(layer).items()}
+    if inputs.checkpointing == REVERSIBLE:  # the last one's streams are all
+        return {}
+    place: Place = "host" if inputs.activation_offload else "device"
+    boundary = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
+    sizes: dict[tuple[str, Place], int] = {("activations: layer inputs", place): boundary}
+    if inputs.checkpointing == "selective":
+        sizes["activations: kept results", place] = sum(_results(inputs, index))
+    return sizes
+
+
+def _results(inputs: Inputs, index: int) -> tuple[int, int]:
+    """The bytes of results that `selective` keeps of a layer (models/recompute.py): those that its
+    backward pass needs as they are, and those from which it computes others.
+    """
+    shape, e = inputs.shape, inputs.element_bytes
+    if inputs.traced_layers:
+        return 0, 0
+    # Rotated queries and keys, and the sums that norms take, are computed from them.
+    from_them = e * (shape.q_size + 2 * shape.kv_size + shape.hidden_size)
+    as_they_are = 0
+    keeps_attention = inputs.attention != "eager" and ATTENTIONS[inputs.attention].is_exact
+    if keeps_attention and not writes_scores(inputs):
+        as_they_are += e * shape.q_size + FP32 * shape.num_heads
+    if has_experts(inputs, index):
+        chosen = shape.experts_per_token
+        as_they_are += chosen * e * (2 * shape.expert_size + shape.hidden_size)
+        from_them += e * shape.num_experts
+    elif inputs.mlp_tiles == 1:
+        as_they_are += e * shape.intermediate_size * (2 if shape.family.gated_mlp else 1)
+        from_them += e * shape.hidden_size
+    return as_they_are * inputs.tokens, from_them * inputs.tokens
+
+
+def _recomputed(inputs: Inputs, index: int, layer: Layer) -> int:
+    """The bytes that a layer's backward pass computes again, beside what was kept."""
+    if not is_checkpointed(inputs.checkpointing, inputs.first_layer + index):
+        return 0
+    if inputs.checkpointing == "selective":
+        return max(0, layer.total - _results(inputs, index)[0])
+    if inputs.checkpointing == REVERSIBLE:  # half a layer at a time
+        return max(layer.attention, layer.mlp) + layer.norms // 2
+    return layer.total
+
+
+def _tile(inputs: Inputs) -> int:
+    """The bytes that an MLP keeps of the tokens that it takes at a time."""
+    tokens = -(-inputs.tokens // inputs.mlp_tiles)
+    return dense_mlp(inputs) * tokens
 
 
 def _mask(inputs: Inputs) -> int:
@@ -169,49 +177,10 @@ def _mask(inputs: Inputs) -> int:
     eager, windows = inputs.attention == "eager", inputs.shape.sliding_windows
     if not eager and inputs.attention != "sdpa":
         return 0
-    kinds = {window for index, window in enumerate(windows) if eager or _masked(inputs, index)}
+    layers = [each[0] for each in inputs.layers_alike]
+    kinds = {windows[index] for index in layers if eager or is_masked(inputs, index)}
     element = inputs.element_bytes if eager else 1
-    return len(kinds) * element * inputs.tokens * inputs.seq_len
-
-
-def _mlp(inputs: Inputs, index: int) -> int:
-    shape, e = inputs.shape, inputs.element_bytes
-    sparse = any(tensor.kind == "experts" for tensor in shape.body.layers[index])
-    if sparse:
-        k, h, f = shape.experts_per_token, shape.hidden_size, shape.expert_size
-        # Each chosen expert's input, gate, activation, up, product and output, and indices; the
-        # router's softmax over all experts.
-        return k * (4 * e * f + 2 * e * h + 5 * _INDEX) + FP32 * shape.num_experts + FP32
-    f = shape.intermediate_size
-    if shape.family.gated_mlp:
-        return 4 * e * f  # gate, activation, up, product
-    name = inputs.activation or shape.family.activation
-    return (1 + _UNFUSED.get(name, 0 if name == "relu" else 1)) * e * f
-
-
-def _norms(inputs: Inputs) -> int:
-    shape, e = inputs.shape, inputs.element_bytes
-    layer = shape.body.layers[0]
-    weights = sum(t.kind == "norm" and t.name.endswith("weight") for t in layer)
-    count = weights - len(_norms_within(layer)) or 2  # OPT's may have no weights
-    dropped = int(shape.hidden_size * 2 * bool(inputs.dropout))  # masks, a byte an element
-    if shape.family.layer_norm:
-        one_input = shape.family.norms_side_by_side and inputs.parallel_residual
-        shared = e * shape.hidden_size * one_input
-        return count * (2 * e * shape.hidden_size + 2 * e) - shared + dropped
-    # Attention and MLP keep their input, whether a norm gave it or the stream.
-    linear_inputs = 2 * e * shape.hidden_size
-    return count * ((FP32 + _scaled(inputs)) * shape.hidden_size + FP32) + linear_inputs + dropped
-
-
-def _scaled(inputs: Inputs) -> int:
-    """Bytes of an element that an RMSNorm multiplies its weight by."""
-    return FP32 if inputs.shape.family.fp32_norms else inputs.element_bytes
-
-
-def _norms_within(layer: tuple[Tensor, ...]) -> list[Tensor]:
-    """The weights of norms inside a layer's attention: of queries and of keys."""
-    return [t for t in layer if t.kind == "norm" and t.name.count(".") > 1]
+    return len(kinds) * element * inputs.micro_batch * inputs.seq_len**2
 
 
 def _positions(inputs: Inputs) -> int:
@@ -223,7 +192,7 @@ def _positions(inputs: Inputs) -> int:
     samples = inputs.micro_batch if each else 1
     rows = samples * inputs.seq_len // inputs.grid.sequence
     if family.learned_positions:
-        return _INDEX * rows
+        return INDEX * rows
     element = FP32 if family.fp32_rotary else inputs.element_bytes
     return 2 * element * inputs.shape.head_dim * rows
 
@@ -237,43 +206,23 @@ def _embedding_norm(inputs: Inputs) -> int:
 def _head(inputs: Inputs) -> int:
     """The final norm, the input of the output head, and what caps the logits."""
     e, h = inputs.element_bytes, inputs.shape.hidden_size
+    if inputs.traced_layers:
+        counted = (FP32 * inputs.shape.vocab_size + 2 * INDEX) * inputs.tokens + _positions(inputs)
+        return max(0, int(inputs.traced_outside * inputs.tokens) - counted)
     family = inputs.shape.family
     if family.layer_norm:
         return (2 * e * h + 2 * e) * inputs.tokens
-    capped = e * inputs.shape.vocab_size if family.soft_caps else 0
-    return ((FP32 + _scaled(inputs) + e) * h + FP32 + capped) * inputs.tokens
+    capped = e * inputs.shape.vocab_size if family.soft_caps and not inputs.chunk else 0
+    return (rms_norm(inputs, h) + e * h + FP32 + capped) * inputs.tokens
 
 
 def _temporaries(inputs: Inputs) -> int:
-    """Gradients inside one layer: of gate, up and product, and of the stream in both types."""
-    shape, e = inputs.shape, inputs.element_bytes
-    width = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
-    return (3 * e * width + (e + FP32) * shape.hidden_size) * inputs.tokens
-
-
-def _logits(inputs: Inputs) -> list[Held]:
-    """The loss in phases: forward 2V + 4V + 4V bytes a token (16-bit), backward 4V + 4V + 4V.
-
-    models/loss.py drops the logits before the backward pass; a caller that keeps the model's output
-    would add its 2V.
+    """Gradients inside one layer, at most while its MLP's are computed: of the product, and of gate
+    and up once the product itself is gone, and of the stream. Liger writes the last two over gate
+    and up.
     """
-    vocabulary = inputs.shape.vocab_size * inputs.tokens
-    e = inputs.element_bytes
-    half = e != FP32
-    saved = log_softmax(inputs)
-    if inputs.grid.tensor > 1 and divides_vocabulary(inputs.shape):
-        # sequence/cross_entropy.py: logits, in fp32, less their largest, and its exponential.
-        whole = (e + 3 * FP32) * vocabulary
-        return [
-            Held("logits and loss", saved, frozenset({"forward"}), "read"),
-            Held("logits and loss", whole, frozenset({"loss", "evaluation"}), "read"),
-        ]
-    forward = (e + (FP32 if half else 0)) * vocabulary
-    backward = 2 * FP32 * vocabulary
-    evaluation = forward + FP32 * vocabulary
-    return [
-        Held("logits and loss", saved, frozenset({"loss"}), "traced"),
-        Held("logits and loss", max(forward, backward), frozenset({"loss"}), "traced"),
-        Held("logits and loss", saved, frozenset({"forward"}), "traced"),
-        Held("logits and loss", evaluation, frozenset({"evaluation"}), "traced"),
-    ]
+    shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
+    width = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
+    more = 1 if inputs.liger or not shape.family.gated_mlp else 2
+    in_mlp = more * e * width * -(-tokens // inputs.mlp_tiles)
+    return in_mlp + e * shape.hidden_size * tokens

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.estimate.inputs import ALWAYS, BACKWARD, STEPPED, Held, Inputs
-from harness.estimate.partition import flat_groups, piece
+from harness.estimate.held import ALWAYS, BACKWARD, STEPPED, Held
+from harness.estimate.inputs import Inputs
+from harness.estimate.partition import piece
 from harness.estimate.states import optimizer_class
+from harness.layout.recompute import matrix_elements
 
 # Elements that stage 0 reduces at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
 _ALLREDUCE = 500_000_000
@@ -43,8 +45,8 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
             yield Held("gradient buckets", size, frozenset({"reduce"}), "read")
     # Stage 2 with fp32 sums reduces in fp32 what it collected in 16 bits.  A parameter larger than
     # the bucket is reduced by itself, under offload from a clone.
-    largest = max(tensor.numel for tensor in inputs.shape.tensors())
-    small = min(zero.reduce_bucket, inputs.parameters)
+    largest = max(tensor.numel for tensor in inputs.trained_tensors)
+    small = min(zero.reduce_bucket, inputs.trained)
     offload = zero.offload_optimizer != "device"
     if zero.stage == 2 and inputs.sum_bytes != inputs.element_bytes:
         copy = inputs.sum_bytes * max(small, largest)
@@ -61,7 +63,7 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
         yield Held("gradient being made", made, BACKWARD, "read")
     # Offload takes the norms as gradients arrive.
     taken = BACKWARD if offload else frozenset({"norm"})
-    part = min(largest, inputs.parameters // inputs.shards)
+    part = min(largest, inputs.sharded_parameters)
     yield Held("norm in fp64", _NORM * part, taken, "read")
 
 
@@ -69,22 +71,34 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
     bucket = inputs.zero.reduce_bucket
     if inputs.zero.contiguous_gradients:
         yield Held("gradient buckets", inputs.comm_bytes * bucket, ALWAYS, "measured")
-    largest = max(tensor.numel for tensor in inputs.shape.tensors())
-    reduced = max(min(bucket, inputs.parameters), largest)
-    if inputs.shards > 1:  # reduce_scatter_coalesced pads and rearranges
-        yield Held("communication copy", inputs.comm_bytes * reduced, BACKWARD, "read")
+    largest = max(tensor.numel for tensor in inputs.trained_tensors)
+    # reduce_scatter_coalesced puts the shares of a bucket together anew; a gradient larger than it
+    # is reduced by itself, and where it is, unless it does not divide.
+    alone = [
+        tensor.numel
+        for group in inputs.groups()
+        for tensor in group
+        if tensor.numel > bucket and tensor.numel % inputs.shards_of(group)
+    ]
+    copied = max([min(bucket, inputs.trained), *alone])
+    if inputs.comm_bytes != inputs.element_bytes:  # in another type before that
+        copied += max(min(bucket, inputs.trained), largest)
+    yield Held("communication copy", inputs.comm_bytes * copied, BACKWARD, "read")
     yield Held("gradient being made", inputs.element_bytes * largest, BACKWARD, "read")
-    part = piece(largest, inputs.shards)
+    part = max(
+        piece(max(tensor.numel for tensor in group), inputs.shards_of(group))
+        for group in inputs.groups()
+    )
     yield Held("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
 
 
 def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
     """BF16_Optimizer's flat groups are cast one by one (finding 36); the rest is packed."""
     if kind != "BF16_Optimizer":
-        size = inputs.comm_bytes * min(inputs.parameters, _ALLREDUCE)
+        size = inputs.comm_bytes * min(inputs.trained, _ALLREDUCE)
         yield Held("communication copy", size, frozenset({"reduce"}), "measured")
     elif inputs.shards > 1 and inputs.sum_bytes != inputs.comm_bytes:
-        largest = max(flat.padded for flat in flat_groups(inputs.groups(), inputs.shards))
+        largest = max(flat.padded for flat in inputs.flats)
         size = inputs.comm_bytes * largest
         yield Held("communication copy", size, frozenset({"reduce"}), "measured")
 
@@ -101,19 +115,14 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
     if inputs.zero.stage != 3:
         return []
     zero, element = inputs.zero, inputs.element_bytes
-    numels = [
-        tensor.numel
-        for tensor in inputs.shape.tensors()
-        if tensor.numel > zero.persistence_threshold
+    units = [
+        [tensor.numel for tensor in unit if tensor.numel > zero.persistence_threshold]
+        for unit in inputs.shape.body.units
     ]
-    total, largest = sum(numels), max(numels, default=0)
-    body = [
-        tensor.numel
-        for layer in inputs.shape.body.layers
-        for tensor in layer
-        if tensor.numel > zero.persistence_threshold
-    ]
-    module = max(body, default=0)
+    total, largest = sum(map(sum, units)), max(map(_largest, units))
+    module = max(map(_largest, units[1:-1]), default=0)
+    if inputs.mlp_tiles > 1:  # then an MLP is gathered as a whole
+        module = max(module, max(map(matrix_elements, inputs.shape.body.layers)))
     prefetched = min(total, zero.prefetch_bucket + module) if zero.prefetch_bucket else 0
     working = min(total, module + prefetched)
     turn = min(total, max(largest, zero.max_reuse_distance // 2 + module) + prefetched)
@@ -139,6 +148,10 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
     ]
 
 
+def _largest(sizes: list[int]) -> int:
+    return max(sizes, default=0)
+
+
 def pipeline(inputs: Inputs) -> list[Held]:
     """Tensors that a pipeline stage keeps of each micro-batch besides its layers' activations.
 
@@ -151,14 +164,19 @@ def pipeline(inputs: Inputs) -> list[Held]:
         return []
     working = frozenset({"forward", "loss", "evaluation"}) | BACKWARD
     stream = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
-    parts = [Held("pipeline: receive buffer", stream, STEPPED, "measured")]
+    # Tensor-parallel ranks send a part each, and put together what they received.
+    sent = stream // (inputs.grid.tensor if inputs.sends_parts else 1)
+    parts = [Held("pipeline: receive buffer", sent, STEPPED, "measured")]
     if inputs.has_head:
         kept = 2 * min(2, inputs.grad_accum) * stream
         return [*parts, Held("pipeline: inputs", kept, working | {"reduce"}, "measured")]
     in_flight = stream * inputs.in_flight
-    parts.append(Held("pipeline: outputs", in_flight, working, "read"))
+    parts.append(Held("pipeline: outputs", sent * inputs.in_flight, working, "read"))
     if inputs.stage:
         parts.append(Held("pipeline: inputs", in_flight, working, "read"))
-        sent = frozenset({"backward_last"})
-        parts.append(Held("pipeline: gradient to send", stream, sent, "read"))
+        last = frozenset({"backward_last"})
+        parts.append(Held("pipeline: gradient to send", sent, last, "read"))
+    if sent < stream:
+        whole = "pipeline: output and its gradient put together"
+        parts.append(Held(whole, 2 * stream, BACKWARD, "read"))
     return parts

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from harness.estimate.dividable import division_problems
 from harness.estimate.inputs import Inputs
 from harness.estimate.timeline import Estimate, estimate_memory
+from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import split
 
 _FEWEST_TOKENS = 256  # no shorter sample is proposed
 _MOST_GPUS = 64  # times as many as now
 _MOST_STAGES = 16
+_TILES = 8
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def helpful_changes(before: Estimate) -> list[Change]:
         saved = before.worst.peak - after.worst.peak
         if saved > 0:
             changes.append(Change(text, after, saved))
-    ranking = ("fits", "fits without margin", "does not fit", "unknown device")
+    ranking = ("fits", "tight", "does not fit", "unknown device")
     return sorted(changes, key=lambda change: ranking.index(change.estimate.verdict))
 
 
@@ -65,12 +67,12 @@ def with_stages(inputs: Inputs, stages: int) -> Inputs:
     Raises ValueError for GPUs or layers that are not that many stages.
     """
     grid = replace(inputs.grid, pipeline=stages)
-    recompute = inputs.checkpointing == "full"
+    recompute = inputs.checkpointing, inputs.mlp_tiles
     return replace(
         inputs,
         grid=grid,
         grad_accum=inputs.grad_accum * inputs.grid.data // grid.data,
-        bounds=split(inputs.shape, stages, inputs.seq_len, recompute),
+        bounds=split(inputs.shape, stages, inputs.seq_len, *recompute),
     )
 
 
@@ -78,16 +80,31 @@ def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     """Twice as many stages, and so on, where ZeRO and what is offloaded go with stages."""
     zero, stages = inputs.zero, 2 * inputs.grid.pipeline
     offloads = zero.offload_optimizer != "device"
-    while zero.stage <= 1 and not offloads and stages <= _MOST_STAGES:
+    reversible = inputs.checkpointing == REVERSIBLE
+    while zero.stage <= 1 and not (offloads or reversible) and stages <= _MOST_STAGES:
         with contextlib.suppress(ValueError):
             yield f"ds.pipeline.stages={stages}", with_stages(inputs, stages)
         stages *= 2
 
 
+def _of_long_samples(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """The changes that divide what a rank's tokens need in a layer, and move it to the host."""
+    if inputs.compiled:
+        return
+    has_experts = bool(inputs.shape.num_experts)
+    if not has_experts and inputs.mlp_tiles == 1:
+        yield f"model.mlp_tiles={_TILES}", replace(inputs, mlp_tiles=_TILES)
+    if inputs.checkpointing not in ("none", REVERSIBLE) and not inputs.activation_offload:
+        yield "model.activation_offload=true", replace(inputs, activation_offload=True)
+
+
 def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
     inputs, zero = before.inputs, before.inputs.zero
-    if inputs.checkpointing == "none":
+    if inputs.checkpointing == "none" and not inputs.compiled:
+        yield "model.checkpointing=selective", replace(inputs, checkpointing="selective")
+    if inputs.checkpointing not in ("full", REVERSIBLE):
         yield "model.checkpointing=full", replace(inputs, checkpointing="full")
+    yield from _of_long_samples(inputs)
     smaller = inputs.micro_batch // 2
     while smaller >= 1:
         if inputs.micro_batch % smaller == 0:

@@ -29,9 +29,8 @@ def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -
     ranks = estimate.inputs.gpus_per_node
     if estimate.inputs.accelerator == "cpu":
         return _short("host", estimate.cpu_bytes_per_node, free_host, estimate, ranks)
-    needed = estimate.worst.peak + estimate.process_bytes
     return [
-        *_short("GPU", needed, free_gpu, estimate, 1),
+        *_short("GPU", estimate.needed, free_gpu, estimate, 1),
         *_short("host", estimate.host_bytes_per_node, free_host, estimate, 0),
     ]
 
@@ -66,9 +65,20 @@ def memory_line(estimate: Estimate) -> str:
     if estimate.inputs.accelerator == "cpu":
         host = estimate.cpu_bytes_per_node
     return (
-        f"{_gib(worst.peak)} in tensors per rank at most, in {worst.peak_phase} ({largest}); "
-        f"{_gib(host)} of host memory per node"
+        f"{_gib(worst.peak)} in tensors per rank at most, in {worst.peak_phase} ({largest})"
+        f"{_on_gpu(estimate)}; {_gib(host)} of host memory per node"
     )
+
+
+def _on_gpu(estimate: Estimate) -> str:
+    """Return the interval that the driver will show, and the verdict on a device of known size."""
+    if estimate.inputs.accelerator == "cpu":
+        return ""
+    low, high = (f"{end / GIB:.2f}" for end in estimate.worst.shown)
+    verdict = ""
+    if estimate.device_bytes is not None:
+        verdict = f" of {_gib(estimate.device_bytes)}: {estimate.verdict}"
+    return f", {low} to {high} GiB shown by the driver{verdict}"
 
 
 def changes_that_help(estimate: Estimate, room_bytes: int | None) -> str:
@@ -76,7 +86,7 @@ def changes_that_help(estimate: Estimate, room_bytes: int | None) -> str:
     changes = helpful_changes(replace(estimate, device_bytes=room_bytes))
     if estimate.inputs.accelerator == "cpu":  # more ranks and offload fill the same memory
         changes = [c for c in changes if "offload" not in c.text and "GPU" not in c.text]
-    fitting = [change for change in changes if change.estimate.verdict.startswith("fits")]
+    fitting = [change for change in changes if change.estimate.verdict == "fits"]
     chosen = fitting or sorted(changes, key=lambda change: -change.saved_bytes)
     listed = ", ".join(f"{c.text} (-{_gib(c.saved_bytes)})" for c in chosen[:_CHANGES_SHOWN])
     if not listed:
@@ -85,7 +95,7 @@ def changes_that_help(estimate: Estimate, room_bytes: int | None) -> str:
 
 
 def _short(
-    what: str, needed: int, free: int | None, estimate: Estimate, ranks_sharing: int
+    kind: str, needed: int, free: int | None, estimate: Estimate, ranks_sharing: int
 ) -> list[str]:
     """`ranks_sharing` ranks keep their tensors there; 0 where only what is offloaded lies there."""
     if free is None or needed <= free:
@@ -94,7 +104,7 @@ def _short(
     if ranks_sharing:
         advice = changes_that_help(estimate, free // ranks_sharing)
     return [
-        f"the run needs {_gib(needed)} of {what} memory, but {_gib(free)} are free: {advice}; "
+        f"the run needs {_gib(needed)} of {kind} memory, but {_gib(free)} are free: {advice}; "
         "plan.force=true tries it all the same"
     ]
 

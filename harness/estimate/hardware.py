@@ -15,6 +15,8 @@ Precision = Literal["fp32", "fp16", "bf16"]
 class Gpu:
     """One device as PyTorch sees it: a table of gpus.toml, which says what each figure means."""
 
+    key: str
+    """Its table in gpus.toml."""
     name: str
     memory_gib: float
     fp32_tflops: float
@@ -38,7 +40,7 @@ class Gpu:
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
-GPUS: dict[str, Gpu] = {key: Gpu(**table) for key, table in _TABLES.items()}
+GPUS: dict[str, Gpu] = {key: Gpu(key, **table) for key, table in _TABLES.items()}
 _COMMON_WORDS = {"nvidia", "amd", "tesla", "geforce", "rtx", "instinct", "gb", "gpu"}
 
 
@@ -48,6 +50,8 @@ def find_gpu(name: str) -> Gpu:
     Raises ValueError with the keys that there are, or that it may mean.
     """
     words = set(re.findall(r"rtx|[a-z]+\d+[a-z]*|\d+|[a-z]+", name.lower()))
+    if "mig" in words:
+        raise ValueError(f"unknown GPU {name!r}: a MIG slice, whose share of its GPU is not known")
     matching = []
     for key, gpu in GPUS.items():
         must = set(gpu.must.split())

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from harness.estimate.inputs import ALWAYS, FP32, GIB, STEPPED, Held, Inputs
+from collections.abc import Iterable
+
+from harness.estimate.driver import generation_of
+from harness.estimate.held import ALWAYS, FP32, STEPPED, Held
+from harness.estimate.inputs import GIB, Inputs
 from harness.estimate.partition import sub_groups
 from harness.estimate.states import master_bytes, moment_bytes
 
 # A rank that has imported torch, transformers and deepspeed, before any weight.
 PROCESS_HOST = int(0.5 * GIB)
-# A CUDA context with its libraries' workspaces, and NCCL's buffers.
-PROCESS_DEVICE = int(1.0 * GIB)
+_MIB = 2**20
+CHECKPOINT_COPY = "checkpoint copy"
 
 
 def process(inputs: Inputs) -> list[Held]:
-    """Memory of a rank's process before any tensor."""
+    """Memory of a rank's process before any tensor; on a GPU what its libraries allocate."""
     parts = [Held("process", PROCESS_HOST, ALWAYS, "guessed", "host")]
     if inputs.accelerator == "cuda":
-        parts.append(Held("process", PROCESS_DEVICE, ALWAYS, "guessed"))
+        workspace = int(generation_of(inputs.gpu).workspace * _MIB)
+        parts.append(Held("cuBLAS workspace", workspace, STEPPED, "read"))
     return parts
 
 
 def loading(inputs: Inputs) -> list[Held]:
     """Copies on the host while the model is built."""
     building = frozenset({"build"})
-    if inputs.zero.stage < 3 and (inputs.loads_weights or inputs.grid.tensor > 1):
-        # from_pretrained reads a rank's whole model before it moves to the device, or is divided.
+    units = inputs.shape.body.units
+    piece = max(sum(tensor.numel for tensor in unit) for unit in units)
+    is_divided = inputs.grid.tensor > 1 or inputs.grid.expert > 1
+    if inputs.loads_weights and is_divided:  # a piece is read, then divided
+        size = inputs.element_bytes * piece
+    elif inputs.loads_weights and inputs.zero.stage < 3:
+        # from_pretrained reads a rank's whole model before it moves to the device.
         size = inputs.element_bytes * inputs.parameters
     else:
         # Weights are drawn in fp32 on the CPU, a piece at a time (models/initialize.py).
-        units = inputs.shape.body.units
-        size = FP32 * max(sum(tensor.numel for tensor in unit) for unit in units)
+        size = FP32 * piece
     return [Held("weights being made", size, building, "read", "host")]
 
 
@@ -52,8 +61,40 @@ def saving(inputs: Inputs) -> list[Held]:
     """The copy that is written while training goes on (save.async)."""
     if not inputs.saves_in_background:
         return []
-    size = checkpoint_bytes(inputs) // inputs.shards
-    return [Held("checkpoint copy", size, STEPPED, "read", "host")]
+    size = checkpoint_bytes(inputs) * inputs.sharded_parameters // inputs.trained
+    return [Held(CHECKPOINT_COPY, size, STEPPED, "read", "host")]
+
+
+def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
+    """Bytes by which torch rounds pinned memory up to powers of two (CachingHostAllocator.h), each
+    component taken for one block; a run switches that off unless the user has set its allocators.
+    """
+    if not inputs.rounds_pinned:
+        return []
+    pageable = {"process", "moments", "weights being made"}
+    if inputs.zero.stage == 3:
+        pageable.add("master")
+
+    def is_pinned(part: Held) -> bool:
+        if part.component == CHECKPOINT_COPY:
+            return True
+        return part.place == "host" and inputs.zero.pins and part.component not in pageable
+
+    return [
+        Held(
+            "pinned rounding",
+            _power_of_two(part.bytes) - part.bytes,
+            part.phases,
+            "guessed",
+            "host",
+        )
+        for part in parts
+        if is_pinned(part) and part.bytes
+    ]
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def checkpoint_bytes(inputs: Inputs) -> int:
@@ -61,4 +102,6 @@ def checkpoint_bytes(inputs: Inputs) -> int:
     moments = moment_bytes(inputs)
     if inputs.zero.optimizer == "adamw8bit":  # two codes, two scales for every element
         moments = 2 * (1 + 4)
-    return int((master_bytes(inputs) + moments) * inputs.parameters)
+    # Of adapters the frozen weights are those of model.init_from, and not saved.
+    frozen = 0 if inputs.adapters else inputs.element_bytes * inputs.frozen
+    return int((master_bytes(inputs) + moments) * inputs.trained) + frozen

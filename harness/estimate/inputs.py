@@ -1,148 +1,27 @@
-"""Inputs of a run's memory estimate, and the unit that it is counted in."""
+"""Inputs of a run's memory estimate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property, lru_cache
+from typing import Literal
 
-from harness.layout.division import tensor_shard
+from harness.estimate.partition import Flat
+from harness.estimate.zero_settings import ZeroSettings
+from harness.layout.adapters import Adapters
+from harness.layout.division import divides_vocabulary, tensor_shard
+from harness.layout.expert import EXPERTS, expert_shard
 from harness.layout.grid import Grid
-from harness.layout.optimizer_table import GroupRule, Parameter, optimizer_groups
+from harness.layout.loss_chunk import loss_chunk
+from harness.layout.optimizer_table import GroupRule, Parameter, is_frozen, optimizer_groups
+from harness.layout.recompute import Checkpointing, is_checkpointed
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, in_flight, stage_shape
 from harness.layout.tensors import Tensor
 
-Evidence = Literal["measured", "traced", "read", "guessed"]
-"""measured: equal to live bytes of real runs; traced: to what autograd saves of the real model;
-read: in the sources of DeepSpeed, torch or transformers; guessed: by analogy."""
-EVIDENCE: tuple[Evidence, ...] = ("measured", "traced", "read", "guessed")
-Place = Literal["device", "host", "nvme"]
-
 GIB = 2**30
-FP32 = 4  # bytes
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_DTYPE_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}  # others: 2
-
-# In the order of a step.  `build` happens once; `built` lacks Adam's moments, which the first step
-# makes; every other phase is that of a later step.
-PHASES = (
-    "build",
-    "built",
-    "forward",
-    "loss",
-    "backward_first",
-    "backward_last",
-    "reduce",
-    "gradients_ready",
-    "norm",
-    "cast",
-    "step",
-    "between_steps",
-    "evaluation",
-    "save",
-)
-ALWAYS = frozenset(PHASES)
-STEPPED = ALWAYS - {"build", "built"}
-BACKWARD = frozenset({"backward_first", "backward_last"})
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes that one component holds in the phases it lives in."""
-
-    component: str
-    bytes: int
-    phases: frozenset[str]
-    evidence: Evidence
-    place: Place = "device"
-
-
-@dataclass(frozen=True)
-class ZeroSettings:
-    """The keys of the DeepSpeed JSON that cost memory; sizes count elements."""
-
-    stage: int
-    offload_optimizer: Place
-    offload_param: Place
-    offload_ratio: float
-    reduce_bucket: int
-    overlap_given: bool | None
-    """overlap_comm; None leaves it to the stage."""
-    contiguous_gradients: bool
-    prefetch_bucket: int
-    persistence_threshold: int
-    max_reuse_distance: int
-    sub_group_size: int
-    secondary_ranks: int
-    """zero_hpz_partition_size: ranks over which a second copy of the weights is spread."""
-    sum_bytes: int | None
-    """Bytes of data_types.grad_accum_dtype; None follows the model."""
-    comm_bytes: int | None
-    """Bytes of communication_data_type; None follows the model."""
-    sequence_comm_bytes: int
-    """Bytes of the same where sequences are divided over ranks."""
-    half_master: bool
-    half_moments: bool
-    optimizer: str
-    momentum: float
-    torch_adam: bool
-    nvme_buffers: int
-    nvme_param_buffers: int
-    nvme_param_buffer: int
-    gather_on_save: bool
-
-    @classmethod
-    def read(cls, value: Callable[[str], Any]) -> ZeroSettings:
-        """`value(key)` gives a dotted key's literal, or DeepSpeed's own default."""
-
-        def zero(key: str) -> Any:
-            return value(f"zero_optimization.{key}")
-
-        def place(section: str) -> Place:
-            device = str(zero(f"{section}.device"))
-            return {"cpu": "host", "nvme": "nvme"}.get(device, "device")  # type: ignore[return-value]
-
-        def width(key: str) -> int | None:
-            name = value(key)
-            return None if name is None else _DTYPE_BYTES.get(str(name), 2)
-
-        stage = int(zero("stage"))
-        optimizer = value("optimizer.params") or {}
-        return cls(
-            stage=stage,
-            offload_optimizer=place("offload_optimizer") if stage else "device",
-            offload_param=place("offload_param") if stage == 3 else "device",
-            offload_ratio=float(zero("offload_optimizer.ratio")),
-            reduce_bucket=int(zero("reduce_bucket_size")),
-            overlap_given=zero("overlap_comm"),
-            contiguous_gradients=bool(zero("contiguous_gradients")),
-            prefetch_bucket=int(zero("stage3_prefetch_bucket_size")),
-            persistence_threshold=int(zero("stage3_param_persistence_threshold")),
-            max_reuse_distance=int(zero("stage3_max_reuse_distance")),
-            sub_group_size=int(zero("sub_group_size")),
-            secondary_ranks=int(zero("zero_hpz_partition_size")),
-            sum_bytes=width("data_types.grad_accum_dtype"),
-            comm_bytes=width("communication_data_type"),
-            sequence_comm_bytes=width("seq_parallel_communication_data_type") or FP32,
-            half_master=bool(
-                value("bf16.bf16_master_weights_and_grads")
-                or value("fp16.fp16_master_weights_and_grads")
-            ),
-            half_moments=bool(value("bf16.bf16_optimizer_states")),
-            optimizer=str(value("optimizer.type")).lower(),
-            momentum=float(optimizer.get("momentum", 0.0)),
-            torch_adam=bool(optimizer.get("torch_adam", False)),
-            nvme_buffers=int(zero("offload_optimizer.buffer_count")),
-            nvme_param_buffers=int(zero("offload_param.buffer_count")),
-            nvme_param_buffer=int(zero("offload_param.buffer_size")),
-            gather_on_save=bool(zero("stage3_gather_16bit_weights_on_model_save")),
-        )
-
-    @property
-    def overlap_comm(self) -> bool:
-        """True if gradients are reduced while the backward pass goes on."""
-        return self.stage == 3 if self.overlap_given is None else self.overlap_given
 
 
 @dataclass(frozen=True)
@@ -159,10 +38,23 @@ class Inputs:
     """Tokens of a sample."""
     grad_accum: int
     """Micro-batches per optimizer step."""
-    checkpointing: Literal["none", "full"] = "none"
+    checkpointing: Checkpointing = "none"
+    """Way of every layer; reversible layers are one of them."""
+    activation_offload: bool = False
+    """True if what checkpointed layers keep is in host memory."""
+    mlp_tiles: int = 1
+    """Parts of the tokens that dense MLPs compute one after the other."""
     attention: str = "sdpa"
-    fused: bool = False
-    """True if operations are fused (model.kernels, model.compile), which is not counted."""
+    attention_sizes: tuple[tuple[str, int], ...] = ()
+    """Those of a kind that computes less than exact attention."""
+    liger: bool = False
+    """True if norms, MLPs, and head with loss are Liger's kernels (model.kernels)."""
+    compiled: bool = False
+    """True if layers are compiled (model.compile), whose fusions are not counted."""
+    loss_chunk: int | None = None
+    """model.loss_chunk."""
+    smooths_labels: bool = False
+    """True if labels are smoothed, with which Liger's loss is not fused with the head."""
     document_mask: bool = False
     """True if tokens attend only within their own document: the mask is then a tensor."""
     activation: str = ""
@@ -172,27 +64,84 @@ class Inputs:
     """True if weights are read (model.init_from) rather than drawn."""
     saves_in_background: bool = False
     """True if what is saved is copied to the host (save.async)."""
+    rounds_pinned: bool = False
+    """True if torch rounds blocks of pinned memory up to powers of two."""
     gpus_per_node: int = 1
     accelerator: Literal["cuda", "cpu"] = "cuda"
+    gpu: str | None = None
+    """The GPU's key in gpus.toml; None where nobody named a known one."""
+    expandable: bool = True
+    """True if segments of torch's allocator grow (expandable_segments)."""
     rules: tuple[GroupRule, ...] = ()
     """optim.groups."""
+    adapters: Adapters | None = None
+    """Adapters of low rank (model.lora), which alone are trained."""
     bounds: Bounds | None = None
     """The split of the model's units over pipeline stages; None without any."""
+    sends_parts: bool = True
+    """True if each tensor-parallel rank of a stage sends its part of the hidden states."""
     parallel_residual: bool = True
     """True if GPT-NeoX's attention and MLP read norms of one input (use_parallel_residual)."""
-    traced_layer_bytes: float | None = None
-    """Traced bytes that a layer keeps of a token; None if the operations are counted."""
+    traced_layers: tuple[float, ...] = ()
+    """Traced bytes that each of the model's layers keeps of a token; none if the operations are
+    counted."""
+    traced_outside: float = 0.0
+    """Traced bytes that are kept of a token outside the layers, all logits included."""
+    traced_by_reference: bool = False
+    """True if layers were traced that a GPU computes by kernels of another package."""
     stage: int | None = None
     """The pipeline stage that `shape` is; None where it is the whole model."""
+    divides_vocabulary: bool = False
+    """True if `shape` has a part of the vocabulary."""
 
     def of_stage(self, stage: int) -> Inputs:
         """Return the run with the part of the model that the first tensor-parallel rank of a
         pipeline stage has.
         """
-        shape = tensor_shard(self.shape, self.grid.tensor)
+        return self._of_rank.undivided_stage(stage)
+
+    @cached_property
+    def _of_rank(self) -> Inputs:
+        """The run with the part of every layer that the first tensor-parallel rank has."""
+        if self.grid.tensor == self.grid.expert == 1:
+            return self
+        return replace(
+            self,
+            shape=expert_shard(tensor_shard(self.shape, self.grid.tensor), self.grid.expert),
+            divides_vocabulary=divides_vocabulary(self.shape, self.grid.tensor),
+        )
+
+    def undivided_stage(self, stage: int) -> Inputs:
+        """Return the run with all of a pipeline stage."""
         if self.bounds is None:
-            return replace(self, shape=shape)
-        return replace(self, shape=stage_shape(shape, self.bounds, stage), stage=stage)
+            return self
+        return replace(self, shape=stage_shape(self.shape, self.bounds, stage), stage=stage)
+
+    @property
+    def fused(self) -> bool:
+        """True if operations are fused, by kernels or by the compiler."""
+        return self.liger or self.compiled
+
+    @property
+    def layers_by(self) -> str:
+        """The way to the bytes of layers: counted | traced | traced through reference code."""
+        if not self.traced_layers:
+            return "counted"
+        return "traced through reference code" if self.traced_by_reference else "traced"
+
+    @property
+    def first_layer(self) -> int:
+        """Index in the whole model of the first decoder layer here."""
+        if self.bounds is None or self.stage is None:
+            return 0
+        return max(self.bounds[self.stage], 1) - 1
+
+    @property
+    def layers_alike(self) -> list[list[int]]:
+        """The layers here of each kind: those with the same tensors, window, traced bytes and
+        checkpointing keep and take the same.
+        """
+        return _layers_alike(self.shape, self.checkpointing, self.first_layer, self.traced_layers)
 
     @property
     def has_head(self) -> bool:
@@ -223,11 +172,7 @@ class Inputs:
 
     @property
     def comm_bytes(self) -> int:
-        """Bytes of a gradient's element on its way to other ranks (engine.py; where sequences are
-        divided, stage_1_and_2.py takes fp32 whatever the JSON says).
-        """
-        if self.grid.sequence > 1:
-            return FP32 if self.zero.stage in (1, 2) else self.zero.sequence_comm_bytes
+        """Bytes of a gradient's element on its way to other ranks (engine.py)."""
         return self.zero.comm_bytes or self.element_bytes
 
     @property
@@ -240,27 +185,134 @@ class Inputs:
         """Tokens of a micro-batch on one rank."""
         return self.micro_batch * self.seq_len // self.grid.sequence
 
+    @property
+    def chunk(self) -> int:
+        """Entries of the rank's vocabulary whose logits the loss holds at a time; 0: all."""
+        return loss_chunk(self.loss_chunk, self.shape.vocab_size, self.tokens)
+
+    @property
+    def fuses_loss(self) -> bool:
+        """True if the head is fused with the training loss, which never holds all logits."""
+        return self.liger and not self.smooths_labels
+
+    def shards_of(self, group: Sequence[Tensor]) -> int:
+        """Ranks that ZeRO spreads the states of a group of `groups` over: of experts, those that
+        have the same ones.
+        """
+        return self.shards // (self.grid.expert if _is_of_experts(group) else 1)
+
+    @cached_property
+    def flats(self) -> list[Flat]:
+        """The groups as ZeRO 1 and 2 lay them out."""
+        expert = self.grid.expert
+        return [
+            Flat(
+                tuple(tensor.numel for tensor in group),
+                self.shards_of(group),
+                expert if _is_of_experts(group) else 1,
+            )
+            for group in self.groups()
+        ]
+
+    @property
+    def sharded_parameters(self) -> int:
+        """Elements of all trained parameters in a rank's shards, without padding."""
+        return sum(
+            sum(tensor.numel for tensor in group) // self.shards_of(group)
+            for group in self.groups()
+        )
+
+    @cached_property
+    def trained_tensors(self) -> list[Tensor]:
+        """The parameters that the optimizer steps."""
+        return _trained(self.shape, self.rules, self.adapters)
+
+    @cached_property
+    def frozen_tensors(self) -> list[Tensor]:
+        """The parameters without gradients and states."""
+        if self.adapters is not None:
+            return [*self.shape.tensors()]
+        rules = self.rules
+        return [t for t in self.shape.tensors() if is_frozen(t.name, rules)] if rules else []
+
     def groups(self) -> list[list[Tensor]]:
         """The parameter groups of the optimizer, each in the model's order.
 
-        Matrices decay; biases, norms and embeddings, tied to the head or not, do not.
+        Matrices decay; biases, norms and embeddings, tied to the head or not, do not. Divided
+        experts have groups of their own.
         """
-        tensors = {tensor.name: tensor for tensor in self.shape.tensors()}
-        parameters = (
-            Parameter(
-                name,
-                matrix=len(tensor.shape) >= 2 and tensor.kind != "embedding",
-                head=tensor.kind == "head",
-            )
-            for name, tensor in tensors.items()
-        )
-        groups = optimizer_groups(parameters, 1.0, self.rules, self.zero.optimizer == "muon")
-        return [[tensors[name] for name in names] for _, names in groups]
+        muon, divided = self.zero.optimizer == "muon", self.grid.expert > 1
+        return _groups(self.shape, self.rules, self.adapters, muon, divided)
 
     @property
     def parameters(self) -> int:
         """Elements of all parameters on one rank, unsharded."""
-        return sum(tensor.numel for tensor in self.shape.tensors())
+        return self.trained + self.frozen
+
+    @cached_property
+    def trained(self) -> int:
+        """Elements of the parameters that are trained, unsharded."""
+        if self.adapters is None and not self.rules:
+            return self.shape.parameters
+        return sum(tensor.numel for tensor in self.trained_tensors)
+
+    @cached_property
+    def frozen(self) -> int:
+        """Elements of the parameters that are not trained, unsharded."""
+        return sum(tensor.numel for tensor in self.frozen_tensors)
+
+
+@lru_cache(maxsize=256)
+def _layers_alike(
+    shape: Shape, checkpointing: Checkpointing, first: int, traced: tuple[float, ...]
+) -> list[list[int]]:
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, tensors in enumerate(shape.body.layers):
+        kind = (
+            id(tensors),  # of layers that are alike one object (Body)
+            shape.sliding_windows[index] if shape.sliding_windows else None,
+            traced[first + index] if traced else None,
+            is_checkpointed(checkpointing, first + index),
+        )
+        kinds.setdefault(kind, []).append(index)
+    return [*kinds.values()]
+
+
+@lru_cache(maxsize=256)
+def _trained(shape: Shape, rules: tuple[GroupRule, ...], adapters: Adapters | None) -> list[Tensor]:
+    if adapters is not None:
+        return [*adapters.tensors(shape)]
+    tensors = [*shape.tensors()]
+    return [t for t in tensors if not is_frozen(t.name, rules)] if rules else tensors
+
+
+@lru_cache(maxsize=256)
+def _groups(
+    shape: Shape, rules: tuple[GroupRule, ...], adapters: Adapters | None, muon: bool, divided: bool
+) -> list[list[Tensor]]:
+    tensors = {tensor.name: tensor for tensor in _trained(shape, rules, adapters)}
+    parameters = (
+        Parameter(
+            name,
+            matrix=len(tensor.shape) >= 2 and tensor.kind != "embedding",
+            head=tensor.kind == "head",
+        )
+        for name, tensor in tensors.items()
+    )
+    groups = optimizer_groups(parameters, 1.0, rules, muon)
+    named = [[tensors[name] for name in names] for _, names in groups]
+    if not divided:
+        return named
+    parts = [
+        [tensor for tensor in group if (tensor.kind == EXPERTS) == experts]
+        for group in named
+        for experts in (False, True)
+    ]
+    return [part for part in parts if part]
+
+
+def _is_of_experts(group: Sequence[Tensor]) -> bool:
+    return group[0].kind == EXPERTS
 
 
 def as_size(size: float) -> str:

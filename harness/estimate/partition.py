@@ -19,13 +19,19 @@ class Flat:
 
     numels: tuple[int, ...]
     shards: int
+    apart: int = 1
+    """Distance of the ranks that have the shards: 2 if those between have other experts."""
+
+    def index(self, rank: int) -> int:
+        """Return the shard of ZeRO's rank `rank`."""
+        return rank // self.apart
 
     @property
     def padded(self) -> int:
         """Elements of the flat buffer."""
         return self.shard * self.shards
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Elements of one rank's shard."""
         return -(-sum(self.numels) // (_ALIGNMENT * self.shards)) * _ALIGNMENT
@@ -56,11 +62,6 @@ class Flat:
     def end_padding(self, rank: int) -> int:
         """Elements of a rank's shard that belong to no parameter."""
         return min(self.shard, max(0, (rank + 1) * self.shard - sum(self.numels)))
-
-
-def flat_groups(groups: Sequence[Sequence[Tensor]], shards: int) -> list[Flat]:
-    """The groups of an optimizer, each flattened."""
-    return [Flat(tuple(tensor.numel for tensor in group), shards) for group in groups]
 
 
 def piece(numel: int, shards: int) -> int:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.estimate.inputs import (
-    ALWAYS,
-    BACKWARD,
-    FP32,
-    STEPPED,
-    Held,
-    Inputs,
-    Place,
-)
-from harness.estimate.partition import Flat, flat_groups, piece, sub_groups
+from harness.estimate.held import ALWAYS, BACKWARD, FP32, STEPPED, Held, Place
+from harness.estimate.inputs import Inputs
+from harness.estimate.partition import Flat, piece, sub_groups
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.tensors import Tensor
 
@@ -52,18 +45,18 @@ def model_states(inputs: Inputs, rank: int) -> list[Held]:
 
 
 def moment_bytes(inputs: Inputs) -> float:
-    """Bytes of optimizer state per element, besides the master weight; a mean over the model."""
+    """Bytes of optimizer state per trained element, besides the master weight; a mean."""
     name = inputs.zero.optimizer
     if name == "sgd":
         return FP32 if inputs.zero.momentum else 0
     if inputs.zero.half_moments:
         return 4
-    tensors = inputs.shape.tensors()
+    tensors = inputs.trained_tensors
     if name == "muon":  # one moment of what it steps, Adam's two of the rest
-        return 8 - 4 * sum(t.numel for t in tensors if _by_muon(t)) / inputs.parameters
+        return 8 - 4 * sum(t.numel for t in tensors if _by_muon(t)) / inputs.trained
     if name == "adafactor":  # a mean per row and per column of a matrix
         kept = sum(sum(t.shape) if len(t.shape) == 2 else t.numel for t in tensors)
-        return FP32 * kept / inputs.parameters
+        return FP32 * kept / inputs.trained
     kinds = {kind.json_type.lower(): kind for kind in OPTIMIZERS.values()}
     return kinds[name].state_bytes
 
@@ -82,29 +75,30 @@ def master_bytes(inputs: Inputs) -> int:
 
 
 def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
-    size = inputs.element_bytes * inputs.parameters
-    yield Held("parameters", size, ALWAYS, "measured")
-    yield from _full_gradients(inputs, size)
-    yield Held("moments", _moments(inputs, inputs.parameters), STEPPED, "measured")
-    yield from _temporaries(inputs, max(tensor.numel for tensor in inputs.shape.tensors()))
+    element = inputs.element_bytes
+    yield Held("parameters", element * inputs.parameters, ALWAYS, "measured")
+    yield from _full_gradients(inputs, element * inputs.trained)
+    yield Held("moments", _moments(inputs, inputs.trained), STEPPED, "measured")
+    yield from _temporaries(inputs, max(tensor.numel for tensor in inputs.trained_tensors))
 
 
 def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
     """Temporaries of an optimizer's arithmetic beside the `largest` tensor that it steps.
 
-    torch's Adam holds a root and a quotient, ours (engine/optimizers.py) one update; DeepSpeed's
-    nothing. Adagrad holds a decayed gradient and a root; Muon an update, and two whole matrices in
-    bf16; 8-bit Adam on a CPU its moments unpacked.
+    torch's Adam holds a root and a quotient unless it is fused, ours (engine/optimizers.py) one
+    update; DeepSpeed's nothing. Adagrad holds a decayed gradient and a root; Muon an update, and
+    two whole matrices in bf16; 8-bit Adam on a CPU its moments unpacked.
     """
     in_step = frozenset({"step"})
-    if inputs.zero.torch_adam:
+    if inputs.zero.torch_adam and not inputs.zero.fused_adam:
         yield Held("step temporaries", 2 * master_bytes(inputs) * largest, in_step, "measured")
         return
     name = inputs.zero.optimizer
     unpacked = 5 if inputs.accelerator == "cpu" else 0
     copies = {"adamw": 0, "adam": 0, "adagrad": 2, "adamw8bit": unpacked}.get(name, 1)
-    matrices = [t.numel for t in inputs.shape.tensors() if _by_muon(t)]
-    whole = 4 * max(matrices, default=0) if name == "muon" else 0
+    whole = 0
+    if name == "muon":
+        whole = 4 * max((t.numel for t in inputs.trained_tensors if _by_muon(t)), default=0)
     yield Held("step temporaries", FP32 * copies * largest + whole, in_step, "read")
 
 
@@ -118,9 +112,8 @@ def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
 
 def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     # fp16/fused_optimizer.py: moments at once; a step holds a list of fp32 gradients and its copy.
-    count = inputs.parameters
-    size = inputs.element_bytes * count
-    yield Held("parameters", size, ALWAYS, "read")
+    count, size = inputs.trained, inputs.element_bytes * inputs.trained
+    yield Held("parameters", inputs.element_bytes * inputs.parameters, ALWAYS, "read")
     yield Held("master", FP32 * count, ALWAYS, "read")
     yield Held("moments", _moments(inputs, count), ALWAYS, "read")
     yield from _full_gradients(inputs, size)
@@ -131,24 +124,25 @@ def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
 def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     # bf16_optimizer.py: sums of the whole model, permanent, beside the bf16 gradients, which the
     # next backward pass sets to zero.
-    flats = flat_groups(inputs.groups(), inputs.shards)
+    flats = inputs.flats
     whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
-    yield Held("parameters", 2 * whole, ALWAYS, "measured")
+    yield Held("parameters", 2 * (whole + inputs.frozen), ALWAYS, "measured")
     yield Held("master", FP32 * shard, ALWAYS, "measured")
     yield Held("moments", _moments(inputs, shard), STEPPED, "measured")
     yield Held("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
     if inputs.sum_bytes != FP32:
         yield Held("fp32 gradients", FP32 * shard, frozenset({"step"}), "read")
-    yield from _full_gradients(inputs, 2 * inputs.parameters)
+    yield from _full_gradients(inputs, 2 * inputs.trained)
     yield from _temporaries(inputs, max(flat.shard for flat in flats))
 
 
 def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
-    flats = flat_groups(inputs.groups(), inputs.shards)
+    flats = inputs.flats
     shard = sum(flat.shard for flat in flats)
     where = inputs.zero.offload_optimizer
     where = "host" if where == "nvme" else where
-    yield Held("parameters", inputs.element_bytes * _sum_padded(flats), ALWAYS, "measured")
+    elements = _sum_padded(flats) + inputs.frozen
+    yield Held("parameters", inputs.element_bytes * elements, ALWAYS, "measured")
     yield Held("master", master_bytes(inputs) * shard, ALWAYS, "measured", where)
     yield Held("moments", _moments(inputs, shard), STEPPED, "measured", where)
     if where == "host":
@@ -173,7 +167,9 @@ def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> It
         lives = begins | _REDUCED | {"cast", "step"}
         yield Held("gradients", FP32 * shard, lives, "measured")
     else:
-        whole = sum(flat.whole[rank] + flat.end_padding(rank) for flat in flats)
+        whole = sum(
+            flat.whole[flat.index(rank)] + flat.end_padding(flat.index(rank)) for flat in flats
+        )
         begins = BACKWARD if inputs.zero.stage == 2 else frozenset()
         lives = begins | _REDUCED | {"cast", "step"}
         yield Held("gradients", element * whole, lives, "measured")
@@ -193,7 +189,7 @@ def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> It
 
 def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[Held]:
     """Stage 1 keeps whole gradients until the boundary, and over all micro-batches."""
-    size = inputs.sum_bytes * inputs.parameters
+    size = inputs.sum_bytes * inputs.trained
     yield Held("gradients", size, frozenset({"backward_last", "reduce"}), "measured")
     if inputs.accumulates:
         yield Held("gradients", size, _FORWARD | {"backward_first"}, "read")
@@ -201,7 +197,7 @@ def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[Held]:
         # Only parameters of this rank's shard drop their sum; the others' stay, in the bucket or,
         # where they are larger than it, by themselves, until the step.
         bucket = inputs.zero.reduce_bucket
-        alone = sum(flat.elsewhere(rank, bucket) for flat in flats)
+        alone = sum(flat.elsewhere(flat.index(rank), bucket) for flat in flats)
         left = FP32 * (alone + bucket) if inputs.shards > 1 else 0
         yield Held("gradients of other shards", left, _READY | {"cast"}, "measured")
 
@@ -218,23 +214,29 @@ def _offloaded_gradients12(
     if _widened(inputs):
         yield Held("gradients", FP32 * shard, _REDUCED, "measured")
     elif inputs.grad_accum > 1 and inputs.zero.stage == 2:
-        whole = sum(flat.whole[rank] for flat in flats)
+        whole = sum(flat.whole[flat.index(rank)] for flat in flats)
         yield Held("gradient sums", element * whole, STEPPED, "measured", "host")
     if inputs.zero.stage == 1:
         yield from _unreduced(inputs, flats, rank)
 
 
 def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
-    zero, shards, element = inputs.zero, inputs.shards, inputs.element_bytes
-    groups = inputs.groups()
-    pieces = sum(piece(tensor.numel, shards) for group in groups for tensor in group)
-    subs = sub_groups(groups, shards, zero.sub_group_size)
+    zero, element = inputs.zero, inputs.element_bytes
+    groups = [(group, inputs.shards_of(group)) for group in inputs.groups()]
+    pieces = sum(piece(tensor.numel, shards) for group, shards in groups for tensor in group)
+    subs = [
+        size
+        for group, shards in groups
+        for size in sub_groups([group], shards, zero.sub_group_size)
+    ]
     offload = zero.offload_optimizer
     away = sum(subs[int((1 - zero.offload_ratio) * len(subs)) :]) if offload != "device" else 0
-    yield Held("parameters", element * pieces, ALWAYS, "measured", zero.offload_param)
+    frozen = sum(piece(tensor.numel, inputs.shards) for tensor in inputs.frozen_tensors)
+    yield Held("parameters", element * (pieces + frozen), ALWAYS, "measured", zero.offload_param)
+    gathered = [*groups, (inputs.frozen_tensors, inputs.shards)]
     persistent = sum(
         tensor.numel
-        for group in groups
+        for group, shards in gathered
         for tensor in group
         if tensor.numel <= zero.persistence_threshold and shards > 1
     )
@@ -261,7 +263,7 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
         yield from _temporaries(inputs, largest)
     if zero.secondary_ranks > 1:
         # hpZ: cut anew in every forward pass, forgotten in every step.
-        second = element * inputs.parameters // min(zero.secondary_ranks, shards)
+        second = element * inputs.parameters // min(zero.secondary_ranks, inputs.shards)
         yield Held("secondary parameters", second, ALWAYS - {"between_steps"}, "measured")
 
 

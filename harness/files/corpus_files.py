@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
@@ -15,13 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from harness.errors import ConfigError
-from harness.files.file_kinds import Format, kind_of
+from harness.errors import ConfigError, Unusable
+from harness.files.compressed import why_no_pyarrow
+from harness.files.file_kinds import kind_of
 from harness.files.paths import user_path
+from harness.files.regular_file import read_json
+from harness.files.table import Table
 
 CorpusKind = Literal["library", "text", "indexed"]
 _OTHER_HALF = {".bin": ".idx", ".idx": ".bin"}
 _SKIPPED_FOLDERS = {"dist-packages", "idle_test", "idlelib", "site-packages", "test", "tests"}
+_MOST_STATE_BYTES = 1 << 26
 # A dict of manual pages: read as prose, one document each, after all sources.
 TOPICS = Path("pydoc_data", "topics.py")
 
@@ -33,7 +38,7 @@ class CorpusFiles:
     kind: CorpusKind
     path: Path
     files: tuple[Path, ...]
-    format: Format | None = None
+    format: str | None = None
     """Format of all files; None: by file name."""
     left_out: str = ""
     """Files of a folder that are not read, counted by kind: "2 .png, 1 link to a folder"."""
@@ -44,7 +49,7 @@ class CorpusFiles:
 
 
 def find_files(
-    path: str | None, format: Format | None = None, at_most: int | None = None
+    path: str | None, format: str | None = None, at_most: int | None = None
 ) -> CorpusFiles:
     """Return the files that `data.path` names; None is Python's library.
 
@@ -60,16 +65,20 @@ def find_files(
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
 
 
-def _files_of(named: Path, path: str, format: Format | None, at_most: int | None) -> CorpusFiles:
+def _files_of(named: Path, path: str, format: str | None, at_most: int | None) -> CorpusFiles:
     is_half = format is None and named.suffix in (".bin", ".idx")
     prefix = named.with_suffix("") if is_half else named
     pair = (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
     if is_half or (not named.exists() and any(file.exists() for file in pair)):
         return CorpusFiles("indexed", prefix, pair)
     if not named.exists():
-        raise ConfigError(f"data.path: {path} does not exist (nor {pair[0].name} beside it)")
+        raise ConfigError(
+            f"data.path: {path} does not exist (nor {pair[0].name} beside it){_of_hub(path)}"
+        )
     left_out = ""
-    if named.is_dir():
+    if named.is_dir() and (saved := saved_dataset(named)) is not None:
+        files = saved
+    elif named.is_dir():
         files, left_out = _files_in(named, format, at_most)
     elif named.is_file():
         files = (named,)
@@ -86,8 +95,49 @@ def _files_of(named: Path, path: str, format: Format | None, at_most: int | None
     return CorpusFiles("text", named, files, format, left_out)
 
 
+def _of_hub(path: str) -> str:
+    """Return the command that fetches a hub's data set; "" if the path cannot be its name."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII):
+        return ""
+    name = path.replace("/", "--")
+    return (
+        f"; a data set of the hub is fetched by: hf download {path} --repo-type dataset "
+        f"--local-dir {name}, and read by data.path={name}"
+    )
+
+
+def saved_dataset(folder: Path) -> tuple[Path, ...] | None:
+    """Return the files of a folder of datasets' save_to_disk, in its order; None for others.
+
+    Raises ConfigError for one with several splits, and for damaged ones.
+    """
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    try:
+        if splits.is_file():
+            names = read_json(splits, _MOST_STATE_BYTES, links=True)
+            names = names["splits"] if isinstance(names, dict) else []
+            if len(names) == 1:
+                return saved_dataset(folder / names[0])
+            raise ConfigError(
+                f"data.path: {folder} holds the splits {', '.join(map(str, names))}: name one, as "
+                f"in data.path={folder / 'train'}"
+            )
+        if not state.is_file() or not (folder / "dataset_info.json").is_file():
+            return None
+        table = Table(read_json(state, _MOST_STATE_BYTES, links=True), state)
+        files = [Table(entry, state).text("filename") for entry in table.row("_data_files")]
+    except (Unusable, KeyError, TypeError) as error:
+        raise ConfigError(f"data.path: {folder}: {error}") from error
+    missing = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"data.path: {state} names {missing[0]}, which is no file beside it")
+    if why := why_no_pyarrow():
+        raise ConfigError(f"data.path: {folder} {why}")
+    return tuple(folder / name for name in files)
+
+
 def _files_in(
-    folder: Path, format: Format | None, at_most: int | None
+    folder: Path, format: str | None, at_most: int | None
 ) -> tuple[tuple[Path, ...], str]:
     """Return a folder's text files in order, and counts of the others. Raises ConfigError."""
     files: list[Path] = []
@@ -113,7 +163,7 @@ def _files_in(
     if pairs:
         problems.append(
             f"data.path: {folder} holds {len(pairs) // 2} .bin/.idx pairs: name one, as in "
-            f"data.path={min(pairs)}; Megatron-LM's tools/merge_datasets.py makes one of several"
+            f"data.path={min(pairs)}; data.mix reads several, with shares"
         )
     if problems:
         raise ConfigError(problems)

@@ -30,9 +30,11 @@ class Failure:
     rank: int
     code: int
     message: str
+    place: str = ""
+    """Of the rank in the layout, as Grid.described has it."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} failed: {self.message}"
+        return f"rank {self.rank}{self.place} failed: {self.message}"
 
 
 class Alarm(threading.Thread):
@@ -48,6 +50,8 @@ class Alarm(threading.Thread):
         self.tick_s = float(math.ceil(world_size / _RANKS_PER_S))
         self.on_end: Callable[[Failure], None] = lambda _: None
         """Called on every rank before it ends."""
+        self.place = ""
+        """Of this rank in the layout, as Grid.described has it."""
         self.first: Failure | None = None
         """The first failure of any rank, once this rank has read it."""
         self._mine: Failure | None = None
@@ -95,7 +99,9 @@ class Alarm(threading.Thread):
         ends_here = self._ends.acquire(blocking=False)
         if ends_here:
             with contextlib.suppress(OSError):
-                print(f"rank {self.rank} ends: {self.first}", file=sys.stderr, flush=True)
+                print(
+                    f"rank {self.rank}{self.place} ends: {self.first}", file=sys.stderr, flush=True
+                )
             self._record(self.first)
         with contextlib.suppress(RuntimeError):
             self._wait_for_others(self.first)

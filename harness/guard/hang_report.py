@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,12 +13,19 @@ _LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
 Report = dict[str, Any]
 
 
-def judge(before: list[Report], after: list[Report], why: str, rank: int) -> Report:
+def judge(
+    before: list[Report],
+    after: list[Report],
+    why: str,
+    rank: int,
+    place: Callable[[int], str] = lambda rank: "",
+) -> Report:
     """Return a report on the ranks that hold the others up, from two readings of all heartbeats.
 
     `silent`: ranks that no longer write: stopped, gone with their node, or blocked outside Python.
     `behind`: if all write, the ranks that have made less progress. If both are empty, all wait at
-    the same place for the network, a device or a disk.
+    the same place for the network, a device or a disk. `place`: text that follows the number of a
+    rank that is named.
     """
     silent = [
         now["rank"]
@@ -30,8 +37,10 @@ def judge(before: list[Report], after: list[Report], why: str, rank: int) -> Rep
     behind = [beat["rank"] for beat in talking if beat["count"] < furthest]
     held_up_by = silent or behind
     lines = [f"hang: {why} (guard.hang_*)"]
-    lines += [f"  {_named(after[n])}: stopped, gone, or held outside Python" for n in silent]
-    lines += [f"  {_named(after[n])}, for {after[n]['seconds']:.0f} s is behind" for n in behind]
+    lines += [f"  {_named(after[n], place)}: stopped, gone, or held outside Python" for n in silent]
+    lines += [
+        f"  {_named(after[n], place)}, for {after[n]['seconds']:.0f} s is behind" for n in behind
+    ]
     rest = [beat for beat in after if beat["rank"] not in (*silent, *behind)]
     if not held_up_by:
         lines.append("  no rank is behind: all wait for the network, a device or a disk")
@@ -67,9 +76,9 @@ def _place(beat: Report) -> str:
     return f"in '{beat['phase']}' of step {beat['step']}, {beat.get('at', '')}".rstrip(", ")
 
 
-def _named(beat: Report) -> str:
+def _named(beat: Report, place: Callable[[int], str]) -> str:
     process = f" on {beat['host']} (process {beat['pid']})" if "host" in beat else ""
-    return f"rank {beat['rank']}{process}, {_place(beat)}"
+    return f"rank {beat['rank']}{place(beat['rank'])}{process}, {_place(beat)}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

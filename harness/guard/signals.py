@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from harness.errors import ExitCode, RunStopped
 from harness.guard.stop_request import StopRequest
+
+T = TypeVar("T")
 
 
 class StopGuard:
@@ -56,12 +58,12 @@ class StopGuard:
         )
         return agreed
 
-    def told_by_rank_0(self, text: str | None) -> str | None:
-        """Return rank 0's `text` on every rank; waits without a time limit. Collective."""
-        texts = [text]
+    def told_by_rank_0(self, message: T) -> T:
+        """Return rank 0's `message` on every rank; waits without a time limit. Collective."""
+        messages = [message]
         if self._group is not None:
-            dist.broadcast_object_list(texts, group=self._group)
-        return texts[0]
+            dist.broadcast_object_list(messages, group=self._group)
+        return messages[0]
 
     def close(self, wait: bool = True) -> None:
         """Restore the signal handlers.

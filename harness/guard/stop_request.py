@@ -90,7 +90,7 @@ class StopRequest:
             self._joins = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.ask(signal.Signals(number).name)
+        self.ask("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
         if self._breaks_off:
             self._breaks_off = False
             raise StopAsked

@@ -27,18 +27,28 @@ from harness.errors import ExitCode
 from harness.guard.hang_report import Report, judge, place_of
 from harness.guard.pulse import Pulse
 
-_RANKS_PER_S = 64  # upper limit of writes into one folder
+# A heartbeat is a handful of metadata operations on the file system of the run folder, which all
+# jobs share: few a second, as long as each rank still writes every 5 s. A report waits for two.
+_FEW_PER_S, _RARE_S, _MOST_PER_S = 8, 5.0, 64
 
 
 class Watchdog(threading.Thread):
     """Watches the progress of the thread that created it."""
 
-    def __init__(self, pulse: Pulse, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        pulse: Pulse,
+        rank: int,
+        world_size: int,
+        place: Callable[[int], str] = lambda rank: "",
+    ) -> None:
+        """`place`: text that follows the number of a rank in the report."""
         super().__init__(name="watchdog", daemon=True)
-        self.pulse, self.rank, self.world_size = pulse, rank, world_size
+        self.pulse, self.rank, self.world_size, self.place = pulse, rank, world_size, place
         self.on_hang: Callable[[Report | None], None] = lambda _: None
         """Called on every rank before it ends; the rank that detected the hang gets the report."""
-        self.tick_s = float(math.ceil(world_size / _RANKS_PER_S))
+        few = min(math.ceil(world_size / _FEW_PER_S), _RARE_S)
+        self.tick_s = float(max(few, math.ceil(world_size / _MOST_PER_S)))
         self.folder: Path | None = None
         """RUN/heartbeats; None until there is a run folder, and a rank reports on itself alone."""
         self.hung = False
@@ -80,7 +90,7 @@ class Watchdog(threading.Thread):
             if self._reports():
                 before = self._all_ranks()
                 time.sleep(grace_s)
-                report = judge(before, self._all_ranks(), why, self.rank)
+                report = judge(before, self._all_ranks(), why, self.rank, self.place)
                 print(report["message"], file=sys.stderr, flush=True)
                 self._publish(report)
                 self.on_hang(report)
@@ -116,7 +126,11 @@ class Watchdog(threading.Thread):
                 time.sleep(0.1)
 
     def _dump_stacks(self, why: str) -> None:
-        print(f"rank {self.rank}: {why}; its threads:", file=sys.stderr, flush=True)
+        print(
+            f"rank {self.rank}{self.place(self.rank)}: {why}; its threads:",
+            file=sys.stderr,
+            flush=True,
+        )
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         if self.folder is not None:
             with contextlib.suppress(OSError), self._file(self.rank, "stacks").open("w") as file:

@@ -1,93 +1,88 @@
-"""A model divided over tensor-parallel ranks, as AutoTP of DeepSpeed 0.19.8 divides it."""
+"""A model's shape divided over tensor-parallel ranks, as its TensorPlan divides it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from harness.layout.box import Part, Range, share_of
+from harness.layout.box import Part
 from harness.layout.shape import Shape
-from harness.layout.share import Cutter
+from harness.layout.tensor import TensorPlan
 from harness.layout.tensors import Tensor
 
-Ranges = tuple[Range, ...]
+
+@lru_cache(maxsize=64)
+def plan_of(shape: Shape) -> TensorPlan:
+    """Return the plan of a model by its shape. Raises ValueError if its family has none."""
+    return TensorPlan.make(shape.model_type, shape.num_heads, shape.num_kv_heads, shape.vocab_size)
 
 
-def autotp_cutter(shape: Shape) -> Cutter:
-    """Return the function that gives a tensor-parallel rank its rows or columns of a parameter.
-
-    Attention is divided by groups of heads with a common key, the rest evenly, whole pieces first
-    (module_inject/tp_shard.py, get_shard_size). Norms are whole on every rank, and so are
-    embeddings, except one tied to the head: then a rank has a part of the vocabulary and of the
-    logits.
-    """
-    kinds = {tensor.name: tensor.kind for tensor in shape.tensors()}
-
-    def cut(name: str, sizes: tuple[int, ...], place: int, places: int) -> dict[int, Ranges]:
-        return _cuts(shape, Tensor(name, sizes, kinds[name]), place, places)
-
-    return cut
+def tensor_problems(shape: Shape, places: int) -> list[str]:
+    """Return the reason why so many ranks cannot divide a model, and the numbers that can."""
+    problems = list(_problems(shape, places))
+    if not problems:
+        return []
+    legal = [n for n in range(1, places) if not places % n and not any(_problems(shape, n))]
+    more = f" (and {len(problems) - 1} like it)" if len(problems) > 1 else ""
+    return [f"{problems[0]}{more}: use {' or '.join(map(str, legal))}"]
 
 
+def _problems(shape: Shape, places: int) -> Iterator[str]:
+    if places == 1:
+        return
+    try:
+        plan = plan_of(shape)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from plan.problems(places)
+    for tensor in shape.tensors():
+        try:
+            plan.cut(tensor.name, tensor.shape, 0, places)
+        except ValueError as error:
+            yield str(error)
+
+
+@lru_cache(maxsize=64)
 def tensor_shard(shape: Shape, ranks: int) -> Shape:
-    """Return the part of a model on the first of `ranks` tensor-parallel ranks: the largest one."""
+    """Return the part of a model on each of `ranks` tensor-parallel ranks."""
     if ranks == 1:
         return shape
+    plan, body = plan_of(shape), shape.body
 
-    def cut(tensor: Tensor) -> Tensor:
+    def cut(tensor: Tensor, prefix: str = "") -> Tensor:
         part = Part.of(tensor.shape)
-        for dimension, ranges in _cuts(shape, tensor, 0, ranks).items():
+        for dimension, ranges in plan.cut(prefix + tensor.name, tensor.shape, 0, ranks).items():
             part = part.cut(dimension, ranges)
         return replace(tensor, shape=part.shape)
 
-    def first(kind: str, size: int) -> int:
-        return _length(_ranges(shape, kind, size, 0, ranks))
-
-    body, has_part = shape.body, divides_vocabulary(shape)
+    # Layers that are alike are one object, before and after; their numbers decide nothing.
+    kinds = {id(layer): layer for layer in body.layers}
+    parts = {
+        kind: tuple(cut(tensor, f"{body.layer_prefix}0.") for tensor in layer)
+        for kind, layer in kinds.items()
+    }
+    layers = tuple(parts[id(layer)] for layer in body.layers)
+    heads = ranks if plan.divides_attention else 1
     return replace(
         shape,
-        num_heads=first("attention", shape.num_heads),
-        num_kv_heads=first("attention", shape.num_kv_heads),
-        intermediate_size=first("mlp", shape.intermediate_size),
-        vocab_size=first("head", shape.vocab_size) if has_part else shape.vocab_size,
+        num_heads=shape.num_heads // heads,
+        num_kv_heads=max(1, shape.num_kv_heads // heads),
+        intermediate_size=shape.intermediate_size // ranks,
+        expert_size=shape.expert_size // ranks,
+        vocab_size=shape.vocab_size // ranks
+        if plan.divides_vocabulary(ranks)
+        else shape.vocab_size,
         body=replace(
             body,
             before=tuple(map(cut, body.before)),
-            layers=tuple(tuple(map(cut, layer)) for layer in body.layers),
+            layers=layers,
             after=tuple(map(cut, body.after)),
         ),
     )
 
 
-def _cuts(shape: Shape, tensor: Tensor, place: int, places: int) -> dict[int, Ranges]:
-    """Return the ranges of the divided dimension; none for a tensor that is not divided."""
-    tied_only = tensor.kind == "embedding" and not shape.tied
-    *_, module, parameter = tensor.name.split(".")
-    by_input = module in shape.family.autotp_inputs
-    if tensor.kind not in divided_kinds(shape) or tied_only or (by_input and parameter == "bias"):
-        return {}
-    dimension = int(by_input)
-    return {dimension: _ranges(shape, tensor.kind, tensor.shape[dimension], place, places)}
-
-
-def _ranges(shape: Shape, kind: str, size: int, place: int, places: int) -> Ranges:
-    """Return a rank's ranges of a dimension of a tensor of this kind."""
-    by_heads = kind == "attention" or (kind == "mlp" and shape.family.autotp_mlp_by_heads)
-    width, left = divmod(size, shape.num_kv_heads)
-    if left or not by_heads:
-        return share_of(size, place, places)
-    heads = share_of(shape.num_kv_heads, place, places)
-    return tuple((start * width, stop * width) for start, stop in heads)
-
-
-def _length(ranges: Ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
-def divided_kinds(shape: Shape) -> tuple[str, ...]:
-    """Return the kinds of tensors that AutoTP divides; none if it does not support the family."""
-    return shape.family.autotp
-
-
-def divides_vocabulary(shape: Shape) -> bool:
-    """Return True if a tensor-parallel rank has the logits of only a part of the vocabulary."""
-    return shape.tied and "embedding" in divided_kinds(shape)
+def divides_vocabulary(shape: Shape, ranks: int) -> bool:
+    """Return True if each of `ranks` tensor-parallel ranks has a part of the logits alone."""
+    return ranks > 1 and plan_of(shape).divides_vocabulary(ranks)

@@ -24,7 +24,7 @@ SIZE_KEYS: dict[str, tuple[str, ...]] = {
 
 _FILE = Path(__file__).with_name("families.toml")
 _NOT_INHERITED = {"like", "compared"}  # what was compared for one family says nothing of another
-_COMPARISONS = {"activations", "divided activations", "liger"}
+_COMPARISONS = {"activations", "divided activations", "liger", "halves"}
 _WINDOW_RULES = {"every", "even", "asked", "upper"}
 
 
@@ -73,16 +73,13 @@ class Family:
     layer_prefix: str = ""
     layers: tuple[Module, ...] = ()
     after: tuple[Module, ...] = ()
-    # Divisions that DeepSpeed runs
-    autotp: tuple[str, ...] = ()
-    autotp_inputs: tuple[str, ...] = ()
-    autotp_mlp_by_heads: bool = False
-    ulysses: bool = False
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    divides_rows: bool = False
     # The forward pass
     sdpa_lacks: str = ""
     soft_caps: bool = False
     half_softmax: bool = False
-    mask_by_position: bool = False
+    unexpanded_keys: bool = False
     alibi: bool = False
     positions_per_sample: bool = False
     rotary_in_part: bool = False

@@ -62,6 +62,10 @@ class GroupRule(Protocol):
     def weight_decay(self) -> float | None:
         """Their weight decay; None keeps what they would have."""
 
+    @property
+    def frozen(self) -> bool:
+        """True if they are not trained."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -81,6 +85,17 @@ class Parameter:
     matrix: bool
     """True if it decays: a matrix, and no embedding."""
     head: bool = False
+
+
+def first_match(name: str, rules: Iterable[GroupRule]) -> GroupRule | None:
+    """Return the rule that applies to a parameter."""
+    return next((rule for rule in rules if re.search(rule.pattern, name)), None)
+
+
+def is_frozen(name: str, rules: Iterable[GroupRule]) -> bool:
+    """Return whether a rule keeps a parameter from being trained."""
+    rule = first_match(name, rules)
+    return rule is not None and rule.frozen
 
 
 def optimizer_groups(

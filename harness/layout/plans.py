@@ -1,4 +1,5 @@
-"""Transformers' own plans to divide a decoder over ranks, read from plans.json.
+"""Transformers' own plans to divide a decoder over ranks, and its decoders without torch's
+attention, read from plans.json.
 
 tools/proofs/generate_plans.py writes that file.
 
@@ -31,6 +32,11 @@ def pipeline_plan(model_type: str) -> dict[str, Ends] | None:
     """Return the inputs and outputs of the modules between which a pipeline is cut, in order."""
     plan = _plan("pipeline", model_type)
     return plan and {module: (takes, returns) for module, (takes, returns) in plan.items()}
+
+
+def without_sdpa(model_type: str) -> bool:
+    """Return whether transformers refuses torch's attention for a decoder."""
+    return model_type in _table()["without_sdpa"]
 
 
 def _plan(kind: str, model_type: str) -> dict[str, Any] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from harness.layout.sizes import Keys, Sizes, read_sizes
@@ -15,6 +16,19 @@ class Shape(Sizes):
     """Sizes, and the tensors that they come to."""
 
     body: Body = field(repr=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash of all sizes and tensors, of which there are thousands: taken once."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of all tensors; a tied embedding has one tensor, and counts once."""
+        return sum(tensor.numel for unit in self.body.units for tensor in unit)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Shape:
@@ -33,7 +47,7 @@ class Shape(Sizes):
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter under its full name, in the order of the forward pass."""
         yield from self.body.before
-        for index, layer in enumerate(self.body.layers):
+        for index, layer in enumerate(self.body.layers, self.body.first_layer):
             for tensor in layer:
                 name = f"{self.body.layer_prefix}{index}.{tensor.name}"
                 yield Tensor(name, tensor.shape, tensor.kind)
@@ -42,7 +56,7 @@ class Shape(Sizes):
 
 def num_parameters(shape: Shape) -> int:
     """Parameters of the whole model, a tied embedding counted once."""
-    return sum(tensor.numel for tensor in shape.tensors())
+    return shape.parameters
 
 
 def parameters_by_kind(shape: Shape) -> dict[str, int]:

@@ -11,23 +11,45 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from harness.layout.box import Part, Range, share_of
-from harness.layout.grid import Axis, Grid
+from harness.layout.grid import Axis, Grid, Place
 
 # The ranges of each dimension that a cut leaves to place 2 of 4 of an axis, given a parameter's
 # name and shape: cutter(name, shape, 2, 4). Dimensions that are not cut are not there.
 Cutter = Callable[[str, tuple[int, ...], int, int], Mapping[int, tuple[Range, ...]]]
-Purpose = Literal["loss", "norm", "model", "replicas", "data", "dropout"]
+Purpose = Literal[
+    "loss",
+    "norm",
+    "model",
+    "tensor",
+    "sequence",
+    "experts",
+    "expert_parts",
+    "replicas",
+    "expert_replicas",
+    "data",
+    "dropout",
+]
 
 # The axes on which the ranks of a group are at one place; they differ on all others.
-GROUPS: dict[Purpose, tuple[Axis, ...]] = {
+GROUPS: dict[Purpose, tuple[Place, ...]] = {
     # Sum the loss and count its targets: tensor-parallel ranks have the same ones.
     "loss": ("tensor",),
     # Add up squares of gradients of which every rank has a shard.
     "norm": (),
     # The same of whole gradients: the ranks that hold the model once between them.
     "model": ("data", "sequence"),
+    # Hold the parts of one weight that tensor parallelism divides.
+    "tensor": ("pipeline", "data", "sequence"),
+    # Compute the tokens of one row.
+    "sequence": ("pipeline", "data", "tensor"),
+    # Hold all experts of a layer, each some of them.
+    "experts": ("pipeline", "experts", "tensor"),
+    # Hold the parts of all experts of a layer, whose width tensor parallelism may divide, too.
+    "expert_parts": ("pipeline", "experts"),
     # Hold equal weights, or shards of them.
     "replicas": ("pipeline", "tensor"),
+    # The same of experts.
+    "expert_replicas": ("pipeline", "expert", "tensor"),
     # Read other samples.
     "data": ("pipeline", "sequence", "tensor"),
     # Draw the same dropout: it falls on hidden states that all of them have.
@@ -52,7 +74,7 @@ class Share:
 
     grid: Grid
     rank: int
-    cutters: Mapping[Axis, Cutter] = field(default_factory=dict)
+    cutters: Mapping[Place, Cutter] = field(default_factory=dict)
 
     @property
     def data_rank(self) -> int:
@@ -96,12 +118,19 @@ class Share:
         """Return what this rank holds of a parameter of the whole `shape`, ZeRO's shards put
         together.
         """
-        part, here = Part.of(shape), self.grid.coords(self.rank)
+        part = Part.of(shape)
         for axis, cutter in self.cutters.items():
-            cuts = cutter(name, part.shape, getattr(here, axis), getattr(self.grid, axis))
+            place, places = self.grid.place(axis, self.rank), getattr(self.grid, axis)
+            cuts = cutter(name, part.shape, place, places)
             for dimension, ranges in cuts.items():
                 part = part.cut(dimension, ranges)
         return part
+
+    def holders(self, name: str, shape: tuple[int, ...]) -> Purpose:
+        """Return the purpose of the group that holds the same of a parameter, or shards of it."""
+        cutter = self.cutters.get("expert")
+        is_divided = cutter is not None and cutter(name, shape, 0, self.grid.expert)
+        return "expert_replicas" if is_divided else "replicas"
 
     def is_first(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether it is this rank, of those that hold the same of a parameter beside ZeRO's

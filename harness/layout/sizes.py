@@ -100,7 +100,7 @@ def read_sizes(keys: Keys) -> Sizes:
     hidden_size = keys.size(*family.size_keys("hidden"))
     num_layers = keys.size(*family.size_keys("layers"))
     num_heads = keys.size(*family.size_keys("heads"))
-    num_kv_heads = _kv_heads(keys, family, num_heads)
+    num_kv_heads = kv_heads(keys, family, num_heads)
     head_keys = family.size_keys("head")
     head_dim = keys.size(*head_keys, default=family.head_dim or hidden_size // num_heads or 1)
     has_experts = family.experts
@@ -152,7 +152,8 @@ def flags_on(keys: Keys, family: Family) -> set[str]:
     return {*on, *equal, *family.always}
 
 
-def _kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
+def kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
+    """Return the number of key heads, which a family may not name."""
     named = keys.size(*family.size_keys("kv_heads"), default=num_heads)
     on = flags_on(keys, family)
     for rule in family.kv_heads:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+from harness.layout.recompute import Checkpointing, flops_again
 from harness.layout.shape import Shape, flops_per_unit, num_parameters
 from harness.layout.tensors import Body
 
@@ -21,17 +23,25 @@ Work = tuple[Literal["forward", "backward"], int] | None
 """A pass and the micro-batch that it is for; None while a stage waits."""
 
 
-def split(shape: Shape, stages: int, seq_len: int, recompute: bool = False) -> Bounds:
-    """The split in which the slowest stage has least to do: FLOPs of forward and backward pass.
-
-    `recompute`: whether decoder layers run forward twice (activation checkpointing), a third more
-    work; head and embedding do not.  Raises ValueError for more stages than decoder layers.
+def split(
+    shape: Shape,
+    stages: int,
+    seq_len: int,
+    checkpointing: Checkpointing = "none",
+    mlp_tiles: int = 1,
+) -> Bounds:
+    """The split in which the slowest stage has least to do: FLOPs of forward and backward pass, and
+    of what is computed again.  Raises ValueError for more stages than decoder layers.
     """
-    flops = flops_per_unit(shape, seq_len)
-    before, *layers, after = flops
-    weights = [3 * before, *(layer * (4 if recompute else 3) for layer in layers), 3 * after]
-    ends = [0, *accumulate(weights)]
-    return balanced(shape.num_layers, stages, lambda _stage, begin, end: ends[end] - ends[begin])
+    again = flops_again(shape, seq_len, checkpointing, mlp_tiles)
+    flops = map(sum, zip(flops_per_unit(shape, seq_len), again, strict=True))
+    return _balanced_sums(tuple(accumulate(flops, initial=0)), stages)
+
+
+@lru_cache(maxsize=256)
+def _balanced_sums(ends: tuple[int, ...], stages: int) -> Bounds:
+    layers = len(ends) - 3
+    return balanced(layers, stages, lambda _stage, begin, end: ends[end] - ends[begin])
 
 
 def balanced(num_layers: int, stages: int, cost: Callable[[int, int, int], int]) -> Bounds:
@@ -43,8 +53,8 @@ def balanced(num_layers: int, stages: int, cost: Callable[[int, int, int], int])
     """
     _check_each_has_a_layer(num_layers, stages)
 
-    def search(most: int | None) -> tuple[int, Bounds]:
-        """By the largest cost or, once that is known, by the sum of squares."""
+    def search(most: int, squares: bool) -> tuple[int, Bounds]:
+        """By the largest cost, or by the sum of squares; none above `most`."""
         best: dict[int, tuple[int, Bounds]] = {0: (0, (0,))}  # by the unit that comes next
         for stage in range(stages):
             # The stages after this one need a layer each.
@@ -53,23 +63,24 @@ def balanced(num_layers: int, stages: int, cost: Callable[[int, int, int], int])
             for end in ends if stage < stages - 1 else (num_layers + 2,):
                 for begin, (value, bounds) in best.items():
                     here = cost(stage, begin, end) if begin < end else None
-                    if here is None or (most is not None and here > most):
+                    if here is None or here > most:
                         continue
-                    total = max(value, here) if most is None else value + here * here
+                    total = value + here * here if squares else max(value, here)
                     option = (total, (*bounds, end))
                     options[end] = min(option, options.get(end, option))
             best = options
         return best[num_layers + 2]
 
-    largest, _ = search(None)
-    return search(largest)[1]
+    even = split_evenly(num_layers, stages)
+    largest, _ = search(max(cost(n, *ends) for n, ends in enumerate(pairwise(even))), False)
+    return search(largest, True)[1]
 
 
 def split_evenly(num_layers: int, stages: int) -> Bounds:
     """Return equal numbers of layers for all stages, for models of which nothing else is known.
 
-    What is left over goes to the stages after the first, which has the embedding, and before the
-    last, which has the head.  Raises ValueError for more stages than layers.
+    A remainder goes to the stages after the first, which has the embedding, and before the last,
+    which has the head. Raises ValueError for more stages than layers.
     """
     _check_each_has_a_layer(num_layers, stages)
     each, left = divmod(num_layers, stages)
@@ -102,8 +113,9 @@ def layers_per_stage(bounds: Bounds) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in pairwise(ends))
 
 
+@lru_cache(maxsize=4096)
 def stage_shape(shape: Shape, bounds: Bounds, stage: int) -> Shape:
-    """The part of a model that one stage holds, its layers counted from 0.
+    """The part of a model that one stage holds.
 
     A tied embedding is on the first stage and, as the head, on the last: each keeps a copy.
     """
@@ -113,7 +125,7 @@ def stage_shape(shape: Shape, bounds: Bounds, stage: int) -> Shape:
     if stage and end > last and shape.tied:
         after += body.before[:1]
     before = () if stage else body.before
-    part = Body(before, body.layer_prefix, body.layers[layers], after)
+    part = Body(before, body.layer_prefix, body.layers[layers], after, layers.start)
     windows = shape.sliding_windows[layers]
     return replace(shape, num_layers=len(part.layers), sliding_windows=windows, body=part)
 

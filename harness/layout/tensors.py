@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from harness.layout.families import Module, holds
@@ -23,7 +24,7 @@ class Tensor:
     """embedding, attention, mlp, router, experts, norm, projection or head; a bias has the kind
     of its weight."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
@@ -41,6 +42,8 @@ class Body:
     """Per layer; names within the layer."""
     after: tuple[Tensor, ...]
     """Final norm and head; names within the model.  A tied head has no tensor of its own."""
+    first_layer: int = 0
+    """Index of the first of `layers` in the whole model."""
 
     @property
     def units(self) -> tuple[tuple[Tensor, ...], ...]:

@@ -12,11 +12,14 @@ from typing import Literal
 NVIDIA_CONTROL = Path("/dev/nvidiactl")
 NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
 CPU_INFO = Path("/proc/cpuinfo")
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
 class World:
-    """One process of the job. `gpu` is the model name the driver reports, None where unknown."""
+    """One process of the job. `gpu` is the model name the driver reports, None where unknown;
+    `allocators` the user's own settings of torch's allocators, which are then left alone.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -25,6 +28,19 @@ class World:
     launcher: str = "none"
     accelerator: Literal["cuda", "cpu"] = "cpu"
     gpu: str | None = None
+    allocators: str | None = None
+
+    @property
+    def rounds_pinned(self) -> bool:
+        """True if torch rounds blocks of pinned host memory up to powers of two, since the user's
+        settings of its allocators leave that on.
+        """
+        return self.allocators is not None and not re.search(r"pinned_max_\w+_mb", self.allocators)
+
+    @property
+    def expands_segments(self) -> bool:
+        """True if segments of GPU memory grow: the harness's own setting, or the user's."""
+        return self.allocators is None or "expandable_segments:True" in self.allocators
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> World:
@@ -44,7 +60,11 @@ class World:
             )
         accelerator = find_accelerator(environ)
         gpu = find_gpu_name() if accelerator == "cuda" else None
-        return cls(rank, world_size, local_rank, local_world_size, launcher, accelerator, gpu)
+        allocators = next((f"{n}={environ[n]}" for n in ALLOCATORS if environ.get(n)), None)
+        return cls(
+            *(rank, world_size, local_rank, local_world_size),
+            *(launcher, accelerator, gpu, allocators if accelerator == "cuda" else None),
+        )
 
 
 _Place = tuple[str, int, int, int, int]

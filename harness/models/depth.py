@@ -15,7 +15,7 @@ from harness.models.pieces import decoder_layers
 
 def drop_layers(model: PreTrainedModel, rate: float) -> None:
     """Let layer l of L be left out with probability `rate` * l / L, of each sample by itself; in
-    place. What it adds is divided by the probability that it is there, so that evaluation needs no
+    place. Its output is divided by the probability that it is there, so that evaluation needs no
     other scale. Layers of other pipeline stages are left as they are.
     """
     _, layers = decoder_layers(model)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
+from harness.models.documents import separating
 from harness.models.pieces import decoder_layers, pieces
 
 
@@ -136,8 +137,6 @@ class _Observed:
                 for tensor in _tensors([output]):
                     tensor.requires_grad_(tensor.is_floating_point())
 
-        # Both look into the ids, which have no values here.
-        find_documents = masking_utils.find_packed_sequence_indices
         pad = getattr(config, "pad_token_id", None)
         trainable = {p: p.requires_grad for p in self.model.parameters()}
         originals = list(self.layers)
@@ -146,15 +145,13 @@ class _Observed:
             for name, module in self.outside.items()
         ]
         try:
-            masking_utils.find_packed_sequence_indices = lambda *args, **kwargs: None
-            config.pad_token_id = None
+            config.pad_token_id = None  # for which it would look into ids without values
             self.model.requires_grad_(False)
             for index, layer in enumerate(originals):
                 self.layers[index] = _Observer(self, index, layer)
-            with torch.enable_grad():
+            with torch.enable_grad(), separating(documents=False):
                 yield
         finally:
-            masking_utils.find_packed_sequence_indices = find_documents
             config.pad_token_id = pad
             for hook in hooks:
                 hook.remove()

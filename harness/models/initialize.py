@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -13,14 +14,16 @@ from harness.models.pieces import Piece, pieces
 
 Send = Callable[[torch.Tensor, int], None]  # broadcast a tensor in place from the rank given
 Placed = Callable[[list[nn.Parameter]], None]
+Read = Callable[[Piece], dict[str, torch.Tensor]]  # weights and saved buffers of a piece, by name
+Cut = Callable[[str, torch.Tensor], nn.Parameter]  # the parameter that a rank has of a weight
 
 
 def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Tensor]:
     """Draw one piece's weights: fp32 on the CPU, by qualified parameter name.
 
-    Each module is initialised by the model's own `_init_weights` under a generator seeded from
-    the module's name. Parents come after their children: GPT-2 draws `c_proj` again from a module
-    that owns no parameter itself.
+    Each module is initialised by the `_init_weights` of the innermost model around it, as
+    transformers does, under a generator seeded from the module's name. Parents come after their
+    children: GPT-2 draws `c_proj` again from a module that owns no parameter itself.
     Raises ValueError naming the parameters that the model's own code leaves uninitialised.
     """
     slots = piece.parameters()
@@ -30,8 +33,9 @@ def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Ten
     try:
         for name, module in piece.modules():
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_seed_of(seed, name))
-                model._init_weights(module)
+                # Weights are drawn on the CPU: torch.manual_seed would seed every GPU as well.
+                torch.default_generator.manual_seed(_seed_of(seed, name))
+                _innermost(model, name)._init_weights(module)
         drawn = {
             name: owner.get_parameter(attribute).detach() for name, owner, attribute, _ in slots
         }
@@ -47,6 +51,15 @@ def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Ten
     return drawn
 
 
+def _innermost(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Return the smallest model within a model that a module is, or lies in."""
+    for place in itertools.accumulate(name.split("."), "{}.{}".format) if name else ():
+        module = model.get_submodule(place)
+        if isinstance(module, PreTrainedModel):
+            return _innermost(module, name.removeprefix(place).removeprefix("."))
+    return model
+
+
 @torch.no_grad()
 def materialize(
     model: PreTrainedModel,
@@ -57,12 +70,16 @@ def materialize(
     world_size: int = 1,
     send: Send | None = None,
     placed: Placed | None = None,
+    cut: Cut | None = None,
+    read: Read | None = None,
 ) -> None:
     """Give a skeleton its initial weights on `device`, in the dtype of the skeleton.
 
     Ranks draw different pieces at the same time and `send` them to each other, so each tensor is
     drawn once. `placed` is called after each piece with its new parameters: ZeRO-3 partitions
-    them there, so no rank ever holds more than one piece in full. Tied parameters stay one object.
+    them there, so no rank ever holds more than one piece in full. `cut` makes what a rank keeps of
+    each weight. `read` gives weights in the place of a draw, and saved buffers with them. Tied
+    parameters stay one object.
     Without a seed nothing is drawn or sent: the weights are zeros.
     Raises what `draw` raises on the rank that drew, after it has sent zeros: no other waits for it.
     """
@@ -81,13 +98,15 @@ def materialize(
         mine = {}
         if rank < len(round_) and seed is not None:
             try:
-                mine = draw(model, round_[rank], seed)
+                mine = read(round_[rank]) if read else draw(model, round_[rank], seed)
             except ValueError as error:
                 problem = problem or error
                 mine = {name: torch.zeros(p.shape) for name, _, _, p in round_[rank].parameters()}
         for owner, piece in enumerate(round_):
             weights = mine if owner == rank else {}
-            _place(piece, weights, tied_names, device, owner, send, placed)
+            _place(piece, weights, tied_names, device, owner, send, placed, cut)
+            if read is not None:
+                _place_buffers(piece, weights, device, owner, send)
     move_buffers(model, device)
     for name, first in ties:
         owner_name, _, attribute = name.rpartition(".")
@@ -112,6 +131,7 @@ def _place(
     owner_rank: int,
     send: Send | None,
     placed: Placed | None,
+    cut: Cut | None,
 ) -> None:
     """Put one piece's weights, drawn here or received, on the device as parameters."""
     parameters = []
@@ -124,11 +144,28 @@ def _place(
             tensor = torch.zeros(parameter.shape, device=device, dtype=parameter.dtype)
         if send is not None:
             send(tensor, owner_rank)
-        filled = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        filled = nn.Parameter(tensor) if cut is None else cut(name, tensor)
+        filled.requires_grad_(parameter.requires_grad)
         owner._parameters[attribute] = filled
         parameters.append(filled)
     if placed is not None:
         placed(parameters)
+
+
+def _place_buffers(
+    piece: Piece,
+    weights: dict[str, torch.Tensor],
+    device: torch.device,
+    owner_rank: int,
+    send: Send | None,
+) -> None:
+    """Put one piece's saved buffers, read here or received, on the device."""
+    for name, owner, attribute, buffer in piece.saved_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
+        owner._buffers[attribute] = moved = buffer.to(device)
+        if send is not None:
+            send(moved, owner_rank)
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
+
+from harness.models.by_source import is_recording, record
+from harness.models.chunked_loss import ChunkedLoss
+from harness.models.documents import separating
+from harness.models.sequence import DividedRows
+from harness.models.stage import balancing_of, counted_tokens
 
 
 def token_losses(
@@ -19,13 +30,15 @@ def token_losses(
     numbers of targets, and only the caller knows how many the whole global batch has. `smoothing`:
     the share of each target's probability that is spread evenly over the vocabulary.
     """
-    return functional.cross_entropy(
+    losses = functional.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]),
         labels.reshape(-1),
         ignore_index=-100,
-        reduction="sum",
+        reduction="none" if is_recording() else "sum",
         label_smoothing=smoothing,
     )
+    record(losses)
+    return losses.sum()
 
 
 def forward(
@@ -34,29 +47,59 @@ def forward(
     labels: torch.Tensor,
     position_ids: torch.Tensor | None = None,
     smoothing: float = 0.0,
+    rows: DividedRows | None = None,
+    keywords: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model on one micro-batch; all three are (micro_batch, seq_len) int64.
+    """Run the model on one micro-batch; all three are (micro_batch, seq_len) int64. With `rows` it
+    computes this rank's tokens of them.
 
     Returns what `losses` does. No attention mask is passed: every position is a token, and
-    transformers reads document boundaries from `position_ids`.
+    documents are separated by `position_ids`, None if each row is one document, or by `keywords`,
+    which go to attention (Batch.keywords).
     """
     arguments: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+    if rows is not None:
+        with separating(position_ids is not None):
+            arguments = rows.keywords(input_ids, position_ids)
+        input_ids, labels = rows.own(input_ids), rows.own(labels)
     own: Any = getattr(model, "module", model)
     if getattr(own, "fuses_loss", False) and own.training and not smoothing:
         arguments |= {"shift_labels": labels, "num_items_in_batch": 1}  # the sum, divided by 1
-    outputs = model(input_ids=input_ids, use_cache=False, **arguments)
-    return losses(own, outputs, labels, smoothing)
+    run = partial(model, input_ids=input_ids, use_cache=False, **arguments, **keywords)
+    balancing = _balancing(own, position_ids, rows)
+    with separating(position_ids is not None), balancing:
+        return losses(own, run, labels, smoothing)
+
+
+def _balancing(
+    model: PreTrainedModel, position_ids: torch.Tensor | None, rows: DividedRows | None
+) -> AbstractContextManager[None]:
+    """Within this, a mixture's balancing loss counts whole rows, and no padding."""
+    if rows is not None:
+        return rows.balancing(position_ids)
+    counted = counted_tokens(model, position_ids)
+    if counted is None:
+        return contextlib.nullcontext()
+    return balancing_of(model, lambda own: own, counted)
 
 
 def losses(
-    model: PreTrainedModel, outputs: Any, labels: torch.Tensor, smoothing: float = 0.0
+    model: PreTrainedModel, run: Callable[[], Any], labels: torch.Tensor, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed token loss of a model's outputs, and the auxiliary loss of a mixture of experts,
-    already weighted by the model's own coefficient (None for dense models).
+    """The summed token loss of the outputs of `run`, which calls the model, and the auxiliary loss
+    of a mixture of experts, already weighted by the model's own coefficient (None for dense
+    models).
     """
+    chunked: ChunkedLoss | None = getattr(model, "chunked_loss", None)
+    with contextlib.nullcontext() if chunked is None else chunked.of(labels, smoothing):
+        outputs = run()
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * float(model.config.router_aux_loss_coef)
     if outputs.logits is None:  # models/kernels.py
         return outputs.loss.float(), auxiliary
+    if chunked is not None:
+        return chunked.taken(outputs.logits), auxiliary
+    if vocabulary := getattr(model, "vocabulary", None):  # a part of the logits
+        return vocabulary.token_losses(outputs.logits, labels, smoothing), auxiliary
     return token_losses(outputs.logits, labels, smoothing), auxiliary

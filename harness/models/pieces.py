@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -34,6 +35,15 @@ class Piece:
             for name, module in reversed(self.modules())
             for attribute, parameter in module._parameters.items()
             if parameter is not None
+        ]
+
+    def saved_buffers(self) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
+        """(qualified name, owner, attribute, buffer) of each that is saved with the weights."""
+        return [
+            (_join(name, attribute), module, attribute, buffer)
+            for name, module in reversed(self.modules())
+            for attribute, buffer in module._buffers.items()
+            if buffer is not None and attribute not in module._non_persistent_buffers_set
         ]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+from math import prod
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,7 +20,11 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from harness.layout.optimizer_table import Parameter
+from harness.models import recurrent
+from harness.models.attention import attend_with
 
+recurrent.register()
+_LARGE = 2**28  # elements; no buffer has as many
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,7 +37,9 @@ def hf_config(
     code runs only with `trust_remote_code`.
     Raises ValueError for a `model_type` that transformers does not know and sizes that do not fit.
     """
-    values = copy.deepcopy(model_config)  # transformers writes rope_theta into its rope_scaling
+    values = _with_floats(
+        model_config
+    )  # a copy: transformers writes rope_theta into its rope_scaling
     del values["model_type"]
     if "auto_map" in values and source:
         values.pop("auto_map")
@@ -41,9 +48,42 @@ def hf_config(
         )
         return config
     try:
-        return AutoConfig.for_model(model_config["model_type"], **values)
+        made: PretrainedConfig = AutoConfig.for_model(model_config["model_type"], **values)
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__ or error)) from error
+    text = made.get_text_config(decoder=True)
+    pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(rows, int) and pad >= rows:
+        raise ValueError(
+            f"pad_token_id is {pad}, which must be less than vocab_size, {rows}: set "
+            "model.overrides.pad_token_id"
+        )
+    return made
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a copy in which numbers that JSON lacks are what transformers wrote them for."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large empty tensors on the meta device: accelerate moves each parameter there once it
+    is made, and the 256 experts of a DeepSeek-V3 layer are 28 GiB until then.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and args:
+            sizes = args[0] if isinstance(args[0], (list, tuple, torch.Size)) else args
+            if prod(sizes) >= _LARGE:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def skeleton(
@@ -57,7 +97,7 @@ def skeleton(
     Buffers are real and hold what transformers computes (rotary frequencies, scales): the
     weights that follow, drawn or loaded, never touch them. Tied parameters are one object.
     """
-    with no_init_weights(), init_empty_weights(include_buffers=False):
+    with no_init_weights(), init_empty_weights(include_buffers=False), _LargeOnMeta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
@@ -81,12 +121,14 @@ def separates_documents(model: PreTrainedModel) -> bool:
     def asked(*args: Any, **kwargs: Any) -> None:
         raise _AskedForDocuments
 
+    attention = model.config._attn_implementation
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     positions = torch.tensor([[0, 1, 0, 1]], device="meta")
     original, masking_utils.find_packed_sequence_indices = (
         masking_utils.find_packed_sequence_indices,
         asked,
     )
+    attend_with("eager", model)  # which always takes a mask
     try:
         model(input_ids=ids, position_ids=positions, use_cache=False)
     except _AskedForDocuments:
@@ -95,6 +137,7 @@ def separates_documents(model: PreTrainedModel) -> bool:
         return False
     finally:
         masking_utils.find_packed_sequence_indices = original
+        attend_with(attention, model)
     return False
 
 

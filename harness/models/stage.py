@@ -9,21 +9,27 @@ axis, the router logits of a mixture of experts, which the balancing loss needs 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from harness.layout.families import SIZE_KEYS
+from harness.models.documents import separating
 from harness.models.flow import Flow, StandIn
 from harness.models.pieces import decoder_layers, pieces
 
+_MASK = "attention_mask"  # its argument for the tokens that count
 _BALANCING = "load_balancing_loss_func"  # what transformers calls it in every mixture's module
 
-Finish = Callable[[Any], torch.Tensor]
+Finish = Callable[[Callable[[], Any]], torch.Tensor]
 
 
 class Stage(nn.Module):
@@ -31,7 +37,8 @@ class Stage(nn.Module):
 
     Takes and returns what DeepSpeed sends between stages: token ids on the first stage, else
     (micro_batch, seq_len, hidden_size + routers); with document boundaries a tuple of that and the
-    position ids. The last stage returns what `finish` makes of the model's outputs.
+    position ids. The last stage returns what `finish` makes of a function that runs the model.
+    `keywords`: what attention is given, of one micro-batch after the other.
     Raises ValueError for a mixture whose balancing loss is not made by transformers' function.
     """
 
@@ -41,7 +48,8 @@ class Stage(nn.Module):
         _, layers = decoder_layers(model)
         self.enter = next((layer for layer in layers if isinstance(layer, _Enter)), None)
         self.leave = next((layer for layer in layers if isinstance(layer, _Leave)), None)
-        self.finish: Finish = lambda outputs: outputs
+        self.finish: Finish = lambda run: run()
+        self.keywords: Iterator[dict[str, Any]] = itertools.repeat({})
         config = model.config.get_text_config(decoder=True)
         self.routed = bool(getattr(config, "output_router_logits", False))
         self.experts = _num_experts(model) if self.routed else 0
@@ -49,15 +57,22 @@ class Stage(nn.Module):
     def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """One micro-batch through this stage."""
         carried, *positions = inputs if isinstance(inputs, tuple) else (inputs,)
-        keywords: dict[str, Any] = {"position_ids": positions[0]} if positions else {}
+        with separating(documents=bool(positions)):
+            return self._forward(carried, positions)
+
+    def _forward(self, carried: torch.Tensor, positions: list[torch.Tensor]) -> Any:
+        keywords = next(self.keywords)
+        if positions:
+            keywords = {**keywords, "position_ids": positions[0]}
         routers: tuple[torch.Tensor, ...] = ()
         ids = carried
         if self.enter is not None:
             self.enter.hidden, routers = self._unpacked(carried)
             ids = torch.zeros(carried.shape[:2], dtype=torch.int64, device=carried.device)
         if self.leave is None:
-            with _balancing(self.model, routers):
-                return self.finish(self.model(input_ids=ids, use_cache=False, **keywords))
+            run = partial(self.model, input_ids=ids, use_cache=False, **keywords)
+            with _balancing(self.model, routers, positions[0] if positions else None):
+                return self.finish(run)
         outputs = self.model.base_model(input_ids=ids, use_cache=False, **keywords)
         own = (outputs.router_logits or ()) if self.routed else ()  # dense layers have none
         packed = self._packed(self.leave.taken(), (*routers, *own))
@@ -169,18 +184,53 @@ def _num_experts(model: PreTrainedModel) -> int:
 
 
 @contextlib.contextmanager
-def _balancing(model: PreTrainedModel, routers: tuple[torch.Tensor, ...]) -> Iterator[None]:
-    """Within this, the model's balancing loss also counts the routers of earlier stages."""
-    module = sys.modules[type(model).__module__]
-    original = getattr(module, _BALANCING, None)
-    if not routers or original is None:
+def _balancing(
+    model: PreTrainedModel, routers: tuple[torch.Tensor, ...], positions: torch.Tensor | None
+) -> Iterator[None]:
+    """Within this, the model's balancing loss also counts the routers of earlier stages, and no
+    padding.
+    """
+    counted = counted_tokens(model, positions)
+    if not routers and counted is None:
         yield
         return
+    with balancing_of(model, lambda own: (*routers, *(own or ())), counted):
+        yield
 
-    def over_all_layers(own: Any, *args: Any, **kwargs: Any) -> Any:
-        return original((*routers, *(own or ())), *args, **kwargs)
 
-    setattr(module, _BALANCING, over_all_layers)
+def counted_tokens(model: PreTrainedModel, positions: torch.Tensor | None) -> torch.Tensor | None:
+    """Return True for each token, False for padding; None if the model gets none, or cannot tell.
+
+    positions (micro_batch, seq_len). Padding's count from 1, a document's from 0 (data/whole.py).
+    """
+    if positions is None or not getattr(model, "gets_padding", False):
+        return None
+    begins = (positions[:, 1:] == 1) & (positions[:, :-1] != 0)
+    return functional.pad(begins, (1, 0)).cumsum(1) == 0
+
+
+@contextlib.contextmanager
+def balancing_of(
+    model: PreTrainedModel, change: Callable[[Any], Any], counted: torch.Tensor | None = None
+) -> Iterator[None]:
+    """Within this, a mixture's balancing loss gets other router logits than the model's own: those
+    that `change` makes of them, a tensor (tokens, experts) for each layer. `counted`: the tokens
+    that it counts, of any shape; None: all.
+    """
+    module = sys.modules[type(model).__module__]
+    original = getattr(module, _BALANCING, None)
+    if original is None:
+        yield
+        return
+    takes_mask = counted is not None and _MASK in inspect.signature(original).parameters
+
+    def of_changed(own: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(change(own), *args, **kwargs)
+        if takes_mask:
+            bound.arguments[_MASK] = counted
+        return original(*bound.args, **bound.kwargs)
+
+    setattr(module, _BALANCING, of_changed)
     try:
         yield
     finally:

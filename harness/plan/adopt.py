@@ -50,7 +50,7 @@ FIXED: dict[str, Any] = {
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_min_ratio": 0,
 }
-# Implementation of the step, which the engine decides.
+# Implementation of the step, which the plan decides; "fused" chooses a kernel of torch's Adam.
 IGNORED = tuple(
     f"optimizer.params.{name}"
     for name in ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none")

@@ -13,13 +13,15 @@ from typing import Any
 from harness.config.assignments import did_you_mean
 from harness.config.ds_file import PREFIX as DS_PREFIX
 from harness.config.ds_file import load_ds_json
-from harness.config.run_config import RunConfig, described_keys, known_keys
+from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.files.paths import expanded_path
 from harness.layout.world import World
+from harness.plan.elsewhere import cluster
 from harness.plan.make import make_plan, refuse
 from harness.plan.plan import Plan
+from harness.terminal import say
 
 DEFAULT_DS_JSON = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1.json"
 
@@ -28,6 +30,7 @@ examples:
   deepspeed harness/train.py --deepspeed ds_configs/zero3.json
   torchrun --nproc-per-node 2 harness/train.py train.steps=300 optim.lr=1e-3
   python harness/train.py --dry-run --config run.toml model.name=llama-1b
+  python harness/train.py --dry-run --gpus 64 --gpu h100-80 model.name=llama-3-8b
   srun python harness/train.py --deepspeed ds_configs/zero2.json run.dir=runs/first
   deepspeed harness/train.py ds.zero_optimization.stage=2 ds.bf16.enabled=auto
 
@@ -46,6 +49,23 @@ class Command:
     dry_run: bool = False
     trust_remote_code: bool = False
     local_rank: int | None = None
+    gpus: int | None = None
+    gpus_per_node: int | None = None
+    gpu: str | None = None
+
+    def elsewhere(self) -> World | None:
+        """Return the cluster that a dry run is asked about; None for this machine.
+
+        Raises ConfigError for one that there cannot be.
+        """
+        if self.gpus is None and self.gpu is None:
+            return None
+        return cluster(self.gpus or 1, self.gpus_per_node, self.gpu)
+
+    def words(self) -> list[str]:
+        """Return files and assignments as arguments of train.py."""
+        config = [] if self.config_path is None else ["--config", str(self.config_path)]
+        return ["--deepspeed", str(self.deepspeed_path), *config, *self.assignments]
 
 
 class _Keys(argparse.Action):
@@ -53,7 +73,7 @@ class _Keys(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         """Print the keys; called by argparse."""
-        print(*described_keys(), sep="\n")
+        say(keys_as_text())
         parser.exit()
 
 
@@ -94,6 +114,9 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan and stop; needs no device"
     )
+    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for so many GPUs")
+    parser.add_argument("--gpu", help="with --dry-run: of this kind, such as h100-80")
+    parser.add_argument("--gpus-per-node", type=int, help="with --dry-run (default: up to 8)")
     parser.add_argument(
         "--keys",
         action=_Keys,
@@ -119,6 +142,8 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         hints = (f"{word}{_hint(word.partition('=')[0], names)}" for word in unknown)
         parser.error(f"unrecognized arguments: {', '.join(hints)}")
     values = vars(options)
+    if not options.dry_run and {options.gpus, options.gpu, options.gpus_per_node} != {None}:
+        parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
     return Command(**{**values, "assignments": tuple(values["assignments"])})
 
 

@@ -1,88 +1,168 @@
-"""The data of a plan in one line, without a tokenizer and without reading all files."""
+"""The data of a plan, without a tokenizer and without reading all files."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
+from dataclasses import dataclass
+from itertools import islice
 
-from harness.config.sections import DataConfig
-from harness.errors import ConfigError
+from harness.config.data_section import DataConfig, MixSource
+from harness.errors import ConfigError, Unusable
+from harness.files.chat import Chat
 from harness.files.corpus_files import CorpusFiles, find_files
-from harness.files.file_kinds import MOST_LINE_BYTES, first_line, reads_lines, why_not_utf_8
+from harness.files.data_format import BadLines
+from harness.files.file_kinds import format_of
+from harness.files.forms import document_of
+from harness.files.pieces import begins, shortened
 from harness.files.token_index import read_header
+from harness.plan.draft import Draft
 
 # Limits that keep a dry run fast.
 _MOST_FILES = 20_000
 _MOST_BYTES = 1 << 26
-_SHOWN_CHARS = 60
+_MOST_RECORDS = 1000
 _BYTES_PER_TOKEN = 4  # of English text, roughly
 
 
+@dataclass(frozen=True)
+class Glance:
+    """Documents of a source as a dry run shows them."""
+
+    text: str
+    tokens: int
+    """Roughly, of text."""
+
+
+def check_mix(draft: Draft) -> None:
+    """Refuse a change of data.mix at a fraction of a run whose length only the data says, and a
+    run that rehearses itself.
+    """
+    until, epochs = draft.config.data.mix_until, draft.config.train.epochs
+    if until is not None and until < 1 and epochs is not None:
+        why = "a fraction of the run, but train.epochs is set"
+        draft.problems.add("data.mix_until", why, "give optimizer steps, or train.steps")
+    own, rehearse = draft.config.run.dir, draft.config.data.rehearse
+    if (
+        own is not None
+        and rehearse is not None
+        and os.path.realpath(own) == os.path.realpath(rehearse)
+    ):
+        draft.problems.add("data.rehearse", "which is run.dir itself", "name an earlier run")
+
+
+def glances(data: DataConfig, samples: int | None) -> list[str]:
+    """Return a line about each source and held-out set; with share and rough epochs in a run of
+    some samples if it is one of a mixture.
+
+    Raises ConfigError with the problems of all that cannot be read here.
+    """
+    lines, problems, tokens = [], [], []
+    sets = {f"held-out set {name}".rstrip(): of for name, of in data.eval_sets().items()}
+    for name, of in (*data.sources().items(), *sets.items()):
+        try:
+            seen = _glance(of)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        lines.append(f"{name}: {seen.text}" if name else seen.text)
+        tokens.append(seen.tokens)
+    if problems:
+        raise ConfigError(problems)
+    read = samples and samples * data.seq_len
+    for number, source in enumerate(data.mix):
+        lines[number] += _share(data, source, tokens[number], sum(tokens[: len(data.mix)]), read)
+    return lines
+
+
+def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: int | None) -> str:
+    """Return share and rough epochs of a source."""
+    if source.share is None:
+        share, text = tokens / max(of_all, 1), "by its size"
+        if data.mix_temperature not in (None, 1):
+            return f"; share by its size, data.mix_temperature {data.mix_temperature:g}"
+    else:
+        share = source.share / sum(of.share or 0 for of in data.mix)
+        text = f"{share:.2%}"
+    if source.then is not None:
+        then = source.then / sum(of.then or 0 for of in data.mix)
+        return f"; share {text}, then {then:.2%}"
+    if not read:
+        return f"; share {text}"
+    epochs = share * read / max(tokens, 1)
+    most = f" (at most {source.epochs:g})" if source.epochs is not None else ""
+    return f"; share {text}, roughly {epochs:.2g} epochs{most}"
+
+
 def glance(data: DataConfig) -> str:
-    """Return kind, number and size of documents, and the first line of text.
+    """Return kind, number and size of documents, and the first line of text, of one source.
 
     Raises ConfigError if the data cannot be read here.
     """
+    return _glance(data).text
+
+
+def _glance(data: DataConfig) -> Glance:
     corpus = find_files(data.path, data.format, at_most=_MOST_FILES)
     try:
-        return _pair(corpus) if corpus.kind == "indexed" else _text(corpus)
+        return _pair(corpus) if corpus.kind == "indexed" else _text(corpus, data)
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+    except Unusable as error:
+        raise ConfigError(f"data.path: {error}") from error
 
 
-def _pair(corpus: CorpusFiles) -> str:
+def _pair(corpus: CorpusFiles) -> Glance:
     header = read_header(corpus.files[1])
     tokens = corpus.files[0].stat().st_size // header.id_bytes
-    return f"{header.bounds - 1:,} documents, {tokens:,} tokens in {corpus.files[0]}"
+    text = f"{header.bounds - 1:,} documents, {tokens:,} tokens in {corpus.files[0]}"
+    return Glance(text, tokens)
 
 
-def _text(corpus: CorpusFiles) -> str:
-    lines = [file for file in corpus.files if reads_lines(file, corpus.format)]
-    at_least = "at least " if len(corpus.files) == _MOST_FILES else ""
-    documents = len(corpus.files) - len(lines)
-    left = _MOST_BYTES
-    for file in lines:
-        count, left = _count_lines(file, left)
-        documents += count
-        if not left:
-            at_least = "at least "
-            break
+def _text(corpus: CorpusFiles, data: DataConfig) -> Glance:
+    documents, left = 0, _MOST_BYTES
+    for file in corpus.files:
+        count = format_of(file, corpus.format).count
+        if count is None:
+            documents += 1
+        elif left:
+            of_file, left = count(file, left)
+            documents += of_file
+    at_least = "" if left and len(corpus.files) < _MOST_FILES else "at least "
     source = "Python's own library" if corpus.kind == "library" else str(corpus.path)
     size = corpus.num_bytes()
-    first = _begin(corpus.files[0], reads_lines(corpus.files[0], corpus.format))
+    first = _first(corpus, data)
     left_out = f"; left out: {corpus.left_out}" if corpus.left_out else ""
-    return (
+    text = (
         f"{source}: {at_least}{documents:,} documents, {size / 2**20:,.1f} MiB (roughly "
         f"{size // _BYTES_PER_TOKEN:,} tokens), the first {first}{left_out}"
     )
+    return Glance(text, size // _BYTES_PER_TOKEN)
 
 
-def _count_lines(file: Path, most_bytes: int) -> tuple[int, int]:
-    """Return the number of nonblank lines in the first `most_bytes` of a file, and bytes left."""
-    documents = 0
-    with file.open("rb") as opened:
-        while most_bytes and (line := opened.readline(most_bytes)):
-            most_bytes -= len(line)
-            documents += bool(line.strip())
-    return documents, most_bytes
-
-
-def _begin(file: Path, is_lines: bool) -> str:
-    """Return the quoted beginning of a file's first document, or the line that has none."""
-    text = first_line(file, MOST_LINE_BYTES) if is_lines else first_line(file)
-    if text is None:
-        raise ConfigError(f"data.path: cannot read {file}: it {why_not_utf_8(file)}")
-    if not is_lines:
-        return f"begins {shortened(text)!r}"
+def _first(corpus: CorpusFiles, data: DataConfig) -> str:
+    """Return how the first document begins; of conversations also turns and what is learned."""
+    file = corpus.files[0]
+    format = format_of(file, corpus.format)
+    if format.begin is not None:
+        return format.begin(file)
+    assert format.records is not None, "a format has pieces or records"
+    bad_lines, documents = BadLines(), []
     try:
-        value = json.loads(text)
-        first = next(str(value[key]) for key in ("text", "prompt") if key in value)
-        return f"begins {shortened(first)!r}"
-    except (ValueError, TypeError, StopIteration, RecursionError):
-        return f"cannot be read from {shortened(text)!r}"
-
-
-def shortened(text: str) -> str:
-    """Return the first nonblank line of a text, cut to the length of a row."""
-    line = next((line for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= _SHOWN_CHARS else f"{line[: _SHOWN_CHARS - 3]}..."
+        for _, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
+            documents.append(document_of(record, data.columns))
+    except ValueError as error:
+        if not documents:
+            return f"cannot be read: {error}"
+    if not documents:
+        return f"cannot be read: {'; '.join(bad_lines.problems()) or 'there is none'}"
+    chats = [document for document in documents if isinstance(document, Chat)]
+    if not chats:
+        return begins(next((piece.text for piece in documents[0] if piece.text), ""))  # type: ignore[union-attr]
+    turns = sum(len(chat.messages) for chat in chats) / len(chats)
+    characters = sum(chat.num_characters for chat in chats) or 1
+    learned = sum(chat.num_learned for chat in chats) / characters
+    first = next(turn for turn in chats[0].messages if turn["role"] == "user")
+    return (
+        f"{len(chats):,} conversations of {turns:.1f} turns, {learned:.0%} of their text the "
+        f"assistant's; the first asks {shortened(first['content'])!r}"
+    )

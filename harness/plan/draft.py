@@ -11,11 +11,12 @@ from harness.config.curriculum import Curriculum
 from harness.config.ds_json import DsJson, Event
 from harness.config.run_config import RunConfig, known_keys
 from harness.errors import Problems
+from harness.estimate.hardware import Precision
+from harness.estimate.step_time.calibration import Site
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds
 from harness.layout.world import World
-from harness.plan.plan import Precision
 
 
 @dataclass
@@ -41,7 +42,10 @@ class Draft:
     model_config: dict[str, Any] = field(default_factory=dict)
     model_source: str = ""
     shape: Shape | None = None
+    attention_why: str = ""
+    """Reason for the implementation that model.attention=auto stands for; "" for the user's own."""
     stages: Bounds | None = None
+    site: Site | None = None
     events: list[Event] = field(default_factory=list)
     problems: Problems = field(init=False)
 

@@ -16,11 +16,11 @@ from harness.config.run_config import RunConfig
 from harness.layout.families import family_of
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.plan.draft import Draft
-from harness.plan.machine import missing_for_adam
 
 # DeepSpeed prints a line of its own every so many steps, and divides by it: 0 crashes at step 1.
 NEVER_PRINT_STEPS = 2**31 - 1
 _OWNED = "the run config owns it"
+_FUSED = ("adamw", "adam", "muon")  # whose classes torch steps in one kernel
 
 
 def fill_in_swap_folder(draft: Draft) -> None:
@@ -49,11 +49,8 @@ def _fill_in_batch(draft: Draft) -> None:
     assert batch is not None, "a batch that does not divide is a problem"
     ds.fill("train_micro_batch_size_per_gpu", batch.micro_batch, _OWNED)
     ds.fill("gradient_accumulation_steps", batch.grad_accum, _OWNED)
-    if draft.grid.tensor > 1:
-        # Under AutoTP DeepSpeed multiplies by every rank; the other two keys are safe.
-        ds.remove("train_batch_size", "left out: DeepSpeed multiplies it wrongly under AutoTP")
-    else:
-        ds.fill("train_batch_size", batch.global_batch, _OWNED)
+    # Ranks that compute parts of one row are data ranks to DeepSpeed.
+    ds.fill("train_batch_size", batch.global_batch * draft.grid.sequence, _OWNED)
 
 
 def _fill_in_optimizer(draft: Draft) -> None:
@@ -64,27 +61,25 @@ def _fill_in_optimizer(draft: Draft) -> None:
     if not OPTIMIZERS[optim.name].by_deepspeed:
         ds.fill("zero_allow_untested_optimizer", True, "the engine brings the optimizer")
         ds.fill("zero_force_ds_cpu_optimizer", False, "the engine brings the optimizer")
-    elif _steps_with_torch(draft):
+    elif offloaded_to(ds.tree, "optimizer") == "none":
         section["params"]["torch_adam"] = True
+    if optim.name in _FUSED and _is_fused(draft):
+        section["params"]["fused"] = True
     ds.fill("optimizer", section, _OWNED)
     ds.drop("scheduler")  # the loop sets the learning rate of every step itself
 
 
-def _steps_with_torch(draft: Draft) -> bool:
-    """Return True if torch's Adam replaces DeepSpeed's compiled one.
+def _is_fused(draft: Draft) -> bool:
+    """Return True if torch's Adam steps in one kernel: on GPUs, unless the JSON decides.
 
-    On CPU ranks it gives the same result without a minute of compilation; on this machine's GPUs it
-    is a fallback, and an event. Offloaded states always use DeepSpeed's CPU Adam.
+    It computes what DeepSpeed's FusedAdam does, which needs an nvcc of torch's CUDA version, its
+    headers and a compiler that it accepts on every node. The CPU's kernel rounds the last elements
+    of a tensor differently from the others, so that the layout would show in the last bit.
     """
-    accelerator = draft.world.accelerator
     if offloaded_to(draft.ds.tree, "optimizer") != "none":
         return False
-    if accelerator == "cpu":
-        return True
-    missing = missing_for_adam(accelerator) if draft.here else None
-    if missing:
-        draft.note("fallback", f"torch's Adam, not DeepSpeed's, which is compiled: {missing}")
-    return missing is not None
+    choice = draft.ds.literal("optimizer.params.fused")
+    return draft.world.accelerator == "cuda" if choice is None else bool(choice)
 
 
 def _fill_in_reports(ds: DsJson) -> None:

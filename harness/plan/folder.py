@@ -1,9 +1,12 @@
-"""Check of the run folder's path before the folder is created."""
+"""The run folder: a check of its path before it is created, and what a run that goes on keeps."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from harness.config.run_config import run_and_step
+from harness.files.records import Unreadable, read_object
 from harness.plan.draft import Draft
 
 
@@ -20,3 +23,32 @@ def check_run_dir(draft: Draft) -> None:
     if nearest.exists() and not nearest.is_dir():
         blocking = "it" if nearest == path else str(nearest)
         draft.problems.add("run.dir", f"but {blocking} is not a folder")
+
+
+def keep_packing(draft: Draft) -> None:
+    """Pack documents as the run did that is resumed or branched from, unless the user says.
+
+    Runs of versions without data.packing packed all data as streams. Reads this machine's disk.
+    """
+    config = draft.config
+    if config.is_set("data.packing") or config.data.batching != "packed":
+        return
+    folders = [Path(config.run.dir)] if config.run.dir is not None else []
+    folders += [run_and_step(config.resume.from_)[0]] if config.resume.from_ is not None else []
+    recorded = next((data for folder in folders if (data := _recorded_data(folder))), None)
+    if recorded is None or (packing := recorded.get("packing", "stream")) is None:
+        return
+    packed = config.data.model_copy(update={"packing": packing})
+    draft.config = config.model_copy(update={"data": packed})
+    if "packing" not in recorded:
+        draft.note("kept", "data.packing is stream, as the run that goes on was packed")
+
+
+def _recorded_data(folder: Path) -> dict[str, Any] | None:
+    """Return the data section of a run's plan.json; None without a readable one."""
+    try:
+        data = (read_object(folder / "plan.json") or {})["run"]["data"]
+    except (Unreadable, OSError, LookupError, TypeError):
+        return None
+    is_data = isinstance(data, dict) and data.get("packing") in (None, "whole", "stream")
+    return data if is_data else None

@@ -36,11 +36,8 @@ def check_kernels(draft: Draft) -> None:
 def note_kernels(draft: Draft) -> None:
     """Add events for effects of kernels that the estimate leaves out."""
     config = draft.config
-    if config.model.kernels == "none" and not config.model.compile:
-        return
-    draft.note(
-        "estimated_unfused", "memory is estimated as if no kernels were fused and nothing compiled"
-    )
+    if config.model.compile:
+        draft.note("estimated_unfused", "memory is estimated as if nothing were compiled")
     if config.model.kernels == "liger" and config.train.label_smoothing:
         draft.note(
             "loss_not_fused",
@@ -52,7 +49,8 @@ def _check_liger(draft: Draft) -> None:
     if draft.config.model.kernels != "liger":
         return
     key, model_type = "model.kernels", draft.model_config.get("model_type")
-    if draft.world.accelerator == "cpu" or not importlib.util.find_spec("liger_kernel"):
+    is_missing = draft.here and not importlib.util.find_spec("liger_kernel")
+    if draft.world.accelerator == "cpu" or is_missing:
         why = "it needs a GPU and the package liger-kernel (pip install)"
         draft.problems.add(key, why, 'use "none"')
     if model_type and model_type not in LIGER_FAMILIES:

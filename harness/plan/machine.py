@@ -5,18 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from pathlib import Path
 
 
-def missing_for_adam(accelerator: str) -> str | None:
-    """Return the missing tools for DeepSpeed's compiled Adam; None if nothing is missing.
+def missing_for_cpu_adam() -> str | None:
+    """Return the missing tools for DeepSpeed's CPU Adam, which is compiled; None if none is.
 
     DeepSpeed's own `is_compatible` does not look for a compiler; the build then fails
     inside `initialize`, after the model was built.
     """
     present = {"c++": _has_compiler(), "ninja": _has_ninja()}
-    if accelerator == "cuda":
-        present["nvcc"] = _has_nvcc()
     missing = [name for name, is_there in present.items() if not is_there]
     return f"{', '.join(missing)} not found" if missing else None
 
@@ -35,8 +32,3 @@ def _has_compiler() -> bool:
 
 def _has_ninja() -> bool:
     return importlib.util.find_spec("ninja") is not None or shutil.which("ninja") is not None
-
-
-def _has_nvcc() -> bool:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()

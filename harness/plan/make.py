@@ -16,19 +16,35 @@ from harness.config.ds_rules import apply_changes, refusals
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.layout.world import World
+from harness.plan.adapters import check_adapters
 from harness.plan.adopt import adopt
+from harness.plan.attention import decide_attention
+from harness.plan.balance import balance
+from harness.plan.batching import decide_batching, mark_padding
+from harness.plan.carried import check_carried
 from harness.plan.curriculum import note_unfinished_ramp, ramp
+from harness.plan.data import check_mix
 from harness.plan.draft import Draft
+from harness.plan.duration import check_rates
+from harness.plan.evaluation import check_evaluation
+from harness.plan.expert import divide_experts
 from harness.plan.fill_in import fill_in, fill_in_swap_folder
-from harness.plan.folder import check_run_dir
+from harness.plan.fine_tuning import default_to_fine_tuning
+from harness.plan.folder import check_run_dir, keep_packing
 from harness.plan.kernels import check_kernels, note_kernels
 from harness.plan.memory import estimate
-from harness.plan.model import check_attention, check_experts, find_model
-from harness.plan.optimizer import check_optimizer, note_learning_rate
+from harness.plan.model import check_experts, find_model
+from harness.plan.nodes import note_nodes
+from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
 from harness.plan.pipeline import by_memory, note_pipeline, split_stages
-from harness.plan.plan import NOT_TRAINED, Plan
+from harness.plan.plan import Plan
 from harness.plan.precision import decide_precision
 from harness.plan.ranks import check_secondary, divide_batch, divide_ranks
+from harness.plan.recompute import check_recompute
+from harness.plan.reversible import check_reversible
+from harness.plan.sequence import divide_sequences
+from harness.plan.tensor import divide_tensors
+from harness.plan.trackers import adopt_monitors, check_trackers
 
 Pass = Callable[[Draft], None]
 
@@ -39,14 +55,11 @@ def check_json_keys(draft: Draft) -> None:
 
 
 def apply_rules(draft: Draft) -> None:
-    """Change or refuse settings that DeepSpeed gets wrong; an estimate accepts some of them."""
+    """Change or refuse settings that DeepSpeed gets wrong."""
     accelerator = draft.world.accelerator
     apply_changes(draft.ds, accelerator)
     for rule in refusals(draft.ds, accelerator):
-        if draft.estimating and rule.get("estimated"):
-            draft.note(NOT_TRAINED, draft.problems.worded(rule["key"], rule["why"]))
-        else:
-            draft.problems.add(rule["key"], rule["why"])
+        draft.problems.add(rule["key"], rule["why"])
 
 
 def check_profile(draft: Draft) -> None:
@@ -65,23 +78,42 @@ JSON_PASSES: tuple[Pass, ...] = (
 PASSES: tuple[Pass, ...] = (
     *JSON_PASSES,
     divide_ranks,
+    balance,
     adopt,
+    keep_packing,
+    default_to_fine_tuning,
+    decide_batching,
     ramp,
     divide_batch,
-    check_attention,
     check_profile,
+    check_mix,
     check_optimizer,
     check_run_dir,
     find_model,
+    check_evaluation,
+    mark_padding,
+    check_carried,
+    decide_attention,
     check_experts,
     check_kernels,
+    check_recompute,
+    check_reversible,
     split_stages,
+    divide_tensors,
+    divide_sequences,
+    divide_experts,
+    check_adapters,
+    adopt_monitors,
+    check_trackers,
+    check_rates,
 )
 LAST_PASSES: tuple[Pass, ...] = (
     note_pipeline,
     note_kernels,
+    note_nodes,
     note_unfinished_ramp,
     note_learning_rate,
+    note_pinned_memory,
     fill_in,
 )
 """Passes for a draft without problems."""
@@ -136,5 +168,7 @@ def _frozen(draft: Draft) -> Plan:
         micro_batch=draft.batch.micro_batch,
         grad_accum=draft.batch.grad_accum,
         stages=draft.stages,
+        attention_why=draft.attention_why,
+        site=draft.site,
         events=(*draft.ds.events, *draft.events),
     )

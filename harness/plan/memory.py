@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from harness.config.ds_keys import value_of
 from harness.errors import ConfigError
 from harness.estimate.dividable import division_problems
 from harness.estimate.hardware import known_gpu
-from harness.estimate.inputs import GIB, Inputs, ZeroSettings
+from harness.estimate.inputs import GIB, Inputs
 from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.zero_settings import ZeroSettings
 from harness.plan.plan import Plan
+from harness.plan.traced import Untraceable, traced
 
 
 def estimate(plan: Plan) -> Estimate | None:
-    """Return the memory estimate; None for an architecture that the planner does not know.
+    """Return the memory estimate; None for an architecture that can be neither counted nor traced.
 
     Raises ConfigError for divisions over ranks that DeepSpeed does not run.
     """
-    inputs, gpu = memory_inputs(plan), known_gpu(plan.world.gpu)
-    if inputs is None:
+    gpu = known_gpu(plan.world.gpu)
+    try:
+        inputs = memory_inputs(plan) or traced_inputs(plan)
+    except Untraceable:
         return None
     if problems := division_problems(inputs):
         raise ConfigError(problems)
     return estimate_memory(inputs, int(gpu.memory_gib * GIB) if gpu else None)
+
+
+def traced_inputs(plan: Plan) -> Inputs:
+    """Return the inputs of an unknown architecture, from its own class. Raises Untraceable."""
+    model = plan.config.model
+    micro_batch, seq_len = plan.micro_batch, plan.config.data.seq_len
+    trace = traced(
+        {
+            "config": plan.model_config,
+            "source": plan.model_source,
+            "precision": plan.precision,
+            "attention": model.attention,
+            "micro_batch": micro_batch,
+            "seq_len": seq_len,
+        }
+    )
+    inputs = memory_inputs(replace(plan, shape=trace.shape))
+    assert inputs is not None, "it has a shape"
+    tokens = micro_batch * seq_len
+    return replace(
+        inputs,
+        traced_layers=tuple(size / tokens for size in trace.layers),
+        traced_outside=trace.outside / tokens,
+        traced_by_reference=trace.by_reference,
+    )
 
 
 def memory_inputs(plan: Plan) -> Inputs | None:
@@ -39,9 +69,15 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         micro_batch=plan.micro_batch,
         seq_len=run.data.seq_len,
         grad_accum=plan.grad_accum,
-        checkpointing=run.model.checkpointing,
+        checkpointing=plan.checkpointing,
+        activation_offload=run.model.activation_offload,
+        mlp_tiles=run.model.mlp_tiles,
         attention=run.model.attention,
-        fused=run.model.compile or run.model.kernels != "none",
+        attention_sizes=tuple(run.model.attention_sizes.items()),
+        liger=run.model.kernels == "liger",
+        compiled=run.model.compile,
+        smooths_labels=bool(run.train.label_smoothing),
+        loss_chunk=run.model.loss_chunk,
         document_mask=bool(run.data.document_mask),
         activation=str(config.get("activation_function") or ""),
         dropout=max(
@@ -55,9 +91,14 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         ),
         loads_weights=run.model.init_from is not None,
         saves_in_background=run.save.async_,
+        rounds_pinned=plan.world.rounds_pinned,
         gpus_per_node=plan.world.local_world_size,
         accelerator=plan.world.accelerator,
+        gpu=gpu.key if (gpu := known_gpu(plan.world.gpu)) else None,
+        expandable=plan.world.expands_segments,
         rules=tuple(plan.config.optim.groups),
+        adapters=plan.config.model.lora.adapters,
         bounds=plan.stages,
+        sends_parts=value_of(plan.deepspeed, "pipeline.pipe_partitioned") is True,
         parallel_residual=config.get("use_parallel_residual") is not False,
     )

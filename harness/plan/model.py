@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from harness.errors import ConfigError
-from harness.layout.attentions import ATTENTIONS
 from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape
 from harness.layout.sizes import UnknownArchitecture
+from harness.plan.context import positions_of, why_not
 from harness.plan.draft import Draft
 from harness.plan.model_config import find_model_config, load_model_config, max_positions
 from harness.plan.optimizer import check_groups
@@ -23,8 +22,13 @@ def find_model(draft: Draft) -> None:
         if run.model.init_from is not None:
             named = draft.model_config.get("transformers_weights")
             problems.say(*weight_file_problems(run.model.init_from, named))
+        if run.model.context is not None:
+            draft.note(
+                "context",
+                f"rotary positions extended to {run.model.context:,} by {run.model.rope} "
+                "(model.context)",
+            )
         _check_positions(draft)
-        _choose_attention(draft)
         draft.shape = Shape.from_hf(draft.model_config)
         check_groups(draft)
         _check_weights(draft, draft.shape)
@@ -37,47 +41,22 @@ def find_model(draft: Draft) -> None:
 
 
 def check_experts(draft: Draft) -> None:
-    """Refuse expert widths that torch's grouped_mm rejects: rows must be multiples of 16 bytes."""
+    """Refuse expert widths that torch's grouped_mm rejects: rows must be multiples of 16 bytes, as
+    tensor-parallel ranks divide them.
+    """
     config = draft.model_config
     if not any(isinstance(config.get(key), int) for key in SIZE_KEYS["experts"]):
         return
     multiple = 4 if draft.precision == "fp32" else 8
     inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-    for key in ("hidden_size", inner):
+    for key, least in (("hidden_size", multiple), (inner, multiple * draft.grid.tensor)):
         width = config.get(key)
-        if isinstance(width, int) and width % multiple:
+        if isinstance(width, int) and width % least:
             draft.problems.say(
                 f"{draft.config.model.name} has {key} {width}, but torch multiplies "
-                f"{draft.precision} experts only where it is a multiple of {multiple}: set "
+                f"{draft.precision} experts only where it is a multiple of {least}: set "
                 f"model.overrides.{key}"
             )
-
-
-def check_attention(draft: Draft) -> None:
-    """Refuse an attention implementation that this machine lacks."""
-    package = ATTENTIONS[draft.config.model.attention].package
-    is_cpu = draft.world.accelerator == "cpu"
-    if package and (is_cpu or not importlib.util.find_spec(package)):
-        why = f"it needs a GPU and the package {package}"
-        draft.problems.add("model.attention", why, 'use "sdpa"')
-
-
-def _choose_attention(draft: Draft) -> None:
-    """Use eager attention if sdpa does not support the model family; refuse sdpa if the user asked
-    for it.
-    """
-    run, model_type = draft.config, draft.model_config["model_type"]
-    missing_feature = family_of(model_type).sdpa_lacks
-    if run.model.attention != "sdpa" or not missing_feature:
-        return
-    why = f"sdpa has no {missing_feature}, which {model_type} models have"
-    if run.is_set("model.attention"):
-        draft.problems.add("model.attention", why, "use eager, or flash_attention_2")
-        return
-    model = run.model.model_copy(update={"attention": "eager"})
-    origins = {**run.origins(), "model.attention": f"what {model_type} needs"}
-    draft.config = run.model_copy(update={"model": model}).with_origins(origins)
-    draft.note("fallback", f"model.attention=eager: {why}")
 
 
 def _check_weights(draft: Draft, shape: Shape) -> None:
@@ -89,6 +68,12 @@ def _check_weights(draft: Draft, shape: Shape) -> None:
     source_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
     stored = {tensor.name: tensor.shape for tensor in Shape.from_hf(source_config).tensors()}
     needed = {tensor.name: tensor.shape for tensor in shape.tensors()}
+    if source_config.get(REVERSIBLE) != draft.model_config.get(REVERSIBLE):
+        draft.problems.add(
+            "model.reversible",
+            f"but {source} was trained as another function of its weights",
+            "train a reversible model from random weights, or from those of a reversible run",
+        )
     different = [name for name in needed if needed[name] != stored.get(name)]
     different += [name for name in stored if name not in needed]
     if different:
@@ -106,4 +91,10 @@ def _check_positions(draft: Draft) -> None:
     limit = max_positions(draft.model_config)
     if limit is not None and draft.config.data.seq_len > limit:
         why = f"but {draft.config.model.name} has {limit} positions"
-        draft.problems.add("data.seq_len", why, f"set data.seq_len to {limit} or less")
+        way_out = f"set data.seq_len to {limit} or less"
+        if not why_not(draft.model_config):
+            way_out += f", or model.context={draft.config.data.seq_len}, to extend its positions"
+        elif not family_of(draft.model_config["model_type"]).learned_positions:
+            key, _ = positions_of(draft.model_config)
+            way_out += f", or model.overrides.{key}, to train rotary positions that it has not seen"
+        draft.problems.add("data.seq_len", why, way_out)

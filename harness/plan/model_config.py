@@ -18,8 +18,12 @@ from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.recompute import REVERSIBLE
+from harness.plan.context import extended, positions_of
 from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
 
+IMPLIED = "default beside model.init_from"
+"""Origin of values that given weights imply."""
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 
 # Keys that a config.json may leave out; the file documents its tables.
@@ -39,7 +43,10 @@ def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
     The source is "preset NAME", or the folder, file or hub id the config was read from (what
     transformers needs for architectures that bring their own code). Raises ConfigError.
     """
-    config, source = find_model_config(run_config.model.name, run_config.origin("model.name"))
+    key = "model.name"
+    if run_config.origin(key) == IMPLIED:
+        key = "model.init_from"
+    config, source = find_model_config(run_config.model.name, run_config.origin(key), key)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError(
             f"model.name is {run_config.model.name!r}, but {source} has no model_type"
@@ -53,8 +60,10 @@ def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
     ]
     if problems:
         raise ConfigError(problems)
-    config = _merged(config, run_config.model.overrides)
-    config |= _dropouts(config, run_config)
+    config = _of_its_layers(config, _merged(config, run_config.model.overrides), run_config)
+    config = extended(config, run_config) | _dropouts(config, run_config)
+    if run_config.model.reversible:
+        config[REVERSIBLE] = True
     if problems := list(value_problems(config, run_config, source)):
         raise ConfigError(problems)
     return config, source
@@ -87,8 +96,7 @@ def find_model_config(
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence that the model has positions for; None without a limit."""
-    limits = (config.get(key) for key in SIZE_KEYS["positions"])
-    return next((limit for limit in limits if isinstance(limit, int)), None)
+    return positions_of(config)[1] or None
 
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:
@@ -129,6 +137,33 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
         old = merged.get(key)
         both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = _merged(old, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def _of_its_layers(
+    config: Mapping[str, Any], merged: dict[str, Any], run_config: RunConfig
+) -> dict[str, Any]:
+    """Return a config whose lists of a value per layer are as long as model.overrides has layers.
+
+    Raises ConfigError where layers are added whose values nobody gave.
+    """
+    keys = [key for key in SIZE_KEYS["layers"] if isinstance(config.get(key), int)]
+    before, now = ((source.get(keys[0]) if keys else None) for source in (config, merged))
+    if not isinstance(now, int) or isinstance(now, bool) or now < 1 or now == before:
+        return merged
+    overrides, problems = run_config.model.overrides, []
+    for key, value in config.items():
+        if not isinstance(value, list) or len(value) != before or key in overrides:
+            continue
+        if now > len(value):
+            origin = run_config.origin(f"model.overrides.{keys[0]}")
+            problems.append(
+                f"model.overrides.{keys[0]} is {now} ({origin}), but {key} has a value for each of "
+                f"{before} layers: set model.overrides.{key}, too"
+            )
+        merged[key] = value[:now]
+    if problems:
+        raise ConfigError(problems)
     return merged
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import re
 
+from harness.config.ds_json import DsJson
 from harness.config.ds_keys import offloaded_to
 from harness.config.optim_and_schedule import DECAYS
-from harness.layout.optimizer_table import OPTIMIZERS
+from harness.layout.optimizer_table import OPTIMIZERS, is_frozen
 from harness.plan.draft import Draft
 
 _SETTINGS = ("betas", "eps", "momentum")
@@ -48,11 +49,10 @@ def _check_layout(draft: Draft) -> None:
     config, ds, problems = draft.config, draft.ds, draft.problems
     kind, device = OPTIMIZERS[config.optim.name], offloaded_to(ds.tree, "optimizer")
     offload = f"{_OFFLOAD} ({ds.origin(f'{_OFFLOAD}.device')})"
-    if kind.layouts == "whole" and (stage := ds.value(_STAGE)) != 0:
+    if kind.layouts == "whole" and ds.value(_STAGE) != 0:
         problems.add(
             "optim.name",
-            f"it keeps means of rows and columns, but ZeRO {stage} ({ds.origin(_STAGE)}) gives it "
-            "flat pieces",
+            f"it keeps means of rows and columns, but {_stage_of(ds)} gives it flat pieces",
             "use zero_optimization.stage=0 in fp32, adam8bit for small states, or adamw",
         )
     if kind.layouts == "unoffloaded" and device != "none":
@@ -73,6 +73,15 @@ def _check_layout(draft: Draft) -> None:
             problems.add("optim.name", why, "remove it, or use adamw")
 
 
+def _stage_of(ds: DsJson) -> str:
+    """Name the ZeRO stage with its origin; if the plan changed it, the stage of the JSON, too."""
+    stage, origin = ds.value(_STAGE), ds.origin(_STAGE)
+    for event in ds.events:
+        if event.get("json_key") == _STAGE:
+            return f"stage {event['was']} ({origin}), which half precision runs as ZeRO {stage},"
+    return f"ZeRO {stage} ({origin})"
+
+
 def note_learning_rate(draft: Draft) -> None:
     """Add events if optim.lr is never reached, or is another optimizer's default."""
     optim, steps = draft.config.optim, draft.steps
@@ -89,6 +98,19 @@ def note_learning_rate(draft: Draft) -> None:
         )
 
 
+def note_pinned_memory(draft: Draft) -> None:
+    """Add an event if torch rounds the pinned memory of an offload up to powers of two."""
+    sections = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+    value = draft.ds.value
+    pins = any(value(f"{s}.device") != "none" and value(f"{s}.pin_memory") for s in sections)
+    if pins and draft.world.rounds_pinned:
+        draft.note(
+            "pinned_memory",
+            f"{draft.world.allocators} is left as it is, so torch rounds pinned host memory up to "
+            "powers of two, which the estimate counts: add pinned_max_cached_size_mb:64",
+        )
+
+
 def check_groups(draft: Draft) -> None:
     """Refuse rules of optim.groups that match no parameter: probably misspelt."""
     assert draft.shape is not None
@@ -100,3 +122,6 @@ def check_groups(draft: Draft) -> None:
                 f"optim.groups has the pattern {rule.pattern!r} ({origin}), which no parameter's "
                 f"name fits: they are {names[0]}, {names[-1]} and the like"
             )
+    if all(is_frozen(name, draft.config.optim.groups) for name in names):
+        why = "which freezes every parameter"
+        draft.problems.add("optim.groups", why, "leave some to be trained")

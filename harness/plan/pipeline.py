@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from harness.config.ds_keys import AUTO, literal, value_of
-from harness.estimate.timeline import rank_timeline
+from harness.estimate.rank_timeline import rank_timeline
 from harness.layout.families import SIZE_KEYS
 from harness.layout.grid import Coords
+from harness.layout.recompute import is_checkpointed
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
 from harness.plan.draft import Draft
 from harness.plan.memory import memory_inputs
@@ -75,11 +76,13 @@ def by_memory(plan: Plan) -> Plan:
 
     def peak(stage: int, begin: int, end: int) -> int:
         """Return the stage's peak, bytes; identical layers are counted once."""
-        alike = stage, tuple(map(id, units[begin:end])), windows[max(begin, 1) - 1 : end - 1]
+        first = max(begin, 1) - 1
+        kept = tuple(is_checkpointed(inputs.checkpointing, n) for n in range(first, end - 1))
+        alike = stage, tuple(map(id, units[begin:end])), windows[first : end - 1], kept
         if alike not in peaks:
             bounds = (begin,) * (stage + 1) + (end,) * (stages - stage - 1) + (len(units),)
-            first = plan.grid.rank(Coords(stage, 0, 0, 0))
-            timeline = rank_timeline(replace(inputs, bounds=bounds), first)
+            rank = plan.grid.rank(Coords(stage, 0, 0, 0))
+            timeline = rank_timeline(replace(inputs, bounds=bounds), rank)
             peaks[alike] = timeline.peak
         return peaks[alike]
 
@@ -98,8 +101,8 @@ def _bounds(draft: Draft, partition: object) -> Bounds | None:
         if isinstance(partition, list):
             bounds = bounds_of(partition, layers, stages)
         elif shape:
-            recompute = config.model.checkpointing == "full"
-            bounds = split(shape, stages, config.data.seq_len, recompute)
+            run = config.model
+            bounds = split(shape, stages, config.data.seq_len, run.checkpointing, run.mlp_tiles)
         else:
             bounds = split_evenly(layers, stages)
     except ValueError as error:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from harness.config.curriculum import Curriculum
 from harness.config.optim_and_schedule import Schedule
 from harness.config.run_config import RunConfig
+from harness.estimate.hardware import Precision
+from harness.estimate.step_time.calibration import Site
 from harness.estimate.timeline import Estimate
-from harness.layout.grid import Grid
+from harness.layout.expert import ExpertPlan
+from harness.layout.grid import Grid, Place
+from harness.layout.loss_chunk import loss_chunk
+from harness.layout.recompute import REVERSIBLE, Checkpointing
 from harness.layout.shape import Shape
-from harness.layout.share import Share
+from harness.layout.share import Cutter, Share
+from harness.layout.tensor import TensorPlan
 from harness.layout.world import World
 
 Event = dict[str, Any]
-Precision = Literal["fp32", "bf16", "fp16"]
 
 NOT_TRAINED = "not_trained"
 """Kind of the event with the reason why train.py would refuse a plan made for its estimate."""
@@ -51,14 +56,38 @@ class Plan:
     """Micro-batches per optimizer step."""
     stages: tuple[int, ...] | None = None
     """Bounds of the pipeline stages over the model's units (layout/stages.py); None without."""
+    attention_why: str = ""
+    """Reason for the implementation that model.attention=auto stood for; "" for the user's own."""
+    site: Site | None = None
+    """Rates of plan.rates, with which the time of a step is predicted; None: the tables'."""
     events: tuple[Event, ...] = ()
     estimate: Estimate | None = None
     """Memory estimate; None for an architecture that the planner does not know."""
 
-    @property
+    @cached_property
     def share(self) -> Share:
         """This rank's share of tokens and weights, and its groups of ranks."""
-        return Share(self.grid, self.world.rank)
+        cutters: dict[Place, Cutter] = {}
+        if self.grid.expert > 1:
+            cutters["expert"] = ExpertPlan.of(self.model_config).cut
+        if self.grid.tensor > 1:
+            cutters["tensor"] = TensorPlan.of(self.model_config).cut
+        return Share(self.grid, self.world.rank, cutters)
+
+    @cached_property
+    def loss_chunk(self) -> int:
+        """Entries of a rank's vocabulary whose logits the loss holds at a time; 0: all."""
+        vocab_size, places = self.model_config.get("vocab_size") or 0, self.grid.tensor
+        if places > 1 and TensorPlan.of(self.model_config).divides_vocabulary(places):
+            vocab_size //= places
+        tokens = self.micro_batch * self.config.data.seq_len // self.grid.sequence
+        return loss_chunk(self.config.model.loss_chunk, vocab_size, tokens)
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """Activation checkpointing of decoder layers, which reversible ones have of themselves."""
+        is_reversible = self.model_config.get(REVERSIBLE)
+        return REVERSIBLE if is_reversible else self.config.model.checkpointing
 
     @property
     def steps(self) -> int | None:
@@ -86,7 +115,9 @@ class Plan:
             "run": self.config.model_dump(mode="json"),
             "run_set": self.config.origins(),
             "world": asdict(self.world),
+            "site": None if self.site is None else asdict(self.site),
             "grid": {**asdict(self.grid), "data": self.grid.data},
             "steps": self.steps,
+            "loss_chunk": self.loss_chunk,
             "events": list(self.events),
         }

@@ -21,7 +21,7 @@ def swap_problems(plan: Plan) -> list[str]:
         return []
     folder = Path(str(literal(plan.deepspeed, f"{_KEY}.nvme_path")))
     needed = plan.estimate.nvme_bytes_per_node if plan.estimate else 0
-    return [*_wrong_folder(folder, needed), *_no_libaio()]
+    return [*_wrong_folder(folder, needed), *libaio_problems()]
 
 
 def _wrong_folder(folder: Path, needed: int) -> list[str]:
@@ -39,7 +39,7 @@ def _wrong_folder(folder: Path, needed: int) -> list[str]:
     ]
 
 
-def _no_libaio() -> list[str]:
+def libaio_problems() -> list[str]:
     """Return a problem if libaio, which DeepSpeed's NVMe code is built with, is missing."""
     command = [os.environ.get("CXX", "c++"), "-x", "c++", "-", "-laio", "-o", os.devnull]
     try:

@@ -8,32 +8,37 @@ from typing import Any
 
 from harness.config.ds_keys import offloaded_to
 from harness.errors import ConfigError
-from harness.estimate.fit import memory_line, shortages_here
-from harness.layout.shape import num_parameters, parameters_by_kind
+from harness.estimate.fit import changes_that_help, memory_line, shortages_here
+from harness.estimate.timeline import Estimate
+from harness.layout.optimizer_table import is_frozen
+from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
-from harness.plan.data import glance
+from harness.plan.data import glances
+from harness.plan.duration import step_time, time_line
 from harness.plan.plan import Plan
 from harness.plan.swap_space import swap_problems
 
 _LABEL_WIDTH = 15
 
 
-def describe(plan: Plan) -> str:
-    """Return the summary and the resolved JSON."""
+def describe(plan: Plan, elsewhere: bool = False) -> str:
+    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines."""
     shortages = []
-    if plan.estimate:
+    if plan.estimate and not elsewhere:
         shortages = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
-    shortages += swap_problems(plan)
+    shortages += [] if elsewhere else swap_problems(plan)
     try:
-        data = glance(plan.config.data)
+        samples = None if plan.steps is None else plan.curriculum.samples_after(plan.steps)
+        data = glances(plan.config.data, samples)
     except ConfigError as error:  # a note, not an error: the run may be elsewhere
-        data = "not readable here"
+        data = ["not readable here"]
         shortages += error.problems
     verdict = row("this machine", "; ".join(shortages) or "can hold it")
+    if elsewhere:
+        verdict = row("the cluster", "; ".join([_verdict(plan.estimate), *shortages]))
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
-    return "\n".join(
-        [summary(plan), row("data", data), verdict, "", title, json.dumps(plan.deepspeed, indent=2)]
-    )
+    rows = [summary(plan), *(row("data", line) for line in data), verdict]
+    return "\n".join([*rows, "", title, json.dumps(plan.deepspeed, indent=2)])
 
 
 def summary(plan: Plan) -> str:
@@ -42,6 +47,7 @@ def summary(plan: Plan) -> str:
         ("model", _model(plan)),
         ("parameters", _parameters(plan)),
         ("spread", spread(plan)),
+        ("attention", _attention(plan)),
         *_stages(plan),
         ("batch", _batch(plan)),
         *_ramp(plan),
@@ -49,6 +55,7 @@ def summary(plan: Plan) -> str:
         ("optimizer", _optimizer(plan)),
         ("learning rate", _learning_rate(plan)),
         ("memory", memory_line(plan.estimate) if plan.estimate else "not estimated"),
+        *_time(plan),
         *(("note", _note(event)) for event in plan.events),
     ]
     return "\n".join(row(label, text) for label, text in rows)
@@ -67,11 +74,24 @@ def _model(plan: Plan) -> str:
 
 
 def _parameters(plan: Plan) -> str:
-    if plan.shape is None:
+    shape = plan.shape or (plan.estimate.inputs.shape if plan.estimate else None)
+    if shape is None:
         return "not counted: the planner does not know this architecture"
-    kinds = parameters_by_kind(plan.shape)
+    kinds = parameters_by_kind(shape)
     parts = ", ".join(f"{kind} {count:,}" for kind, count in kinds.items())
-    return f"{num_parameters(plan.shape):,} ({parts})"
+    traced = "" if plan.shape else "; kinds by place, traced from its class"
+    return f"{num_parameters(shape):,} ({parts}){_trained(plan, shape)}{traced}"
+
+
+def _trained(plan: Plan, shape: Shape) -> str:
+    """Return how many parameters are trained, where some are frozen."""
+    total, adapters = num_parameters(shape), plan.config.model.lora.adapters
+    if adapters is not None:
+        count = sum(tensor.numel for tensor in adapters.tensors(shape))
+        return f", all frozen; adapters of rank {adapters.rank}: {count:,}, {count / total:.2%}"
+    rules = plan.config.optim.groups
+    frozen = sum(tensor.numel for tensor in shape.tensors() if is_frozen(tensor.name, rules))
+    return f"; {frozen:,} are frozen, {frozen / total:.1%}" if frozen else ""
 
 
 def spread(plan: Plan) -> str:
@@ -90,17 +110,33 @@ def spread(plan: Plan) -> str:
         if (place := offloaded_to(plan.deepspeed, part)) != "none"
     ]
     ranks = f"{grid.world_size} rank{'s' if grid.world_size > 1 else ''}"
+    experts = f", experts over {grid.expert} neighbours" if grid.expert > 1 else ""
     return (
-        f"ZeRO {plan.zero_stage}, {plan.precision}, {ranks} ({' x '.join(axes)}) on {device}, "
+        f"ZeRO {plan.zero_stage}, {plan.precision}, {ranks} ({' x '.join(axes)}{experts}) on "
+        f"{device}, "
         f"offload: {', '.join(offloaded) or 'none'}, "
-        f"activation checkpointing: {plan.config.model.checkpointing}{_faster(plan)}"
+        f"activation checkpointing: {_recomputed(plan)}{_faster(plan)}"
     )
+
+
+def _attention(plan: Plan) -> str:
+    why = f" ({plan.attention_why})" if plan.attention_why else ""
+    return f"{plan.config.model.attention}{why}"
+
+
+def _recomputed(plan: Plan) -> str:
+    model = plan.config.model
+    way = plan.checkpointing
+    every = f"every {way} layers" if isinstance(way, int) else way
+    offloaded = ", to host memory" if model.activation_offload else ""
+    return every + offloaded + (f", MLPs in {model.mlp_tiles} tiles" * (model.mlp_tiles > 1))
 
 
 def _faster(plan: Plan) -> str:
     model = plan.config.model
+    chunk = f", loss in chunks of {plan.loss_chunk:,} logits" if plan.loss_chunk else ""
     kernels = f", kernels: {model.kernels}" if model.kernels != "none" else ""
-    return kernels + (", decoder layers compiled" if model.compile else "")
+    return chunk + kernels + (", decoder layers compiled" if model.compile else "")
 
 
 def _stages(plan: Plan) -> list[tuple[str, str]]:
@@ -114,9 +150,25 @@ def _stages(plan: Plan) -> list[tuple[str, str]]:
 def _batch(plan: Plan) -> str:
     return (
         f"{plan.global_batch} samples a step = micro-batch {plan.micro_batch} x "
-        f"{plan.grad_accum} accumulated x {plan.grid.data} data ranks, "
-        f"{plan.config.data.seq_len} tokens each"
+        f"{plan.grad_accum} accumulated x {plan.grid.data} data ranks, {_lengths(plan)}"
     )
+
+
+def _lengths(plan: Plan) -> str:
+    """Return the length of a step's samples."""
+    data = plan.config.data
+    if data.batching == "packed":
+        return f"{data.seq_len} tokens each"
+    each = f"one document each of at most {data.seq_len} tokens"
+    if data.batching == "token_budget":
+        positions = plan.micro_batch * data.seq_len
+        return f"{each}; a micro-batch holds as many as fit {positions:,} positions"
+    how = (
+        "in random order"
+        if data.batching == "padded"
+        else f"sorted in pools of {data.pool_samples}"
+    )
+    return f"{each}, {how}, padded to the longest of their micro-batch"
 
 
 def _ramp(plan: Plan) -> list[tuple[str, str]]:
@@ -136,16 +188,20 @@ def _ramp(plan: Plan) -> list[tuple[str, str]]:
 
 def _length(plan: Plan) -> str:
     if plan.steps is None:
-        return f"{plan.config.train.epochs:g} epochs: the data will say how many steps"
-    tokens = plan.curriculum.samples_after(plan.steps) * plan.config.data.seq_len
-    return f"{plan.steps:,} steps = {tokens:,} tokens"
+        epochs = plan.config.train.epochs
+        passes = "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
+        return f"{passes}: the data will say how many steps"
+    samples, data = plan.curriculum.samples_after(plan.steps), plan.config.data
+    if data.batching != "packed":
+        return f"{plan.steps:,} steps = {samples:,} documents"
+    return f"{plan.steps:,} steps = {samples * data.seq_len:,} tokens"
 
 
 def _optimizer(plan: Plan) -> str:
     optim = plan.config.optim
     params = plan.deepspeed["optimizer"]["params"]
-    learned = (f"{key} {value}" for key, value in params.items() if key not in ("lr", "torch_adam"))
-    values = ", ".join(learned)
+    how = ("lr", "torch_adam", "fused")  # the rate has a line of its own, the others change nothing
+    values = ", ".join(f"{key} {value}" for key, value in params.items() if key not in how)
     clipping = f"gradient norm clipped at {optim.clip_norm:g}" if optim.clip_norm else "no clipping"
     if optim.clip_value is not None:
         clipping = f"gradient elements clipped at {optim.clip_value:g}"
@@ -161,6 +217,19 @@ def _learning_rate(plan: Plan) -> str:
     marks = sorted({1, min(max(optim.warmup_steps, 1), plan.steps), plan.steps})
     rates = ", ".join(f"{schedule.lr(step):g} at step {step:,}" for step in marks)
     return f"{optim.schedule}: {rates}"
+
+
+def _verdict(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "not estimated"
+    if estimate.verdict.startswith("fits"):
+        return estimate.verdict
+    return f"{estimate.verdict}: {changes_that_help(estimate, estimate.device_bytes)}"
+
+
+def _time(plan: Plan) -> list[tuple[str, str]]:
+    step = step_time(plan)
+    return [] if step is None else [("time", time_line(plan, step))]
 
 
 def _note(event: Mapping[str, Any]) -> str:

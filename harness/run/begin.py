@@ -6,10 +6,11 @@ from typing import Any
 
 from harness.checkpoint.export import replacing, sweep
 from harness.data.kept_tokenizer import save_generation, save_tokenizer
-from harness.run.meter import clock
 from harness.run.probe import check_probe
+from harness.run.progress import clock
 from harness.run.resumption import Beginning, load_into
 from harness.run.run import Run
+from harness.run.sampling import show_sample
 from harness.runfolder import RunFolder
 
 
@@ -38,12 +39,21 @@ def begin(
         parent = None
         if beginning.checkpoint is not None:
             parent = RunFolder(beginning.checkpoint.path.parents[1]).tokenizer_dir
-        sweep(run.folder.tokenizer_dir)  # after a kill while it was written
+        sweep(run.folder.tokenizer_dir, alone=True)  # after a kill while it was written
         with replacing(run.folder.tokenizer_dir) as unfinished:
             save_tokenizer(run.data.tokenizer, unfinished)
             save_generation(run.engine.module, unfinished, parent)
+    _load(run, beginning)
+    if run.is_writer:
+        run.trackers.open(run.plan.config.log, run.folder, record, run.state.step)
+
+
+def _load(run: Run, beginning: Beginning) -> None:
+    """Load the checkpoint that the run begins with, if there is one. Collective."""
     checkpoint, kind = beginning.checkpoint, beginning.kind
     if checkpoint is None:
+        if run.plan.config.model.init_from is not None:
+            show_sample(run, "sample before training")
         if run.folder.attempt > 1:
             run.event("began_again", message="no checkpoint was saved before")
             run.progress.say("no checkpoint was saved yet: begins at step 0 again")

@@ -6,12 +6,18 @@ import contextlib
 import functools
 import math
 import sys
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from harness.checkpoint.export import export_problem
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
-from harness.data.build import Data, DataSpec, build_data
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.spec import DataSpec
+from harness.engine.api import Engine
 from harness.engine.processes import alarm, join
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.fit import shortages_here
@@ -25,21 +31,28 @@ from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Watchdog
 from harness.plan.plan import Plan
 from harness.plan.swap_space import swap_problems
-from harness.plan.text import row, summary
+from harness.plan.text import summary
 from harness.run.begin import begin
 from harness.run.live_memory import MemoryCheck
-from harness.run.meter import Meter, Progress
+from harness.run.meter import Meter
 from harness.run.open_folder import open_folder
+from harness.run.pages import Pages
+from harness.run.progress import Progress
 from harness.run.record import plan_record
 from harness.run.resumption import find_beginning
 from harness.run.run import Profiler, Run
+from harness.run.settle_data import settle_data
+from harness.run.source_losses import SourceLosses
+from harness.run.step_clock import StepClock
+from harness.run.trackers import Trackers
+from harness.run.weights import WeightChange
 from harness.runfolder import RunFolder
 from harness.steps import Steps
 
 
 def _give_up(rank: int) -> None:
     """End all ranks: this one was asked twice to stop while it started."""
-    failure = Failure(rank, ExitCode.STOPPED, "asked twice to stop")
+    failure = Failure(rank, ExitCode.STOPPED, "asked twice to stop", alarm().place)
     alarm().end(failure, lambda first: print(first, file=sys.stderr, flush=True))
 
 
@@ -62,18 +75,9 @@ def build(
     if problems := [*swap_problems(plan), *_foreign_export(plan)]:
         raise ConfigError(problems)
     forced = _check_fit(plan)
-    spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
-    with contextlib.suppress(StopAsked), request.breaks_off():
-        data = data or build_data(spec, progress.say)
-    with request.joins():
-        device = join(plan.world, plan.config.guard.hang_first_s)
-    request.give_up = functools.partial(_give_up, plan.world.rank)
-    guard = StopGuard(plan.world.world_size, request)
-    guard.stop_if_asked()
-    assert data is not None, "nothing but a request to stop breaks it off"
-    progress.say(row("data", data.summary()))
-    _require_targets(plan, data)
-    total_steps = _total_steps(plan, data)
+    data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
+    settled = settle_data(plan, data, device, progress)
+    plan, total_steps = settled.plan, settled.total_steps
     record = plan_record(plan, data, total_steps)
     pulse, watchdog = _start_watchdog(plan)
     with contextlib.ExitStack() as unless_built:
@@ -81,8 +85,10 @@ def build(
         beginning = find_beginning(plan, record)
         from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices
 
-        blank = beginning.checkpoint is not None
-        engine = build_engine(plan, device, trust_remote_code, data.train.document_mask, blank)
+        # Beside adapters the weights are model.init_from's, and in no checkpoint.
+        blank = beginning.checkpoint is not None and plan.config.model.lora.rank is None
+        masked, padded = data.train.document_mask, data.train.holds_whole_documents
+        engine = build_engine(plan, device, trust_remote_code, masked, blank, padded)
         memory = MemoryCheck(plan, device)
         guard.stop_if_asked()  # a large model takes minutes; the folder is as it was
         folder = open_folder(plan, progress.say)
@@ -101,43 +107,60 @@ def build(
             time_left=time_left,
             meter=Meter(plan),
             memory=memory,
+            clock=StepClock(plan),
             progress=progress,
+            source_losses=_counted_sources(plan, data, engine),
+            pages=Pages(folder, plan.config.log.report and plan.world.rank == 0),
+            weights=WeightChange(engine),
+            trackers=Trackers(folder.append_event),
         )
         watchdog.folder, watchdog.on_hang = folder.heartbeats_dir, run.hangs
         alarm().on_end = run.fails
-        events = [*plan.events, *data.events(), *forced, *engine.events]
+        events = [*plan.events, *forced, *settled.events, *engine.events]
         begin(run, record, events, beginning)
         run.profiler = _profiler(run)
         unless_built.pop_all()
     return run
 
 
-def _require_targets(plan: Plan, data: Data) -> None:
-    """Raise ConfigError if the held-out samples have no target: their mean would be undefined."""
-    samples = min(plan.config.eval.samples, data.held_out.samples)
-    if not data.held_out.targets_in(0, samples):
-        raise ConfigError(
-            f"the {samples} held-out samples hold no target, only prompts: raise eval.samples (now "
-            f"{plan.config.eval.samples}), data.held_out or data.seq_len"
-        )
+def _joined(
+    plan: Plan,
+    trust_remote_code: bool,
+    data: Data | None,
+    request: StopRequest,
+    progress: Progress,
+) -> tuple[Data, torch.device, StopGuard]:
+    """Read the data, then join the other ranks. Raises RunStopped on all if one was asked to."""
+    spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
+    spec = replace(spec, pad_to=math.lcm(spec.pad_to, plan.grid.sequence))
+    with contextlib.suppress(StopAsked), request.breaks_off():
+        data = data or build_data(spec, progress.say)
+    with request.joins():
+        device = join(plan.world, plan.config.guard.hang_first_s)
+    alarm().place = plan.grid.described(plan.world.rank)
+    request.give_up = functools.partial(_give_up, plan.world.rank)
+    guard = StopGuard(plan.world.world_size, request)
+    guard.stop_if_asked()
+    assert data is not None, "nothing but a request to stop breaks it off"
+    return data, device, guard
 
 
-def _total_steps(plan: Plan, data: Data) -> int:
-    if plan.steps is not None:
-        return plan.steps
-    assert plan.config.train.epochs is not None
-    samples = math.ceil(plan.config.train.epochs * data.train.samples)
-    steps = plan.curriculum.steps_for(samples)
-    if problems := plan.config.profile.problems(steps):
-        raise ConfigError(problems)
-    return steps
+def _counted_sources(plan: Plan, data: Data, engine: Engine) -> SourceLosses:
+    """Count the training loss of each source, if there are several and the loss shows its tokens'.
+
+    Liger's fused loss shows only its sum.
+    """
+    names = data.names if plan.config.model.kernels != "liger" else []
+    if names:
+        engine.count_sources(len(names))
+    return SourceLosses(names)
 
 
 def _start_watchdog(plan: Plan) -> tuple[Pulse, Watchdog]:
     """Return this rank's pulse, and the watchdog that ends the rank if the pulse stops."""
     guard = plan.config.guard
     pulse = Pulse(Limits(guard.hang_floor_s, guard.hang_factor, guard.hang_first_s))
-    watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size)
+    watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size, plan.grid.described)
     if guard.hang_floor_s:
         watchdog.start()
     return pulse, watchdog

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.errors import ExitCode
 from harness.guard.judge import Verdict
+from harness.run.kept_sample import keep_sample
 from harness.run.replicas import check_replicas
 from harness.run.run import Run, is_due
 from harness.run.saving import finish_save, save
@@ -23,3 +24,4 @@ def save_if_due(run: Run, verdict: Verdict) -> None:
     check_replicas(run, saves)
     if saves:
         save(run, background=run.plan.config.save.async_ and not ends)
+        keep_sample(run)

@@ -2,37 +2,132 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from harness.data.batch import Batch
+from harness.data.batches import Stream
+from harness.data.needles import DEPTHS, SAMPLES, needles
 from harness.run.run import Run
 
 EVALUATED_AT_ONCE = 8  # micro-batches between two checks for a stop
+POSITIONS = 64
+"""Most ranges of positions whose loss is told apart."""
 
 
 def evaluate(run: Run) -> float | None:
-    """Return the mean loss, in nats over the target tokens of the first held-out samples, which is
-    the same in any layout. Collective.
+    """Return the held-out loss, as `mean_losses` does, and note it. Collective."""
+    run.held_out_nats, _ = mean_losses(run, run.data.held_out)
+    return run.held_out_nats
 
-    None if a stop interrupted the evaluation.
+
+def evaluate_by_position(run: Run) -> tuple[float | None, list[float | None]]:
+    """Return the held-out loss, noted, and the loss of equal ranges of positions, from targets that
+    see the fewest tokens to those that see the most, up to eval.seq_len. Collective.
     """
-    plan, stream = run.plan, run.data.held_out
-    samples = min(plan.config.eval.samples, stream.samples)
-    batches = []
-    run.pulse("evaluation", run.state.step)
+    longer = run.data.long_held_out
+    buckets = min(POSITIONS, run.plan.config.data.seq_len)
+    nats, by_position = mean_losses(run, run.data.held_out, 0 if longer else buckets)
+    if longer is not None and nats is not None:
+        by_position = mean_losses(run, longer, buckets)[1]
+    run.held_out_nats = nats
+    return nats, by_position
+
+
+def evaluate_needles(run: Run) -> dict[str, list[float]]:
+    """Return by its metric, for each length of eval.needle_lengths, the probability of a token of
+    the numbers asked for, as a geometric mean, at each of DEPTHS. Collective.
+
+    Lengths after a stop are missing.
+    """
+    plan, probabilities = run.plan, dict[str, list[float]]()
+    for length in plan.config.eval.needle_lengths:
+        rows = rows_of(run, length)
+        batches = [
+            needles(run.data.held_out, run.data.tokenizer, length, start, rows)
+            for start in plan.share.starts(SAMPLES, rows)
+        ]
+        sums = summed(run, [*batches], len(DEPTHS))
+        if sums is None:
+            break
+        probabilities[f"needle/{length}"] = [math.exp(-nats / tokens) for nats, tokens in sums[1:]]
+    return probabilities
+
+
+def evaluate_sets(run: Run) -> dict[str, float]:
+    """Return the loss of each named held-out set by its metric, of which the first was evaluated.
+    Collective.
+
+    Sets after a stop are missing.
+    """
+    losses = dict[str, float]()
+    for name, stream in run.data.eval_sets.items():
+        nats = run.held_out_nats
+        if stream is not run.data.held_out:
+            nats, _ = mean_losses(run, stream)
+        if nats is None:
+            break
+        losses[f"eval_loss/{name}"] = nats
+    return losses
+
+
+def evaluate_old(run: Run) -> dict[str, float]:
+    """Return the held-out loss on the data of data.rehearse by its metric; nothing without it, or
+    after a stop. Collective.
+    """
+    if run.data.old is None:
+        return {}
+    nats, _ = mean_losses(run, run.data.old)
+    return {} if nats is None else {"old_eval_loss": nats}
+
+
+def mean_losses(
+    run: Run, stream: Stream, buckets: int = 0
+) -> tuple[float | None, list[float | None]]:
+    """Return the mean loss, in nats over the target tokens of the first samples of a stream, which
+    is the same in any layout; and that of each of so many ranges of positions, None of one without
+    a target. Collective.
+
+    (None, []) if a stop interrupted the evaluation.
+    """
+    plan, batches = run.plan, []
+    rows = rows_of(run, stream.seq_len)
+    tokens = plan.config.eval.samples * plan.config.data.seq_len
+    samples = min(-(-tokens // stream.seq_len), stream.samples)
     # All ranks run equally often (ZeRO-3 gathers weights together): padding samples are masked out.
-    for start in plan.share.starts(samples, plan.micro_batch):
-        batch = stream.batch(start, plan.micro_batch)
+    for start in plan.share.starts(samples, rows):
+        batch = stream.batch(start, rows)
         batch.labels[max(0, samples - start) :] = -100
         batches.append(batch)
-    sums = torch.zeros(2, dtype=torch.float64, device=run.engine.device)
+    sums = summed(run, batches, buckets)
+    if sums is None:
+        return None, []
+    assert sums[0][1], "build requires a target in the samples of an evaluation"
+    means = [nats / targets if targets else None for nats, targets in sums]
+    return means[0], means[1:]
+
+
+def rows_of(run: Run, length: int) -> int:
+    """Return the samples of a length that a rank computes at a time: no more tokens than it trains
+    with, but for one sample alone.
+    """
+    return max(1, run.plan.micro_batch * run.plan.config.data.seq_len // length)
+
+
+def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, float]] | None:
+    """Return (nats, targets) of this rank's micro-batches and those of all others, and of each of
+    so many of their buckets; None if a stop interrupted the evaluation. Collective.
+    """
+    run.pulse("evaluation", run.state.step)
+    sums = torch.zeros(1 + buckets, 2, dtype=torch.float64, device=run.engine.device)
+    by_position = sums[1:] if buckets else None
     for first in range(0, len(batches), EVALUATED_AT_ONCE):
         if first and run.stop_asked()[0]:
-            run.held_out_nats = None
             return None
         run.pulse("evaluation", run.state.step)
-        sums += run.engine.eval_batch(batches[first : first + EVALUATED_AT_ONCE])
-    loss, tokens = run.sum(sums)
+        some = batches[first : first + EVALUATED_AT_ONCE]
+        sums[0] += run.engine.eval_batch(some, by_position)
+    values = run.sum(sums.flatten())
     run.meter.restart()
-    assert tokens, "build requires a target in the samples of an evaluation"
-    run.held_out_nats = loss / tokens
-    return run.held_out_nats
+    return [*zip(values[::2], values[1::2], strict=True)]

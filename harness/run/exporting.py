@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from harness.checkpoint.adapter_export import ADAPTERS, adapted, merged, write_adapters
 from harness.checkpoint.export import (
     SHARD_BYTES,
     Progress,
     check_room,
     opened,
     replacing,
+    sweep,
     write_model,
 )
 from harness.checkpoint.find import Checkpoint
@@ -26,6 +29,7 @@ from harness.data.tokenizer_files import GENERATION, copy_tokenizer
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
+from harness.layout.recompute import REVERSIBLE
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.run.probe import TOLERANCES, stored_probe
@@ -41,7 +45,8 @@ class ExportDiffers(Exception):
 class ExportOptions:
     """Options of an export.
 
-    `dtype`: one of DTYPES; None for the run's own precision. `source`: the folder or hub id of the
+    `dtype`: one of DTYPES; None for the run's own precision. `merge`: write weights with adapters
+    added to them, and the adapters in a folder within. `source`: the folder or hub id of the
     model, read only if the model has its own code and may run it. `check`: compare the probe's
     loss; opens the model on the CPU.
     """
@@ -49,6 +54,7 @@ class ExportOptions:
     dtype: str | None = None
     shard_bytes: int = SHARD_BYTES
     check: bool = True
+    merge: bool = False
     source: str | None = None
     trust_remote_code: bool = False
 
@@ -68,6 +74,13 @@ def export(
     """
     manifest = checkpoint.manifest
     dtype = options.dtype or manifest.precision
+    if manifest.model_config.get(REVERSIBLE):
+        raise ConfigError(
+            f"{checkpoint.path} has reversible layers (model.reversible), which are another "
+            "function of its weights than the class that would open its export"
+        )
+    if manifest.adapters:
+        return _export_adapters(checkpoint, folder, tokenizer, options, dtype)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = hf_config(manifest.model_config, options.source, options.trust_remote_code)
@@ -75,6 +88,7 @@ def export(
     except Exception as error:  # transformers raises errors of any kind for a bad config
         problem = f"its model cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(f"{checkpoint.path}: {problem}") from error
+    removed = [f"removed {place}, left by a killed export" for place in sweep(folder)]
     with replacing(folder) as unfinished:
         files = [path for path in tokenizer.rglob("*") if path.is_file()]
         check_room(unfinished, model, sum(path.stat().st_size for path in files))
@@ -83,7 +97,32 @@ def export(
         if generation is not None:
             text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
             (unfinished / GENERATION).write_text(text, encoding="utf-8")
-        return "; ".join([*notes, _checked(checkpoint, unfinished, dtype, options)])
+
+        def model_there() -> Any:
+            return opened(unfinished, DTYPES[dtype], options.trust_remote_code)
+
+        return "; ".join([*removed, *notes, _checked(checkpoint, model_there, dtype, options)])
+
+
+def _export_adapters(
+    checkpoint: Checkpoint, folder: Path, tokenizer: Path, options: ExportOptions, dtype: str
+) -> str:
+    """`export` of a run that trained adapters: of them alone, or added to the weights."""
+    base = str(checkpoint.manifest.adapters["base_model_name_or_path"])
+    with replacing(folder) as unfinished:
+        within = unfinished / ADAPTERS if options.merge else unfinished
+        within.mkdir(exist_ok=True)
+        write_adapters(checkpoint, within, DTYPES[dtype])
+        if tokenizer.is_dir():
+            copy_tokenizer(tokenizer, unfinished, options.trust_remote_code)
+
+        def model() -> Any:
+            return adapted(within, base, DTYPES[dtype], options.trust_remote_code)
+
+        if options.merge:
+            whole = merged(model(), unfinished)
+            return _checked(checkpoint, lambda: whole, dtype, options)
+        return f"adapters of {base}; {_checked(checkpoint, model, dtype, options)}"
 
 
 def _put_tokenizer(
@@ -128,12 +167,15 @@ def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
     return {**stored, **ids.in_place_of(stored)}
 
 
-def _checked(checkpoint: Checkpoint, folder: Path, dtype: str, options: ExportOptions) -> str:
+def _checked(
+    checkpoint: Checkpoint, model: Callable[[], Any], dtype: str, options: ExportOptions
+) -> str:
+    """Return the result of comparing the loss of `model` with the checkpoint's, as text."""
     expected = checkpoint.manifest.probe_loss
     if not options.check or expected is None:
         reason = "not asked for" if not options.check else "the checkpoint has no probe"
         return f"its loss was not checked: {reason}"
-    loss = _loss(checkpoint, folder, dtype, options.trust_remote_code)
+    loss = _loss(checkpoint, model().eval())
     tolerance = max(TOLERANCES[dtype], TOLERANCES[checkpoint.manifest.precision])
     same = math.isclose(loss, expected, rel_tol=tolerance)
     if not same and not (math.isnan(loss) and math.isnan(expected)):
@@ -145,9 +187,8 @@ def _checked(checkpoint: Checkpoint, folder: Path, dtype: str, options: ExportOp
 
 
 @torch.no_grad()
-def _loss(checkpoint: Checkpoint, folder: Path, dtype: str, trust_remote_code: bool) -> float:
+def _loss(checkpoint: Checkpoint, model: Any) -> float:
     """Return the mean loss in nats over the probe's targets, computed one sample at a time."""
-    model = opened(folder, DTYPES[dtype], trust_remote_code).eval()
     probe, total = stored_probe(checkpoint), 0.0
     for row in range(len(probe.labels)):
         positions = None if probe.position_ids is None else probe.position_ids[row : row + 1]

@@ -37,11 +37,31 @@ def note_memory(run: Run) -> None:
     run.meter.restart()
 
 
+def note_time(run: Run, line: dict[str, Any]) -> None:
+    """Record predicted and measured time of a step, at the second metrics line of this process."""
+    run.clock.count_line()
+    if run.clock.compares and run.clock.predicted is not None:
+        measured, predicted = line["step_time_s"], run.clock.predicted
+        data_s = line["data_wait_share"] * measured
+        text = run.clock.text(measured, data_s)
+        run.event(
+            "time",
+            step=run.state.step,
+            measured_s=measured,
+            data_s=data_s,
+            predicted=predicted.to_json(),
+            message=text,
+        )
+        run.progress.say(f"time           {text}")
+
+
 def explain_out_of_memory(run: Run) -> None:
     """Report the estimate, the memory in use and changes that help, on the rank that ran out."""
     estimate, device = run.plan.estimate, run.engine.device
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-    lines = [f"rank {run.plan.world.rank} ran out of memory after step {run.state.step}"]
+    rank = run.plan.world.rank
+    place = run.plan.grid.described(rank)
+    lines = [f"rank {rank}{place} ran out of memory after step {run.state.step}"]
     if total is not None:
         lines.append(torch.cuda.memory_summary(device, abbreviated=True))
     if estimate is not None:

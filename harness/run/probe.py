@@ -7,8 +7,8 @@ import math
 import torch
 
 from harness.checkpoint.find import Checkpoint
-from harness.data.batches import Batch
-from harness.data.build import Data
+from harness.data.batch import Batch
+from harness.data.data import Data
 from harness.engine.api import Engine
 from harness.errors import NoCheckpoint
 from harness.plan.plan import Plan

@@ -11,7 +11,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.engine.api import Engine
 from harness.errors import RunStopped
 from harness.layout.shape import flops_per_unit

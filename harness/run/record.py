@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from harness.data.build import Data
+from harness.data.data import Data
+from harness.plan.duration import step_time
 from harness.plan.plan import Plan
 
 
 def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
     """Return the content of plan.json: everything needed to explain or repeat the run."""
+    step = step_time(plan)
     packages = ("torch", "deepspeed", "transformers", "accelerate", "sentencepiece")
     return {
         **plan.to_json(),
         "total_steps": total_steps,
+        "cores": len(os.sched_getaffinity(0)),
+        "predicted_step_s": None if step is None else step.seconds,
         "data_fingerprint": data.fingerprint,
-        "data": {"documents": data.documents, "tokens": data.tokens, "begins": data.begins},
+        "data_mixture": data.mixture(),
+        "data": {
+            "documents": data.documents,
+            "tokens": data.tokens,
+            "begins": data.sources[0].begins,
+            "sources": data.summary(),
+        },
         "versions": {name: version(name) for name in packages},
         "git_commit": git_commit(),
     }

@@ -7,8 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.guard.replicas import ReplicasDiffer, outliers
+from harness.layout.share import Purpose
 from harness.run.run import Run, is_due
 from harness.run.saving import finish_save
+
+_HOLDERS: tuple[Purpose, ...] = ("replicas", "expert_replicas")
 
 
 def check_replicas(run: Run, saves: bool) -> None:
@@ -19,18 +22,22 @@ def check_replicas(run: Run, saves: bool) -> None:
     every, copies = run.plan.config.guard.replicas_every, len(run.plan.share.ranks("replicas"))
     if not every or copies == 1 or not (saves or is_due(run.state.step, every)):
         return
-    weights = list(run.engine.replicated())
+    weights, differing = 0, dict[str, list[int]]()
+    for purpose in _HOLDERS:
+        named = list(run.engine.replicated(purpose))
+        weights += len(named)
+        differing |= outliers(named, run.engine.group_of(purpose)) if named else {}
     of_all_ranks: list[Any] = [None] * run.plan.world.world_size
-    dist.all_gather_object(of_all_ranks, outliers(weights, run.engine.data_group))
+    dist.all_gather_object(of_all_ranks, differing)
     different = {name: ranks for of_rank in of_all_ranks for name, ranks in of_rank.items()}
     if not different:
-        run.event("replicas_equal", step=run.state.step, tensors=len(weights))
+        run.event("replicas_equal", step=run.state.step, tensors=weights)
         return
     run.event("replicas_differ", step=run.state.step, ranks_by_parameter=different)
     finish_save(run)  # they were equal when it began
     newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
-    owners = f"rank {', '.join(map(str, ranks))}"
-    if len(ranks) == copies:
+    owners = f"rank {', '.join(f'{rank}{run.plan.grid.described(rank)}' for rank in ranks)}"
+    if set(ranks) in [{*group} for purpose in _HOLDERS for group in run.plan.share.every(purpose)]:
         owners += " (among which there is no majority)"
     advice = "No checkpoint predates it: begin the run again"
     if newest:

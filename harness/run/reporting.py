@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from harness.engine.api import StepResult
-from harness.run.evaluation import evaluate
+from harness.run.attention_probe import attention_metrics
+from harness.run.evaluation import (
+    evaluate_by_position,
+    evaluate_needles,
+    evaluate_old,
+    evaluate_sets,
+)
+from harness.run.expert_load import expert_load
 from harness.run.meter import monitor_events
-from harness.run.noting import note_memory
+from harness.run.noting import note_memory, note_time
 from harness.run.run import Run, is_due
 from harness.run.stepping import look_for_spike
 from harness.steps import Step
@@ -20,11 +28,16 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
     config = run.plan.config
     evaluates = not run.steps.are_left or is_due(step.number, config.eval.every)
     if evaluates or is_due(step.number, config.log.every):
-        line = run.meter.line(
-            result.loss_share, result.grad_norm, step.targets, learning_rate=step.lr
-        )
+        loss = run.engine.sum_over_ranks(result.loss_share.detach().clone())
+        scalars = expert_load(run.engine.expert_tokens())
+        scalars |= run.source_losses.taken(run.engine.source_losses())
+        scalars |= run.weights.taken(step.number)
+        line = run.meter.line(loss, result.grad_norm, step.targets, scalars, learning_rate=step.lr)
+        if config.log.is_due(step.number, config.log.attention_every):
+            line |= attention_metrics(run)
         line |= evaluated(run) if evaluates else {}
         write_line(run, line)
+        note_time(run, line)
         if config.guard.spikes == "log" and run.engine.step_applied:
             look_for_spike(run, step.number, step.reads, line["loss"], line["grad_norm"])
     note_memory(run)
@@ -42,18 +55,21 @@ def evaluate_at_start(run: Run) -> None:
         write_line(run, line)
 
 
-def evaluated(run: Run) -> dict[str, float]:
+def evaluated(run: Run) -> dict[str, Any]:
     """Evaluate; return the fields for a metrics line, none if it was interrupted. Collective."""
-    loss = evaluate(run)
+    loss, by_position = evaluate_by_position(run)
     if loss is None:
         return {}
     run.judge.see_evaluation(loss, run.state.step)
-    return {"eval_loss": loss}
+    of_sets = {**evaluate_sets(run), **evaluate_old(run)}
+    needles = evaluate_needles(run)
+    return {"eval_loss": loss, **of_sets, "loss_by_position": by_position, **needles}
 
 
 def write_line(run: Run, line: dict[str, Any]) -> None:
     """Complete a metrics line, write it, show it, and pass it to the JSON's monitors."""
     line = {
+        "unix_time_s": round(time.time(), 3),
         "step": run.state.step,
         "samples": run.state.samples,
         "tokens": run.state.tokens,
@@ -63,5 +79,8 @@ def write_line(run: Run, line: dict[str, Any]) -> None:
     }
     if run.is_writer:
         run.folder.append_metrics(line)
+        run.trackers.write(line)
         run.engine.write_monitors(monitor_events(line))
         run.progress.step(line)
+        if "eval_loss" in line:
+            run.pages.update()

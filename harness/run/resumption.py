@@ -45,6 +45,10 @@ def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
     if plan.config.resume.from_ is not None:
         return _branch(plan, plan.config.resume.from_, record)
     if plan.config.model.init_from is not None and is_run(plan.config.model.init_from):
+        if plan.config.model.lora.rank is not None:
+            source = plan.config.model.init_from
+            problem = "adapters are learned beside exported weights: set model.init_from"
+            raise ConfigError(f"model.init_from={source} is a run, but {problem}={source}/export")
         return Beginning(_checkpoint_of(plan.config.model.init_from, "model.init_from"), "weights")
     return Beginning()
 
@@ -129,6 +133,15 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
     engine.refresh_weights()
     if not weights_only:
         engine.restore_scalars(checkpoint.manifest.engine)
+
+
+def saved_plan(plan: Plan) -> dict[str, Any] | None:
+    """Return the plan.json of the run that run.dir already holds; None without. Collective."""
+    own = plan.config.run.dir
+    saved: dict[str, Any] | None = (
+        None if own is None else _broadcast(_read_plan(RunFolder(own)))[0]
+    )
+    return saved
 
 
 def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:

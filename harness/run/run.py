@@ -10,8 +10,8 @@ import torch
 
 from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
-from harness.data.batches import Batch
-from harness.data.build import Data
+from harness.data.batch import Batch
+from harness.data.data import Data
 from harness.engine.api import Engine
 from harness.errors import CannotSave, ExitCode
 from harness.guard.alarm import Failure
@@ -22,9 +22,18 @@ from harness.guard.time_left import TimeLeft
 from harness.guard.watchdog import Watchdog
 from harness.plan.plan import Plan
 from harness.run.live_memory import MemoryCheck
-from harness.run.meter import Meter, Progress
+from harness.run.meter import Meter
+from harness.run.pages import Pages
+from harness.run.progress import Progress
+from harness.run.source_losses import SourceLosses
+from harness.run.step_clock import StepClock
+from harness.run.trackers import Trackers
+from harness.run.weights import WeightChange
 from harness.runfolder import Outcome, RunFolder
 from harness.steps import Steps
+
+FAILURE_PATIENCE_S = 10.0
+"""Most seconds that a failing run waits for its last page: the other ranks end, too."""
 
 
 def is_due(step: int, every: int) -> bool:
@@ -33,8 +42,8 @@ def is_due(step: int, every: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Unsplit:
-    """Loss and gradient norm of the first global batch, computed by the unsplit model."""
+class Undivided:
+    """Loss and gradient norm of the first global batch, computed by the undivided model."""
 
     loss: float
     grad_norm: float | None
@@ -78,15 +87,24 @@ class Run:
     time_left: TimeLeft
     meter: Meter
     memory: MemoryCheck
+    clock: StepClock
     progress: Progress
+    source_losses: SourceLosses
+    pages: Pages
+    weights: WeightChange
+    trackers: Trackers
     profiler: Profiler | None = None
     """None if this process takes no step of profile.steps."""
     held_out_nats: float | None = None
     """The last evaluation's loss; None before the first of this process."""
     first_step: int = 1
     """Number of the first step that this process takes."""
-    unsplit: Unsplit | None = None
+    undivided: Undivided | None = None
     """None if the first step is compared with nothing."""
+    attention_is_seen: bool = True
+    """False once the model's attention could not be looked into."""
+    gradients_agree: bool = False
+    """True once tensor-parallel ranks were seen to agree on gradients that all of them have."""
 
     @property
     def state(self) -> TrainState:
@@ -123,6 +141,7 @@ class Run:
             self.folder.append_failure(rank, "hang", step=step, message=message)
         if report is not None or self.is_writer:  # rank 0 itself may hang
             self.folder.write_failure(ExitCode.HANG, step, message)
+        self.pages.finish(FAILURE_PATIENCE_S)
 
     def fails(self, failure: Failure) -> None:
         """Record the failure that ends all ranks, on the rank that failed and on rank 0, which sees
@@ -133,6 +152,7 @@ class Run:
             self.folder.append_failure(failure.rank, step=step, message=failure.message)
         if failure.rank == self.plan.world.rank or self.is_writer:
             self.folder.write_failure(failure.code, step, failure.message)
+        self.pages.finish(FAILURE_PATIENCE_S)
         self.folder.close()
 
     def ended(self, outcome: Outcome, code: int, message: str | None = None) -> None:
@@ -140,6 +160,9 @@ class Run:
         if self.is_writer:
             try:
                 self.folder.write_status(outcome, code, self.state.step, message)
+                self.trackers.close(outcome)
             except CannotSave as error:  # must not hide what ended the run
                 self.progress.say(str(error))
+            if (page := self.pages.finish()) is not None:
+                self.progress.say(f"report {page}")
             self.folder.close()

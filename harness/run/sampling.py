@@ -7,30 +7,82 @@ from typing import Any
 
 import torch
 
+from harness.data.data import Data
+from harness.data.packing import IGNORED
+from harness.run.run import Run
+
 TEMPERATURE = 0.8
 
 
-def sample_text(
+def show_sample(run: Run, title: str = "sample") -> None:
+    """Show and record how the model continues sample.prompt, or answers the first question of the
+    held-out data, or begins a document. Collective.
+    """
+    config, tokenizer = run.plan.config, run.data.tokenizer
+    if not config.sample.tokens:
+        return
+    run.pulse("sample", run.state.step)
+    if config.sample.prompt is not None:
+        question: list[int] = tokenizer(config.sample.prompt, add_special_tokens=False)["input_ids"]
+    else:
+        question = first_question(run.data)
+    answer = continued(
+        run.engine.next_token_logits,
+        question or [run.data.eos_id],
+        len(tokenizer),
+        {run.data.eos_id, *tokenizer.all_special_ids},
+        config.sample.tokens,
+        config.data.seq_len,
+        config.train.seed,
+    )
+    asked, answered = str(tokenizer.decode(question)), str(tokenizer.decode(answer))
+    run.event("sample", step=run.state.step, title=title, prompt=asked, text=answered)
+    if config.sample.prompt is None and question:
+        run.progress.say(f"{title}: {asked!r} is answered {answered!r}")
+    else:
+        run.progress.say(f"{title}:\n{_as_block(asked + answered)}")
+
+
+def _as_block(text: str) -> str:
+    """Return a text as it reads, indented; characters that could drive a terminal are escaped."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return "\n".join(f"  | {line}" for line in shown.strip("\n").split("\n"))
+
+
+def first_question(data: Data) -> list[int]:
+    """Return the ids of the first held-out sample before the first that is learned; [] where all
+    are learned.
+    """
+    sample = data.held_out.batch(0, 1)
+    learned = (sample.labels[0] != IGNORED).nonzero()
+    if not len(learned) or not learned[0]:
+        return []
+    ids: list[int] = sample.input_ids[0, : int(learned[0]) + 1].tolist()
+    return ids
+
+
+def continued(
     next_logits: Callable[[torch.Tensor], torch.Tensor],
-    tokenizer: Any,
-    prompt: str,
+    ids: list[int],
+    vocab_size: int,
+    stops: set[Any],
     tokens: int,
     seq_len: int,
     seed: int,
-) -> str:
-    """Continue `prompt` by up to `tokens` tokens, the same on every rank.
+) -> list[int]:
+    """Return up to `tokens` ids that follow `ids`, the same on every rank, without the one of
+    `stops` that ends them.
 
     `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is run again for each token:
     no cache, so it works under every layout, and the text is short.
     """
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
-    generator = torch.Generator().manual_seed(seed)
+    generator, made = torch.Generator().manual_seed(seed), list[int]()
     for _ in range(tokens):
-        logits = next_logits(torch.tensor([ids[-seq_len:]])).cpu()[: len(tokenizer)]
+        logits = next_logits(torch.tensor([[*ids, *made][-seq_len:]])).cpu()[:vocab_size]
         if not logits.isfinite().all():
             break
         choice = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
-        if choice.item() == tokenizer.eos_token_id:
+        if choice.item() in stops:
             break
-        ids.append(int(choice))
-    return str(tokenizer.decode(ids))
+        made.append(int(choice))
+    return made

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.save import Saved
+from harness.models.adapters import adapters_of
 from harness.run.probe import as_tensors, loss_of, probe_batch
 from harness.run.run import Run
 
@@ -24,6 +25,7 @@ def save(run: Run, background: bool = False) -> None:
         probe_loss=loss_of(run.engine, probe),
         held_out_loss=run.held_out_nats,
         watch=run.judge.state(),
+        adapters=adapters_of(run.engine.module, plan.config.model.init_from),
         about={
             "world_size": plan.world.world_size,
             "zero_stage": plan.zero_stage,

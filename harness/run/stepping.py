@@ -14,6 +14,7 @@ from harness.errors import RunStopped
 from harness.guard.spikes import Spike
 from harness.run.first_step import after_first_step
 from harness.run.run import Run
+from harness.run.verify import check_gradients, gradients_unchecked
 from harness.steps import Step
 
 
@@ -42,11 +43,23 @@ def take_step(run: Run, step: Step) -> StepResult | None:
         spikes.extend([spike] if spike else [])
         return spike is not None
 
+    def judge(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
+        check_gradients(run)
+        return policy != "log" and is_spike(loss_share, norm)
+
+    if run.source_losses.names:
+        run.source_losses.step_taken(step.targets_by_source)
+    log = run.plan.config.log
+    if log.is_due(step.number, log.weights_every):
+        run.weights.step_begins(step.number)
     torch.manual_seed(step.dropout_seed)
     try:
         with run.profiler.step(step.number) if run.profiler else nullcontext():
             result: StepResult = run.engine.train_batch(
-                step.batches, step.targets, step.lr, None if policy == "log" else is_spike
+                step.batches,
+                step.targets,
+                step.lr,
+                judge if policy != "log" or gradients_unchecked(run) else None,
             )
     except RunStopped as stop:  # fp16's loss scale is at its minimum
         if policy != "rollback":
@@ -58,7 +71,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
         run.judge.ask_to_go_back(f"a spike of {spike.of}")
         return None
     run.steps.done(step)
-    run.meter.step_done(step.reads)
+    run.meter.step_done(step)
     _record_skipped(run, step, result, spike)
     after_first_step(run, step, result)
     run.memory.step_done()

@@ -71,7 +71,7 @@ def roll_back(run: Run, reason: str) -> None:
         raise RunStopped(ExitCode.DIVERGED, f"{failure}, and {problem}; {ADVICE}")
     load_into(run.engine, checkpoint)
     state, end = checkpoint.state, samples[1]
-    tokens = state.tokens + (end - state.samples) * run.plan.config.data.seq_len
+    tokens = state.tokens + run.data.train.tokens_in(state.samples, end - state.samples)
     run.steps.move(replace(state, samples=end, tokens=tokens))
     run.held_out_nats = checkpoint.manifest.held_out_loss
     judge.restore(checkpoint.manifest.watch)

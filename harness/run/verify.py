@@ -1,4 +1,4 @@
-"""Compares the first step of a pipelined run with the unsplit model's."""
+"""Compares the first step of a divided model with the undivided one's, and its ranks' gradients."""
 
 from __future__ import annotations
 
@@ -9,111 +9,131 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.find import is_run
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.errors import ConfigError
 from harness.estimate.fit import free_on_host
 from harness.layout.grid import Grid
 from harness.layout.share import Share
 from harness.run.live_memory import is_out_of_memory
-from harness.run.run import Run, Unsplit
+from harness.run.run import Run, Undivided
 
 # Relative differences of loss and gradient norm: wider than rounding in the parity gate. In 16
 # bits a defect may stay below them: a lost mask that moves the loss by 3e-4 passes the loss check.
 TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2), "fp16": (1e-3, 2e-2)}
-# Largest first batch that pipeline.verify = "auto" checks, in FLOP: 3 s of an H200's matrix
+# Largest relative difference of gradients that ranks should have alike: on CPUs there is none, on
+# GPUs sums are taken in another order. Where a plan forgets a weight it is about 1.
+AGREEMENT = 1e-2
+# Largest first batch that layout.verify = "auto" checks, in FLOP: 3 s of an H200's matrix
 # products (790 TFLOP/s), or 8 s of each CPU thread, at the 127 GFLOP/s measured in fp32 on a Xeon.
 _AUTO_FLOPS = {"cuda": 2e15, "cpu": 1e12}
 
 
-def unsplit_start(run: Run) -> Unsplit | None:
-    """Return the unsplit model's loss and gradient norm before the first step, computed on rank 0;
-    compare the stages' loss at once. `check_norm` compares the norm after the step. Collective.
+def undivided_start(run: Run) -> Undivided | None:
+    """Return the undivided model's loss and gradient norm before the first step, from rank 0;
+    compare the divided model's loss at once. `check_norm` compares the norm after the step.
+    Collective.
 
-    None for a run without stages, a resumed run, and a run that is not compared (an event says so).
-    Raises ConfigError if the losses differ.
+    None for a run of whole models, a resumed run, and a run that is not compared (an event says
+    so). Raises ConfigError if the losses differ.
     """
     plan = run.plan
-    if plan.stages is None or run.state.step > 0:
+    if not _division(run) or run.state.step > 0:
         return None
     targets = run.data.train.targets_in(0, plan.curriculum.at(0).global_batch)
     answer: list[Any] = [None, None]
     if run.is_writer:  # rank 0 decides for all: free memory differs
         answer = _computed(run, targets)
     dist.broadcast_object_list(answer)
-    unsplit: Unsplit | None = answer[0]
-    if unsplit is None:
+    undivided: Undivided | None = answer[0]
+    if undivided is None:
         run.event("not_verified", message=answer[1])
         return None
     mine = _micro_batches(run, plan.share)
     loss = run.engine.sum_over_ranks(run.engine.eval_batch(mine))[0].item() / max(targets, 1)
-    _check("loss", loss, unsplit.loss, TOLERANCES[plan.precision][0], run)
-    return unsplit
+    _check("loss", loss, undivided.loss, TOLERANCES[plan.precision][0], run)
+    return undivided
 
 
-def check_norm(run: Run, unsplit: Unsplit, grad_norm: float | torch.Tensor) -> None:
+def check_norm(run: Run, undivided: Undivided, grad_norm: float | torch.Tensor) -> None:
     """Compare the first step's gradient norm. Raises ConfigError if it differs."""
-    norm, result = unsplit.grad_norm, "not compared: steps are random"
+    norm, result = undivided.grad_norm, "not compared: steps are random"
     if norm is not None:
         result = "not compared: fp16 overflowed"
     if norm is not None and run.engine.step_applied and math.isfinite(norm):
         tolerance = TOLERANCES[run.plan.precision][1]
         _check("gradient norm", float(grad_norm), norm, tolerance, run)
-        run.event("verified", loss=unsplit.loss, grad_norm=norm)
+        run.event("verified", loss=undivided.loss, grad_norm=norm)
     else:
-        run.event("verified", loss=unsplit.loss, grad_norm=result)
+        run.event("verified", loss=undivided.loss, grad_norm=result)
 
 
 def _check(name: str, value: float, expected: float, tolerance: float, run: Run) -> None:
     if math.isclose(value, expected, rel_tol=tolerance):
         return
+    how = "in stages" if _division(run).endswith("stages") else "divided"
     raise ConfigError(
-        f"the first batch's {name} is {value:.7g} over {run.plan.grid.pipeline} pipeline stages, "
+        f"the first batch's {name} is {value:.7g} over {_division(run)}, "
         f"but {expected:.7g} without (relative tolerance {tolerance:g}): "
-        f"{run.plan.config.model.name} does not train right in stages; use ZeRO 3, and report this"
+        f"{run.plan.config.model.name} does not train right {how}; use ZeRO 3, and report this"
     )
 
 
-def _computed(run: Run, targets: int) -> list[Any]:
-    """Return [the unsplit model's loss and norm, None] or [None, the reason why there is none]."""
-    from harness.engine.unsplit import unsplit_loss_and_norm  # imports DeepSpeed
+def _division(run: Run) -> str:
+    """Return the numbers of ranks that have one model between them, as text; "" for one rank."""
+    grid = run.plan.grid
+    sizes = {
+        "pipeline stages": grid.pipeline,
+        "tensor-parallel ranks": grid.tensor,
+        "sequence-parallel ranks": grid.sequence,
+        "expert-parallel ranks": grid.expert,
+    }
+    return " x ".join(f"{size} {what}" for what, size in sizes.items() if size > 1)
 
-    reason = _reason_to_skip(run)
+
+def _computed(run: Run, targets: int) -> list[Any]:
+    """Return [the undivided model's loss and norm, None] or [None, the reason for none]."""
+    from harness.engine.unsplit import unsplit_loss_and_norm  # imports DeepSpeed
+    from harness.engine.zero import ZeroEngine
+
+    assert isinstance(run.engine, ZeroEngine), "build_engine makes no other"
+    model = run.engine.undivided()
+    reason = _reason_to_skip(run, model)
     if reason is not None:
         return [None, reason]
     engine, batches = run.engine, _micro_batches(run, Share(Grid(1), 0))
     try:
         loss, norm = unsplit_loss_and_norm(
-            run.plan, engine.module, engine.device, batches, targets, engine.loss_scale
+            run.plan, model, engine.device, batches, targets, engine.loss_scale
         )
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return [None, "the unsplit model does not fit one rank"]
+        return [None, "the undivided model does not fit one rank"]
     finally:
         if engine.device.type == "cuda":  # from here on the peak is the run's own
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     if not math.isfinite(loss):
-        return [None, f"the unsplit model's own loss is {loss}"]
-    return [Unsplit(loss, norm), None]
+        return [None, f"the undivided model's own loss is {loss}"]
+    return [Undivided(loss, norm), None]
 
 
-def _reason_to_skip(run: Run) -> str | None:
+def _reason_to_skip(run: Run, model: Any) -> str | None:
     """Return the reason to skip the comparison; None if it is to be made."""
     from harness.engine.unsplit import bytes_needed, trained  # imports DeepSpeed
 
     if is_run(run.plan.config.model.init_from or ""):
         return "the weights are those of a checkpoint, whose probe was compared"
-    verify, model, device = run.plan.config.pipeline.verify, run.engine.module, run.engine.device
+    verify, device = run.plan.config.layout.verify, run.engine.device
     if verify is False:
-        return "pipeline.verify is false"
+        return "layout.verify is false"
     if verify is True:
         return None
     needed, free = bytes_needed(run.plan, model), free_on_host()
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     if free is not None and needed > free // 2:
-        return f"the unsplit model needs {needed / 2**30:.1f} GiB on one rank"
+        return f"the undivided model needs {needed / 2**30:.1f} GiB on one rank"
     tokens = run.plan.curriculum.at(0).global_batch * run.plan.config.data.seq_len
     flops = 6.0 * tokens * sum(parameter.numel() for parameter in trained(model))
     threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -124,6 +144,47 @@ def _reason_to_skip(run: Run) -> str | None:
 
 def _micro_batches(run: Run, share: Share) -> list[Batch]:
     """Return the micro-batches that one share has of the first global batch."""
-    micro, first = run.plan.micro_batch, run.plan.curriculum.at(0)
-    starts = share.starts(first.global_batch, micro)
-    return [run.data.train.batch(start, micro).cut(first.pieces) for start in starts]
+    first = run.plan.curriculum.at(0)
+    return run.data.train.micro_batches(
+        first, run.plan.micro_batch, share.data_rank, share.data_ranks
+    )
+
+
+def gradients_unchecked(run: Run) -> bool:
+    """Return whether gradients are still to be compared between tensor-parallel ranks."""
+    return run.plan.grid.tensor > 1 and not run.gradients_agree
+
+
+def check_gradients(run: Run) -> None:
+    """Compare the gradients of weights that tensor-parallel ranks all have, once they are finite.
+
+    Between the backward pass and the step. Collective. Raises ConfigError naming the weights.
+    """
+    if not gradients_unchecked(run):
+        return
+    from harness.engine.zero import ZeroEngine  # imports DeepSpeed
+
+    assert isinstance(run.engine, ZeroEngine), "build_engine makes no other"
+    of_all_ranks: list[Any] = [None] * run.plan.world.world_size
+    dist.all_gather_object(of_all_ranks, run.engine.gradients_apart())
+    apart: dict[str, float] = {}
+    for of_rank in of_all_ranks:
+        for name, distance in of_rank.items():
+            apart[name] = max(distance, apart.get(name, 0.0), key=_finite_last)
+    if any(math.isnan(distance) for distance in apart.values()):
+        return  # the step is skipped
+    worst = sorted(apart, key=apart.__getitem__, reverse=True)
+    if worst and apart[worst[0]] > AGREEMENT:
+        named = ", ".join(f"{name} by {apart[name]:.1%}" for name in worst[:4])
+        raise ConfigError(
+            f"gradients that {run.plan.grid.tensor} tensor-parallel ranks should have alike "
+            f"differ, {named} of the largest element: the plan to divide "
+            f"{run.plan.config.model.name} forgets these weights; use ZeRO 3, and report this"
+        )
+    run.gradients_agree = True
+    largest = apart[worst[0]] if worst else 0.0
+    run.event("gradients_agree", weights=len(apart), apart=largest)
+
+
+def _finite_last(distance: float) -> float:
+    return math.inf if math.isnan(distance) else distance

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harness.checkpoint.export import replacing, write_model
+from harness.checkpoint.export import replacing, sweep, write_model
 from harness.checkpoint.files import write_fragments
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
 from harness.checkpoint.reader import Reader
@@ -22,6 +24,7 @@ from harness.layout.box import Part
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import FAMILIES, MODEL
+from tests.two_ranks import REPOSITORY
 
 MODELS: dict[str, dict[str, Any]] = {
     **FAMILIES,
@@ -74,15 +77,15 @@ def stored(model: PreTrainedModel, folder: Path, cuts: int = 3) -> Reader:
 
 def contents(folder: Path) -> dict[str, Any]:
     """Every file: tensors by name, texts as they are."""
-    found: dict[str, Any] = {}
+    by_file: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 assert file.metadata() == {"format": "pt"}
-                found[path.name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                by_file[path.name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         else:
-            found[path.name] = json.loads(path.read_text())
-    return found
+            by_file[path.name] = json.loads(path.read_text())
+    return by_file
 
 
 def shards(folder: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
@@ -100,12 +103,11 @@ def size(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(expected)
+def assert_same_tensors(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(ours) == sorted(expected)
     for name, tensor in expected.items():
-        other = found[name]
-        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(other, tensor), name
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(ours[name], tensor), name
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
@@ -160,6 +162,55 @@ def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted(folder)
     assert (folder / "config.json").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+WRITES = """
+import sys, time
+from pathlib import Path
+from harness.checkpoint.export import replacing
+
+with replacing(Path(sys.argv[1])) as unfinished:
+    (unfinished / "config.json").write_text("half of it")
+    print("writing", flush=True)
+    time.sleep(1000)
+"""
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that is writing an export to `folder`; kill -9 at the end."""
+    command = [sys.executable, "-c", WRITES, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_leftovers_of_a_killed_export_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    folder, other = tmp_path / "export", tmp_path / "export-step-1"
+    with writing(folder), writing(other):
+        (mine,) = (p for p in tmp_path.iterdir() if "step" not in p.name)
+        assert sweep(folder) == []
+        assert (mine / "export" / "config.json").exists()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert sweep(folder) == [mine]
+    (theirs,) = tmp_path.iterdir()
+    assert sweep(other) == [theirs]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_was_out_of_the_way_at_a_kill_gets_its_name_back(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    with writing(folder):
+        (place,) = tmp_path.iterdir()
+        (place / "replaced").mkdir()
+        (place / "replaced" / "config.json").write_text("the one before")
+    assert sweep(folder) == [place]
+    assert (folder / "config.json").read_text() == "the one before"
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -87,10 +87,3 @@ def test_shares_are_the_whole_once(shares: int) -> None:
     assert torch.equal(found, torch.arange(13))
     offsets = [part.offset for part in parts if part is not None]
     assert offsets == [int(part.tensors["weight"][0]) for part in parts if part is not None]
-
-
-def test_a_copy_does_not_follow_the_live_memory() -> None:
-    live = torch.zeros(3)
-    copy = Fragment("w", Part.of((3,)), 0, {"weight": live}).copied()
-    live += 1
-    assert torch.equal(copy.tensors["weight"], torch.zeros(3))

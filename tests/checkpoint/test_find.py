@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.checkpoint.find import checkpoint_of, is_run, newest_usable, verified
 from harness.checkpoint.manifest import TrainState, read_manifest
@@ -18,13 +19,13 @@ from tests.checkpoint.small import manifest, save, weights
 def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     save(tmp_path, 9)
     path = save(tmp_path, 10, held_out_loss=2.25).path
-    found, problems = newest_usable(tmp_path)
-    assert found is not None
-    assert (found.path, problems) == (path, [])
-    assert found.state == TrainState(10, 80, 640)
-    assert found.manifest.held_out_loss == 2.25
-    assert found.manifest.engine == manifest(10).engine
-    reader = found.reader()
+    newest, problems = newest_usable(tmp_path)
+    assert newest is not None
+    assert (newest.path, problems) == (path, [])
+    assert newest.state == TrainState(10, 80, 640)
+    assert newest.manifest.held_out_loss == 2.25
+    assert newest.manifest.engine == manifest(10).engine
+    reader = newest.reader()
     assert reader.optimizer_kinds("norm") == ["exp_avg"]
     for name, tensor in weights(10).items():
         assert torch.equal(reader.whole(name, "weight"), tensor)
@@ -46,9 +47,9 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_used(
 ) -> None:
     before = save(tmp_path, 1).path
     flip(save(tmp_path, 2).path / file, at)
-    found, problems = newest_usable(tmp_path)
-    assert found is not None
-    assert found.path == before
+    newest, problems = newest_usable(tmp_path)
+    assert newest is not None
+    assert newest.path == before
     assert len(problems) == 1
     assert "step-00000002" in problems[0]
 
@@ -68,6 +69,31 @@ def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
     path.unlink()
     with pytest.raises(Unusable, match=f"{re.escape(str(path))} is not there"):
         verified(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "looks"),
+    [(0, "0", True), (0, None, True), (8, "0", True), (9, "1", False)],
+)
+def test_one_rank_of_a_node_looks_the_files_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    local_rank: str | None,
+    looks: bool,
+) -> None:
+    """Of 64 ranks and 840 files each would ask the file system 840 times."""
+    path = save(tmp_path, 2).path
+    names: list[str] = []
+    monkeypatch.setattr(
+        "harness.checkpoint.manifest._check_size", lambda _, file: names.append(file.name)
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    found = verified(path)
+    assert names == ([file.name for file in found.manifest.files] if looks else [])
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "a\nb", "rank-0.pt", ""])
@@ -95,9 +121,9 @@ def test_nobody_believes_the_pointer(tmp_path: Path, pointer: str | None) -> Non
     (tmp_path / "latest").unlink()
     if pointer is not None:
         (tmp_path / "latest").write_text(pointer)
-    found, _ = newest_usable(tmp_path)
-    assert found is not None
-    assert found.path == newest
+    checkpoint, _ = newest_usable(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.path == newest
 
 
 def test_a_run_and_a_step_name_a_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a resumed run may change."""
+"""Changes that a resumed run may make."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def record(**sections: dict[str, Any]) -> dict[str, Any]:
         {"eval": {"every": 3}},
         {"save": {"keep": 9}},
         {"log": {"every": 7}},
+        {"model": {"attention": "eager"}},
         {"guard": {"spikes": "rollback"}},
     ],
 )
@@ -41,6 +42,8 @@ def test_length_and_reporting_may_change(change: dict[str, Any]) -> None:
         ({"train": {"global_batch": 5}}, "train.global_batch"),
         ({"data": {"seq_len": 64}}, "data.seq_len"),
         ({"model": {"dropout": 0.5}}, "model.dropout"),
+        ({"model": {"attention": "longformer"}}, "model.attention"),
+        ({"model": {"attention_window": 64}}, "model.attention_window"),
     ],
 )
 def test_what_is_learned_may_not_change_unless_allowed(change: dict[str, Any], key: str) -> None:

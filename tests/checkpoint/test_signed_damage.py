@@ -31,7 +31,7 @@ def newest(tmp_path: Path) -> Path:
 
 
 def passed_over(newest: Path) -> str:
-    """Why the newest was not used, and that the one before was."""
+    """Return the reason why the newest was not used; asserts that the one before was."""
     checkpoint, problems = newest_usable(newest.parent)
     assert checkpoint is not None
     assert checkpoint.path.name == "step-00000001"

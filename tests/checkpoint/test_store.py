@@ -1,4 +1,4 @@
-"""Which folders are checkpoints, which stay and which are swept."""
+"""Folders that are checkpoints, that stay and that are swept."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ def checkpoint(tmp_path: Path) -> Path:
     files, entries = [], []
     for rank in range(RANKS):
         tensors = {WEIGHT: torch.arange(3.0) + rank, "exp_avg": torch.ones(3)}
-        written, found = write_fragments(
+        written, own_entries = write_fragments(
             folder, rank, [Fragment("w", Part.of((6,)), 3 * rank, tensors)]
         )
         files += written
-        entries += found
+        entries += own_entries
         if rank == 0:
             ids = torch.zeros(1, 2, dtype=torch.int64)
             probe = save({"input_ids": ids, "labels": ids.clone()})

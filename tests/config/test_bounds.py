@@ -14,7 +14,7 @@ def nested(depth):
 
 
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    ("tree", "beyond"),
     [
         ({"a": nested(5), "b": {"c": 2**63 - 1}}, None),
         ({"a": nested(MAX_DEPTH + 1)}, "a is nested more than 64 deep"),
@@ -26,8 +26,8 @@ def nested(depth):
         ({"a": "x\0"}, "a has a null character"),
     ],
 )
-def test_what_is_beyond_the_bounds_of_a_config(tree, said):
-    assert beyond_bounds(tree) == said
+def test_what_is_beyond_the_bounds_of_a_config(tree, beyond):
+    assert beyond_bounds(tree) == beyond
 
 
 @pytest.mark.parametrize(

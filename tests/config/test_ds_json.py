@@ -18,11 +18,11 @@ def test_a_value_set_on_the_command_line_is_said_to_come_from_there():
 
 
 def test_whole_numbers_become_integers_in_a_copy():
-    given = {"a": {"b": 5e8, "c": [1.0, 0.5]}, "d": float("inf"), "e": True}
-    copy = normalized(given)
-    assert copy == given
+    tree = {"a": {"b": 5e8, "c": [1.0, 0.5]}, "d": float("inf"), "e": True}
+    copy = normalized(tree)
+    assert copy == tree
     assert type(copy["a"]["b"]) is int
-    assert copy["a"] is not given["a"]
+    assert copy["a"] is not tree["a"]
 
 
 def test_a_value_set_instead_of_another_is_an_event():

@@ -20,7 +20,7 @@ def problem_of(*argv):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         # Paths.
         ("run.dir=~nosuchuser/x", "run.dir is '~nosuchuser/x' (command line): this machine knows"),
@@ -65,9 +65,9 @@ def problem_of(*argv):
         ("model.name=/dev/zero", "/dev/zero is a device, not a file"),
     ],
 )
-def test_a_value_that_cannot_be_is_one_report(word, said):
+def test_a_value_that_cannot_be_is_one_report(word, message):
     report = problem_of(word)
-    assert said in report
+    assert message in report
     assert len(report) < 2_100
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from harness.config.curriculum import Curriculum
-from harness.config.run_config import RunConfig, described_keys, known_keys
+from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 
@@ -44,8 +44,8 @@ def test_a_value_knows_where_it_came_from(toml):
 
 def test_what_the_user_set_is_told_from_a_default_of_the_same_value(toml):
     run = load_run_config(toml("train.seed = 0\n[optim]\nlr = 2e-3\n"), ["eval.every=50"])
-    given = {key for key in known_keys() if run.is_set(key)}
-    assert given == {"train.seed", "optim.lr", "eval.every"}
+    set_keys = {key for key in known_keys() if run.is_set(key)}
+    assert set_keys == {"train.seed", "optim.lr", "eval.every"}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_an_unknown_key_comes_with_the_nearest_name(unknown, meant):
 def test_every_mistake_is_in_one_report(toml):
     path = toml("[train]\nsteps = 10\ntokens = 100\n[optim]\nlr = -1\nbeta = 1\n[evals]\nevery=1\n")
     problems = problems_of(path, "data.seq_len=abc", "nonsense", "optim.eps=nan")
-    wrong = ("nonsense", "train.steps and train.tokens", "optim.lr", "optim.beta ", "evals ")
-    for what in (*wrong, "data.seq_len", "optim.eps"):
+    mistakes = ("nonsense", "train.steps and train.tokens", "optim.lr", "optim.beta ", "evals ")
+    for what in (*mistakes, "data.seq_len", "optim.eps"):
         assert sum(what in problem for problem in problems) == 1, what
     assert len(problems) == 7
 
@@ -182,8 +182,10 @@ def test_keys_that_may_change_need_no_quotes(text):
 
 
 def test_every_key_is_described_with_its_default():
-    lines = described_keys()
+    first, *sections = keys_as_text().split("\n\n")
+    lines = [line for section in sections for line in section.splitlines()[1:]]
     assert [line.partition(" = ")[0] for line in lines] == known_keys()
+    assert [line for line in first.splitlines() if line in lines] == first.splitlines()[1:]
     assert any(line.startswith("train.global_batch = 48 ") for line in lines)
     assert all(line.endswith(".") for line in lines)
 
@@ -198,9 +200,9 @@ def test_run_dir_may_begin_with_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_key_like_no_other_has_no_hint():
     with pytest.raises(ConfigError) as caught:
-        load_run_config(None, ["lora.rank=8", "optim.lora=1"])
+        load_run_config(None, ["zzz.rank=8", "optim.zzz=1"])
     assert caught.value.problems == [
-        f"{key} (command line) is not a key of the run config" for key in ("optim.lora", "lora")
+        f"{key} (command line) is not a key of the run config" for key in ("optim.zzz", "zzz")
     ]
 
 
@@ -210,3 +212,10 @@ def test_many_unknown_keys_are_one_line_with_a_count():
     (problem,) = caught.value.problems
     assert problem.startswith("12 keys (command line) are none of the run config: qqq0, qqq1, ")
     assert problem.endswith(" and 4 more")
+
+
+def test_a_key_that_moved_is_refused_with_its_new_name() -> None:
+    with pytest.raises(ConfigError, match=r"write layout\.verify for pipeline\.verify") as raised:
+        load_run_config(None, ["pipeline.verify=false"])
+    assert len(raised.value.problems) == 1
+    assert load_run_config(None, ["layout.verify=false"]).layout.verify is False

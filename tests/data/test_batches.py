@@ -4,22 +4,26 @@ import gc
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from harness.config.curriculum import Curriculum
-from harness.config.sections import DataConfig
-from harness.data.batches import Batch, Stream, load_ahead, share_of_rank
-from harness.data.build import Data, DataSpec, build_data
+from harness.config.data_section import DataConfig
+from harness.data.batch import Batch
+from harness.data.batches import Stream, load_ahead, share_of_rank
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.spec import DataSpec
 
 GLOBAL_BATCH = 24
 SPLITS = [(1, 24), (1, 8), (1, 1), (2, 6), (2, 12), (3, 4), (4, 2), (8, 3), (24, 1)]
 
 
-def same(one: Batch, other: Batch) -> bool:
-    return torch.equal(one.input_ids, other.input_ids) and torch.equal(one.labels, other.labels)
+def same(ours: Batch, theirs: Batch) -> bool:
+    return torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.labels, theirs.labels)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), SPLITS)
@@ -37,6 +41,18 @@ def test_the_share_is_as_documented() -> None:
         share_of_rank(0, 10, 2, 0, 3)
 
 
+def test_batches_are_copied_to_a_device_from_pinned_memory() -> None:
+    """From other memory the host waits for the device in each copy."""
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    positions = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
+    pin = mock.Mock(side_effect=torch.clone)
+    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: pin(tensor)):
+        moved = Batch(ids, ids, positions).on(torch.device("meta"))
+    assert pin.call_count == 3
+    assert {tensor.device.type for tensor in moved if tensor is not None} == {"meta"}
+    assert Batch(ids, ids, None).on(torch.device("cpu"))[0] is ids
+
+
 @pytest.mark.parametrize(("ranks", "micro_batch"), SPLITS)
 def test_the_samples_do_not_depend_on_the_split(
     library: Data, ranks: int, micro_batch: int
@@ -52,7 +68,7 @@ def test_the_samples_do_not_depend_on_the_split(
             data_rank=rank,
             data_ranks=ranks,
         )
-        batches = next(steps)
+        batches = next(steps).batches
         steps.close()
         for samples, batch in zip(share, batches, strict=True):
             assert batch.input_ids.shape == (micro_batch, 128)
@@ -146,7 +162,7 @@ def test_steps_go_on_from_what_was_consumed(library: Data) -> None:
         steps = stream.steps(
             consumed, curriculum=Curriculum(4), micro_batch=1, data_rank=1, data_ranks=2
         )
-        taken = [next(steps) for _ in range(count)]
+        taken = [next(steps).batches for _ in range(count)]
         steps.close()
         return taken
 
@@ -210,3 +226,31 @@ def test_closing_or_forgetting_ends_the_thread(end: str) -> None:
     del items
     gc.collect()
     wait_until_none()
+
+
+def test_bounds_count_documents_over_rows_end_to_end() -> None:
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
+    bounds = Batch(ids, ids, positions).bounds
+    assert bounds.places.tolist() == [0, 3, 4, 6, 12]
+    assert bounds.places.dtype == torch.int32
+    assert bounds.longest == 6
+    rows = Batch(ids, ids, None).bounds
+    assert (rows.places.tolist(), rows.longest) == ([0, 6, 12], 6)
+
+
+def test_bounds_of_shorter_sequences_are_theirs() -> None:
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+    pieces = Batch(ids, ids, torch.tensor([[0, 1, 0, 1, 2, 3]])).cut(2)
+    assert pieces.bounds.places.tolist() == [0, 2, 3, 6]
+    assert pieces.bounds.longest == 3
+
+
+def test_only_attention_without_a_mask_is_given_bounds() -> None:
+    ids, cpu = torch.zeros(1, 4, dtype=torch.int64), torch.device("cpu")
+    batch = Batch(ids, ids, None)
+    assert batch.keywords("sdpa", cpu) == batch.keywords("eager", cpu) == {}
+    for attention in ("varlen", "flash_attention_2"):
+        keywords = batch.keywords(attention, cpu)
+        assert keywords["cu_seq_lens_q"] is keywords["cu_seq_lens_k"]
+        assert keywords["max_length_q"] == keywords["max_length_k"] == 4

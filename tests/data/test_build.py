@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -16,12 +17,14 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
-from harness.config.sections import DataConfig
-from harness.data.build import Data, DataSpec, build_data, cached_fingerprint
+from harness.data.build import build_data, cached_fingerprint
+from harness.data.data import Data
 from harness.data.fingerprint import order_key
 from harness.data.indexed import write_indexed
-from harness.data.tokenizer import encode
+from harness.data.spec import DataSpec
+from harness.data.tokenizer import encode, tokenizer_hash
 from harness.errors import ConfigError
 
 WORDS = ["the", "model", "reads", "text", "and", "learns", "a", "bit", "of", "it", "each", "day"]
@@ -43,7 +46,7 @@ def opened(
 
 def everything(data: Data) -> dict[int, list[int]]:
     """Ids of every document, put together again from the samples of both splits."""
-    found: dict[int, dict[int, int]] = {}
+    tokens_of: dict[int, dict[int, int]] = {}
     for stream in (data.train, data.held_out):
         for index in range(stream.samples):
             sample = stream.sample(index)
@@ -53,8 +56,8 @@ def everything(data: Data) -> dict[int, list[int]]:
                 places = range(span.first, span.last)
                 for place, token in zip(places, ids, strict=True):
                     if token is not None:
-                        found.setdefault(span.document, {})[place] = token
-    return {n: [ids[place] for place in sorted(ids)] for n, ids in found.items()}
+                        tokens_of.setdefault(span.document, {})[place] = token
+    return {n: [ids[place] for place in sorted(ids)] for n, ids in tokens_of.items()}
 
 
 def test_text_files_lines_and_pairs_give_the_same_batches(
@@ -88,10 +91,10 @@ def test_only_completions_are_learned(
 ) -> None:
     pairs = [(text(n, 5 + n % 9), f" answer {n}" * (n % 3)) for n in range(60)]
     path = write_jsonl(*({"prompt": p, "completion": c} for p, c in pairs))
-    data = opened(path, tmp_path, tokenizer=tokenizer_dir, seq_len=12)
+    data = opened(path, tmp_path, tokenizer=tokenizer_dir, seq_len=12, packing="stream")
     learned = 0
     for stream in (data.train, data.held_out):
-        assert stream.masks_prompts
+        assert stream.is_masked
         for index in range(stream.samples):
             sample = stream.sample(index)
             assert sample.batch.position_ids is not None  # the document mask is on for such data
@@ -159,7 +162,7 @@ def test_the_fingerprint_follows_the_data_and_the_tokenizer_not_the_place(
 
 def test_the_library_is_as_the_readme_says(library: Data) -> None:
     assert library.vocab_size == 8192
-    assert library.train.masks_prompts is False
+    assert library.train.is_masked is False
     assert library.train.documents + library.held_out.documents > 500
     assert 2.5e6 < library.train.tokens < 4.5e6
     assert library.held_out.samples > 96  # what one evaluation reads
@@ -167,11 +170,11 @@ def test_the_library_is_as_the_readme_says(library: Data) -> None:
 
 
 def test_a_run_says_what_it_needs() -> None:
-    given = {
+    sections = {
         "data": {"path": "p", "seq_len": 9, "held_out": 0.5, "cache_dir": "c"},
         "train": {"seed": 4},
     }
-    spec = DataSpec.of_run(RunConfig.model_validate(given), {"vocab_size": 100})
+    spec = DataSpec.of_run(RunConfig.model_validate(sections), {"vocab_size": 100})
     config = DataConfig(path="p", seq_len=9, held_out=0.5, cache_dir="c")
     assert spec == DataSpec(config, 4, 100)
     with_weights = RunConfig.model_validate({"model": {"init_from": "folder"}})
@@ -309,7 +312,7 @@ def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path, write_jsonl: Callable[
     assert "has 70001 ids" in problem
 
 
-@pytest.mark.parametrize("name", ["prompts.npy", "train.npy", "held_out.npy", "split.json"])
+@pytest.mark.parametrize("name", ["masks.npy", "train.npy", "held_out.npy", "split.json"])
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY\1\0v\0{'descr': '<i8'", b'{"a": 1}'])
 def test_a_cache_that_was_damaged_is_named(
     tmp_path: Path,
@@ -354,3 +357,21 @@ def test_the_split_says_what_it_was_built_from(library: Data, cache_dir: Path) -
     assert facts["add_separator"] is False
     assert facts["documents"] > 500
     assert (facts["lowest_id"], facts["highest_id"]) == (0, 8191)
+
+
+def test_runs_with_prompts_keep_the_fingerprint_of_earlier_versions(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    """They stored the prompt tokens of each document, and resume with the same data."""
+    pairs = [("p" * (n % 4), text(n)) for n in range(30)]
+    path = write_jsonl(*({"prompt": p, "completion": c} for p, c in pairs))
+    data = opened(path, tmp_path, tokenizer=tokenizer_dir)
+    (prefix,) = (tmp_path / "cache").glob("tokens-*/tokens.bin")
+    tokens, tokenizer = prefix.read_bytes(), tokenizer_hash(data.tokenizer)
+    layout = hashlib.sha256(f"{len(tokens)}:{tokenizer}:".encode())
+    layout.update(prefix.with_suffix(".idx").read_bytes())
+    prompts = [len(encode(data.tokenizer, [prompt])[0]) for prompt, _ in pairs]
+    layout.update(np.array(prompts, dtype=np.int32).tobytes())
+    ids = hashlib.sha256(tokens).hexdigest()
+    whole = hashlib.sha256(f"{layout.hexdigest()}:{ids}".encode()).hexdigest()
+    assert data.fingerprint == f"{whole}-{layout.hexdigest()}"

@@ -23,7 +23,9 @@ from harness.data.prepare import read_facts
 from harness.data.tokenizer import write_tokenizer
 from harness.errors import ConfigError, NoRoom
 
-SPAWN = multiprocessing.get_context("spawn")
+# Processes of their own, but for the imports of all that they build with.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["harness.data.build"])
 
 
 def build_slowly(path: Path) -> None:
@@ -61,14 +63,14 @@ def wait_for(pattern: str, folder: Path) -> None:
 
 
 def run_together(folder: Path, count: int) -> None:
-    results = SPAWN.Queue()
-    processes = [SPAWN.Process(target=one_of_many, args=(folder, results)) for _ in range(count)]
+    results = FORKED.Queue()
+    processes = [FORKED.Process(target=one_of_many, args=(folder, results)) for _ in range(count)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=300) for _ in processes]
+    names = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
-    assert found == [[f"{part}.txt" for part in range(5)]] * count
+    assert names == [[f"{part}.txt" for part in range(5)]] * count
 
 
 def test_one_of_many_processes_builds(tmp_path: Path) -> None:
@@ -78,8 +80,9 @@ def test_one_of_many_processes_builds(tmp_path: Path) -> None:
 
 
 def build_data_of(path: str, cache: str, results: multiprocessing.Queue) -> None:
-    from harness.config.sections import DataConfig
-    from harness.data.build import DataSpec, build_data  # takes seconds; the others need it not
+    from harness.config.data_section import DataConfig
+    from harness.data.build import build_data
+    from harness.data.spec import DataSpec
 
     data = build_data(DataSpec(DataConfig(path=path, seq_len=16, held_out=0.2, cache_dir=cache)))
     results.put((data.fingerprint, data.train.batch(0, 3).input_ids.tolist()))
@@ -87,9 +90,9 @@ def build_data_of(path: str, cache: str, results: multiprocessing.Queue) -> None
 
 def test_ranks_that_start_together_agree(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl(*({"text": f"{n} lines of text\n" * 20} for n in range(300)))
-    results = SPAWN.Queue()
+    results = FORKED.Queue()
     arguments = (str(path), str(tmp_path / "cache"), results)
-    ranks = [SPAWN.Process(target=build_data_of, args=arguments) for _ in range(2)]
+    ranks = [FORKED.Process(target=build_data_of, args=arguments) for _ in range(2)]
     for rank in ranks:
         rank.start()
     first, second = (results.get(timeout=300) for _ in ranks)
@@ -123,7 +126,7 @@ def test_without_locks_many_build_and_all_find_the_same(
 
 def test_a_killed_builder_is_in_nobodys_way(tmp_path: Path) -> None:
     folder = tmp_path / "made"
-    victim = SPAWN.Process(target=hang, args=(folder,))
+    victim = FORKED.Process(target=hang, args=(folder,))
     victim.start()
     wait_for("made.partial-*/half.txt", tmp_path)
     os.kill(victim.pid, signal.SIGKILL)
@@ -138,18 +141,18 @@ def test_a_killed_builder_is_in_nobodys_way(tmp_path: Path) -> None:
 
 def test_those_who_wait_say_so(tmp_path: Path) -> None:
     folder = tmp_path / "made"
-    builder = SPAWN.Process(target=hang, args=(folder,))
+    builder = FORKED.Process(target=hang, args=(folder,))
     builder.start()
     wait_for("made.partial-*/half.txt", tmp_path)
-    said: list[str] = []
+    reports: list[str] = []
 
     def kill_once_heard(text: str) -> None:
-        said.append(text)
+        reports.append(text)
         os.kill(builder.pid, signal.SIGKILL)
         builder.join()
 
     build_once(folder, build_slowly, kill_once_heard)
-    assert said == [f"waiting for the process that holds {folder}.lock"]
+    assert reports == [f"waiting for the process that holds {folder}.lock"]
 
 
 def test_a_failed_build_leaves_nothing_and_may_be_tried_again(tmp_path: Path) -> None:
@@ -181,8 +184,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
 def test_a_cache_that_may_not_be_entered_is_named(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o700)
-    results = SPAWN.Queue()
-    stranger = SPAWN.Process(target=as_nobody, args=(tmp_path / "closed" / "cache", results))
+    results = FORKED.Queue()
+    stranger = FORKED.Process(target=as_nobody, args=(tmp_path / "closed" / "cache", results))
     stranger.start()
     assert "data.cache_dir: cannot use" in results.get(timeout=60)
     stranger.join()

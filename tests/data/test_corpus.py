@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from harness.data import corpus as corpus_module
-from harness.data.corpus import Corpus, Piece, find_corpus
+from harness.data.corpus import Corpus, find_corpus
 from harness.errors import ConfigError
+from harness.files import pieces as pieces_module
+from harness.files.data_format import MAX_PROBLEMS
+from harness.files.pieces import Piece
 
 
 def documents(corpus: Corpus) -> list[str]:
-    found, open_text = [], ""
+    texts, open_text = [], ""
     for piece in corpus.pieces():
         open_text += piece.text
         if piece.is_last:
-            found.append(open_text)
+            texts.append(open_text)
             open_text = ""
     assert not open_text
-    return found
+    return texts
 
 
 def problems(corpus: Corpus) -> list[str]:
@@ -33,17 +35,17 @@ def problems(corpus: Corpus) -> list[str]:
 
 def test_the_library_is_this_interpreters() -> None:
     corpus = find_corpus(None)
-    found = documents(corpus)
+    texts = documents(corpus)
     root = Path(sysconfig.get_paths()["stdlib"])
-    assert 8 < sum(len(text.encode()) for text in found) / 2**20 < 20
-    assert (root / "argparse.py").read_text() in found
-    assert any(text.startswith('The "assert" statement') for text in found)
-    assert found == documents(find_corpus(None))
+    assert 8 < sum(len(text.encode()) for text in texts) / 2**20 < 20
+    assert (root / "argparse.py").read_text() in texts
+    assert any(text.startswith('The "assert" statement') for text in texts)
+    assert texts == documents(find_corpus(None))
     parts = {part for file in corpus.files for part in file.relative_to(root).parts}
     assert not parts & {"test", "tests", "site-packages", "__pycache__"}
     number = corpus.files.index(root / "argparse.py")
     assert corpus.name_of(number) == str(root / "argparse.py")
-    assert found[number] == (root / "argparse.py").read_text()
+    assert texts[number] == (root / "argparse.py").read_text()
 
 
 def test_what_is_installed_beside_the_library_is_not_looked_through(
@@ -75,7 +77,7 @@ def test_a_folder_is_read_in_a_fixed_order_without_hidden_files(tmp_path: Path) 
 def test_prompts_are_pieces_of_their_own(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"prompt": "2+2=", "completion": "4", "id": 7})
     assert list(find_corpus(str(path)).pieces()) == [
-        Piece("2+2=", is_prompt=True, is_last=False),
+        Piece("2+2=", is_learned=False, is_last=False),
         Piece("4"),
     ]
 
@@ -84,7 +86,7 @@ def test_prompts_are_pieces_of_their_own(write_jsonl: Callable[..., Path]) -> No
 def test_a_long_file_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
 ) -> None:
-    monkeypatch.setattr(corpus_module, "PIECE_CHARS", 100)
+    monkeypatch.setattr(pieces_module, "PIECE_CHARS", 100)
     text = separator.join(f"{n} é" for n in range(500))
     path = tmp_path / "long.txt"
     path.write_text(text, newline="")
@@ -112,8 +114,8 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
     ]
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b"\n".join(lines))
-    said = problems(find_corpus(str(path)))
-    assert [text.split(": ")[1] for text in said] == [
+    messages = problems(find_corpus(str(path)))
+    assert [text.split(": ")[1] for text in messages] == [
         f"{path}:{number}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 11)
     ]
     expected = [
@@ -121,30 +123,28 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         "object, not list",
         "'txt'",
         "text must be a string, not int",
-        "prompt and completion; it has 'prompt'",
+        "prompt and completion, or instruction and output, ",
         "either",
         "codec can't decode byte 0xff",
         "surrogates not allowed",
         "prompt must be a string, not NoneType",
     ]
-    for text, part in zip(said, expected, strict=True):
+    for text, part in zip(messages, expected, strict=True):
         assert part in text
 
 
 def test_a_thousand_bad_lines_make_a_short_report(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl(*range(2000), {"content": "x", "n": 1})
-    assert problems(find_corpus(str(path))) == [
-        f"data.path: {path}:1: must be an object, not int (so are lines 2, 3, 4, 5 and more; "
-        "1000 or more in all)"
-    ]
+    (first, second) = problems(find_corpus(str(path)))
+    counts = "(2,000 of 2,001 lines read; this is the first)"
+    assert first == f"data.path: {path}:1: must be an object, not int {counts}"
+    assert second.startswith(f"data.path: {path}:2001: needs either text, or prompt and completion")
     path = write_jsonl({"text": "fine"}, {"content": "x", "n": 1}, {"n": 2, "content": "y"})
     (first, second) = problems(find_corpus(str(path)))
-    assert first.endswith(
-        "'content', 'n': jq -c '{text: .content}' FILE > NEW makes content the text"
-    )
+    assert first.endswith("'content', 'n': data.columns.text=content names the text")
     assert second.startswith(f"data.path: {path}:3: needs either text, or prompt and completion")
-    many = write_jsonl(*({f"key {number}": "x"} for number in range(100)))
-    assert len(problems(find_corpus(str(many)))) == corpus_module.MAX_PROBLEMS
+    many = write_jsonl(*({f"key {chr(97 + number) * 2}": "x"} for number in range(26)))
+    assert len(problems(find_corpus(str(many)))) == MAX_PROBLEMS
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -178,13 +178,13 @@ def test_a_long_line_is_read_in_pieces(
     keys: tuple[str, ...],
     separator: str,
 ) -> None:
-    monkeypatch.setattr(corpus_module, "PIECE_CHARS", 100)
+    monkeypatch.setattr(pieces_module, "PIECE_CHARS", 100)
     value = {key: separator.join(f"{key} {n} é" for n in range(500)) for key in keys}
     corpus = find_corpus(str(write_jsonl(value, value)))
     pieces = list(corpus.pieces())
     assert max(len(piece.text) for piece in pieces) <= 100
     assert documents(corpus) == ["".join(value.values())] * 2
-    prompt = "".join(piece.text for piece in pieces if piece.is_prompt)
+    prompt = "".join(piece.text for piece in pieces if not piece.is_learned)
     assert prompt == value.get("prompt", "") * 2
     if separator == "a word":
         starts = {f"{key} 0" for key in keys}
@@ -210,8 +210,8 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
-    def refuse(path: Path, said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def refuse(path: Path, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             find_corpus(str(path))
 
     refuse(tmp_path / "gone.txt", "does not exist")
@@ -236,3 +236,21 @@ def test_its_identity_changes_with_the_files(tmp_path: Path) -> None:
     assert json.dumps(before) == json.dumps(find_corpus(str(path)).identity())
     path.write_text("two!")
     assert find_corpus(str(path)).identity() != before
+
+
+def test_where_reads_the_records_with_the_values(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl(*({"text": f"t{n}", "language": n % 2, "kind": "a"} for n in range(4)))
+    corpus = find_corpus(str(path), where={"language": "1", "kind": "a"})
+    assert [piece.text for piece in corpus.pieces()] == ["t1", "t3"]
+    assert corpus.identity() != find_corpus(str(path)).identity()
+
+
+def test_where_needs_the_columns(write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_jsonl({"text": "a", "language": "de"}, {"text": "b"})
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2: has no 'language'.*it has 'text'"):
+        list(find_corpus(str(path), where={"language": "de"}).pieces())
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"a\.txt: has no columns, but data\.where is"):
+        list(find_corpus(str(tmp_path / "a.txt"), where={"language": "de"}).pieces())
+    with pytest.raises(ConfigError, match="has no columns"):
+        find_corpus(None, where={"language": "de"})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from harness.data.indexed import IndexedTokens, write_indexed
+from harness.data.masks import NO_MASKS, Masks, MaskWriter, load_masks
 from harness.data.packing import IGNORED, Packed
 from harness.data.split import SIDES, Split, load_split, stores_separator, write_splits
 from harness.errors import ConfigError
@@ -21,7 +22,8 @@ SEQ_LEN = 8
 @dataclass
 class Case:
     documents: list[list[int]]
-    prompts: list[int]
+    masked: list[list[bool]]
+    masks: Masks
     splits: dict[str, Split]
     tokens: IndexedTokens
     add_separator: bool
@@ -33,16 +35,15 @@ class Case:
             "vocab_size": 1000,
             "add_separator": self.add_separator,
         }
-        return Packed(self.tokens.ids, self.splits[side], **{**options, **changes})
+        return Packed(self.tokens.ids, self.splits[side], self.masks, **{**options, **changes})
 
     def stream(self, side: str = "train") -> tuple[list[int], list[bool], list[int], list[int]]:
         """Ids, whether masked, document number and offset in it, of every token of a side."""
         ids, masked, numbers, offsets = [], [], [], []
         for number in self.splits[side].numbers[:-1].tolist():
             with_eos = [*self.documents[number], EOS]
-            prompt = self.prompts[number]
             ids += with_eos
-            masked += [place < prompt for place in range(len(with_eos))]
+            masked += [*self.masked[number], False]
             numbers += [number] * len(with_eos)
             offsets += range(len(with_eos))
         return ids, masked, numbers, offsets
@@ -60,17 +61,29 @@ def make(
     if not stored:
         documents = [document or [7] for document in documents]
     write_indexed(folder / "tokens", 1000, ((d + [EOS] * stored, True) for d in documents))
-    prompts = [chooser.randint(0, len(document)) if masked else 0 for document in documents]
+    # Any token may be masked: runs of every length, at the start, inside and at the end.
+    hidden = [[masked and chooser.random() < 0.5 for _ in document] for document in documents]
+    masks = masks_of(folder, hidden)
     tokens = IndexedTokens(folder / "tokens")
     starts = tokens.document_starts()
     assert stores_separator(tokens, starts, EOS) == stored
-    write_splits(folder, starts, np.array(prompts), held_out, add_separator=not stored)
+    write_splits(folder, starts, masks, held_out, add_separator=not stored)
     splits = {side: load_split(folder, side) for side in SIDES}
-    return Case(documents, prompts, splits, tokens, not stored)
+    return Case(documents, hidden, masks, splits, tokens, not stored)
 
 
-@pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
+def masks_of(folder: Path, documents: list[list[bool]]) -> Masks:
+    """Masks of documents, each with a separator, which is never masked."""
+    writer = MaskWriter()
+    for masked in documents:
+        for token in masked:
+            writer.add(1, masked=token)
+        writer.add(1, masked=False)
+    writer.save(folder / "masks.npy")
+    return load_masks(folder / "masks.npy")
+
+
+@pytest.mark.parametrize(("stored", "masked"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("side", SIDES)
 def test_windows_are_the_joined_documents_cut(
     tmp_path: Path, stored: bool, masked: bool, side: str
@@ -122,9 +135,9 @@ def test_targets_are_counted_without_reading(tmp_path: Path) -> None:
 def test_a_window_may_have_no_target(tmp_path: Path) -> None:
     write_indexed(tmp_path / "tokens", 1000, [([*range(3, 43), EOS], True)] * 2)
     tokens = IndexedTokens(tmp_path / "tokens")
-    prompts = np.array([40, 40])
-    write_splits(tmp_path, tokens.document_starts(), prompts, 0.5, add_separator=False)
-    packed = Case([], [], {"train": load_split(tmp_path, "train")}, tokens, False).packed()
+    masks = masks_of(tmp_path, [[True] * 40] * 2)
+    write_splits(tmp_path, tokens.document_starts(), masks, 0.5, add_separator=False)
+    packed = Case([], [], masks, {"train": load_split(tmp_path, "train")}, tokens, False).packed()
     assert packed.targets(np.array([0])) == 0
     assert (packed.read(np.array([0])).labels == IGNORED).all()
     assert packed.targets(np.arange(packed.num_windows)) == 1
@@ -132,7 +145,7 @@ def test_a_window_may_have_no_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_the_end_of_a_document_is_always_a_target(tmp_path: Path, stored: bool) -> None:
-    case = make(tmp_path, masked=True, stored=stored)
+    case = make(tmp_path, masked=stored, stored=stored)
     packed = case.packed(seq_len=1)
     labels = packed.read(np.arange(packed.num_windows)).labels.ravel()
     assert (labels == EOS).sum() == case.splits["train"].num_documents
@@ -159,7 +172,8 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path: Path, stored: bool) -> N
 def test_negative_ids_are_named(tmp_path: Path) -> None:
     write_indexed(tmp_path / "tokens", 100_000, [([5, 6, -1, 7] * 5 + [EOS], True)] * 3)
     tokens = IndexedTokens(tmp_path / "tokens")
-    write_splits(tmp_path, tokens.document_starts(), np.zeros(3), 0.3, add_separator=False)
-    packed = Case([], [], {"train": load_split(tmp_path, "train")}, tokens, False).packed()
+    write_splits(tmp_path, tokens.document_starts(), NO_MASKS, 0.3, add_separator=False)
+    splits = {"train": load_split(tmp_path, "train")}
+    packed = Case([], [], NO_MASKS, splits, tokens, False).packed()
     with pytest.raises(ConfigError, match="token id -1 at offset 2"):
         packed.read(np.array([0]))

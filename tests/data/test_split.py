@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from harness.data.indexed import IndexedTokens, write_indexed
+from harness.data.masks import NO_MASKS, Masks
 from harness.data.split import SIDES, Split, load_split, stores_separator, write_splits
 from harness.errors import ConfigError
 
@@ -18,11 +19,10 @@ def indexed(folder: Path, documents: list[list[int]]) -> IndexedTokens:
 
 
 def split(
-    folder: Path, tokens: IndexedTokens, held_out: float, prompts: list[int] | None = None
+    folder: Path, tokens: IndexedTokens, held_out: float, masks: Masks = NO_MASKS
 ) -> tuple[Split, Split]:
     starts = tokens.document_starts()
-    prompts = prompts or [0] * (len(starts) - 1)
-    write_splits(folder, starts, np.array(prompts), held_out, add_separator=False)
+    write_splits(folder, starts, masks, held_out, add_separator=False)
     return load_split(folder, SIDES[0]), load_split(folder, SIDES[1])
 
 
@@ -62,10 +62,10 @@ def test_each_side_has_a_document(tmp_path: Path, documents: int, held_out: floa
 
 def test_a_lone_document_is_cut(tmp_path: Path) -> None:
     tokens = indexed(tmp_path, [list(range(100))])
-    train, held = split(tmp_path, tokens, 0.2, prompts=[85])
+    train, held = split(tmp_path, tokens, 0.2, masks=Masks(*np.array([[0, 0], [0, 85], [0, 85]])))
     assert (train.offsets[0], train.num_tokens) == (0, 80)
     assert (held.offsets[0], held.num_tokens) == (80, 20)
-    assert (train.prompts.tolist(), held.prompts.tolist()) == ([0, 80], [0, 5])
+    assert (train.masked.tolist(), held.masked.tolist()) == ([0, 80], [0, 5])
     assert split(tmp_path, tokens, 0.0)[1].num_tokens == 1
 
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from harness.data import corpus as corpus_module
-from harness.data.build import Data
+from harness.config.data_section import DEFAULT_VOCAB_SIZE
 from harness.data.corpus import Corpus, find_corpus
+from harness.data.data import Data
 from harness.data.tokenizer import (
     EOS,
     encode,
@@ -26,6 +26,7 @@ from harness.data.tokenizer import (
     wrap,
 )
 from harness.errors import ConfigError
+from harness.files import pieces as pieces_module
 
 NASTY = [
     "",
@@ -55,12 +56,12 @@ NASTY = [
 @pytest.fixture(scope="module")
 def model(library: Data) -> bytes:
     """Trained a second time on the same corpus."""
-    return train_model(library.corpus)
+    return train_model(library.sources[0].corpus, DEFAULT_VOCAB_SIZE)
 
 
 def texts_of(library: Data, count: int) -> list[str]:
     """Short documents of the library and parts of others cut anywhere, `count` in all."""
-    whole = [piece.text for piece in library.corpus.pieces()]
+    whole = [piece.text for piece in library.sources[0].corpus.pieces()]
     cutter = random.Random(0)
     texts = [text for text in whole if len(text) < 10_000]
     while len(texts) < count:
@@ -122,9 +123,11 @@ def test_a_document_read_in_pieces_has_the_same_ids(
     library: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "long.txt"
-    path.write_text("\n".join(piece.text for piece in list(library.corpus.pieces())[:20]))
+    path.write_text(
+        "\n".join(piece.text for piece in list(library.sources[0].corpus.pieces())[:20])
+    )
     whole = encode(library.tokenizer, [path.read_text()])[0]
-    monkeypatch.setattr(corpus_module, "PIECE_CHARS", 20_000)
+    monkeypatch.setattr(pieces_module, "PIECE_CHARS", 20_000)
     pieces = [piece.text for piece in find_corpus(str(path)).pieces()]
     assert len(pieces) > 10
     assert [n for ids in encode(library.tokenizer, pieces) for n in ids] == whole
@@ -134,10 +137,23 @@ def test_a_document_read_in_pieces_has_the_same_ids(
 def test_little_text_is_enough(text: str, tmp_path: Path) -> None:
     (tmp_path / "little.txt").write_text(text)
     corpus = find_corpus(str(tmp_path / "little.txt"))
-    train_tokenizer(corpus, tmp_path / "tokenizer")
+    train_tokenizer(corpus, tmp_path / "tokenizer", DEFAULT_VOCAB_SIZE)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     for sample in [text, *NASTY]:
         assert tokenizer.decode(encode(tokenizer, [sample])[0]) == sample
+
+
+def test_the_vocabulary_may_be_small_but_holds_the_characters(
+    library: Data, tmp_path: Path
+) -> None:
+    corpus = library.sources[0].corpus
+    train_tokenizer(corpus, tmp_path / "tokenizer", 512)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert len(tokenizer) == 512
+    for sample in NASTY:
+        assert tokenizer.decode(encode(tokenizer, [sample])[0]) == sample
+    with pytest.raises(ConfigError, match=r"data.vocab_size is 300: .* more characters and bytes"):
+        train_tokenizer(corpus, tmp_path / "none", 300)
 
 
 def test_a_large_corpus_is_thinned(
@@ -147,7 +163,7 @@ def test_a_large_corpus_is_thinned(
 
     path = write_jsonl(*({"text": f"line {n}"} for n in range(1000)))
     monkeypatch.setattr(tokenizer_module, "TRAINING_CHARS", 2000)
-    kept = list(tokenizer_module._sentences(find_corpus(str(path))))
+    kept = list(tokenizer_module.training_sentences(find_corpus(str(path))))
     assert 50 < len(kept) < 120
     assert kept[0] != kept[-1]
 
@@ -164,9 +180,9 @@ def test_other_tokenizers_are_called_as_they_are(model: bytes, tmp_path: Path) -
     other.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     texts = ["one two three four five six", "a</s>b"]
-    found = encode(loaded, texts)  # before any call of its own sets something
+    encoded = encode(loaded, texts)  # before any call of its own sets something
     expected = [loaded(t, add_special_tokens=False, truncation=False)["input_ids"] for t in texts]
-    assert found == expected
+    assert encoded == expected
     assert len(expected[0]) > 4
     assert loaded.eos_token_id in expected[1]  # this one reads its special tokens in text
 
@@ -188,4 +204,4 @@ def test_the_corpus_is_never_empty_for_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "blank.jsonl").write_text('\n\n{"text": "\\u0000"}\n')
     corpus = Corpus("text", tmp_path, (tmp_path / "blank.jsonl",))
     with pytest.raises(ConfigError, match="no text"):
-        train_tokenizer(corpus, tmp_path / "tokenizer")
+        train_tokenizer(corpus, tmp_path / "tokenizer", DEFAULT_VOCAB_SIZE)

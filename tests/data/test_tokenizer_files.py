@@ -1,4 +1,4 @@
-"""What is kept of a tokenizer, and what of that is shared with an export."""
+"""Files of a tokenizer that a run keeps, and those that an export gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of steps that must change nothing, on two ranks; `two_rank_checks.py` runs them."""
+"""Checks of steps that must change nothing, on two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.pipeline_checks import pipeline
-from tests.engine.rank import STAGES, WORLD, engine_of, fp16, share_of, stage
+from tests.engine.rank import STAGES, WORLD, engine_of, fp16, run_checks, share_of, stage
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -37,10 +37,10 @@ def snapshot(engine: Any) -> list[torch.Tensor]:
     """Weights, master weights and moments of this rank, whatever DeepSpeed calls them."""
     optimizer = engine.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
-    found = [getattr(p, "ds_tensor", p) for p in engine._held.parameters()]
+    tensors = [getattr(p, "ds_tensor", p) for p in engine._held.parameters()]
     for parameter, state in inner.state.items():
-        found += [parameter, *(v for v in state.values() if torch.is_tensor(v))]
-    return [tensor.detach().clone() for tensor in found]
+        tensors += [parameter, *(v for v in state.values() if torch.is_tensor(v))]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
@@ -72,16 +72,16 @@ def gradient_of(engine: Any, value: float) -> Iterator[None]:
 @contextlib.contextmanager
 def loss_of(value: float) -> Iterator[None]:
     """The loss alone is no number, on the last rank alone: its gradients are finite."""
+    from harness.engine import forward as forward_room
     from harness.engine import pipeline as pipeline_room
-    from harness.engine import zero as zero_room
 
-    def spoil(found: Any) -> Any:
-        wrong = value if WORLD.rank == WORLD.world_size - 1 else 0.0
-        return found[0] + wrong, found[1]
+    def spoil(losses: Any) -> Any:
+        added = value if WORLD.rank == WORLD.world_size - 1 else 0.0
+        return losses[0] + added, losses[1]
 
-    forward, losses = zero_room.forward, pipeline_room.losses
+    forward, losses = forward_room.forward, pipeline_room.losses
     with (
-        mock.patch.object(zero_room, "forward", lambda *a: spoil(forward(*a))),
+        mock.patch.object(forward_room, "forward", lambda *a: spoil(forward(*a))),
         mock.patch.object(pipeline_room, "losses", lambda *a: spoil(losses(*a))),
     ):
         yield
@@ -217,14 +217,14 @@ def flipped_bit_is_found() -> dict[str, Any]:
         ds = LAYOUTS.get(name, {"zero_optimization": {"stage": 3}, **BF16})
         engine = engine_of(ds)
         engine.train_batch(*share_of(engine), 1e-3)
-        held = dict(engine.replicated())
-        equal = outliers(held.items(), engine.data_group)
-        if WORLD.rank == 1 and held:
-            weight = next(reversed(held.values())).view(-1)
+        replicated = dict(engine.replicated())
+        equal = outliers(replicated.items(), engine.data_group)
+        if WORLD.rank == 1 and replicated:
+            weight = next(reversed(replicated.values())).view(-1)
             size = {2: torch.int16, 4: torch.int32}[weight.element_size()]
             weight.view(size)[-1] ^= 1
         differ = outliers(engine.replicated(), engine.data_group)
-        facts[name] = [len(held), equal, differ]
+        facts[name] = [len(replicated), equal, differ]
         engine.close()
     return facts
 
@@ -250,3 +250,11 @@ CHECKS = (
     flipped_bit_is_found,
     weights_in_flight_are_not_compared,
 )
+
+
+def main() -> None:
+    run_checks(CHECKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,20 @@ from safetensors.torch import load_file, save_file
 
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
+from tests.engine.results import Result, results_of
 from tests.engine.small import MODEL
-from tests.two_ranks import REPOSITORY, Ended, run_ranks
+from tests.two_ranks import run_ranks
+
+# The files whose checks share a folder with the weights below. Importing one would join its ranks.
+_TWO_RANK_CHECKS = {
+    check: path.stem
+    for subject in (
+        *("two_rank", "pipeline", "tensor", "sequence", "chunked", "expert", "bad_step"),
+        *("optimizer", "stream"),
+    )
+    for path in [Path(__file__).with_name(f"{subject}_checks.py")]
+    for check in re.findall(r"^def (\w+)\(", path.read_text(), re.MULTILINE)
+}
 
 
 @pytest.fixture(scope="session")
@@ -45,29 +59,19 @@ def two_rank_folder(
 
 
 @pytest.fixture(scope="session")
-def two_ranks(two_rank_folder: Path) -> Ended:
-    """All checks of two_rank_checks.py, run once on two ranks."""
-    command = [sys.executable, "-m", "tests.engine.two_rank_checks", two_rank_folder]
-    return run_ranks(command, two_rank_folder, env={"PYTHONPATH": str(REPOSITORY)})
+def result(two_rank_folder: Path) -> Result:
+    """Return a check's result on each rank. Each file of checks is launched once, when asked for.
 
+    Each check returns plain values, which its test judges: every rank writes FOLDER/NAME.RANK.json.
+    Weights go to FOLDER/NAME.safetensors.
+    """
 
-@pytest.fixture(scope="session")
-def result(two_ranks: Ended, two_rank_folder: Path) -> Callable[[str], list[Any]]:
-    """What a check returned on each rank."""
+    @functools.cache
+    def launched(module: str) -> Result:
+        command = [sys.executable, "-m", f"tests.engine.{module}", two_rank_folder]
+        return results_of(run_ranks(command, two_rank_folder), two_rank_folder)
 
-    def read(check: str) -> list[Any]:
-        found = []
-        for rank in (0, 1):
-            path = two_rank_folder / f"{check}.{rank}.json"
-            assert path.exists(), (
-                f"{check} never ended; codes {two_ranks.codes}\n{two_ranks.output}"
-            )
-            values = json.loads(path.read_text())
-            assert "error" not in values, values["error"]
-            found.append(values["value"])
-        return found
-
-    return read
+    return lambda check: launched(_TWO_RANK_CHECKS[check])(check)
 
 
 @pytest.fixture(scope="session")

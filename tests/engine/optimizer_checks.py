@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import _muon
 
 from harness.checkpoint.files import write_fragments
 from harness.checkpoint.index import from_index, merged, to_index
 from harness.checkpoint.reader import Reader
-from tests.engine.rank import OUT, WORLD, engine_of, share_of, stage
+from harness.engine.deepspeed_0_19.internals import inner_optimizer
+from tests.engine.rank import OUT, WORLD, engine_of, run_checks, share_of, stage
 from tests.engine.small import FAMILIES
 
 EIGHT_BIT = importlib.util.find_spec("bitsandbytes") is not None
@@ -133,6 +135,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline2-zero1": {**stage(1), "pipeline": {"stages": 2}},
     "pipeline2-zero1-bf16": {**stage(1), **_BF16, "pipeline": {"stages": 2}},
 }
+# As on GPUs, whose kernel for the CPU rounds otherwise.
+FUSED = {"optimizer": {"params": {"fused": True}}}
+LAYOUTS |= {
+    f"{name}-fused": {**LAYOUTS[name], **FUSED}
+    for name in ("zero0", "zero2", "zero3", "zero1-bf16", "pipeline2-zero1")
+}
 EXPERTS: dict[str, dict[str, Any]] = {f"zero{n}-experts": stage(n) for n in (0, 1, 3)}
 """Of a mixture, whose experts' matrices are stacked: for Muon."""
 
@@ -142,11 +150,19 @@ def layouts_of(name: str) -> list[str]:
         return ["zero0", "pipeline2"]
     if name == "muon":
         return [*LAYOUTS, *EXPERTS]
-    return list(LAYOUTS if name == "lion" else ("zero0", "zero2-offload", "zero3"))
+    if name == "lion":
+        return [layout for layout in LAYOUTS if not layout.endswith("fused")]
+    fused = {
+        "adamw": [layout for layout in LAYOUTS if layout.endswith("fused")],
+        "adam": ["zero0-fused", "zero3-fused"],
+    }
+    return ["zero0", "zero2-offload", "zero3", *fused.get(name, ())]
 
 
 def error_of(name: str, layout: str) -> dict[str, float]:
-    """The largest difference of a weight after three steps, and how far weights went."""
+    """The largest difference of a weight after three steps, how far weights went, and whether the
+    optimizer is fused.
+    """
     rules = [
         {"pattern": "lm_head", "lr_multiplier": 0.5},
         {"pattern": "up_proj", "weight_decay": 0.0},
@@ -163,11 +179,13 @@ def error_of(name: str, layout: str) -> dict[str, float]:
         factor = min(1.0, 1.0 / (float(norm) + 1e-6))
         with torch.no_grad():
             step(weights, {n: g * factor for n, g in gradients.items()})
-    found = dict(engine.masters())
+    masters = dict(engine.masters())
+    inner = inner_optimizer(engine.engine)
     engine.close()
     return {
-        "error": max(float((found[n] - w).abs().max()) for n, w in weights.items()),
-        "moved": max(float((start[n] - w).abs().max()) for n, w in found.items()),
+        "fused": bool(inner.defaults.get("fused")),
+        "error": max(float((masters[n] - w).abs().max()) for n, w in weights.items()),
+        "moved": max(float((start[n] - w).abs().max()) for n, w in masters.items()),
     }
 
 
@@ -204,13 +222,14 @@ def resumed(name: str, layout: str, other: str) -> float:
     engine.restore(reader.fill, reader.optimizer_kinds)
     engine.refresh_weights()
     engine.restore_scalars(scalars)
-    found = steps(engine, range(2, 4))
+    resumed = steps(engine, range(2, 4))
     engine.close()
-    return max(float((found[n] - w).abs().max()) for n, w in undisturbed.items())
+    return max(float((resumed[n] - w).abs().max()) for n, w in undisturbed.items())
 
 
 TRIPS = [("zero1", "zero1"), ("zero3", "zero3"), ("zero1", "zero3"), ("zero3", "zero2-offload")]
 RESUMED = {
+    "adamw": [("zero1-bf16-fused", "zero1-bf16-fused"), ("zero3-fused", "zero0-fused")],
     "adafactor": [("zero0", "zero0")],
     "adagrad": TRIPS[:3],
     "lion": TRIPS,
@@ -230,18 +249,52 @@ def every_optimizer() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def eight_bit_beside_adamw() -> float | None:
-    """How far 8-bit Adam's weights are from AdamW's after ten steps, of how far those went."""
+    """Return the distance of 8-bit Adam's weights from AdamW's after ten steps, relative."""
     if not EIGHT_BIT:
         return None
-    found = {}
+    changes = {}
     for name in ("adamw", "adam8bit"):
         engine = engine_with(name, "zero2")
         start = dict(engine.masters())
-        found[name] = {n: w - start[n] for n, w in steps(engine, range(10)).items()}
+        changes[name] = {n: w - start[n] for n, w in steps(engine, range(10)).items()}
         engine.close()
-    theirs = torch.cat([w.view(-1) for w in found["adamw"].values()])
-    ours = torch.cat([w.view(-1) for w in found["adam8bit"].values()])
+    theirs = torch.cat([w.view(-1) for w in changes["adamw"].values()])
+    ours = torch.cat([w.view(-1) for w in changes["adam8bit"].values()])
     return float((ours - theirs).norm() / theirs.norm())
 
 
-CHECKS = (every_optimizer, resumed_optimizers, eight_bit_beside_adamw)
+def orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
+    """Return torch's Newton-Schulz steps of a matrix, in bf16."""
+    coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+    return _muon._zeropower_via_newtonschulz(gradient.clone(), coefficients, 5, 1e-7).float()
+
+
+def muon_spread() -> float:
+    """The largest change of a weight in one of Muon's steps when only the last bits of gradients
+    change, over some draws: its products in bf16 make more of them where a gradient is almost of a
+    lower rank.
+    """
+    engine = engine_with("muon", "zero1")
+    engine.accumulate(*share_of(engine, 2))
+    matrices = [g for n, g in engine.gradients() if g.ndim == 2 and ".layers." in n]
+    engine.close()
+    generator, spread = torch.Generator().manual_seed(0), 0.0
+    for gradient in matrices:
+        scale = LR * 0.2 * max(gradient.shape) ** 0.5
+        as_it_is = orthogonalized(gradient)
+        for _ in range(16):
+            noise = torch.randn(gradient.shape, generator=generator) * torch.finfo().eps
+            change = orthogonalized(gradient * (1 + noise)) - as_it_is
+            spread = max(spread, scale * float(change.abs().max()))
+    return spread
+
+
+CHECKS = (every_optimizer, resumed_optimizers, eight_bit_beside_adamw, muon_spread)
+
+
+def main() -> None:
+    run_checks(CHECKS)
+
+
+if __name__ == "__main__":
+    main()

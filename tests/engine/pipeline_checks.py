@@ -1,4 +1,4 @@
-"""Checks of the pipeline engine on two ranks; `two_rank_checks.py` runs them."""
+"""Checks of the pipeline engine on two ranks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.engine.rank import (
     all_batches,
     engine_of,
     losses,
+    run_checks,
     save,
     share_of,
 )
@@ -55,12 +56,12 @@ def pipeline_weights() -> dict[str, Any]:
     with mock.patch.object(initialize, "draw", watched):
         engine = engine_of(pipeline())
     save("pipeline-initial", engine.masters())
-    held = sum(p.numel() for p in engine.stage.parameters())
+    of_stage = sum(p.numel() for p in engine.stage.parameters())
     whole = sum(p.numel() for p in engine.module.parameters())
     real = sum(p.numel() for p in engine.module.parameters() if not p.is_meta)
     described = engine.describe()
     engine.close()
-    return {"held": held, "whole": whole, "real": real, "drawn": drawn, **described}
+    return {"held": of_stage, "whole": whole, "real": real, "drawn": drawn, **described}
 
 
 def pipeline_loads_given_weights() -> str:
@@ -76,7 +77,7 @@ def pipeline_loads_given_weights() -> str:
 
 def pipeline_clips_by_value() -> list[dict[str, float]]:
     """As without stages, under ZeRO 0 and 1."""
-    found, limit = [], 1e-3
+    results, limit = [], 1e-3
     for zero in (0, 1):
         engine = engine_of(pipeline(zero), optim={**SGD, "clip_value": limit})
         before = dict(engine.masters())
@@ -90,58 +91,58 @@ def pipeline_clips_by_value() -> list[dict[str, float]]:
             for n, g in gradients.items()
         )
         true = torch.stack([g.norm() for g in gradients.values()]).norm()
-        found.append({"error": error, "norm": norm, "true_norm": float(true)})
-    return found
+        results.append({"error": error, "norm": norm, "true_norm": float(true)})
+    return results
 
 
 def pipeline_clips_stage_0() -> dict[str, float]:
-    """How far one SGD step of rate 1 moves the weights, with our mark and without."""
-    found = {"limit": 0.05}
+    """Return the change of the weights in one SGD step of rate 1, with our mark and without."""
+    norms = {"limit": 0.05}
     for name in ("ours", "deepspeeds"):
         with contextlib.ExitStack() as stack:
             if name == "deepspeeds":
                 stack.enter_context(mock.patch.object(gradients, "count_every_stage"))
-            engine = engine_of(pipeline(0), optim={**SGD, "clip_norm": found["limit"]})
+            engine = engine_of(pipeline(0), optim={**SGD, "clip_norm": norms["limit"]})
         before = dict(engine.masters())
-        found["norm"] = float(engine.train_batch(*share_of(engine), 1.0).grad_norm)
+        norms["norm"] = float(engine.train_batch(*share_of(engine), 1.0).grad_norm)
         moved = [before[name] - after for name, after in engine.masters()]
-        found[name] = float(torch.stack([m.norm() for m in moved]).norm())
+        norms[name] = float(torch.stack([m.norm() for m in moved]).norm())
         engine.close()
-    return found
+    return norms
 
 
 def pipeline_groups_of_one_stage() -> dict[str, Any]:
     """Numbers of groups by stage; losses and norms of three steps in stages and unsplit."""
     rules = [{"pattern": "lm_head", "lr_multiplier": 0.5}]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, ds in LAYOUTS.items():
         engine = engine_of(ds, optim={**SGD, "groups": rules})
         groups = [0] * WORLD.world_size
         torch.distributed.all_gather_object(groups, len(engine.engine.optimizer.param_groups))
-        found[name] = {"groups": groups, "stages": losses_and_norms(engine)}
+        results[name] = {"groups": groups, "stages": losses_and_norms(engine)}
         unsplit = engine_of({**ds, "pipeline": {}}, optim={**SGD, "groups": rules})
-        found[name]["unsplit"] = losses_and_norms(unsplit)
-    return found
+        results[name]["unsplit"] = losses_and_norms(unsplit)
+    return results
 
 
 def losses_and_norms(engine: Any) -> list[list[float]]:
     """Those of three steps; closes the engine."""
-    found = []
+    pairs = []
     for number in range(3):
         result = engine.train_batch(*share_of(engine, number), 0.1)
         loss = engine.sum_over_ranks(result.loss_share.clone())
-        found.append([float(loss), float(result.grad_norm)])
+        pairs.append([float(loss), float(result.grad_norm)])
     engine.close()
-    return found
+    return pairs
 
 
 def pipeline_sums_norms_by_group() -> dict[str, int]:
-    """How often a stage waits for the other one to know the gradient norm."""
+    """Count a stage's waits for the other one to know the gradient norm."""
     engine = engine_of(
         pipeline(1), optim={"groups": [{"pattern": "lm_head", "lr_multiplier": 0.5}]}
     )
     engine.accumulate(*share_of(engine))
-    optimizer, found = engine.engine.optimizer, {}
+    optimizer, calls = engine.engine.optimizer, {}
     reduce = mock.Mock()  # waits for nobody
     with mock.patch.object(type(optimizer), "_model_parallel_all_reduce", reduce):
         for name in ("deepspeeds", "ours"):
@@ -150,39 +151,39 @@ def pipeline_sums_norms_by_group() -> dict[str, int]:
                 gradients.add_norms_over_stages_once(engine.engine)
             reduce.reset_mock()
             optimizer.scaled_global_norm()
-            found[name] = reduce.call_count
+            calls[name] = reduce.call_count
     engine.close()
-    return found
+    return calls
 
 
 def pipeline_generates_and_trains_on() -> dict[str, Any]:
     """Logits after prompts of other lengths than the training's, then a step, against no stages."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, ds in (("stages", pipeline()), ("whole", {"zero_optimization": {"stage": 1}})):
         engine = engine_of(ds)
         prompts = [torch.arange(n)[None] for n in (1, 5, SEQ_LEN)]
         logits = [engine.next_token_logits(ids).tolist() for ids in prompts]
         sums = engine.sum_over_ranks(engine.eval_batch(share_of(engine)[0])).tolist()
-        found[name] = {"logits": logits, "eval": sums, "losses": losses(engine, 3)}
+        results[name] = {"logits": logits, "eval": sums, "losses": losses(engine, 3)}
         engine.close()
-    return found
+    return results
 
 
 def pipeline_recomputes() -> list[list[float]]:
     """Losses with and without activation checkpointing."""
-    found = []
+    curves = []
     for checkpointing in ("none", "full"):
         engine = engine_of(pipeline(), model={"checkpointing": checkpointing})
-        found.append(losses(engine, 4))
+        curves.append(losses(engine, 4))
         engine.close()
-    return found
+    return curves
 
 
 def pipeline_families() -> dict[str, Any]:
     """Loss and gradient norm in stages and unsplit, or why a model has no stages."""
     from harness.engine.unsplit import unsplit_loss_and_norm
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, config in FAMILIES.items():
         path = OUT / f"{name}.rank-{WORLD.rank}.json"
         path.write_text(json.dumps(config))
@@ -191,7 +192,7 @@ def pipeline_families() -> dict[str, Any]:
         try:
             engine = engine_of(pipeline(), model=model)
         except ConfigError as error:
-            found[name] = {"refused": str(error)}
+            results[name] = {"refused": str(error)}
             continue
         batches, targets = share_of(engine)
         loss = engine.sum_over_ranks(engine.accumulate(batches, targets))
@@ -199,9 +200,9 @@ def pipeline_families() -> dict[str, Any]:
         unsplit = unsplit_loss_and_norm(
             engine.plan, engine.module, DEVICE, all_batches(), targets, 1.0
         )
-        found[name] = {"stages": [float(loss), float(norm)], "unsplit": unsplit}
+        results[name] = {"stages": [float(loss), float(norm)], "unsplit": unsplit}
         engine.close()
-    return found
+    return results
 
 
 def pipeline_leaves_its_grid() -> dict[str, list[Any]]:
@@ -214,13 +215,13 @@ def pipeline_leaves_its_grid() -> dict[str, list[Any]]:
     before = engines.process_groups()
     engine = engine_of(pipeline())
     engine.engine.destroy()
-    found = {"deepspeeds": left()}
+    groups_left = {"deepspeeds": left()}
     engine.close()
-    return {**found, "ours": left()}
+    return {**groups_left, "ours": left()}
 
 
 def pipeline_prints() -> dict[str, str]:
-    found = {}
+    texts = {}
     for name in ("ours", "deepspeeds"):
         quiet = pipe_module.printing_nothing if name == "ours" else contextlib.nullcontext
         with (
@@ -228,8 +229,8 @@ def pipeline_prints() -> dict[str, str]:
             contextlib.redirect_stdout(io.StringIO()) as printed,
         ):
             engine_of(pipeline()).close()
-        found[name] = printed.getvalue()
-    return found
+        texts[name] = printed.getvalue()
+    return texts
 
 
 CHECKS = (
@@ -245,3 +246,11 @@ CHECKS = (
     pipeline_leaves_its_grid,
     pipeline_prints,
 )
+
+
+def main() -> None:
+    run_checks(CHECKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from harness.config.run_config import RunConfig
-from harness.data.batches import Batch
-from harness.engine.processes import join
+from harness.data.batch import Batch
+from harness.engine.processes import ending_together, join
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from tests.engine.small import SEQ_LEN, run_config
@@ -23,6 +26,22 @@ OUT = Path(sys.argv[1])
 STAGES = (0, 1, 2, 3)
 # ZeRO-3 that really partitions: no parameter is small enough to stay whole.
 SPLIT = {"stage3_param_persistence_threshold": 0}
+
+
+def run_checks(checks: Iterable[Callable[[], Any]]) -> None:
+    """Write what each check returns, or its traceback, to OUT/NAME.RANK.json; the ranks end
+    together.
+    """
+    with ending_together():
+        for check in checks:
+            began = time.monotonic()
+            try:
+                result = {"value": check()}
+            except Exception:
+                result = {"error": traceback.format_exc()}
+            end = "failed" if "error" in result else "ended"
+            print(f"{check.__name__} {end} after {time.monotonic() - began:.1f} s", flush=True)
+            (OUT / f"{check.__name__}.{WORLD.rank}.json").write_text(json.dumps(result))
 
 
 def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
@@ -63,11 +82,11 @@ def share_of(engine: Any, step: int = 0) -> tuple[list[Batch], int]:
 
 def losses(engine: Any, steps: int, lr: float = 3e-3) -> list[float]:
     """The global batch's mean loss of each step; always the same batch, so that it falls."""
-    found = []
+    means = []
     for _ in range(steps):
         result = engine.train_batch(*share_of(engine), lr)
-        found.append(float(engine.sum_over_ranks(result.loss_share.clone())))
-    return found
+        means.append(float(engine.sum_over_ranks(result.loss_share.clone())))
+    return means
 
 
 def save(name: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 SEQ_LEN = 16
 VOCAB_SIZE = 64
 MODEL: dict[str, Any] = {
@@ -83,6 +82,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {**_TINY, "model_type": "mamba", "state_size": 4},
     # States that pass every layer by: refused.
     "rwkv": {**_TINY, "model_type": "rwkv"},
+}
+_MIXTURE = {**_TINY, "num_experts_per_tok": 2, "pad_token_id": 0, "output_router_logits": True}
+_LATENT = {
+    **_MIXTURE,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Families whose experts are divided.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, "model_type": "deepseek_v2"},
+    "deepseek_v3": {**_LATENT, "model_type": "deepseek_v3", "routed_scaling_factor": 2.5},
+    "glm4_moe": {
+        **_MIXTURE,
+        "model_type": "glm4_moe",
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    },
+    "gpt_oss": FAMILIES["gpt_oss"],
+    "granitemoe": {**_MIXTURE, "model_type": "granitemoe", "num_local_experts": 4},
+    "mixtral": {
+        **_MIXTURE,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "router_jitter_noise": 0.0,
+        "tie_word_embeddings": False,
+    },
+    "olmoe": {**_MIXTURE, "model_type": "olmoe", "num_experts": 4},
+    "qwen2_moe": FAMILIES["qwen2_moe"],
+    "qwen3_moe": FAMILIES["qwen3_moe"],
 }
 
 

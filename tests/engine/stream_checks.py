@@ -1,7 +1,4 @@
-"""Checks of what waits for what on a device with streams, simulated on two ranks.
-
-`two_rank_checks.py` runs them.
-"""
+"""Checks of what waits for what on a device with streams, simulated on two ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from unittest import mock
 import torch
 
 from harness.engine.deepspeed_0_19 import settlements
-from tests.engine.rank import engine_of, share_of, stage
-from tests.engine.simulated_device import simulated
+from tests.engine.rank import engine_of, run_checks, share_of, stage
+from tools.proofs.streams.simulated import simulated
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
@@ -52,12 +49,14 @@ def seen(ds: dict[str, Any], sections: dict[str, Any], synchronizes: bool = True
     with simulated(synchronizes) as device:
         engine = engine_of(ds, **sections)
         for number in range(4):
-            device.waits.clear()
+            device.timeline.waits.clear()
             engine.train_batch(*share_of(engine, number), 1e-3, judge)
             if number == 1:
                 engine.eval_batch(share_of(engine)[0])
                 engine.refresh_weights()
-        facts = {"races": dict(device.races), "waits": dict(device.waits)}
+        waits = [place for _, place, _ in device.timeline.waits]
+        facts = {"races": dict(device.memory.races), "waits": waits}
+        facts["reuses"] = dict(device.memory.reuses)
         engine.close()
     return facts
 
@@ -77,3 +76,11 @@ def nothing_waits() -> dict[str, Any]:
 
 
 CHECKS = (streams_wait_for_each_other, nothing_waits)
+
+
+def main() -> None:
+    run_checks(CHECKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,225 +1,145 @@
-"""A device with streams, simulated: who has waited for whom, and which accesses race.
-
-Streams and events carry vector clocks. Two accesses to the same bytes, one of them a write, of
-which neither happens before the other, are a race. Pinned memory is the host's: operations on it
-run on the processor, at once. `simulated_device.py` puts real engines on it.
-
-Not seen: memory reused without record_stream, what NCCL does, Triton kernels, copies from pageable
-memory.
-"""
+"""The text of the checks of carried states, and the loop that they are compared with."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import sys
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.func import functional_call
+from torch.nn import functional
+from transformers import DynamicCache
 
-Clock = Counter[int]  # stream -> the last of its operations known to have ended
-REPOSITORY = str(Path(__file__).resolve().parents[2])
-OURS = ("deepspeed/", "transformers/", "harness/", "tests/")
-PASSED_THROUGH = (
-    *("tests/engine/streams.py", "tests/engine/simulated_device.py"),
-    *("deepspeed/comm/", "deepspeed/utils/nvtx", "deepspeed/utils/timer"),
-)
+from harness.data.contiguous import Contiguous
+from harness.data.indexed import IndexedTokens, write_indexed
+from harness.data.masks import NO_MASKS
+from harness.data.packing import Packed
+from harness.data.split import load_split, write_splits
+from tests.engine.small import SEQ_LEN, VOCAB_SIZE
 
-
-def _learn(clock: Clock, other: Clock) -> None:
-    """Bring `clock` up to `other`, stream by stream."""
-    clock |= other
-
-
-class Stream:
-    """A queue of operations."""
-
-    def __init__(self, device: Device, **_options: Any) -> None:
-        self.device, self.number, self.clock = device, next(device.numbers), Counter[int]()
-        device.streams.append(self)
-
-    def wait_stream(self, other: Stream) -> None:
-        _learn(self.clock, other.clock)
-
-    def wait_event(self, event: Event) -> None:
-        _learn(self.clock, event.clock)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.device)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self.device.host_waits(self.clock)
-
-    def query(self) -> bool:
-        return False
+MODEL: dict[str, Any] = {
+    "model_type": "recurrent",
+    "cell": "lstm",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "recurrent_size": 24,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
+ROWS, WINDOWS, STEPS = 8, 3, 5
+"""Rows of a batch; windows of a row in an epoch; steps, so that a second epoch begins in them."""
+# Three windows begin with a document, one of them a row's second; others begin within windows.
+STARTS = (0, 30, 4 * SEQ_LEN, 100, 9 * SEQ_LEN, 15 * SEQ_LEN, 301)
 
 
-class Event:
-    """What a stream had done when it was recorded."""
-
-    def __init__(self, device: Device, **_options: Any) -> None:
-        self.device, self.clock = device, Counter[int]()
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.clock = Counter((stream or self.device.current).clock)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        _learn((stream or self.device.current).clock, self.clock)
-
-    def synchronize(self) -> None:
-        self.device.host_waits(self.clock)
-
-    def query(self) -> bool:
-        return False
-
-    def elapsed_time(self, _other: Event) -> float:
-        return 0.0
+@cache
+def text() -> list[int]:
+    tokens = ROWS * WINDOWS * SEQ_LEN + 1
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, VOCAB_SIZE, (tokens,), generator=generator).tolist()
 
 
-class Work:
-    """A collective on its way: who waits for it waits on the stream that is current then."""
-
-    def __init__(self, work: Any, device: Device) -> None:
-        self.work, self.device, self.clock = work, device, Counter(device.network.clock)
-
-    def wait(self, *timeout: Any) -> Any:
-        _learn(self.device.current.clock, self.clock)
-        return self.work.wait(*timeout)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.work, name)
-
-
-@dataclass(frozen=True)
-class Access:
-    """One operation's reading or writing of bytes [begin, end) of a storage."""
-
-    begin: int
-    end: int
-    writes: bool
-    stream: int
-    time: int  # on that stream
-    where: str
-
-    def conflicts(self, other: Access) -> bool:
-        """Whether both touch a byte that one of them writes."""
-        return self.begin < other.end and other.begin < self.end and (self.writes or other.writes)
-
-    def covers(self, other: Access) -> bool:
-        """Whether whoever is ordered after self is ordered after `other`, if self is."""
-        return (
-            self.begin <= other.begin
-            and other.end <= self.end
-            and (self.writes or (not other.writes and self.stream == other.stream))
-        )
+@cache
+def stream(starts: tuple[int, ...] = STARTS) -> Contiguous:
+    """The text, divided into documents."""
+    folder, ids = Path(tempfile.mkdtemp()), text()
+    ends = (*starts[1:], len(ids))
+    documents = ((ids[a:b], True) for a, b in zip(starts, ends, strict=True))
+    write_indexed(folder / "tokens", VOCAB_SIZE, documents)
+    tokens = IndexedTokens(folder / "tokens")
+    write_splits(folder, tokens.document_starts(), NO_MASKS, None, add_separator=False)
+    options = {"seq_len": SEQ_LEN, "eos_id": 0, "vocab_size": VOCAB_SIZE, "add_separator": False}
+    packed = Packed(tokens.ids, load_split(folder, "train"), NO_MASKS, **options)  # type: ignore[arg-type]
+    return Contiguous(packed, ROWS)
 
 
-class Device:
-    """Streams, what they have accessed, and what was seen: `races` and `waits`, by file:line."""
-
-    HOST = -1
-
-    def __init__(self) -> None:
-        self.numbers, self.streams = itertools.count(), list[Stream]()
-        self.host: Clock = Counter()
-        self.default, self.network = Stream(self), Stream(self)
-        self.entered = [self.default]
-        self.races: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self.pinned: dict[int, Any] = {}
-        self._memory: dict[int, tuple[Any, list[Access]]] = {}  # keeps storages: ids stay theirs
-
-    @property
-    def current(self) -> Stream:
-        """The stream that operations are launched on."""
-        return self.entered[-1]
-
-    @contextlib.contextmanager
-    def on(self, stream: Stream | None) -> Iterator[None]:
-        """Launch on `stream` within."""
-        self.entered.append(stream or self.current)
-        try:
-            yield
-        finally:
-            self.entered.pop()
-
-    def host_waits(self, clock: Clock) -> None:
-        """Let the host wait for all that is in `clock`."""
-        _learn(self.host, clock)
-        self.waits[_where()] += 1
-
-    def synchronize(self, _index: Any = None) -> None:
-        """Let the host wait for all streams."""
-        for stream in self.streams:
-            _learn(self.host, stream.clock)
-        self.waits[_where()] += 1
-
-    def pin(self, tensor: torch.Tensor, *_alignment: Any) -> torch.Tensor:
-        """Make this memory the host's."""
-        storage = tensor.untyped_storage()
-        self.pinned[storage._cdata] = storage
-        return tensor
-
-    def run(self, name: str, tensors: list[tuple[torch.Tensor, bool]], waits: bool = False) -> None:
-        """Note one operation on (tensor, whether it is written).
-
-        `waits`: the host waits for it where it is a copy to or from pinned memory.
-        """
-        stream, where = self.current, _where()
-        copies = name in ("aten::copy_", "aten::_to_copy")
-        touches_host = any(t.untyped_storage()._cdata in self.pinned for t, _ in tensors)
-        if touches_host and not copies:
-            for tensor, writes in tensors:
-                self._access(tensor, writes, self.HOST, self.host, where)
-            return
-        _learn(stream.clock, self.host)  # it is launched after all that the host waited for
-        stream.clock[stream.number] += 1
-        for tensor, writes in tensors:
-            self._access(tensor, writes, stream.number, stream.clock, where)
-        if touches_host and waits:
-            _learn(self.host, stream.clock)
-
-    def _access(
-        self, tensor: torch.Tensor, writes: bool, number: int, clock: Clock, where: str
-    ) -> None:
-        if not tensor.numel() or tensor.device.type != "cpu":
-            return
-        storage, size = tensor.untyped_storage(), tensor.element_size()
-        if number == self.HOST and storage._cdata not in self.pinned:
-            return
-        begin = tensor.storage_offset()
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        last = begin + sum((count - 1) * stride for count, stride in strides)
-        new = Access(begin * size, (last + 1) * size, writes, number, clock[number], where)
-        _, accesses = self._memory.setdefault(storage._cdata, (storage, []))
-        for old in accesses:
-            if old.stream != number and clock[old.stream] < old.time and new.conflicts(old):
-                self.races[f"{old.where} -> {where}"] += 1
-        if number != self.HOST:  # what is launched later comes after the host's own accesses
-            later = [a for a in accesses if clock[a.stream] < a.time or not new.covers(a)]
-            accesses[:] = [*later, new]
+MAMBA2: dict[str, Any] = {
+    "model_type": "mamba2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "state_size": 8,
+    "num_heads": 8,
+    "head_dim": 8,
+    "n_groups": 2,
+    "num_hidden_layers": 2,
+    "chunk_size": 8,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 
 
-def frames() -> Iterator[tuple[str, int]]:
-    """(file, line) of the callers, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
+class TokenLoop:
+    """The same model as a loop over tokens: nothing of it is the harness's but the weights."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], cell: str) -> None:
+        self.weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        self.is_lstm = cell == "lstm"
+        self.states: dict[int, Any] = {}
+
+    def loss(self, step: int) -> torch.Tensor:
+        """The mean loss of a step, whose gradients end where its windows begin."""
+        total = torch.zeros(())
+        for row in range(ROWS):
+            begin = (row * WINDOWS + step % WINDOWS) * SEQ_LEN
+            if step % WINDOWS == 0 or begin in STARTS:
+                self.states.pop(row, None)
+            total = total + self._window(row, text()[begin : begin + SEQ_LEN + 1])
+        return total / (ROWS * SEQ_LEN)
+
+    def step(self, lr: float) -> None:
+        for weight in self.weights.values():
+            assert weight.grad is not None
+            with torch.no_grad():
+                weight -= lr * weight.grad
+            weight.grad = None
+
+    def _window(self, row: int, ids: list[int]) -> torch.Tensor:
+        w = self.weights
+        before = self.states.get(row) or [[torch.zeros(1, 24)] * 2 for _ in range(2)]
+        states = [[part.detach() for part in layer] for layer in before]
+        loss = torch.zeros(())
+        for token, target in itertools.pairwise(ids):
+            hidden = w["model.embed_tokens.weight"][token][None]
+            for layer in range(2):
+                hidden = hidden + self._layer(f"model.layers.{layer}.", hidden, states[layer])
+            logits = self._norm("model.norm.", hidden) @ w["lm_head.weight"].T
+            loss = loss + functional.cross_entropy(logits, torch.tensor([target]))
+        self.states[row] = states
+        return loss
+
+    def _layer(self, name: str, hidden: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
+        parts = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        cell = [self.weights[f"{name}cell.{part}"] for part in parts]
+        inputs = self._norm(f"{name}norm.", hidden)
+        if self.is_lstm:
+            state[:] = torch.lstm_cell(inputs, state, *cell)
+        else:
+            state[0] = torch.gru_cell(inputs, state[0], *cell)
+        return state[0] @ self.weights[f"{name}out_proj.weight"].T
+
+    def _norm(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weights[f"{name}weight"], self.weights[f"{name}bias"]
+        return functional.layer_norm(hidden, hidden.shape[-1:], weight, bias)
 
 
-def _where() -> str:
-    """file:line of the innermost line of the harness's or of DeepSpeed's that leads here."""
-    for file, line in frames():
-        _, installed, inside = file.rpartition("/site-packages/")
-        if not installed:
-            inside = file.removeprefix(f"{REPOSITORY}/")
-        if inside.startswith(OURS) and not inside.startswith(PASSED_THROUGH):
-            return f"{inside}:{line}"
-    return "?"
+class CacheLoop(TokenLoop):
+    """A model of transformers as a loop over rows, each with transformers' own cache."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__({name: w.detach() for name, w in model.named_parameters()}, "")
+        self.model = model
+
+    def _window(self, row: int, ids: list[int]) -> torch.Tensor:
+        cache = self.states.setdefault(row, DynamicCache(config=self.model.config))
+        for layer in cache.layers:
+            for states in (layer.conv_states, layer.recurrent_states):
+                states.update({k: v.detach().clone() for k, v in states.items() if v is not None})
+        tokens = torch.tensor(ids)
+        arguments = {"input_ids": tokens[None, :-1], "cache_params": cache, "use_cache": True}
+        logits = functional_call(self.model, self.weights, (), arguments).logits[0]
+        return functional.cross_entropy(logits, tokens[1:], reduction="sum")

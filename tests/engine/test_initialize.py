@@ -13,22 +13,6 @@ from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, run_ranks
 
 pytestmark = pytest.mark.slow
 
-SPY = """
-import json, os, sys
-import deepspeed
-
-initialize = deepspeed.initialize
-
-def spied(**arguments):
-    with open(os.environ["RECEIVED"] + os.environ["RANK"], "w") as file:
-        json.dump(arguments["config"], file)
-    return initialize(**arguments)
-
-deepspeed.initialize = spied
-from harness.train import main
-sys.exit(main(sys.argv[1:]))
-"""
-
 
 @pytest.mark.parametrize(
     "words",
@@ -50,16 +34,9 @@ def test_the_engine_changes_nothing_of_the_plans_json(
         "train.steps=1",
         f"run.dir={tmp_path}/run",
     )
-    received = tmp_path / "received-"
-    env = {"RECEIVED": str(received), "PYTHONPATH": str(REPOSITORY)}
-    command = [
-        sys.executable,
-        "-c",
-        SPY,
-        *(word.replace("=ds_", f"={REPOSITORY}/ds_") for word in arguments),
-    ]
-    run_ranks(command, tmp_path, env=env).succeeded()
+    words = [word.replace("=ds_", f"={REPOSITORY}/ds_") for word in arguments]
+    run_ranks([sys.executable, "-m", "tests.engine.spy", tmp_path, *words], tmp_path).succeeded()
     plan = RunFolder(tmp_path / "run").read_plan()
     assert plan is not None
     for rank in range(2):
-        assert json.loads(Path(f"{received}{rank}").read_text()) == plan["deepspeed"]
+        assert json.loads((tmp_path / f"received-{rank}").read_text()) == plan["deepspeed"]

@@ -1,4 +1,4 @@
-"""What is noted on parameters that an axis cuts: who saves them, and who counts them."""
+"""Notes on parameters that an axis cuts: who saves them, and who counts them."""
 
 from __future__ import annotations
 

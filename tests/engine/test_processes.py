@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,43 @@ cpu, first, second = torch.device("cpu"), torch.distributed.group.WORLD, comm.ne
 print(*(int(group._get_backend(cpu).options._timeout.total_seconds()) for group in (first, second)))
 leave()
 """
+
+SHARES = """
+import ctypes
+from harness.engine.processes import join, leave, share_cores
+from harness.layout.world import World
+world = World.from_environ()
+join(world)
+print(share_cores(world), ctypes.CDLL("libgomp.so.1").omp_get_max_threads())
+leave()
+"""
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"),
+    [
+        ([("a", {*range(16)})] * 4, [4] * 4),  # deepspeed: all ranks may use all cores
+        ([("a", {0, 1, 2, 3}), ("a", {4, 5, 6, 7})], [4, 4]),  # srun --cpu-bind=cores
+        ([("a", {0, 1, 2, 3}), ("b", {0, 1, 2, 3})], [4, 4]),  # one rank on each of two nodes
+        ([("a", {*range(8)})] * 2 + [("a", {*range(8, 16)})] * 2, [4] * 4),  # bound to sockets
+        ([("a", {0})] * 3, [1] * 3),
+    ],
+)
+def test_the_cores_that_ranks_may_use_are_divided_among_those_that_share_them(
+    cores: list[tuple[str, set[int]]], threads: list[int]
+) -> None:
+    assert [processes.threads_for(rank, cores) for rank in range(len(cores))] == threads
+
+
+@pytest.mark.parametrize("variable", ["1", None])
+def test_openmp_takes_the_share_of_a_rank_whatever_the_launcher_set(
+    variable: str | None, tmp_path: Path
+) -> None:
+    """1 is torchrun's and accelerate's; DeepSpeed's CPU Adam runs in torch's OpenMP."""
+    env = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": variable}
+    done = run_ranks([sys.executable, "-c", SHARES], tmp_path, ranks=1, env=env).succeeded()
+    threads = str(len(os.sched_getaffinity(0)))
+    assert done.output.split()[-2:] == [threads, threads]
 
 
 def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_it() -> None:

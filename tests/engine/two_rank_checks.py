@@ -1,25 +1,17 @@
-"""Many small checks of the real engine in one group of ranks; `conftest.py` launches it.
-
-Each check returns plain values, which its test judges: every rank writes OUT/NAME.RANK.json.
-Weights go to OUT/NAME.safetensors.
-"""
+"""Small checks of ZeRO's engine on two ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
-import traceback
 from typing import Any
 from unittest import mock
 
 import torch
 
 from harness.config.ds_file import read_ds_json
-from harness.engine.processes import ending_together
 from harness.errors import ConfigError, RunStopped
-from tests.engine import bad_step_checks, optimizer_checks, pipeline_checks, stream_checks
 from tests.engine.rank import (
     OUT,
     STAGES,
@@ -28,10 +20,11 @@ from tests.engine.rank import (
     engine_of,
     fp16,
     losses,
+    run_checks,
     save,
     stage,
 )
-from tests.engine.small import DS_CONFIGS
+from tests.shipped import DS_CONFIGS, fewest_ranks
 from tools.proofs import engines
 
 
@@ -87,13 +80,13 @@ def loads_given_weights() -> None:
 
 
 def missing_weights() -> list[str]:
-    found = []
+    messages = []
     for number in (1, 3):
         try:
             engine_of(stage(number), model={"init_from": str(OUT / "incomplete")})
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def clips_by_value(number: int) -> dict[str, float]:
@@ -162,7 +155,7 @@ def minimum_loss_scale() -> dict[str, Any]:
 
 
 def fp16_refused() -> dict[str, Any]:
-    """What DeepSpeed says to fp16 without our permission."""
+    """Return DeepSpeed's error on fp16 without our permission."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -201,7 +194,7 @@ def bf16_optimizer_prints() -> dict[str, str]:
 
 
 def offload_without_compiler() -> str | None:
-    """What a machine without g++ is told."""
+    """Return the error on a machine without g++."""
     offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     with mock.patch.dict(os.environ, CXX="/nonexistent/c++"):
         try:
@@ -212,19 +205,19 @@ def offload_without_compiler() -> str | None:
 
 
 def shipped_configs() -> dict[str, Any]:
-    found = {}
+    runs = {}
     for path in sorted(DS_CONFIGS.glob("*.json")):
         ds = read_ds_json(path)
-        if ds.get("pipeline", {}).get("stages", 1) > WORLD.world_size or path.stem == "zero3_nvme":
+        if fewest_ranks(ds) > WORLD.world_size or path.stem == "zero3_nvme":
             continue
         engine = engine_of(ds)
-        found[path.stem] = {"losses": losses(engine, 12), **engine.describe()}
+        runs[path.stem] = {"losses": losses(engine, 12), **engine.describe()}
         engine.close()
-    return found
+    return runs
 
 
 def second_copy_leaves_its_group() -> dict[str, bool]:
-    """Whether DeepSpeed's group of hpZ is left of a destroyed engine, and of a closed one."""
+    """Return whether hpZ's group outlives a destroyed engine, and a closed one."""
     from deepspeed.utils import groups
 
     engine = engine_of({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
@@ -235,18 +228,18 @@ def second_copy_leaves_its_group() -> dict[str, bool]:
 
 
 def packed_to_be_reduced() -> dict[str, list[int]]:
-    """How many flat gradients of BF16_Optimizer's are reduced at a time."""
+    """Count BF16_Optimizer's flat gradients that are reduced at a time."""
     half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    engine, packed, found = engine_of({**stage(1), **half}), [], {}
+    engine, packed, counts = engine_of({**stage(1), **half}), [], {}
     flatten = engine.engine.flatten
     engine.engine.flatten = lambda tensors: packed.append(len(tensors)) or flatten(tensors)
     for who in ("ours", "deepspeeds"):
         packed.clear()
         engine.train_batch(*batches(), 1e-3)
-        found[who] = [*packed]
+        counts[who] = [*packed]
         vars(engine.engine).pop("allreduce_and_copy", None)
     engine.close()
-    return found
+    return counts
 
 
 CHECKS = (
@@ -265,23 +258,12 @@ CHECKS = (
     shipped_configs,
     second_copy_leaves_its_group,
     packed_to_be_reduced,
-    *pipeline_checks.CHECKS,
-    *bad_step_checks.CHECKS,
-    *optimizer_checks.CHECKS,
-    *stream_checks.CHECKS,
     minimum_loss_scale,  # leaves an engine in the middle of a step
 )
 
 
 def main() -> None:
-    with ending_together():
-        for check in CHECKS:
-            try:
-                result = {"value": check()}
-            except Exception:
-                result = {"error": traceback.format_exc()}
-            print(check.__name__, "failed" if "error" in result else "ended", flush=True)
-            (OUT / f"{check.__name__}.{WORLD.rank}.json").write_text(json.dumps(result))
+    run_checks(CHECKS)
 
 
 if __name__ == "__main__":

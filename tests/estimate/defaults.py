@@ -8,5 +8,5 @@ from harness.config.ds_keys import value_of
 
 
 def default_value(key: str, **changes: Any) -> Any:
-    """What DeepSpeed assumes of an empty JSON."""
+    """Return DeepSpeed's defaults for an empty JSON."""
     return changes.get(key.rpartition(".")[2], value_of({}, key))

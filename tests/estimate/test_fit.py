@@ -1,7 +1,8 @@
-"""What this machine cannot hold is refused, with the changes that would help."""
+"""Runs that this machine cannot hold are refused, with the changes that would help."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,26 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 
 
-def plan(ds: dict[str, Any], accelerator: str = "cuda", **run: dict[str, Any]) -> Plan:
-    world = World(world_size=2, local_world_size=2, accelerator=accelerator, gpu="h100-80")
+def plan(
+    ds: dict[str, Any],
+    accelerator: str = "cuda",
+    allocators: str | None = None,
+    **run: dict[str, Any],
+) -> Plan:
+    world = World(
+        world_size=2,
+        local_world_size=2,
+        accelerator=accelerator,
+        gpu="h100-80",
+        allocators=allocators,
+    )
     return make_plan(RunConfig.model_validate(run), ds, world)
 
 
 def estimate(ds: dict[str, Any], accelerator: str = "cuda", **run: dict[str, Any]) -> Estimate:
-    found = plan(ds, accelerator, **run).estimate
-    assert found is not None
-    return found
+    estimated = plan(ds, accelerator, **run).estimate
+    assert estimated is not None
+    return estimated
 
 
 LLAMA = {"model": {"name": "llama-1b"}, "data": {"seq_len": 1024}}
@@ -43,9 +55,9 @@ def test_what_nobody_measured_is_not_refused() -> None:
 
 
 def test_a_gpu_that_is_too_small_names_need_peak_and_changes() -> None:
-    found = estimate(STAGE_1, **LLAMA)
-    (problem,) = fit.shortages(found, 24 * GIB, 500 * GIB)
-    assert f"the run needs {(found.worst.peak + found.process_bytes) / GIB:.2f} GiB" in problem
+    estimated = estimate(STAGE_1, **LLAMA)
+    (problem,) = fit.shortages(estimated, 24 * GIB, 500 * GIB)
+    assert f"the run needs {estimated.needed / GIB:.2f} GiB" in problem
     assert "of GPU memory, but 24.00 GiB are free" in problem
     assert "any one of these makes it fit: " in problem
     assert "plan.force=true" in problem
@@ -67,19 +79,40 @@ def test_where_nothing_makes_it_fit_the_most_saving_changes_are_named() -> None:
 
 
 def test_host_memory_counts_all_ranks_of_the_node() -> None:
-    found = estimate(OFFLOADED, **LLAMA)
-    each = found.worst.most("host")
-    assert fit.shortages(found, None, 2 * each) == []
-    (problem,) = fit.shortages(found, None, 2 * each - 1)
+    estimated = estimate(OFFLOADED, **LLAMA)
+    each = estimated.worst.most("host")
+    assert fit.shortages(estimated, None, 2 * each) == []
+    (problem,) = fit.shortages(estimated, None, 2 * each - 1)
     assert "of host memory" in problem
 
 
+def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_allocators() -> None:
+    exact = plan(OFFLOADED, **LLAMA)  # DeepSpeed pins unless it is told not to
+    rounded = plan(OFFLOADED, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA)
+    notes = [event["message"] for event in rounded.events if event["kind"] == "pinned_memory"]
+    assert ["add pinned_max_cached_size_mb:64" in note for note in notes] == [True]
+    assert "pinned_memory" not in [event["kind"] for event in exact.events]
+    assert exact.estimate
+    assert rounded.estimate
+    sizes = exact.estimate.worst.phase("step", "host")
+    names = ("master", "fp32 gradients", "parameter staging", "gradient staging", "gradient sums")
+    more = sum(2 ** math.ceil(math.log2(sizes[name])) - sizes[name] for name in names)
+    assert more > 0.3 * sum(sizes[name] for name in names)
+    assert rounded.estimate.worst.phase("step", "host") == {**sizes, "pinned rounding": more}
+    offload = {"device": "cpu", "pin_memory": False}
+    ds = {**OFFLOADED, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    pageable = plan(ds, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA).estimate
+    assert pageable
+    assert not plan(STAGE_1, allocators="PYTORCH_ALLOC_CONF=x:1", **LLAMA).events
+    assert pageable.host_bytes_per_node == exact.estimate.host_bytes_per_node
+
+
 def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:
-    found = estimate({}, "cpu")
-    needed = 2 * found.worst.on_cpu
-    assert needed > 2 * found.worst.most("host")
-    assert fit.shortages(found, None, needed) == []
-    assert len(fit.shortages(found, None, needed - 1)) == 1
+    estimated = estimate({}, "cpu")
+    needed = 2 * estimated.worst.on_cpu
+    assert needed > 2 * estimated.worst.most("host")
+    assert fit.shortages(estimated, None, needed) == []
+    assert len(fit.shortages(estimated, None, needed - 1)) == 1
 
 
 def test_a_cpu_rank_gets_no_pages_for_the_unused_part_of_a_bucket() -> None:
@@ -149,8 +182,8 @@ def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_cpu_ranks_are_not_told_to_offload_to_the_memory_that_is_full() -> None:
-    found = estimate({"zero_optimization": {"stage": 1}}, "cpu", **LLAMA)
-    (problem,) = fit.shortages(found, None, 2 * GIB)
+    estimated = estimate({"zero_optimization": {"stage": 1}}, "cpu", **LLAMA)
+    (problem,) = fit.shortages(estimated, None, 2 * GIB)
     assert "model.checkpointing=full" in problem
     assert "offload" not in problem
     assert "GPUs" not in problem

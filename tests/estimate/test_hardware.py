@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.estimate.hardware import GPUS, find_gpu
+from harness.estimate.hardware import GPUS, find_gpu, known_gpu
 
 
 @pytest.mark.parametrize("key", GPUS)
@@ -34,6 +34,23 @@ def test_every_figure_has_a_source() -> None:
         ("rtx4090", "rtx-4090"),
         ("AMD Instinct MI250X", "mi250x"),
         ("mi300x", "mi300x"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA A30", "a30"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("GH200 120GB", "gh200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
     ],
 )
 def test_names_of_drivers_and_people(name: str, key: str) -> None:
@@ -44,11 +61,12 @@ def test_names_of_drivers_and_people(name: str, key: str) -> None:
     ("name", "keys"),
     [
         ("a100", "a100-40, a100-80"),
-        ("NVIDIA H100 NVL", "h100-sxm, h100-pcie"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100-sxm, h100-pcie"),
+        ("NVIDIA H800 PCIe", "h100-sxm, h100-pcie"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
         ("NVIDIA A10G", "a10"),
-        ("h20", "h200"),
+        ("NVIDIA GH200 144G HBM3e", "gh200"),
+        ("NVIDIA RTX 6000", "rtx-6000-ada"),
+        ("NVIDIA A800 40GB Active", "a800"),
     ],
 )
 def test_other_products_are_refused_with_the_keys(name: str, keys: str) -> None:
@@ -56,8 +74,15 @@ def test_other_products_are_refused_with_the_keys(name: str, keys: str) -> None:
         find_gpu(name)
 
 
+def test_a_slice_of_a_gpu_has_no_figures() -> None:
+    name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    with pytest.raises(ValueError, match="a MIG slice, whose share of its GPU is not known"):
+        find_gpu(name)
+    assert known_gpu(name) is None
+
+
 def test_a_name_like_none_lists_all() -> None:
-    with pytest.raises(ValueError, match=r"v100-16, .*, mi300x"):
+    with pytest.raises(ValueError, match=r"t4, v100-16, .*, mi300x"):
         find_gpu("Voodoo 2")
 
 

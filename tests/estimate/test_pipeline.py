@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.activations import layer_activations
 from harness.estimate.changes import helpful_changes
-from harness.estimate.inputs import GIB, Inputs, ZeroSettings
+from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.layer_bytes import layer_activations
+from harness.estimate.rank_timeline import rank_timeline
 from harness.estimate.states import optimizer_class
-from harness.estimate.timeline import PROCESS, estimate_memory, rank_timeline
+from harness.estimate.timeline import estimate_memory
+from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.stages import stage_parameters
@@ -53,15 +55,15 @@ def inputs(
         seq_len=seq_len,
         grad_accum=grad_accum,
         bounds=bounds,
-        **kept,
+        **{"accelerator": "cpu", **kept},
     )
 
 
-def held(run: Inputs, rank: int, phase: str) -> int:
+def bytes_in(run: Inputs, rank: int, phase: str) -> int:
     """Bytes on a CPU rank, the process left out."""
     timeline = rank_timeline(run, rank)
     host = timeline.phase(phase, "host")
-    return timeline.total(phase) + sum(host.values()) - host[PROCESS]
+    return timeline.total(phase) + sum(host.values()) - host["process"]
 
 
 # Bytes of live tensors of four CPU ranks under DeepSpeed 0.19.8, buckets of 20,000 elements: the
@@ -97,7 +99,7 @@ def test_states_are_those_of_real_runs(
     )
     for rank, measured in ((0, first), (3, last)):
         phases = ("built", "gradients_ready", "between_steps")
-        assert [held(run, rank, phase) for phase in phases] == pytest.approx(measured, rel=1e-3)
+        assert [bytes_in(run, rank, phase) for phase in phases] == pytest.approx(measured, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,8 @@ def test_earlier_stages_hold_the_activations_of_more_micro_batches():
     run = llama_3_8b()
     layer = layer_activations(run, 0)
     for stage, (layers, in_flight) in enumerate([(8, 4), (9, 3), (9, 2), (6, 1)]):
-        found = rank_timeline(run, 4 * stage).phase("backward_first")
-        assert found["activations: mlp"] == layers * in_flight * layer.mlp
+        sizes = rank_timeline(run, 4 * stage).phase("backward_first")
+        assert sizes["activations: mlp"] == layers * in_flight * layer.mlp
     few = rank_timeline(replace(run, grad_accum=2), 0).phase("backward_first")
     assert few["activations: mlp"] == 8 * 2 * layer.mlp
 
@@ -157,12 +159,12 @@ def test_what_travels_between_stages_is_kept_while_in_flight():
 
 
 def test_an_estimate_has_every_stage_and_its_worst():
-    found = estimate_memory(llama_3_8b())
-    assert [rank.stage for rank in found.ranks] == [0, 1, 2, 3]
-    assert [rank.rank for rank in found.ranks] == [0, 4, 8, 12]
-    assert found.worst is found.ranks[0]
-    assert sum(rank.inputs.parameters for rank in found.ranks) == 8_030_261_248
-    ranks = found.to_json()["ranks"]
+    estimate = estimate_memory(llama_3_8b())
+    assert [rank.stage for rank in estimate.ranks] == [0, 1, 2, 3]
+    assert [rank.rank for rank in estimate.ranks] == [0, 4, 8, 12]
+    assert estimate.worst is estimate.ranks[0]
+    assert sum(rank.inputs.parameters for rank in estimate.ranks) == 8_030_261_248
+    ranks = estimate.to_json()["ranks"]
     assert [(r["pipeline_stage"], r["data_rank"]) for r in ranks] == [(s, 0) for s in range(4)]
 
 
@@ -185,9 +187,9 @@ def test_a_tied_embedding_is_on_both_ends():
 
 def test_a_node_holds_the_ranks_of_neighbouring_stages():
     """Two nodes of 8: stages 0 and 1 on the first, 2 and 3 on the second."""
-    found = estimate_memory(llama_3_8b())
-    host = [rank.most("host") for rank in found.ranks]
-    assert found.host_bytes_per_node == max(4 * host[0] + 4 * host[1], 4 * host[2] + 4 * host[3])
+    estimate = estimate_memory(llama_3_8b())
+    host = [rank.most("host") for rank in estimate.ranks]
+    assert estimate.host_bytes_per_node == max(4 * host[0] + 4 * host[1], 4 * host[2] + 4 * host[3])
     alone = estimate_memory(llama_3_8b(gpus_per_node=4))
     assert alone.host_bytes_per_node == 4 * max(host)
 

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from harness.estimate.activations import saved_for_backward
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
+from harness.models.tracing import Request, trace, trace_whole
+from harness.plan import traced
 from harness.plan.command import parse_command, plan_from
-from harness.plan.memory import estimate
+from harness.plan.memory import traced_inputs
+from harness.plan.text import describe
 from tests.run_tools import run_tool
 from tools.memory.trace import traced_saved
-from tools.memory.unknown import shape_of, traced_estimate
 
 SIZES = {
     "vocab_size": 512,
@@ -32,6 +35,21 @@ SIZES = {
     "pad_token_id": 0,
 }
 UNKNOWN = ("stablelm", "granite", "starcoder2", "cohere", "olmo", "glm")
+# Layers of several kinds.
+MIXED = {
+    "qwen3_next": {"num_hidden_layers": 8},
+    "glm4_moe": {"num_hidden_layers": 4, "first_k_dense_replace": 1},
+    "gemma3_text": {"num_hidden_layers": 12, "sliding_window": 64},
+    "jamba": {"num_hidden_layers": 8},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Traces are kept in a folder of the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield patch
 
 
 @pytest.fixture
@@ -39,8 +57,8 @@ def plan_of(tmp_path: Path) -> Any:
     def make(config: dict[str, Any], *words: str) -> Any:
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config))
-        given = [f"model.name={path}", "data.seq_len=128", "train.micro_batch=2", *words]
-        return plan_from(parse_command(given), {}, World(world_size=4, accelerator="cuda"))
+        settings = [f"model.name={path}", "data.seq_len=128", "train.micro_batch=2", *words]
+        return plan_from(parse_command(settings), {}, World(world_size=4, accelerator="cuda"))
 
     return make
 
@@ -51,41 +69,70 @@ def test_every_parameter_is_counted_and_what_is_saved_is_what_was_traced(
 ) -> None:
     plan = plan_of({"model_type": model_type, **SIZES}, "train.global_batch=8")
     assert plan.shape is None
-    found = traced_estimate(plan)
+    estimate = plan.estimate
     model = skeleton(hf_config(plan.model_config), torch.float32)
-    assert num_parameters(found.inputs.shape) == sum(p.numel() for p in model.parameters())
-    assert len(found.inputs.shape.body.layers) == 5
-    traced = traced_saved(plan.model_config, found.inputs)
-    assert saved_for_backward(found.inputs) == pytest.approx(traced, rel=0.03)
-    assert {part.evidence for part in found.worst.held if part.component.endswith("layers")} == {
-        "traced"
-    }
+    assert num_parameters(estimate.inputs.shape) == sum(p.numel() for p in model.parameters())
+    assert len(estimate.inputs.shape.body.layers) == 5
+    saved = traced_saved(plan.model_config, estimate.inputs)
+    assert saved_for_backward(estimate.inputs) == pytest.approx(saved, rel=0.03)
+    assert {
+        part.evidence for part in estimate.worst.parts if part.component.endswith("layers")
+    } == {"traced"}
+    assert f"{num_parameters(estimate.inputs.shape):,} (" in describe(plan)
+
+
+@pytest.mark.parametrize("model_type", MIXED)
+def test_each_kind_of_layer_is_traced_once(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, **MIXED[model_type]).to_dict()
+    request = Request(config, None, "bf16", "sdpa", 1, 128)
+    made = trace(request)
+    assert made.bytes == pytest.approx(trace_whole(request), rel=0.001)
+    assert len({*made.layers}) > 1
+    assert made.by_reference == (model_type in ("qwen3_next", "jamba"))
+
+
+def test_attention_is_the_runs_and_its_dropout_takes_no_other_path() -> None:
+    config = {"model_type": "stablelm", **SIZES}
+    sdpa, eager = (trace(Request(config, None, "bf16", a, 2, 128)) for a in ("sdpa", "eager"))
+    assert eager.bytes > sdpa.bytes
+    dropped = trace(Request({**config, "attention_dropout": 0.1}, None, "bf16", "sdpa", 2, 128))
+    assert dropped == sdpa
 
 
 @pytest.mark.parametrize("more", [(), ("model.checkpointing=full",)])
 def test_a_known_family_comes_to_the_same_either_way(more: tuple[str, ...], plan_of: Any) -> None:
     plan = plan_of({"model_type": "llama", **SIZES}, "train.global_batch=8", *more)
-    ours, theirs = Shape.from_hf(plan.model_config), shape_of(plan.model_config)
+    inputs = traced_inputs(plan)
+    ours, theirs = Shape.from_hf(plan.model_config), inputs.shape
     assert {(t.name, t.shape) for t in ours.tensors()} == {
         (t.name, t.shape) for t in theirs.tensors()
     }
-    counted = estimate(plan)
-    assert counted is not None
-    assert traced_estimate(plan).worst.peak == pytest.approx(counted.worst.peak, rel=0.005)
+    counted = saved_for_backward(plan.estimate.inputs)
+    assert saved_for_backward(inputs) == pytest.approx(counted, rel=0.005)
 
 
-def test_without_a_trace_it_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "stablelm", **SIZES}))
-    refused = run_tool("estimate_memory", "--model", path, code=2)
-    assert "--trace builds its class empty" in refused.stderr
-    done = run_tool("estimate_memory", "--model", path, "--trace", "--json")
-    found = json.loads(done.stdout)
-    assert found["components"]["activations_saved"] > 0
+def test_a_trace_is_kept(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "glm", **SIZES, "num_hidden_layers": 3}
+    first = plan_of(config, "train.global_batch=8").estimate.to_json()
+    monkeypatch.setattr(traced, "_asked", lambda text: pytest.fail("traced again"))
+    assert plan_of(config, "train.global_batch=8").estimate.to_json() == first
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    AutoConfig.for_model("mamba2", num_hidden_layers=2).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["time_step_limit"][1] == {"__float__": "Infinity"}
+    assert hf_config(config).time_step_limit[1] == float("inf")
 
 
 def test_a_class_that_cannot_be_built_is_one_report(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "t5", "vocab_size": 100}))
-    refused = run_tool("estimate_memory", "--model", path, "--trace", code=2)
+    refused = run_tool("estimate_memory", "--model", path, code=2)
     assert "Traceback" not in refused.stderr
+    assert "its class cannot be traced" in refused.stderr
+
+
+def test_a_padding_token_outside_of_the_vocabulary_is_named() -> None:
+    with pytest.raises(ValueError, match=r"pad_token_id is 999, .* set model\.overrides\.pad_tok"):
+        hf_config({"model_type": "glm", **SIZES, "pad_token_id": 999})

@@ -1,4 +1,4 @@
-"""What must hold after any fault."""
+"""Checks that hold after any fault."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -56,10 +57,12 @@ class Trial:
         (disk / "filler").unlink()
         return ended
 
-    def hang(self, *more: str, fault: dict[str, Any]) -> list[int | None]:
-        """The ranks' exit codes; None where one had to be ended."""
+    def hang(
+        self, *more: str, fault: dict[str, Any], patience_s: float = math.inf
+    ) -> list[int | None]:
+        """The ranks' exit codes; None where one had to be ended: `patience_s` after the other."""
         words = arguments(self.path, self.data, *more)
-        return self.zygote.run(words, self.logs, fault, limit_s=40).codes
+        return self.zygote.run(words, self.logs, fault, limit_s=40, patience_s=patience_s).codes
 
     def kill(self, rank: int, at: str, nth: int, *more: str) -> None:
         """Kill -9 `rank` there; the other ends too, and not as if all were well."""

@@ -3,7 +3,8 @@
 {"rank": 1, "at": "after a file", "nth": 2, "do": "kill"}; `do`: kill (SIGKILL), term, usr1 (each
 signal twice), hup, int, stop (SIGSTOP), sleep (for "seconds"), skip (what is about to begin there),
 raise, starve (no thread begins), fill or readonly (the file system at "mount"), full ("file" takes
-no more), truncate (half of "file"). "nccl": the process group is left as NCCL is.
+no more), truncate (half of "file"), differ (the exported model has another loss). "nccl": the
+process group is left as NCCL is.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def plant(fault: dict[str, Any], rank: int) -> None:
 
 
 class _Skip(Exception):
-    """What was about to begin is left out."""
+    """Raised to leave out the call that was about to begin."""
 
 
 class _Nth:
@@ -86,6 +87,8 @@ def _do(fault: dict[str, Any]) -> None:
             path = Path(fault["file"])
             path.rename(path.with_name(f"{path.name}.whole"))
             path.symlink_to("/dev/full")  # as if the disk had filled up with the last line
+        case "differ":
+            _export_differs()
         case "starve":
             threading.Thread._bootstrap = _cannot_begin  # type: ignore[attr-defined]
         case "raise":
@@ -111,6 +114,12 @@ def _do(fault: dict[str, Any]) -> None:
             os.truncate(fault["file"], os.path.getsize(fault["file"]) // 2)  # noqa: PTH202
         case "readonly":
             subprocess.run(["mount", "-o", "remount,ro", fault["mount"]], check=True)
+
+
+def _export_differs() -> None:
+    from harness.run import exporting
+
+    exporting._loss = lambda *_: 1000.0
 
 
 def _cannot_begin(_: threading.Thread) -> None:
@@ -217,6 +226,8 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         _around(ZeroEngine, "apply", before=started)
 
     def call(owner: Any, name: str, when: str = "before") -> Callable[[Callable[[], None]], None]:
+        assert hasattr(owner, name), f"{owner} has no {name}"  # at once, whichever fault is planted
+
         def place(act: Callable[[], None]) -> None:
             _around(owner, name, **{when: lambda *_: act()})
 
@@ -244,7 +255,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "during retention": removing,
         "any moment": any_moment,
         "in a step": call(ZeroEngine, "apply"),
-        "in an evaluation": call(reporting, "evaluate"),
+        "in an evaluation": call(reporting, "evaluate_by_position"),
         "before a save": call(saving, "probe_batch"),
         "exporting": call(finish, "export"),
         "comparing replicas": call(checkpointing, "check_replicas"),

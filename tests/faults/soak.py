@@ -1,7 +1,7 @@
 """One run, interrupted again and again, each time going on in another layout: a story by a seed.
 
-Attempt n of a seed always has the same layout, kind of interruption and moment. What happened is
-kept attempt by attempt, in a folder: a story that was broken off goes on there.
+Attempt n of a seed always has the same layout, kind of interruption and moment. Outcomes are kept
+attempt by attempt, in a folder: a story that was broken off goes on there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.find import verified
-from harness.config.sections import DataConfig
-from harness.data.build import DataSpec, build_data
+from harness.config.data_section import DataConfig
+from harness.data.build import build_data
+from harness.data.spec import DataSpec
 from harness.errors import Unusable
 from harness.runfolder import RunFolder
 from tests.faults.conftest import arguments
@@ -30,7 +31,7 @@ from tools.proofs.zygote import Outcome, Zygote
 
 @dataclass
 class Happened:
-    """What became of an attempt."""
+    """The outcome of an attempt."""
 
     number: int
     layout: str
@@ -44,7 +45,7 @@ class Happened:
     made: list[str]
     """Checksums of the checkpoints that it left."""
     before: int
-    """How many steps other attempts had executed."""
+    """Number of steps that other attempts had executed."""
     steps: list[int]
     """Executed, in order."""
     seconds: float
@@ -62,8 +63,16 @@ class Story:
             shutil.move(self._copy, self.run.path)
         self.data = _data(folder)
         self._kept = folder / f"attempts-{seed}.jsonl"
-        lines = self._kept.read_text().splitlines() if self._kept.exists() else []
-        self.happened = [Happened(**json.loads(line)) for line in lines]
+        self._parts = folder / f"parts-{seed}.jsonl"
+        self.happened = [Happened(**line) for line in _lines(self._kept)]
+        with self._parts.open("a") as file:
+            file.write(json.dumps({"attempts": len(self.happened)}) + "\n")
+
+    @property
+    def broken_off(self) -> int:
+        """Number of times that the story was broken off before its end, and gone on with."""
+        parts = _lines(self._parts)[1:]
+        return sum(part["attempts"] < len(self.happened) for part in parts)
 
     def interrupt(self, times: int) -> None:
         """Go on until the run was interrupted so often. Raises AssertionError at a problem."""
@@ -118,7 +127,7 @@ class Story:
 
     def _attempt(self, attempt: Attempt) -> Happened:
         damage = self._damage(attempt)
-        before, known = self._whole(), self._executed()
+        before, executed = self._whole(), self._executed()
         saved = max(before, default=0)
         words = ["train.steps=1000000", *(HANGS if attempt.kind == "hang" else ())]
         began, name = time.monotonic(), f"attempt-{attempt.number}"
@@ -127,8 +136,8 @@ class Story:
             *(attempt.number, attempt.layout, attempt.kind, damage, ended.codes, saved),
             start=before.get(saved, ""),
             made=sorted({*self._whole().values()} - {*before.values()}),
-            before=len(known),
-            steps=self._executed()[len(known) :],
+            before=len(executed),
+            steps=self._executed()[len(executed) :],
             seconds=round(time.monotonic() - began, 2),
         )
         if self.disk:
@@ -142,7 +151,7 @@ class Story:
         outlived = self.zygote.left
         first, steps = happened.saved + 1, happened.steps
         left = [p.name for p in SHARED_MEMORY.iterdir() if f"_{self.zygote.ports[-1]}_" in p.name]
-        found = {
+        checks = {
             "an exit code that is none of these": not all(code in may for code, may in codes),
             "a step done twice that was saved, or left out": steps
             != list(range(first, first + len(steps))),
@@ -151,7 +160,7 @@ class Story:
             "a step after a stop while it started": attempt.kind == "starting" and bool(steps),
             "no whole checkpoint is left": happened.saved > 0 and not self._whole(),
         }
-        return [problem for problem, is_there in found.items() if is_there]
+        return [problem for problem, is_there in checks.items() if is_there]
 
     def _damage(self, attempt: Attempt) -> str | None:
         """Damage a file of the newest checkpoint as the attempt says, if there is an older one."""
@@ -206,7 +215,11 @@ def _data(folder: Path) -> list[str]:
 
 def metrics_lines(run: RunFolder) -> list[dict[str, Any]]:
     """Every whole line of metrics.jsonl, of steps that were done again, too."""
-    if not run.metrics_path.exists():
+    return _lines(run.metrics_path)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
         return []
-    lines = run.metrics_path.read_text().splitlines(keepends=True)
+    lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -78,7 +78,7 @@ class Attempt:
     kind: str
     fault: dict[str, Any]
     damage: str | None
-    """What is done to a file of the newest checkpoint before."""
+    """Damage done before to a file of the newest checkpoint."""
 
     @property
     def layout(self) -> str:

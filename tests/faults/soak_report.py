@@ -1,4 +1,4 @@
-"""What a soak came to: differences from the undisturbed curve, and the tables of docs/soak.md."""
+"""Results of a soak: differences from the undisturbed curve, and the tables of docs/soak.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from harness.runfolder import RunFolder
-from tests.faults.soak import Happened, metrics_lines
+from tests.faults.soak import Happened, Story, metrics_lines
 from tests.faults.soak_attempts import KINDS, REFERENCE
 from tools.made_with import versions
 
@@ -54,24 +54,24 @@ def apart(run: RunFolder, undisturbed: dict[str, RunFolder]) -> list[Apart]:
     The bound at a step is TIMES the largest difference, up to that step, between the undisturbed
     runs of all layouts and the reference's, or the last place of fp32.
     """
-    found = []
+    worst = []
     for name in QUANTITIES:
         curve = _curve(run, name)
         reference = _curve(undisturbed[REFERENCE], name)
         assert curve.keys() == reference.keys(), f"{name}: {curve.keys() ^ reference.keys()}"
-        others = [_curve(other, name) for other in undisturbed.values()]
+        curves = [_curve(run_, name) for run_ in undisturbed.values()]
         spread, steps = 0.0, []
         for step, expected in reference.items():
-            spread = max(spread, *(_relative(other[step], expected) for other in others))
+            spread = max(spread, *(_relative(each[step], expected) for each in curves))
             allowed = TIMES * max(spread, LAST_PLACE)
             steps.append(Apart(name, _relative(curve[step], expected), allowed, step))
-        found.append(max(steps, key=lambda one: math.inf if math.isnan(one.share) else one.share))
-    return found
+        worst.append(max(steps, key=lambda at: math.inf if math.isnan(at.share) else at.share))
+    return worst
 
 
 def redone(run: RunFolder, happened: list[Happened]) -> tuple[int, list[int]]:
-    """How many steps were done again in the layout and from the state that they were first done
-    in, and those of them that came out otherwise in a single bit.
+    """Count the steps that were done again in the same layout from the same state; list those of
+    them that came out otherwise in a single bit.
 
     An attempt's state at a step is that of another one where it began from the same checkpoint, or
     from one that the other saved.
@@ -81,9 +81,9 @@ def redone(run: RunFolder, happened: list[Happened]) -> tuple[int, list[int]]:
     count, differ = 0, []
     for attempt in happened:
         mine = dict(zip(attempt.steps, lines[attempt.before :], strict=False))
-        for other, theirs in done:
-            same = attempt.start and attempt.start in (other.start, *other.made)
-            if not same or attempt.layout != other.layout:
+        for earlier, theirs in done:
+            same = attempt.start and attempt.start in (earlier.start, *earlier.made)
+            if not same or attempt.layout != earlier.layout:
                 continue
             for step in mine.keys() & theirs.keys():
                 pair = mine[step], theirs[step]
@@ -96,10 +96,9 @@ def redone(run: RunFolder, happened: list[Happened]) -> tuple[int, list[int]]:
     return count, differ
 
 
-def markdown(
-    happened: list[Happened], seed: int, executed: int, steps: int, worst: list[Apart], again: int
-) -> str:
-    """docs/soak.md. `executed`: steps of all attempts, of which the run needed `steps`."""
+def markdown(story: Story, steps: int, worst: list[Apart], again: int) -> str:
+    """docs/soak.md; `steps`: those that the run needed."""
+    happened, executed = story.happened, story.executed
     layouts = sorted({attempt.layout for attempt in happened})
     minutes = sum(attempt.seconds for attempt in happened) / 60
     seconds = median(attempt.seconds for attempt in happened)
@@ -112,6 +111,8 @@ def markdown(
         "interruption, leave no process and nothing in /dev/shm, and begin at the step after the",
         "newest whole checkpoint.",
         "At the end the run's curve is compared with that of the same run left alone.",
+        f"The story was broken off {_times(story.broken_off)}; each time it went on with the",
+        "attempt at which it had stopped.",
         "",
         f"**{len(happened)} interruptions, {steps} steps:** no step missing, none done twice that",
         f"was saved; {executed - steps} were done again that were not.",
@@ -136,14 +137,20 @@ def markdown(
         f"|---|{'---|' * len(layouts)}",
         *_of_transitions(happened, layouts),
         "",
-        f"{minutes:.0f} minutes, of an attempt {seconds:.1f} s in the median. Seed {seed}; fp32. "
+        f"{minutes:.0f} minutes, of an attempt {seconds:.1f} s in the median. "
+        f"Seed {story.seed}; fp32. "
         f"{versions()}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _row(one: Apart) -> str:
-    cells = (one.of, f"{one.share:.0%}", f"{one.difference:.0e}", f"{one.allowed:.0e}", one.step)
+def _times(count: int) -> str:
+    return f"{count} time{'s' * (count != 1)}"
+
+
+def _row(worst: Apart) -> str:
+    shares = (f"{worst.share:.0%}", f"{worst.difference:.0e}", f"{worst.allowed:.0e}")
+    cells = (worst.of, *shares, worst.step)
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -158,7 +165,7 @@ def _of_kinds(happened: list[Happened]) -> list[str]:
 
 
 def _of_transitions(happened: list[Happened], layouts: list[str]) -> list[str]:
-    times = Counter((one.layout, other.layout) for one, other in pairwise(happened))
+    times = Counter((before.layout, after.layout) for before, after in pairwise(happened))
     return [
         f"| {row} | {' | '.join(str(times[row, column] or '') for column in layouts)} |"
         for row in layouts

@@ -90,6 +90,17 @@ def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, tria
     assert curve(trial.run) == before
 
 
+@pytest.mark.fault("an export with another loss")
+def test_a_run_whose_export_differs_ends_as_the_tool_does(trial: Trial) -> None:
+    ended = trial.start("save.export=true", code=77, rank=0, at="exporting", do="differ")
+    assert "Traceback" not in ended.output
+    assert "but the exported model has 1000" in ended.outputs[0]
+    assert f"python tools/export_hf.py {trial.path} --no-check exports it" in ended.outputs[0]
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"], status["step"]) == ("failed", 77, STEPS)
+    assert list(trial.path.glob("*export*")) == []
+
+
 @pytest.mark.fault("a file where the export goes")
 def test_a_file_named_export_is_found_before_training(trial: Trial) -> None:
     trial.path.mkdir()

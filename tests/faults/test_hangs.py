@@ -33,7 +33,7 @@ def check_report(run: RunFolder, named: str) -> dict[str, Any]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_named(rank: int, trial: Trial, undisturbed: RunFolder) -> None:
     fault = {"rank": rank, "at": "in a step", "nth": 6, "do": "stop"}
-    codes = trial.hang(*WATCHED, fault=fault)
+    codes = trial.hang(*WATCHED, fault=fault, patience_s=5)
     assert codes[1 - rank] == 78
     assert codes[rank] is None  # still stopped: what starts the ranks ends it
     check_report(trial.run, rf"rank {rank}.*: stopped, gone")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from tests.faults.checks import check_tidy
-from tests.faults.soak import Story
+from tests.faults.soak import Happened, Story
 from tests.faults.soak_attempts import PLACES, drawn
 from tests.faults.soak_report import apart, markdown, redone
 from tools.proofs.zygote import Zygote
@@ -33,14 +34,25 @@ def test_a_run_survives_one_interruption_after_the_other(zygote: Zygote, tmp_pat
         assert [*lines] == [*range(steps + 1)]
         assert all(line["samples"] == 8 * step for step, line in lines.items())
         worst = apart(story.run, story.undisturbed(steps))
-        assert [one for one in worst if not one.share <= 1] == []
+        assert [row for row in worst if not row.share <= 1] == []
         again, differ = redone(story.run, story.happened)
         assert differ == []
         check_tidy(story.run)
-        text = markdown(story.happened, SEED, story.executed, steps, worst, again)
+        text = markdown(story, steps, worst, again)
     print(text)
     if path := os.environ.get("SOAK_MARKDOWN"):
         Path(path).write_text(text)
+
+
+def test_a_story_counts_how_often_it_was_broken_off(tmp_path: Path) -> None:
+    attempt = Happened(0, "zero1 x2", "kill", None, [1, -9], 0, "", [], 0, [1, 2], 3.0)
+    unused = cast(Zygote, None)
+    with contextlib.closing(Story(tmp_path, 0, unused)) as story:
+        story.happened.append(attempt)
+        assert "broken off 0 times;" in markdown(story, 4, [], 0)
+    with contextlib.closing(Story(tmp_path, 0, unused)) as story:  # before its first attempt
+        story.happened.append(attempt)
+        assert "broken off 1 time;" in markdown(story, 4, [], 0)
 
 
 def test_a_story_is_a_function_of_its_seed() -> None:

@@ -203,6 +203,7 @@ def test_held_out_samples_without_a_target_are_refused_before_anything_is_writte
     values = [{"prompt": "a prompt of many words " * 3000, "completion": "x"} for _ in range(2)]
     tokenizer = next(Path(trial.data[1].partition("=")[2]).glob("tokenizer-*[!k]"))
     more = (f"data.path={write_jsonl(*values)}", f"data.tokenizer={tokenizer}")
+    more = (*more, "data.packing=stream")
     refused = trial.start(*more, code=2)
     assert "the 8 held-out samples hold no target, only prompts: raise eval" in refused.output
     assert not trial.path.exists()

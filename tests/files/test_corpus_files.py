@@ -1,19 +1,18 @@
-"""What a path leads to, and what is refused instead of being read as text."""
+"""Files that a path leads to, and those refused instead of being read as text."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from harness.config.sections import DataConfig
+from harness.config.data_section import DataConfig
 from harness.errors import ConfigError
 from harness.files.corpus_files import find_files
-from harness.files.file_kinds import kind_of
+from harness.files.file_kinds import format_of, kind_of
 from harness.plan.data import glance
 
 LINES = '{"text": "one line"}\n{"text": "another"}\n'
@@ -29,7 +28,8 @@ def refused(path: Path | str, **options: object) -> list[str]:
 def test_lines_of_json_are_documents_whatever_they_are_called(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(f"\n{LINES}")
-    assert kind_of(path, None) == ("lines", "")
+    assert kind_of(path, None) == ("documents", "")
+    assert format_of(path, None).name == "jsonl"
     assert ": 2 documents" in glance(DataConfig(path=str(path)))
 
 
@@ -38,25 +38,20 @@ def test_text_is_one_document(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("Prose é.\nMore.\n")
     assert find_files(str(path)).files == (path,)
-    said = glance(DataConfig(path=str(path)))
-    assert ": 1 documents" in said
-    assert said.endswith("the first begins 'Prose é.'")
+    text = glance(DataConfig(path=str(path)))
+    assert ": 1 documents" in text
+    assert text.endswith("the first begins 'Prose é.'")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
-        (
-            "a.json",
-            json.dumps([{"text": "a"}, {"text": "b"}]).encode(),
-            r"jq -c '\.\[\]' FILE > NEW",
-        ),
-        ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but not one object a line"),
-        ("a.csv", b"text\nhello\n", "is a table: write a .jsonl, .* pandas.read_csv"),
-        ("a.TSV", b"text\nhello\n", "is a table"),
-        ("a.parquet", b"PAR1....", "pandas.read_parquet"),
-        ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0), "is compressed: gunzip -k FILE"),
-        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd", "is compressed: zstd -d FILE"),
+        ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but neither an array nor one object a line"),
+        ("a.xlsx", b"PK", "is a table: write a .jsonl, .* pandas.read_excel"),
+        ("a.psv", b"text|n\nhello|1\n", "is a table"),
+        ("a", b"PAR1....\xff", "is a table in Parquet: data.format=parquet reads it"),
+        ("a.txt.gz", gzip.compress(LINES.encode(), mtime=0), "is compressed: gunzip -k FILE"),
+        ("a.txt.zst", b"\x28\xb5\x2f\xfd", "is compressed: zstd -d FILE"),
         ("a", gzip.compress(LINES.encode(), mtime=0), "is compressed: gunzip -k FILE"),
         ("a.tar", b"a", "is an archive: unpack it"),
         ("a.npy", b"\x93NUMPY", r"write token ids as a \.bin/\.idx pair"),
@@ -66,13 +61,13 @@ def test_text_is_one_document(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_what_is_no_text_is_refused_with_what_to_do(
-    tmp_path: Path, name: str, content: bytes, said: str
+    tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     (problem,) = refused(path)
     assert problem.startswith(f"data.path: {path} ")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         find_files(str(path))
 
 
@@ -99,18 +94,18 @@ def test_a_folder_is_read_but_for_what_is_no_text_which_is_counted(tmp_path: Pat
         *("README", "b.txt", "c.NDJSON", "sub/a.md"),
     ]
     assert files.left_out == "2 .png, 1 .jpg, 1 links to folders, 1 pipes, devices or broken links"
-    said = glance(DataConfig(path=str(tmp_path)))
-    assert ": 5 documents, " in said
-    assert "the first begins 'README'; left out: 2 .png" in said
+    text = glance(DataConfig(path=str(tmp_path)))
+    assert ": 5 documents, " in text
+    assert "the first begins 'README'; left out: 2 .png" in text
 
 
 def test_a_folder_with_data_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
     """As a snapshot from the hub, whose README is all the text there is."""
     (tmp_path / "README.md").write_text("About.")
-    for name in ("a.parquet", "b.parquet", "c.foo"):
+    for name in ("a.xlsx", "b.xlsx", "c.foo"):
         (tmp_path / name).write_text("x")
     table, unknown = refused(tmp_path)
-    assert "holds a.parquet and 1 more of its kind, which is a table" in table
+    assert "holds a.xlsx and 1 more of its kind, which is a table" in table
     assert "holds c.foo, which has the unknown suffix .foo: data.format=text" in unknown
     assert len(find_files(str(tmp_path), "text").files) == 4
 
@@ -139,7 +134,7 @@ def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         (
             "~nosuchuser/x",
@@ -149,16 +144,16 @@ def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path) -> None:
         ("x" * 300, "the name of a file or folder has 255 bytes at most"),
     ],
 )
-def test_paths_that_cannot_be(path: str, said: str) -> None:
-    assert said in refused(path)[0]
+def test_paths_that_cannot_be(path: str, message: str) -> None:
+    assert message in refused(path)[0]
 
 
 def test_a_pair_is_glanced_at_by_its_header(tmp_path: Path) -> None:
     from harness.data.indexed import write_indexed
 
     write_indexed(tmp_path / "pair", 8192, [([1, 2, 3], True), ([4], False), ([5], True)])
-    said = glance(DataConfig(path=str(tmp_path / "pair")))
-    assert said == f"2 documents, 5 tokens in {tmp_path / 'pair.bin'}"
+    text = glance(DataConfig(path=str(tmp_path / "pair")))
+    assert text == f"2 documents, 5 tokens in {tmp_path / 'pair.bin'}"
 
 
 def test_a_large_file_of_lines_is_not_read_to_its_end(
@@ -171,21 +166,24 @@ def test_a_large_file_of_lines_is_not_read_to_its_end(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("Über é".encode("utf-16"), "it is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
         (b"caf\xe9 au lait", "of Latin-1, iconv -f LATIN1"),
         (gzip.compress(b"text", mtime=0), "it is compressed: gunzip -k FILE"),
     ],
 )
-def test_a_dry_run_sees_what_text_cannot_be_read(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_dry_run_sees_what_text_cannot_be_read(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         glance(DataConfig(path=str(tmp_path / "a.txt")))
-    assert said in caught.value.problems[0]
+    assert message in caught.value.problems[0]
 
 
 def test_a_line_that_is_no_document_is_shown_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"instruction": "x"}\n')
-    said = glance(DataConfig(path=str(tmp_path / "a.jsonl")))
-    assert said.endswith("""the first cannot be read from '{"instruction": "x"}'""")
+    text = glance(DataConfig(path=str(tmp_path / "a.jsonl")))
+    assert "the first cannot be read: needs either text, or prompt and completion, " in text
+    assert text.endswith("it has 'instruction'")

@@ -22,7 +22,7 @@ def test_a_path_is_expanded_and_a_name_stays(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("~nosuchuser/x", "this machine knows no home of ~nosuchuser$"),
         ("~nosuchuser@5", "no home of ~nosuchuser@5"),
@@ -32,8 +32,8 @@ def test_a_path_is_expanded_and_a_name_stays(monkeypatch):
         ("a\0b", "NUL character"),
     ],
 )
-def test_a_path_that_no_file_can_have(text, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_path_that_no_file_can_have(text, message):
+    with pytest.raises(ValueError, match=message):
         expanded_path(text)
 
 

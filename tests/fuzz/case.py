@@ -41,7 +41,7 @@ class Base:
 
     @property
     def cache(self) -> Path:
-        """Where the corpus lies tokenised."""
+        """Folder of the tokenised corpus."""
         return self.folder / "cache"
 
     @property
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def marker(self) -> Path:
-        """What a planted payload creates if it is executed."""
+        """File that a planted payload creates if it is executed."""
         return self.folder / "executed"
 
     @property
@@ -125,5 +125,5 @@ class Kind:
 
 
 def is_valid(index: int) -> bool:
-    """Whether an input of this index is left as it should be."""
+    """Return True for the indices whose input is left as it should be."""
     return index % VALID_EVERY == 0

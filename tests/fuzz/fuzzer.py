@@ -25,7 +25,7 @@ LIMIT_S = 20.0
 
 @dataclass(frozen=True)
 class Name:
-    """Which input: it is always the same."""
+    """Names one input, which is always the same."""
 
     seed: int
     kind: str
@@ -42,7 +42,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Tried:
-    """How one input ended."""
+    """The end of one input."""
 
     name: Name
     case: Case

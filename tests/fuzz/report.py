@@ -1,4 +1,4 @@
-"""What the inputs led to, by kind: exit codes and faults."""
+"""Outcomes of the inputs by kind: exit codes and faults."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Files = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Fault:
-    """What was wrong with how an input ended. `kind`: one of the names above."""
+    """A fault in the end of an input. `kind`: one of the names above."""
 
     kind: str
     message: str

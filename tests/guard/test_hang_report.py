@@ -1,4 +1,4 @@
-"""Who is named, from what all ranks last wrote."""
+"""The hang report names ranks by their last heartbeats."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from harness.guard.hang_report import judge, place_of
+from harness.layout.grid import Grid
 from tests.two_ranks import wait_for
 
 
@@ -29,6 +30,15 @@ def test_a_rank_that_never_wrote_is_named() -> None:
     report = judge([heartbeat(0, 9, 4), {"rank": 1}], [heartbeat(0, 9, 4), {"rank": 1}], "why", 0)
     assert report["held_up_by"] == [1]
     assert "rank 1, never wrote: stopped" in report["message"]
+
+
+def test_a_rank_is_named_with_its_place_in_the_layout() -> None:
+    grid = Grid(8, pipeline=2, tensor=2)
+    before = [heartbeat(rank, 9, 4) for rank in range(8)]
+    after = [heartbeat(rank, 9, 4 if rank == 6 else 5, at="x") for rank in range(8)]
+    del after[6]["at"]
+    report = judge(before, after, "why", 0, grid.described)
+    assert "rank 6 (data 1, pipeline 1, tensor 0) on n6 (process 16), in" in report["message"]
 
 
 def test_a_rank_that_writes_but_is_behind_is_named() -> None:

@@ -70,11 +70,11 @@ def test_a_rollback_is_asked_for_once() -> None:
 
 
 def test_a_restored_judge_comes_to_the_same_verdicts() -> None:
-    seen, other = judge(patience=2), judge(patience=2)
+    seen, fresh = judge(patience=2), judge(patience=2)
     for step in range(12):
         seen.see_step(2.0 + step % 2, 1.0)
     seen.see_skipped("x", is_bad=True)
     seen.see_evaluation(1.0, 3)
-    other.restore(seen.state())
-    assert other.state() == seen.state()
-    assert other.see_step(99.0, 1.0) == seen.see_step(99.0, 1.0) is not None
+    fresh.restore(seen.state())
+    assert fresh.state() == seen.state()
+    assert fresh.see_step(99.0, 1.0) == seen.see_step(99.0, 1.0) is not None

@@ -1,4 +1,4 @@
-"""How long a phase may take."""
+"""Time limits of phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a spike; tests/faults/test_steps.py plants some in real runs."""
+"""Losses that count as spikes; tests/faults/test_steps.py plants some in real runs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def curve(steps: int, seed: int = 0) -> Curve:
 
 def spikes(detector: SpikeDetector, steps: Curve) -> Iterator[tuple[int, str]]:
     for number, (loss, norm) in enumerate(steps):
-        found = detector.see(loss, norm)
-        if found is not None:
-            yield number, found.of
+        seen = detector.see(loss, norm)
+        if seen is not None:
+            yield number, seen.of
 
 
 def test_a_long_noisy_falling_curve_has_no_spikes() -> None:
@@ -60,8 +60,8 @@ def test_a_spike_does_not_hide_the_next() -> None:
     steps = curve(1_000)
     for number, loss in ((500, 300.0), (501, 6.0), (505, 6.0)):
         steps[number] = loss, steps[number][1]
-    found = list(spikes(SpikeDetector(6.0, 128), steps))
-    assert found == [(number, "loss") for number in (500, 501, 505)]
+    seen = list(spikes(SpikeDetector(6.0, 128), steps))
+    assert seen == [(number, "loss") for number in (500, 501, 505)]
 
 
 def test_before_a_quarter_of_the_window_nothing_is_said() -> None:
@@ -73,8 +73,8 @@ def test_before_a_quarter_of_the_window_nothing_is_said() -> None:
 
 def test_a_new_level_is_accepted_after_a_quarter_of_a_window() -> None:
     steps = [*curve(500), *((loss + 20, norm) for loss, norm in curve(500))]
-    found = [number for number, _ in spikes(SpikeDetector(6.0, 128), steps)]
-    assert found == list(range(500, 532))
+    seen = [number for number, _ in spikes(SpikeDetector(6.0, 128), steps)]
+    assert seen == list(range(500, 532))
 
 
 def test_what_is_not_finite_is_neither_judged_nor_remembered() -> None:

@@ -1,4 +1,4 @@
-"""When a run stops before its time is up."""
+"""A run stops before its time is up."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_newer_slurm_says_when_the_job_ends() -> None:
     assert left == pytest.approx(100, abs=5)
 
 
-@pytest.mark.parametrize(("said", "left"), [("echo 1:30", 90), ("exit 1", None)])
+@pytest.mark.parametrize(("output", "left"), [("echo 1:30", 90), ("exit 1", None)])
 def test_older_slurm_is_asked(
-    said: str, left: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: str, left: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     squeue = tmp_path / "squeue"
-    squeue.write_text(f"#!/bin/sh\n{said}\n")
+    squeue.write_text(f"#!/bin/sh\n{output}\n")
     squeue.chmod(squeue.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert slurm_seconds_left({"SLURM_JOB_ID": "7"}) == left

@@ -32,7 +32,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def own_tensor(part: Part) -> torch.Tensor:
-    """What a rank that holds `part` has of `numbered(part.whole)`, cut by torch."""
+    """Return `part` of `numbered(part.whole)`, cut by torch."""
     tensor = numbered(part.whole)
     for dimension, ranges in enumerate(part.ranges):
         cut = [tensor.narrow(dimension, start, stop - start) for start, stop in ranges]

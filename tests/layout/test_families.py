@@ -89,7 +89,8 @@ def test_special_tokens_are_the_config_class_s(model_type: str) -> None:
 
 def test_a_family_is_traced_only_where_a_test_traces_it() -> None:
     traced = {name for name, family in FAMILIES.items() if "activations" in family.compared}
-    assert traced == {config["model_type"] for config in TRACED.values()}
+    partly = {"falcon"}  # with one key head for all queries, as its larger models have not
+    assert traced == {config["model_type"] for config in TRACED.values()} - partly
 
 
 def test_the_docs_name_the_families_that_are_traced() -> None:
@@ -107,8 +108,8 @@ def test_a_model_type_without_a_table_has_every_default() -> None:
 
 
 def test_what_was_compared_is_not_inherited() -> None:
-    tables = read_families('[a]\ncompared = ["liger"]\nulysses = true\n[b]\nlike = "a"\n')
-    assert tables["b"] == Family("b", ulysses=True)
+    tables = read_families('[a]\ncompared = ["liger"]\ndivides_rows = true\n[b]\nlike = "a"\n')
+    assert tables["b"] == Family("b", divides_rows=True)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_what_was_compared_is_not_inherited() -> None:
     [
         ("[a]\nsdpa = false", r"\[a\] has 'sdpa', which no family has"),
         ("[a]\ntied = 1", r"\[a\] tied = 1 is not a bool"),
-        ('[a]\nautotp = "mlp"', r"\[a\] autotp = 'mlp' is not a tuple"),
+        ('[a]\ndropouts = "p"', r"\[a\] dropouts = 'p' is not a tuple"),
         ('[a]\nlike = "b"\n[b]', r"\[a\] is like 'b', which is no table above it"),
         ('[a]\ncompared = ["all"]', r"\[a\] compared has \['all'\]: only \['activations'"),
         ('[a]\nkeys.depth = ["n"]', r"\[a\] keys has \['depth'\]: the sizes are hidden, layers"),

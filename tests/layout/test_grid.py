@@ -53,3 +53,11 @@ def test_a_world_that_does_not_divide_is_refused_with_the_numbers() -> None:
         Grid(6, tensor=0)
     with pytest.raises(IndexError, match="rank 8 is not one of 8"):
         Grid(8).coords(8)
+
+
+def test_a_rank_says_its_place_on_every_axis_that_divides_the_model() -> None:
+    grid = Grid(8, pipeline=2, tensor=2)
+    assert grid.described(0) == " (data 0, pipeline 0, tensor 0)"
+    assert grid.described(6) == " (data 1, pipeline 1, tensor 0)"
+    assert Grid(4, expert=2).described(3) == " (data 3, expert 1)"
+    assert Grid(4).described(3) == ""

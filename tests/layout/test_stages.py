@@ -83,7 +83,7 @@ def test_a_head_as_long_as_two_layers_takes_two_layers_away() -> None:
     # Layers that run forward twice cost a third more than before, the head does not.
     larger = llama(vocab_size=4 * layer // (6 * hidden))
     assert layers_per_stage(split(larger, 2, tokens)) == (5, 1)
-    assert layers_per_stage(split(larger, 2, tokens, recompute=True)) == (4, 2)
+    assert layers_per_stage(split(larger, 2, tokens, "full")) == (4, 2)
 
 
 def test_units_cost_what_the_model_costs() -> None:
@@ -143,9 +143,9 @@ def test_what_is_no_split_says_why() -> None:
         bounds_of([9, 7], 17, 2)
     with pytest.raises(ValueError, match=r"\[9, 7\] lists 2 stages of 4"):
         bounds_of([9, 7], 16, 4)
-    for wrong in ([9, 0], [9, "7"], [9, 7.5], [9, True]):
+    for partition in ([9, 0], [9, "7"], [9, 7.5], [9, True]):
         with pytest.raises(ValueError, match="a whole number of decoder layers, at least 1"):
-            bounds_of(wrong, 9, 2)
+            bounds_of(partition, 9, 2)
     for divide in (
         lambda: split(llama(), 7, 32),
         lambda: split_evenly(6, 7),

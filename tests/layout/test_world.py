@@ -49,8 +49,8 @@ from harness.layout.world import World, cpu_has_bf16, find_accelerator, find_gpu
 )
 def test_launchers(environ, expected):
     world = World.from_environ({**environ, "DS_ACCELERATOR": "cpu"})
-    found = (world.launcher, world.rank, world.world_size, world.local_rank)
-    assert (*found, world.local_world_size) == expected
+    place = (world.launcher, world.rank, world.world_size, world.local_rank)
+    assert (*place, world.local_world_size) == expected
     assert (world.accelerator, world.gpu) == ("cpu", None)
 
 
@@ -65,6 +65,22 @@ def test_launchers(environ, expected):
 def test_an_impossible_environment(environ, expected):
     with pytest.raises(ValueError, match=expected):
         World.from_environ(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rounds"),
+    [
+        ({}, False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:128"}, False),
+    ],
+)
+def test_the_users_allocators_are_read(environ, rounds):
+    world = World.from_environ({**environ, "DS_ACCELERATOR": "cuda"})
+    assert world.allocators == next((f"{n}={value}" for n, value in environ.items()), None)
+    assert world.rounds_pinned is rounds
+    assert World.from_environ({**environ, "DS_ACCELERATOR": "cpu"}).allocators is None
 
 
 def test_accelerator_is_read_from_the_driver_not_from_torch(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Which decoders may be cut between their layers, and what is said of the others."""
+"""Decoders that may be cut between their layers, and messages on the others."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.models.loss import forward, token_losses
 from harness.models.skeleton import hf_config
+from harness.models.stage import counted_tokens
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -44,6 +45,25 @@ def test_token_and_balancing_loss_add_up_to_what_transformers_computes() -> None
     shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
     token_loss, auxiliary = forward(model, ids, shifted)
     assert float(token_loss / 16 + auxiliary) == pytest.approx(float(theirs), rel=1e-5)
+
+
+def test_padding_is_not_balanced() -> None:
+    """Experts are balanced as if the padding of data/whole.py were not there."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_config(MIXTRAL)).eval()
+    ids, labels = torch.randint(0, 64, (1, 9)), torch.randint(0, 64, (1, 9))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 1, 2, 3, 4]])  # documents of 3 and 2, padding of 4
+    padded = labels.clone()
+    padded[:, 5:] = -100
+    short_loss, short = forward(model, ids[:, :5], labels[:, :5], positions[:, :5])
+    assert float(forward(model, ids, padded, positions)[1]) != pytest.approx(float(short), rel=1e-4)
+    model.gets_padding = True
+    loss, auxiliary = forward(model, ids, padded, positions)
+    assert float(loss) == pytest.approx(float(short_loss), rel=1e-5)
+    assert float(auxiliary) == pytest.approx(float(short), rel=1e-5)
+    whole = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3]])
+    assert counted_tokens(model, whole).all()
+    assert counted_tokens(model, positions).tolist() == [[True] * 5 + [False] * 4]
 
 
 def test_documents_do_not_see_each_other_where_positions_restart() -> None:

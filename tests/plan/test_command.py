@@ -44,7 +44,7 @@ def test_an_unknown_option_ends_with_code_2(argv, capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "listed"),
     [
         ("--deepspeed_config x.json", "--deepspeed_config; did you mean --deepspeed?"),
         ("--deepspeed_config=x.json", "--deepspeed_config=x.json; did you mean --deepspeed?"),
@@ -54,10 +54,10 @@ def test_an_unknown_option_ends_with_code_2(argv, capsys):
         ("--num_gpus=2", "--num_gpus=2 (the launcher's: write it before harness/train.py)"),
     ],
 )
-def test_an_unknown_option_comes_with_the_nearest(word, said, capsys):
+def test_an_unknown_option_comes_with_the_nearest(word, listed, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_command(word.split())
-    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {said}\n")
+    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {listed}\n")
 
 
 def test_a_wrong_stage_is_one_problem():

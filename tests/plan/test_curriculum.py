@@ -40,7 +40,7 @@ def test_sequences_grow_by_doubling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ramp", "ranks", "said"),
+    ("ramp", "ranks", "message"),
     [
         ({"batch_from": 8}, 1, "ramp.batch_from is 8 (default), but not ramp.batch_tokens"),
         ({"length_tokens": 8}, 1, "but not ramp.length_from"),
@@ -51,10 +51,10 @@ def test_sequences_grow_by_doubling() -> None:
         ({"length_from": 24, "length_tokens": 9}, 1, "one of 64, 32, 16, 8, 4, 2"),
     ],
 )
-def test_what_does_not_go_up_is_refused(ramp: dict[str, Any], ranks: int, said: str) -> None:
+def test_what_does_not_go_up_is_refused(ramp: dict[str, Any], ranks: int, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         plan_of(ramp, ranks)
-    assert said in "\n".join(error.value.problems)
+    assert message in "\n".join(error.value.problems)
 
 
 def test_accumulation_that_the_first_steps_cannot_have_is_refused() -> None:

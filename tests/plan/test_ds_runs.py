@@ -60,8 +60,8 @@ def test_stage_0_in_bf16_is_stage_1_and_an_event(
     )
     (event,) = events(run, "changed")
     assert event["json_key"] == "zero_optimization.stage"
-    one = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    assert losses == trained(zygote, tmp_path / "one", data, one)[0]
+    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    assert losses == trained(zygote, tmp_path / "one", data, bf16)[0]
 
 
 def test_a_model_that_transformers_cannot_build_is_one_report_on_every_rank(

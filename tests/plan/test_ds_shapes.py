@@ -56,6 +56,15 @@ PASS: dict[str, tuple[Json, str | None]] = {
         },
         None,
     ),
+    "LLaMA-Factory, AutoTP": (
+        {
+            **AUTO_BF16,
+            **BATCH,
+            "zero_optimization": STAGE_2,
+            "tensor_parallel": {"autotp_size": 2},
+        },
+        None,
+    ),
     "LLaMA-Factory, stage 0": (
         {
             **AUTO_BF16,
@@ -379,16 +388,6 @@ REFUSED: dict[str, tuple[Json, str]] = {
             },
         },
         "optimizer.type is 'OneBitAdam' ({path}), which is not built here: set it to one of AdamW",
-    ),
-    "LLaMA-Factory, AutoTP": (
-        {
-            "_comment": "tensor parallel",
-            **AUTO_BF16,
-            **BATCH,
-            "zero_optimization": STAGE_2,
-            "tensor_parallel": {"autotp_size": 2},
-        },
-        "tensor_parallel.autotp_size is 2 ({path}): not built yet: use 1",
     ),
 }
 

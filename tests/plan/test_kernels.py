@@ -31,11 +31,11 @@ def planned(*words: str, world: World = GPU, **ds: object) -> Plan:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with the packages."""
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     theirs = ("liger_kernel", "triton")
 
     def find(name: str, package: str | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, None) if name in theirs else found(name, package)
+        return ModuleSpec(name, None) if name in theirs else find_spec(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
 
@@ -45,7 +45,8 @@ def test_liger_needs_a_gpu_and_its_package() -> None:
         planned("model.kernels=liger", world=World())
     if importlib.util.find_spec("liger_kernel") is None:
         with pytest.raises(ConfigError, match=r"model\.kernels is 'liger' \(command line\)"):
-            planned("model.kernels=liger")
+            make_plan(load_run_config(None, ("model.kernels=liger",)), {}, GPU, here=True)
+    assert planned("model.kernels=liger").estimate  # of another machine, whose packages are its own
 
 
 @pytest.mark.usefixtures("installed")
@@ -95,8 +96,8 @@ def test_a_run_goes_on_compiled_with_the_curve_of_one_that_is_not(
     ]
 
     def train(name: str, *more: str) -> RunFolder:
-        given = [*words, *more, f"run.dir={tmp_path / name}"]
-        ended = zygote.run(given, tmp_path / "logs", ranks=1, limit_s=400)
+        arguments = [*words, *more, f"run.dir={tmp_path / name}"]
+        ended = zygote.run(arguments, tmp_path / "logs", ranks=1, limit_s=400)
         assert ended.codes == [0], ended.output
         assert "recompile_limit" not in ended.output
         return RunFolder(tmp_path / name)

@@ -64,7 +64,7 @@ def test_a_hub_id_is_asked_last(name, folder, monkeypatch):
 
 def test_an_unknown_name_offline_lists_the_presets_and_the_nearest(offline):
     (problem,) = problems_of("model.name=gpt2")
-    assert problem.startswith("model.name is 'gpt2' (command line): it is no preset (gemma-2-9b, ")
+    assert problem.startswith("model.name is 'gpt2' (command line): it is no preset (deepseek-v3, ")
     assert problem.endswith("did you mean gpt2-124m?")
     assert all(name in problem for name in preset_names())
 
@@ -75,7 +75,7 @@ def test_an_unknown_name_offline_lists_the_presets_and_the_nearest(offline):
         ("tinny", "tiny"),
         ("lama-1b", "llama-1b"),
         ("Llama-1B", "llama-1b"),
-        ("llama-3.1-8b", "llama-3-8b"),
+        ("llama-3.1-8B-", "llama-3.1-8b"),
         ("gpt2-125m", "gpt2-124m"),
     ],
 )
@@ -168,3 +168,14 @@ def test_each_kind_of_dropout_is_set_by_itself():
 def test_a_kind_of_dropout_that_a_family_lacks_is_refused():
     (problem,) = problems_of("model.name=llama-1b", "model.embedding_dropout=0.1")
     assert "llama models have only attention_dropout" in problem
+
+
+def test_values_of_each_layer_are_as_many_as_the_layers_of_an_override(tmp_path):
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    config = {"model_type": "gemma3_text", "num_hidden_layers": 3, "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = load_run_config(None, [f"model.name={tmp_path}", "model.overrides.num_hidden_layers=2"])
+    assert model_config.load_model_config(run)[0]["layer_types"] == kinds[:2]
+    run = load_run_config(None, [f"model.name={tmp_path}", "model.overrides.num_hidden_layers=4"])
+    with pytest.raises(ConfigError, match="layer_types has a value for each of 3 layers: set"):
+        model_config.load_model_config(run)

@@ -1,4 +1,4 @@
-"""What is refused of an optimizer before a device is touched."""
+"""Optimizer settings that are refused before a device is touched."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ def test_adafactor_is_refused_where_zero_cuts_matrices_up() -> None:
     problem = problem_of({"name": "adafactor"}, 1)
     assert "rows and columns" in problem
     assert "stage=0" in problem
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_adafactor_in_half_precision_is_told_of_the_stage_that_was_written(precision: str) -> None:
+    """Stage 0 runs as stage 1 there, which the user has not written."""
+    ds = {"zero_optimization": {"stage": 0}, precision: {"enabled": True}}
+    with pytest.raises(ConfigError) as error:
+        make_plan(RunConfig.model_validate({"optim": {"name": "adafactor"}}), ds, World())
+    (problem,) = error.value.problems
+    assert "stage 0 (DeepSpeed JSON), which half precision runs as ZeRO 1, gives it" in problem
+    assert "use zero_optimization.stage=0 in fp32" in problem
 
 
 def test_eight_bit_adam_is_not_offloaded() -> None:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -15,17 +14,19 @@ from harness.config.run_config import RunConfig
 from harness.layout.world import World
 from harness.plan import precision
 from harness.plan.make import make_plan
-
-DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+from tests.shipped import DS_CONFIGS, fewest_ranks, model_for
 
 # name -> (precision, stage, what is offloaded)
 EXPECTED = {
+    "3d": ("bf16", 1, ""),
     "fp16": ("fp16", 1, ""),
     "fp16_static": ("fp16", 1, ""),
     "fp32": ("fp32", 1, ""),
+    "moe_expert8": ("bf16", 1, ""),
     "pipeline2": ("bf16", 1, ""),
     "pipeline2_fp16": ("fp16", 1, ""),
     "pipeline4": ("bf16", 1, ""),
+    "tensor2_zero1": ("bf16", 1, ""),
     "zero0": ("fp32", 0, ""),
     "zero1": ("bf16", 1, ""),
     "zero2": ("bf16", 2, ""),
@@ -34,21 +35,23 @@ EXPECTED = {
     "zero3": ("bf16", 3, ""),
     "zero3_nvme": ("bf16", 3, "param"),
     "zero3_offload": ("bf16", 3, "optimizer param"),
+    "zero3_sequence8": ("bf16", 3, ""),
     "zeropp": ("bf16", 3, ""),
 }
 
 
 @pytest.fixture(autouse=True)
 def cpu_with_bf16(monkeypatch):
-    """What "auto" means on a CPU depends on the one at hand."""
+    """The meaning of "auto" on a CPU depends on the one at hand."""
     monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
 
 
 def shipped(name):
     """Its plan on the fewest ranks that it needs."""
     ds = read_ds_json(DS_CONFIGS / f"{name}.json")
-    ranks = ds.get("pipeline", {}).get("stages", 1)
-    return make_plan(RunConfig(), ds, World(world_size=ranks, local_world_size=ranks))
+    ranks = fewest_ranks(ds)
+    run = RunConfig.model_validate({"model": {"name": model_for(ds)}})
+    return make_plan(run, ds, World(world_size=ranks, local_world_size=ranks))
 
 
 def test_every_shipped_json_is_expected_here():
@@ -121,7 +124,13 @@ def test_says_nothing_that_the_run_config_owns(name):
 
 
 def test_deepspeed_itself_accepts_and_understands_every_resolved_json():
-    resolved = {name: shipped(name).deepspeed for name in EXPECTED}
+    resolved, batches = {}, {}
+    for name in EXPECTED:
+        plan = shipped(name)
+        # DeepSpeed takes ranks that have parts of one row for data ranks, and has one rank here.
+        samples = plan.deepspeed["train_batch_size"] // plan.grid.sequence // plan.grid.data
+        resolved[name] = {**plan.deepspeed, "train_batch_size": samples}
+        batches[name] = [48, 8, 6] if plan.grid.data == 1 else [6, 6, 1]  # of eight data ranks
     code = """
 import json, os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -154,7 +163,7 @@ print(json.dumps(read))
     for name, (expected, stage, offloaded) in EXPECTED.items():
         assert read[name]["precision"] == expected
         assert (read[name]["stage"], read[name]["offloaded"]) == (stage, offloaded)
-        assert read[name]["batch"] == [48, 8, 6]
+        assert read[name]["batch"] == batches[name]
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -30,13 +30,13 @@ def plan(folder: Path, name: str = "zero3_nvme") -> Plan:
 
 
 def has_libaio() -> bool:
-    return swap_space._no_libaio() == []
+    return swap_space.libaio_problems() == []
 
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with libaio."""
-    monkeypatch.setattr(swap_space, "_no_libaio", list)
+    monkeypatch.setattr(swap_space, "libaio_problems", list)
 
 
 @pytest.mark.usefixtures("anywhere")

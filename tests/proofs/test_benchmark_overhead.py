@@ -11,12 +11,13 @@ import torch
 
 from tests.run_tools import run_tool
 from tests.two_ranks import SHARED_MEMORY
+from tools.proofs.overhead.prepare import require_no_lock
 from tools.proofs.overhead.recorder import counters
 
 ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--steps", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_the_harness_and_a_bare_loop_train_alike(tmp_path: Path) -> None:
     out, text = tmp_path / "found.json", tmp_path / "found.md"
     shared = {path.name for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*")}
@@ -44,6 +45,17 @@ def test_the_harness_and_a_bare_loop_train_alike(tmp_path: Path) -> None:
     left = {path.name for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*")} - shared
     # DeepSpeed's, 69 MB for each rank. Tests beside this one have two.
     assert not [name for name in left if name[:-1] + "1" not in left]
+
+
+def test_a_lock_that_a_killed_build_left_is_an_error_and_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    require_no_lock()
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / "deepspeed_shm_comm" / "lock").touch()
+    with pytest.raises(SystemExit, match="deepspeed_shm_comm/lock is there, for which bare"):
+        require_no_lock()
 
 
 @pytest.mark.parametrize(

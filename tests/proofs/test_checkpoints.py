@@ -15,8 +15,12 @@ from harness.checkpoint.reader import Reader
 from harness.layout.box import Part
 from tests.run_tools import run_tool
 from tools.proofs.checkpoints.cells import (
+    DIVIDED,
+    DIVIDED_STAGES,
+    EXPERTS,
     LAYOUTS,
     PRECISIONS,
+    ROWS,
     Cell,
     Side,
     all_cells,
@@ -50,7 +54,7 @@ def test_every_planted_defect_is_caught() -> None:
 
 def test_the_covering_set_is_small_and_covers_all() -> None:
     chosen = covering_cells()
-    assert len(chosen) <= 40
+    assert len(chosen) <= 61  # nine of them of divided experts and rows
     every = [cell for cell in all_cells() if cell.architecture != WIDE]
     assert set().union(*map(covers, chosen)) == set().union(*map(covers, every))
 
@@ -58,19 +62,58 @@ def test_the_covering_set_is_small_and_covers_all() -> None:
 def test_every_sound_layout_is_left_and_reached_in_every_precision() -> None:
     moved = [cell for cell in covering_cells() if cell.source.layout != cell.target.layout]
     for precision in PRECISIONS:
-        sound = {side.layout for side in sides(precision)}
-        here = [cell for cell in moved if cell.precision == precision]
+        sound = {side.layout for side in sides(precision)} | {*DIVIDED}
+        here = [cell for cell in moved if cell.precision == precision and not apart_from(cell)]
         assert {cell.source.layout for cell in here} == sound
         assert {cell.target.layout for cell in here} == sound
-    same = {cell.source.layout for cell in covering_cells() if cell.same}
-    assert same == {*LAYOUTS, "zero2_bf16_states"} - {"zeropp"}
+    same = {cell.source.layout for cell in covering_cells() if cell.same and not apart_from(cell)}
+    assert same == {*LAYOUTS, *DIVIDED, "zero2_bf16_states"} - {"zeropp"}
+
+
+def staged(cell: Cell) -> bool:
+    return bool({*DIVIDED_STAGES} & {cell.source.layout, cell.target.layout})
+
+
+def of_experts(cell: Cell) -> bool:
+    return bool({*EXPERTS} & {cell.source.layout, cell.target.layout})
+
+
+def apart_from(cell: Cell) -> bool:
+    """True of cells that cover something by themselves."""
+    return (
+        staged(cell) or of_experts(cell) or bool({*ROWS} & {cell.source.layout, cell.target.layout})
+    )
+
+
+def test_divided_experts_are_resumed_left_and_reached() -> None:
+    cells = [cell for cell in covering_cells() if of_experts(cell)]
+    assert {cell.precision for cell in cells} == {*PRECISIONS}
+    assert {cell.source.layout for cell in cells if cell.same} == {*EXPERTS}
+    assert any(cell.source.layout not in EXPERTS for cell in cells)
+    assert any(cell.target.layout not in EXPERTS for cell in cells)
+
+
+def test_divided_stages_are_resumed_left_for_zero_3_and_reached_from_it() -> None:
+    cells = [cell for cell in covering_cells() if staged(cell)]
+    assert {cell.precision for cell in cells} == {*PRECISIONS}
+    assert any(cell.same for cell in cells)
+    assert any(cell.source.layout == "zero3" for cell in cells)
+    assert any(cell.target.layout == "zero3" for cell in cells)
 
 
 def test_all_cells_are_the_full_table() -> None:
     # On one and on two ranks; in 16 bits all on two, and ZeRO-1 and ZeRO-3 on one.
     every = {"fp32": 7 * 2 + 3, "bf16": 10 + 2, "fp16": 7 + 2}
     assert {name: len(sides(name)) for name in PRECISIONS} == every
-    expected = sum(n * n + 3 * 8 + n for n in every.values()) + 1 + 2 + 3 * 4
+    divided = 6 * 6 - 4 * 4  # pairs of six sides, one of which at least divides tensors
+    expected = sum(n * n + 3 * 8 + n + divided for n in every.values()) + 1 + 2 + 3 * 4
+    # Among three sides of divided stages, in fp16 two, and between these and four others.
+    expected += sum(sides * sides + 2 * 4 * sides for sides in (3, 3, 2))
+    # The same of two layouts of divided experts on two and on four ranks.
+    expected += 3 * (4 * 4 + 2 * 4 * 4)
+    expected += 3 * 3  # by number and width: gone on with, left for ZeRO 3 and reached from it
+    # Two layouts of divided rows, and to and from one or two others.
+    expected += 3 * (2 + 2 * 3)
     assert len({cell.name for cell in all_cells()}) == expected
 
 

@@ -3,25 +3,68 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.run_tools import run_tool
-from tools.proofs.models import PRESETS
-from tools.proofs.parity.cells import FEW, NVME, Cell, all_cells, covering_cells
-from tools.proofs.parity.measure import Difference, Trajectory, difference
+from tools.proofs.models import FLAT, PRESETS, RECURRENT
+from tools.proofs.parity.cells import COVERED_KINDS, DIVIDED_STAGES, FEW, NVME, Cell, all_cells
+from tools.proofs.parity.compare import judge
+from tools.proofs.parity.covering import brief_cells, covering_cells
+from tools.proofs.parity.measure import Difference, Trajectory, difference, unit_of
+from tools.proofs.parity.model import Way
+from tools.proofs.parity.spread import spreads
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
     values = asdict(cell)
+    if cell.architecture in RECURRENT:
+        each = {"architecture": cell.architecture, "precision": cell.precision}
+        each["pipeline"] = cell.how.pipeline
+        return {((f"recurrent {key}", value),) for key, value in each.items()}
     if cell.layout in FEW:
         kind = "bf16_states" if cell.how.has_bf16_states else cell.layout.partition("_zero")[0]
         return {(("layout", kind),)}
+    if cell.how.kind:
+        return {(("kind", cell.layout),)} if cell.layout in COVERED_KINDS else set()
+    if cell.how.varlen:
+        names = ("architecture", "layout", "precision", "accumulation")
+        return {((f"varlen {name}", values[name]),) for name in names}
+    if cell.layout in DIVIDED_STAGES:
+        names = ("layout", "precision", "ranks")
+        return {(("divided stages", values[name]),) for name in names}
+    if cell.how.loss_chunk:
+        how = cell.how
+        each = {"architecture": cell.architecture, "precision": cell.precision, "stage": how.stage}
+        each |= {"pipeline": how.pipeline, "tensor": how.tensor, "sequence": how.sequence}
+        return {((f"chunked {key}", value),) for key, value in each.items()}
+    if cell.how.model:
+        name, _, rest = cell.layout.partition("_")
+        each = {"how": name, "axis": rest.rpartition("_")[0] or "data"}
+        each |= {"stage": cell.how.stage, "precision": cell.precision}
+        return {((f"recomputed {key}", value),) for key, value in each.items()}
+    if cell.how.compiled and cell.how.sequence * cell.how.tensor > 1:
+        return set()
+    if cell.how.sequence > 1:
+        how = cell.how
+        each = {"precision": cell.precision, "stage": how.stage}
+        each |= {"ranks": how.sequence, "tensor": how.tensor, "expert": how.expert}
+        if cell.architecture in (*FLAT, "mistral", "gemma2", "phi3", "gpt_neox"):
+            each["architecture"] = cell.architecture
+        return {((f"sequence {key}", value),) for key, value in each.items()}
+    if cell.how.expert > 1:
+        stage, places = cell.how.stage, cell.how.expert
+        each = {"architecture": cell.architecture, "precision": cell.precision}
+        each |= {"stage": stage, "ranks": places, "tensor": cell.how.tensor}
+        return {((f"expert {key}", value),) for key, value in each.items()}
+    if cell.how.tensor > 1:
+        return {(("tensor", value),) for value in (cell.architecture, cell.layout, cell.precision)}
     alone = set()
     if "pipe" in cell.layout or cell.architecture in PRESETS:  # each by each would be 54 cells
         alone = {(("architecture", values.pop("architecture")),)}
@@ -41,8 +84,27 @@ def trajectory(**changes: object) -> Trajectory:
 
 @pytest.mark.slow
 def test_the_layout_changes_nothing_that_is_learned() -> None:
+    done = run_tool("proofs/check_parity", "--brief")
+    assert f"{len(brief_cells())} cells, 0 differ" in done.stdout
+
+
+@pytest.mark.gate
+def test_no_pair_of_values_changes_what_is_learned() -> None:
     done = run_tool("proofs/check_parity")
     assert f"{len(covering_cells())} cells, 0 differ" in done.stdout
+
+
+def test_the_brief_set_holds_every_value_and_is_part_of_the_covering_one() -> None:
+    brief, covering = brief_cells(), covering_cells()
+    assert set(brief) < set(covering)
+    for value_of in (
+        lambda cell: cell.architecture,
+        lambda cell: cell.precision,
+        lambda cell: cell.how.stage,
+        lambda cell: re.sub(r"zero\d", "zero", cell.layout),
+    ):
+        assert {*map(value_of, brief)} == {*map(value_of, covering)}
+    assert len(brief) <= 44
 
 
 def test_the_covering_set_holds_every_pair_that_can_occur() -> None:
@@ -53,7 +115,9 @@ def test_the_covering_set_holds_every_pair_that_can_occur() -> None:
 
 
 def test_the_covering_set_is_small() -> None:
-    assert len(covering_cells()) <= 45
+    # Eight of them for divided rows, seven varlen, six for the loss in chunks, seven recomputed or
+    # reversible, three for recurrent models, two for kinds of attention.
+    assert len(covering_cells()) <= 99
 
 
 def test_all_cells_are_the_full_table() -> None:
@@ -67,12 +131,53 @@ def test_all_cells_are_the_full_table() -> None:
     # architectures and precisions but for two in fp16; (2 and 4 stages) x ZeRO 0 and 1 x
     # accumulation, and two data ranks with two stages
     pipelined = (9 * 3 - 2) * (2 * 2 * 2 + 2)
-    assert len({cell.name for cell in all_cells()}) == flat + pipelined
+    # Families of the flat cells with every stage and precision on 2 of 2, 2 of 4 and 4 ranks;
+    # twelve more at two stages in two precisions.
+    tensor = 4 * 4 * 3 * 3 + 12 * 2 * 2
+    # Both in one: three families at two stages in every precision, on four ranks with two numbers
+    # of micro-batches and on eight; two more in one way.
+    divided_stages = 3 * 2 * 3 * 3 + 2 * 3
+    # Two mixtures, three stages and precisions, on 2 of 2, 2 of 4 and 4 ranks, and with divided
+    # tensors; with divided rows, too, on eight ranks.
+    experts = 2 * 3 * 3 * 4 + 2
+    compiled = 2 * 2 * 3  # divided tensors and rows, at two stages
+    # Six ways to recompute: at four stages, two stages of divided tensors and of rows, and under a
+    # pipeline, in three precisions; three more families at two stages in two precisions, but for
+    # the mixture's two in tiles.
+    recomputed = 6 * (4 + 2 * 2 + 1) * 3 + (6 * 3 - 2) * 2 * 2
+    recomputed += 3 * (4 * 2 + 2 * 2)  # reversible: two families, and divided tensors and rows
+    cells = {cell.name for cell in all_cells()}
+    # Divided rows of the same at stages 1 to 3, without ZeRO in fp32, and of divided tensors at two
+    # stages; eight more families at two stages in two precisions; two mixtures' divided experts.
+    rows = 4 * 3 * 3 * 3 + 4 + 4 * 2 * 3 + 8 * 2 * 2 + 2 * 2 * 3
+    # Four families in their precisions at every stage with one micro-batch and four; two each with
+    # divided stages, tensors and rows.
+    varlen = (4 * 3 - 1) * 4 * 2 + 3 * 2 * 2
+    kinds = 5 * 2 * 4  # in two precisions under ZeRO 3, and with three axes
+    recurrent = 2 * (6 + 2 + 1) * 3  # LSTM and GRU: as flat, in two stages, computed again
+    # The loss in chunks: four families at every stage in every precision, two on two stages, and
+    # two with divided tensors or rows; one of them not in fp16.
+    chunked = (4 * 3 - 1) * 4 + (2 * 3 - 1) * 2 + 2 * 2 * 2 * 2
+    divided = tensor + divided_stages + experts + rows + compiled
+    assert (
+        len(cells) == flat + pipelined + divided + varlen + chunked + recomputed + recurrent + kinds
+    )
 
 
 def test_an_unknown_cell_is_refused_by_name() -> None:
     done = run_tool("proofs/check_parity", "--cells", "llama-zero9-fp32-1-1", code=2)
     assert "no such cell: llama-zero9-fp32-1-1" in done.stderr
+
+
+def test_a_weight_that_is_rounded_to_its_neighbour_is_equal() -> None:
+    weights = torch.tensor([1.0, 1.5, 0.3])
+    unit = unit_of(weights, torch.zeros(3))
+    assert unit.tolist() == pytest.approx([2**-23, 2**-23, 2**-25], rel=1e-6)
+    changes = {"sgd_changes": {"w": weights}, "units": {"w": unit}}
+    moved = trajectory(sgd_changes={"w": weights + unit})
+    assert difference(moved, trajectory(**changes)).sgd_change == 0
+    moved = trajectory(sgd_changes={"w": weights + torch.tensor([0, 0, 3]) * unit})
+    assert difference(moved, trajectory(**changes)).sgd_change > 0
 
 
 @pytest.mark.parametrize(
@@ -87,15 +192,34 @@ def test_an_unknown_cell_is_refused_by_name() -> None:
     ],
 )
 def test_what_is_not_a_number_is_a_failure(changes: dict[str, object], quantity: str) -> None:
-    found = difference(trajectory(**changes), trajectory())
-    assert quantity in found.exceeds(ZERO.scaled(1e9))
+    distance = difference(trajectory(**changes), trajectory())
+    assert quantity in distance.exceeds(ZERO.scaled(1e9))
 
 
 def test_one_parameter_that_is_not_a_number_does_not_hide_behind_others() -> None:
     two = {"w": torch.ones(4), "v": torch.ones(4)}
     for broken in ("w", "v"):
-        found = trajectory(gradients={**two, broken: torch.full((4,), torch.nan)})
-        assert difference(found, trajectory(gradients=two)).exceeds(ZERO) == ["gradient"]
+        spoiled = trajectory(gradients={**two, broken: torch.full((4,), torch.nan)})
+        assert difference(spoiled, trajectory(gradients=two)).exceeds(ZERO) == ["gradient"]
+
+
+def test_a_verdict_takes_as_many_orders_as_it_needs_and_is_that_of_all() -> None:
+    cell, distance = covering_cells()[0], Difference(2.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    tolerances = [replace(ZERO, initial_loss=allowed) for allowed in (0.5, 2.0, 3.0)]
+    for some, failures in ((tolerances, []), (tolerances[:1], ["initial_loss"])):
+        rows = [judge(cell, distance, some, whole) for whole in (False, True)]
+        assert [row.failures for row in rows] == [failures, failures]
+    left = iter(tolerances)
+    assert judge(cell, distance, left, whole=False).tolerance == tolerances[1]
+    assert [*left] == tolerances[2:]
+    assert judge(cell, distance, tolerances, whole=True).tolerance == tolerances[2]
+
+
+def test_no_spread_is_smaller_than_the_one_before() -> None:
+    way = Way("gpt2", "fp32")
+    several = [[*vars(spread).values()] for spread in itertools.islice(spreads(way), 3)]
+    for before, after in itertools.pairwise(several):
+        assert all(a <= b for a, b in zip(before, after, strict=True))
 
 
 def test_equal_trajectories_do_not_differ() -> None:
@@ -103,8 +227,8 @@ def test_equal_trajectories_do_not_differ() -> None:
 
 
 def test_a_late_step_that_is_not_a_number_does_not_hide_behind_early_ones() -> None:
-    found = trajectory(losses=[3.0, float("nan")], norms=[1.0, float("nan")])
-    assert set(difference(found, trajectory()).exceeds(ZERO)) == {"loss", "norm"}
+    spoiled = trajectory(losses=[3.0, float("nan")], norms=[1.0, float("nan")])
+    assert set(difference(spoiled, trajectory()).exceeds(ZERO)) == {"loss", "norm"}
 
 
 def test_a_missing_parameter_is_refused_by_name() -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run, and what monitors get."""
+"""A run's terminal lines, and its metrics for monitors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from harness.run.meter import Progress, monitor_events
+from harness.run.meter import monitor_events
+from harness.run.progress import Progress
 from tests.two_ranks import REPOSITORY
 
 LINE: dict[str, Any] = {
@@ -94,7 +95,7 @@ def test_monitors_get_what_is_known_by_samples() -> None:
 
 def test_a_console_that_is_gone_does_not_end_a_run() -> None:
     """A closed terminal, or a log on a full disk; nor does what is left in its buffer."""
-    code = "from harness.run.meter import Progress\nprogress = Progress(True)\n"
+    code = "from harness.run.progress import Progress\nprogress = Progress(True)\n"
     code += "for _ in range(3):\n    progress.say('x' * 10_000)\n"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

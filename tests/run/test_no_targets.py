@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.sections import DataConfig
-from harness.data.build import DataSpec, build_data
+from harness.config.data_section import DataConfig
+from harness.data.build import build_data
+from harness.data.spec import DataSpec
 from harness.runfolder import RunFolder
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events
 from tools.proofs.zygote import Zygote
@@ -36,7 +37,8 @@ def write_pairs(path: Path) -> Path:
 
 def empty_steps(path: Path, cache: Path) -> list[int]:
     """The steps without a target, by the data alone."""
-    spec = DataSpec(DataConfig(path=str(path), cache_dir=str(cache), seq_len=SEQ_LEN))
+    config = DataConfig(path=str(path), cache_dir=str(cache), seq_len=SEQ_LEN, packing="stream")
+    spec = DataSpec(config)
     train = build_data(spec).train
     return [s for s in range(1, STEPS + 1) if not train.targets_in((s - 1) * BATCH, BATCH)]
 
@@ -50,6 +52,7 @@ def test_a_step_without_a_target_changes_nothing_and_says_so(
     words = [
         *(*SMALL_MODEL, *SHORT_RUN, *EXPERTS, f"run.dir={tmp_path / 'run'}"),
         *(f"data.path={path}", f"data.cache_dir={cache}", f"data.seq_len={SEQ_LEN}"),
+        "data.packing=stream",
         *(f"train.steps={STEPS}", f"train.global_batch={BATCH}", "train.micro_batch=1"),
         *("eval.every=1", "guard.max_bad_steps=1", f"guard.spikes={policy}"),
         *("guard.spike_window=8", f"save.every={STEPS}"),

@@ -31,15 +31,6 @@ from tests.two_ranks import (
 pytestmark = pytest.mark.slow
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
-# Plants a defect that changes no shape, then runs the command itself.
-WITH_SWAPPED_LAYERS = """
-import sys
-from tools.proofs.parity.defects.models import layers_swapped
-from harness.layout.world import World
-from harness.train import main
-with layers_swapped(World()):
-    sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +153,8 @@ def test_a_run_goes_on_without_its_stages(
 def test_stages_that_compute_something_else_are_refused(folder: Path, data: list[str]) -> None:
     run = RunFolder(folder / "swapped" / "run")
     _, _, *arguments = command(data, run, "model.overrides.num_hidden_layers=4")
-    words = [sys.executable, "-c", WITH_SWAPPED_LAYERS, *arguments]
-    ended = run_ranks(words, run.path.parent, env={"PYTHONPATH": str(REPOSITORY)})
+    words = [sys.executable, "-m", "tests.run.swapped_layers", *arguments]
+    ended = run_ranks(words, run.path.parent)
     assert ended.codes == [2, 2], ended.output
     assert "does not train right in stages" in ended.output
     assert not run.checkpoints_dir.exists()
@@ -216,12 +207,12 @@ def test_four_stages_train_where_verification_is_not_wanted(folder: Path, data: 
         run,
         f"--deepspeed={DS_CONFIGS / 'pipeline4.json'}",
         "model.overrides.num_hidden_layers=5",
-        "pipeline.verify=false",
+        "layout.verify=false",
         "train.steps=4",
     )
     run_ranks(words, run.path.parent, ranks=4).succeeded()
     (told,) = events(run, "not_verified")
-    assert told["message"] == "pipeline.verify is false"
+    assert told["message"] == "layout.verify is false"
     (engine,) = events(run, "engine")
     assert [rank["pipeline_stage"] for rank in engine["ranks"]] == [0, 1, 2, 3]
     assert curve(run)[-1][1] < curve(run)[0][1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness.config.run_file import load_run_config
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.errors import ConfigError
 from harness.layout.shape import flops_per_unit
 from harness.layout.world import World

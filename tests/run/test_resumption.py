@@ -1,4 +1,4 @@
-"""Where runs begin: on another layout, as a branch of another run, from another run's weights."""
+"""Beginnings of runs: on another layout, as a branch of another run, from another run's weights."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Rank:
-    """What one data rank saved: `parts`, by kind, of each of the optimizer's flat tensors."""
+    """One data rank's save: `parts`, by kind, of each of the optimizer's flat tensors."""
 
     number: int
     optimizer: Table
@@ -81,7 +81,7 @@ class Native:
         self.scalars = _scalars(self.model, self._rank(0))
 
     def by_rank(self) -> Iterator[list[Fragment]]:
-        """What each rank saved, one rank after the other; padding is left out.
+        """Yield the fragments that each rank saved, without padding.
 
         Raises Unusable when together they lack something.
         """

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 from harness.estimate.inputs import GIB
 from harness.estimate.timeline import Estimate
+from harness.layout.division import tensor_shard
+from harness.layout.expert import expert_shard
 from harness.layout.grid import Coords
 from harness.layout.stages import Work, bubble, layers_per_stage, schedule, stage_parameters
+from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan
 from tools.layout.timing import plan_spans, stage_work, waiting
 
@@ -22,13 +25,30 @@ _WHOLE = (
 _CUT = ("", "optimizer states", "gradients and optimizer states", _WHOLE[0])
 
 
-def describe(plan: Plan) -> str:
-    """The whole report."""
-    found = plan.estimate
-    lines = [_headline(plan), "", *_ranks(plan), "", *_holdings(plan, found), "", _shares(plan)]
-    lines += ["", *_step(plan)]
+def describe(plan: Plan, width: int | None = None) -> str:
+    """The whole report; `width`: of the terminal that shows it."""
+    estimate = plan.estimate
+    lines = [_headline(plan), "", *_ranks(plan, width), "", *_holdings(plan, estimate), ""]
+    lines += [_shares(plan), *_fit(estimate), *_time(plan), "", *_step(plan, width)]
     notes = [event["message"] for event in plan.events if "message" in event]
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def _fit(estimate: Estimate | None) -> list[str]:
+    """Return the verdict, where the GPU is known."""
+    if estimate is None or estimate.device_bytes is None:
+        return []
+    verdict = {"fits": "it fits", "tight": "it is tight", "does not fit": "it does not fit"}
+    return [
+        f"On GPUs of {estimate.device_bytes / GIB:.0f} GiB {verdict[estimate.verdict]}: the "
+        f"fullest rank holds {estimate.worst.peak / GIB:.2f} GiB in tensors at its peak"
+    ]
+
+
+def _time(plan: Plan) -> list[str]:
+    """Return the time of a step, where the GPU is known."""
+    step = step_time(plan)
+    return [] if step is None else [f"Time: {step_line(step)}"]
 
 
 def _headline(plan: Plan) -> str:
@@ -42,10 +62,15 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _ranks(plan: Plan) -> list[str]:
+def _ranks(plan: Plan, columns: int | None) -> list[str]:
     """The grid of ranks."""
-    grid, width = plan.grid, len(str(plan.grid.world_size - 1))
+    grid, most = plan.grid, plan.grid.world_size - 1
+    peers = grid.sequence * grid.tensor
+    width = len(_with_peers(most - peers + 1, peers))
     count = min(grid.data, _MOST_COLUMNS)
+    if columns is not None:
+        room = columns - len("  stage 0   on node 0  ") - len(f"  ... {most}")
+        count = min(count, max(1, room // (width + 3)))
     rows = ", a row for each pipeline stage" if plan.stages else ""
     lines = [f"Ranks: a column for each data rank{rows}; | where the next node begins"]
     for stage in range(grid.pipeline):
@@ -53,15 +78,21 @@ def _ranks(plan: Plan) -> list[str]:
         nodes = [rank // plan.world.local_world_size for rank in ranks]
         row = f"  stage {stage:<3} on node {nodes[0]:<3}"
         for index, rank in enumerate(ranks[:count]):
-            row += f"{'|' if nodes[index] != nodes[max(index, 1) - 1] else ' '}{rank:>{width + 1}} "
+            row += f"{'|' if nodes[index] != nodes[max(index, 1) - 1] else ' '}"
+            row += f"{_with_peers(rank, peers):>{width + 1}} "
         lines.append(row.rstrip() + (f"  ... {ranks[-1]}" if grid.data > count else ""))
     return lines
 
 
-def _holdings(plan: Plan, found: Estimate | None) -> list[str]:
+def _with_peers(rank: int, peers: int) -> str:
+    """Return a rank with those that read the same samples: "4", or "4-7"."""
+    return str(rank) if peers == 1 else f"{rank}-{rank + peers - 1}"
+
+
+def _holdings(plan: Plan, estimate: Estimate | None) -> list[str]:
     """A row for each stage, and how even they are."""
     units = _units(plan)
-    fullest = found.fullest if found else []
+    fullest = estimate.fullest if estimate else []
     head = ["stage", "holds", "parameters", "work", "GiB between steps", "GiB at the peak, in"]
     rows = [head[: 2 if plan.shape is None else None]]
     parameters, work = _sizes(plan)
@@ -71,8 +102,8 @@ def _holdings(plan: Plan, found: Estimate | None) -> list[str]:
             row += [f"{parameters[stage]:,}", f"{work[stage] / sum(work):.1%}"]
         if fullest:
             rank = fullest[stage]
-            held, peak = rank.total("between_steps") / GIB, rank.peak / GIB
-            row += [f"{held:.2f}", f"{peak:.2f} {rank.peak_phase}"]
+            between_steps, peak = rank.total("between_steps") / GIB, rank.peak / GIB
+            row += [f"{between_steps:.2f}", f"{peak:.2f} {rank.peak_phase}"]
         rows.append(row)
     lines = ["What each holds; of ranks that are not alike, the fullest", *_table(rows)]
     if len(units) > 1 and plan.shape is not None:
@@ -89,16 +120,20 @@ def _holdings(plan: Plan, found: Estimate | None) -> list[str]:
 def _units(plan: Plan) -> list[str]:
     """Return the parts of the model on each stage, as text."""
     if plan.stages is None:
-        return ["the whole model"]
-    found, first = [], 0
+        places, experts = plan.grid.tensor, plan.grid.expert
+        if experts > 1:
+            return [f"1/{experts} of the experts, the rest"]
+        return ["the whole model" if places == 1 else f"1/{places} of each matrix"]
+    texts, first = [], 0
     counts = layers_per_stage(plan.stages)
     for stage, count in enumerate(counts):
         layers = f"layers {first}-{first + count - 1}" if count > 1 else f"layer {first}"
         before = "embedding, " if stage == 0 else ""
         after = ", norm and head" if stage == len(counts) - 1 else ""
-        found.append(f"{before}{layers}{after}")
+        each = f", 1/{plan.grid.tensor} of each matrix" if plan.grid.tensor > 1 else ""
+        texts.append(f"{before}{layers}{after}{each}")
         first += count
-    return found
+    return texts
 
 
 def _sizes(plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
@@ -107,7 +142,8 @@ def _sizes(plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
         return (), ()
     bounds = plan.stages or (0, plan.shape.num_layers + 2)
     work = [sum(passes) for passes in stage_work(plan)] if plan.stages else [1]
-    return stage_parameters(plan.shape, bounds), work
+    shape = expert_shard(tensor_shard(plan.shape, plan.grid.tensor), plan.grid.expert)
+    return stage_parameters(shape, bounds), work
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -130,10 +166,15 @@ def _shares(plan: Plan) -> str:
     parts = [f"{_WHOLE[zero_stage]} whole"] if _WHOLE[zero_stage] else []
     parts += [f"1/{count} of the {_CUT[zero_stage]}"] if _CUT[zero_stage] else []
     whose = "rank of a stage" if plan.stages else "rank"
-    return f"ZeRO {zero_stage}: each {whose} holds {', '.join(parts)}"
+    of = "of that " if plan.grid.tensor > 1 else ""
+    experts = ""
+    if plan.grid.expert > 1:
+        same = count // plan.grid.expert
+        experts = f"; {plan.grid.expert} neighbours share the experts, {same} ranks have the same"
+    return f"ZeRO {zero_stage}: {of}each {whose} holds {', '.join(parts)}{experts}"
 
 
-def _step(plan: Plan) -> list[str]:
+def _step(plan: Plan, columns: int | None) -> list[str]:
     stages, batches = plan.grid.pipeline, plan.grad_accum
     each = f"{batches} micro-batch{'es' * (batches > 1)} of {plan.micro_batch} x "
     each += f"{plan.config.data.seq_len} tokens"
@@ -141,7 +182,9 @@ def _step(plan: Plan) -> list[str]:
         return [f"A step: each data rank runs {each} through the model"]
     rows = schedule(stages, batches)
     lines = [f"A step: {each} for each data rank; F3, B3: their passes forward and backward"]
-    lines += [f"  stage {stage:<3}{_ticks(row, batches)}" for stage, row in enumerate(rows)]
+    lines += [
+        f"  stage {stage:<3}{_ticks(row, batches, columns)}" for stage, row in enumerate(rows)
+    ]
     return [
         *lines,
         f"Bubble: ({stages} - 1) / ({batches} + {stages} - 1) = {bubble(stages, batches):.1%} of "
@@ -149,10 +192,13 @@ def _step(plan: Plan) -> list[str]:
     ]
 
 
-def _ticks(row: Sequence[Work], batches: int) -> str:
+def _ticks(row: Sequence[Work], batches: int, columns: int | None) -> str:
     width = 1 + len(str(batches - 1))
+    most = _MOST_TICKS
+    if columns is not None:
+        most = min(most, max(3, (columns - len("  stage 0  ...")) // (width + 1)))
     cells = ["." if work is None else f"{work[0][0].upper()}{work[1]}" for work in row]
     cells = [f"{cell:<{width}}" for cell in cells]
-    if len(cells) > _MOST_TICKS:
-        cells = [*cells[: _MOST_TICKS * 2 // 3], "...", *cells[-_MOST_TICKS // 3 :]]
+    if len(cells) > most:
+        cells = [*cells[: most * 2 // 3], "...", *cells[-most // 3 :]]
     return " ".join(cells).rstrip()

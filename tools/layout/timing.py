@@ -1,4 +1,4 @@
-"""When each pipeline stage works on what, if all that takes time is arithmetic."""
+"""The work of each pipeline stage over time, if all that takes time is arithmetic."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from harness.layout.recompute import flops_again, runs_again
 from harness.layout.shape import flops_per_unit
 from harness.layout.stages import Work, layers_per_stage, schedule
 from harness.plan.plan import Plan
@@ -25,21 +26,23 @@ class Span:
 def stage_work(plan: Plan) -> list[tuple[int, int]]:
     """Per stage, FLOPs of (forward, backward) pass per token; layers, where these are not known.
 
-    Backward is twice forward, and once more for the layers that are recomputed.
+    Backward is twice forward, and what is computed again.
     """
     assert plan.stages is not None
     layers = layers_per_stage(plan.stages)
     units = [0, *[3] * sum(layers), 0]
     if plan.shape is not None:
         units = flops_per_unit(plan.shape, plan.config.data.seq_len)
-    again = plan.config.model.checkpointing == "full"
-    found, first = [], 1
-    for stage, count in enumerate(layers):
-        whole = sum(units[plan.stages[stage] : plan.stages[stage + 1]])
-        recomputed = sum(units[first : first + count]) // 3 if again else 0
-        found.append((whole // 3, whole - whole // 3 + recomputed))
-        first += count
-    return found
+    run = plan.config.model
+    again = [0, *(runs_again(run.checkpointing, layer) for layer in range(sum(layers))), 0]
+    if plan.shape is not None:
+        again = flops_again(plan.shape, plan.config.data.seq_len, run.checkpointing, run.mlp_tiles)
+    passes = []
+    for stage in range(len(layers)):
+        here = slice(plan.stages[stage], plan.stages[stage + 1])
+        whole = sum(units[here])
+        passes.append((whole // 3, whole - whole // 3 + sum(again[here])))
+    return passes
 
 
 def spans(rows: Sequence[Sequence[Work]], work: Sequence[tuple[float, float]]) -> list[Span]:
@@ -49,7 +52,7 @@ def spans(rows: Sequence[Sequence[Work]], work: Sequence[tuple[float, float]]) -
     """
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * len(rows)
-    found = []
+    placed = []
     for column in zip(*rows, strict=True):  # what a tick needs, an earlier one has made
         for stage, task in enumerate(column):
             if task is None:
@@ -59,8 +62,8 @@ def spans(rows: Sequence[Sequence[Work]], work: Sequence[tuple[float, float]]) -
             begin = max(free[stage], done.get((kind, source, batch), 0.0))
             end = begin + work[stage][kind == "backward"]
             free[stage] = done[kind, stage, batch] = end
-            found.append(Span(stage, kind, batch, begin, end))
-    return found
+            placed.append(Span(stage, kind, batch, begin, end))
+    return placed
 
 
 def plan_spans(plan: Plan) -> list[Span]:
@@ -68,8 +71,8 @@ def plan_spans(plan: Plan) -> list[Span]:
     return spans(schedule(plan.grid.pipeline, plan.grad_accum), stage_work(plan))
 
 
-def waiting(found: Sequence[Span]) -> float:
+def waiting(spans: Sequence[Span]) -> float:
     """Share of the step that a stage waits, on average over stages."""
-    length = max(span.end for span in found)
-    stages = 1 + max(span.stage for span in found)
-    return 1 - sum(span.end - span.begin for span in found) / (length * stages)
+    length = max(span.end for span in spans)
+    stages = 1 + max(span.stage for span in spans)
+    return 1 - sum(span.end - span.begin for span in spans) / (length * stages)

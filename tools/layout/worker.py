@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.config.run_config import RunConfig
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.engine.processes import ending_together, join
 from harness.layout.world import World
 from harness.plan.make import make_plan

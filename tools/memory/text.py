@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from harness.estimate.changes import helpful_changes, with_stage
 from harness.estimate.dividable import division_problems
-from harness.estimate.inputs import FP32, GIB, PHASES
+from harness.estimate.held import FP32, PHASES
+from harness.estimate.inputs import GIB
+from harness.estimate.interval import Interval
+from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.states import optimizer_class
-from harness.estimate.timeline import (
-    MARGIN,
-    Estimate,
-    RankTimeline,
-    estimate_memory,
-)
+from harness.estimate.timeline import Estimate, estimate_memory
 
 _BAR = 40  # characters
+_BESIDE_A_BAR = 58  # of its line: the name, the size, the evidence
 _MOST_CHANGES = 8
 _SMALL = 0.005  # GiB; less is not worth a line
 
 
-def describe(estimate: Estimate) -> str:
-    """The whole report."""
+def describe(estimate: Estimate, width: int | None = None) -> str:
+    """The whole report; `width`: of the terminal that shows it."""
     worst = estimate.worst
+    bar = _BAR if width is None else max(8, min(_BAR, width - _BESIDE_A_BAR))
     return "\n".join(
         [
             _setting(estimate),
             "",
             f"Peak on rank {worst.rank}{_of_stage(worst)}: {_gib(worst.peak)} GiB allocated, in "
-            f"phase {worst.peak_phase}; up to {_gib(worst.reserved)} GiB reserved",
-            *_bars(worst, worst.peak_phase),
+            f"phase {worst.peak_phase}",
+            *_bars(worst, worst.peak_phase, bar),
             *_pipeline(estimate),
             "",
             "Phases, GiB on the device",
-            *_phases(worst),
+            *_phases(worst, bar),
             f"The first step adds {_gib(estimate.late_bytes)} GiB of moments that are not there "
             f"before it.",
             "",
@@ -41,6 +41,8 @@ def describe(estimate: Estimate) -> str:
             f"Host memory {_gib(estimate.host_bytes_per_node)} GiB per node of "
             f"{estimate.inputs.gpus_per_node} ranks, NVMe {_gib(estimate.nvme_bytes_per_node)} GiB "
             f"per node, a checkpoint {_gib(estimate.checkpoint_bytes)} GiB on disk",
+            "",
+            *_device(worst),
             "",
             *_verdict(estimate),
         ]
@@ -63,15 +65,21 @@ def _setting(estimate: Estimate) -> str:
     inputs, grid = estimate.inputs, estimate.inputs.grid
     divided = [
         f"{name} over {ranks}, "
-        for name, ranks in (("tensors", grid.tensor), ("sequences", grid.sequence))
+        for name, ranks in (
+            ("tensors", grid.tensor),
+            ("sequences", grid.sequence),
+            ("experts", grid.expert),
+        )
         if ranks > 1
     ]
+    frozen = f" ({inputs.frozen:,} frozen)" if inputs.frozen else ""
     return (
-        f"{inputs.parameters:,} parameters in {inputs.precision}, {''.join(divided)}"
+        f"{inputs.parameters:,} parameters{frozen} in {inputs.precision}, {''.join(divided)}"
         f"ZeRO {inputs.zero.stage} "
         f"({optimizer_class(inputs)}) over {inputs.shards} ranks; micro-batch "
         f"{inputs.micro_batch} x {inputs.seq_len} tokens, {inputs.grad_accum} accumulated, "
-        f"checkpointing {inputs.checkpointing}, attention {inputs.attention}"
+        f"checkpointing {inputs.checkpointing}, attention {inputs.attention}, layers "
+        f"{inputs.layers_by}"
     )
 
 
@@ -91,21 +99,21 @@ def _pipeline(estimate: Estimate) -> list[str]:
     ]
 
 
-def _bars(rank: RankTimeline, phase: str) -> list[str]:
+def _bars(rank: RankTimeline, phase: str, bar: int) -> list[str]:
     parts = sorted(rank.phase(phase).items(), key=lambda part: -part[1])
     most = parts[0][1]
     return [
-        f"  {name:26} {_gib(size):>9}  {'#' * max(1, round(_BAR * size / most)):{_BAR}}  "
+        f"  {name:26} {_gib(size):>9}  {'#' * max(1, round(bar * size / most)):{bar}}  "
         f"{rank.evidence(name)}"
         for name, size in parts
         if size / GIB >= _SMALL or size == most
     ]
 
 
-def _phases(rank: RankTimeline) -> list[str]:
+def _phases(rank: RankTimeline, bar: int) -> list[str]:
     return [
         f"  {name:16} {_gib(rank.total(name)):>9}  "
-        f"{'#' * round(_BAR * rank.total(name) / max(rank.peak, 1))}"
+        f"{'#' * round(bar * rank.total(name) / max(rank.peak, 1))}"
         for name in PHASES
     ]
 
@@ -113,11 +121,11 @@ def _phases(rank: RankTimeline) -> list[str]:
 def _stages(estimate: Estimate) -> list[str]:
     lines = []
     for stage in range(4):
-        other = estimate_memory(with_stage(estimate.inputs, stage), estimate.device_bytes)
+        staged = estimate_memory(with_stage(estimate.inputs, stage), estimate.device_bytes)
         here = " <- this run" if stage == estimate.inputs.zero.stage else ""
-        note = _refusal(estimate, stage) or other.verdict
+        note = _refusal(estimate, stage) or staged.verdict
         lines.append(
-            f"  stage {stage}  {_gib(other.worst.peak):>9} GiB at {other.worst.peak_phase:16} "
+            f"  stage {stage}  {_gib(staged.worst.peak):>9} GiB at {staged.worst.peak_phase:16} "
             f"{note}{here}"
         )
     return lines
@@ -133,24 +141,43 @@ def _refusal(estimate: Estimate, stage: int) -> str | None:
     return "refused under pipeline stages" if stage > 1 and inputs.bounds else None
 
 
+def _device(rank: RankTimeline) -> list[str]:
+    """The bytes of the fullest GPU as torch and its driver count them."""
+    rows = (
+        ("allocated", _gib(rank.peak), "in tensors: torch's max_memory_allocated"),
+        ("reserved", _span(rank.reserved), "by torch's allocator: max_memory_reserved"),
+        ("beside", _span(rank.driver), "CUDA context, kernels, NCCL's buffers"),
+        ("shown", _span(rank.shown), "by the driver: nvidia-smi"),
+    )
+    head = f"On the device of rank {rank.rank}, GiB at least and at most"
+    return [head, *(f"  {name:10} {size:>17}  {what}" for name, size, what in rows)]
+
+
+def _span(interval: Interval) -> str:
+    return f"{_gib(interval.low)} to {_gib(interval.high)}"
+
+
 def _verdict(estimate: Estimate) -> list[str]:
     if estimate.device_bytes is None:
         return ["No verdict: name the device with --gpu"]
-    size = _gib(estimate.device_bytes)
+    size, verdict = _gib(estimate.device_bytes), estimate.verdict
+    why = {
+        "fits": "the most that the driver may show is less than the device has",
+        "tight": "it fits if torch's allocator finds room in what it has cached",
+        "does not fit": "tensors and the process alone are more than the device has",
+    }
     lines = [
-        f"Verdict: {estimate.verdict}: {_gib(estimate.worst.peak)} GiB and about "
-        f"{_gib(estimate.process_bytes)} GiB (guessed) for the process on a device of {size} GiB; "
-        f"the weakest number in the peak is {estimate.evidence}.",
-        "No run on a GPU has been compared with this estimate.",
+        f"Verdict: {verdict}: {why[verdict]}, {size} GiB; the weakest number in the peak is "
+        f"{estimate.evidence}. Published runs beside it: docs/memory_cards.md"
     ]
-    if estimate.verdict == "fits":
+    if verdict == "fits":
         return lines
     changes = helpful_changes(estimate)
     helping = [change for change in changes if change.estimate.verdict == "fits"]
     lines.append(
-        f"Single changes that bring the peak below {MARGIN:.0%} of the device:"
+        "Single changes with which it fits:"
         if helping
-        else "No single change brings it below the margin; the largest savings:"
+        else "No single change makes it fit; the largest savings:"
     )
     shown = helping or sorted(changes, key=lambda change: -change.saved_bytes)
     for change in shown[:_MOST_CHANGES]:

@@ -17,11 +17,14 @@ from harness.layout.world import World
 from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
 from harness.plan.text import spread
-from harness.run.meter import Progress
+from harness.run.progress import Progress
+from harness.terminal import columns, say
+from tools.preflight_checks.device import Device, device_rows, measure_device
 from tools.preflight_checks.environment import host_name
 from tools.preflight_checks.machine import Machine, free_gpu_bytes, machine_rows, measure_machine
 from tools.preflight_checks.meeting import Absent, Deadline, Meeting, absent, meet
 from tools.preflight_checks.network import Links, measure_links, network_rows
+from tools.preflight_checks.rates import rates
 from tools.preflight_checks.report import Row, as_json, by_text, code, count, grouped, table, who
 from tools.preflight_checks.sameness import Seen, clock_row, look, sameness_rows
 from tools.preflight_checks.storage import (
@@ -46,12 +49,19 @@ class Facts:
     seen: Seen | None = None
     storage: Storage | None = None
     machine: Machine | None = None
+    device: Device | None = None
     problem: str | None = None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Facts:
         """Return the facts from their JSON form."""
-        parts = {"links": Links, "seen": Seen, "storage": Storage, "machine": Machine}
+        parts: dict[str, Any] = {
+            "links": Links,
+            "seen": Seen,
+            "storage": Storage,
+            "machine": Machine,
+            "device": Device,
+        }
         made = {name: part(**value[name]) for name, part in parts.items() if value[name]}
         return cls(**{**value, **made})
 
@@ -76,7 +86,7 @@ def fly(command: Command, in_json: bool, limit_s: float) -> int:
             there = sum(value is not None for value in came)
             word: dict[str, Any] = {"refused": refusal is not None, "ranks": there}
             if refusal is not None:
-                print(f"cannot train: {refusal}", file=sys.stderr)
+                say(f"cannot train: {refusal}", sys.stderr)
             else:
                 assert plan is not None
                 word["hosts"] = [value["host"] for value in came]
@@ -92,15 +102,28 @@ def fly(command: Command, in_json: bool, limit_s: float) -> int:
         facts, ended = _measured(plan, command, meeting, word, clock_s, end, progress)
         meeting.give("facts", asdict(facts))
         if world.rank == 0:
-            rows = judge(plan, hosts, _reported(meeting, end))
-            print(json.dumps(as_json(rows), indent=2) if in_json else table(rows), flush=True)
+            reports = _reported(meeting, end)
+            rows = judge(plan, hosts, reports)
+            if in_json:
+                print(
+                    json.dumps({**as_json(rows), "rates": _rates(plan, hosts, reports)}, indent=2)
+                )
+                sys.stdout.flush()
+            else:
+                say(table(rows, columns(sys.stdout)))
             meeting.tell("code", int(code(rows)))
-        said = int(meeting.hear("code", end))
+        exit_code = int(meeting.hear("code", end))
         meeting.part(word["ranks"])
     if not ended:
         sys.stdout.flush()
-        os._exit(said)  # a collective that hangs would not let the interpreter end
-    return said
+        os._exit(exit_code)  # a collective that hangs would not let the interpreter end
+    return exit_code
+
+
+def _rates(plan: Plan, hosts: Sequence[str], reports: Sequence[Facts | None]) -> dict[str, Any]:
+    facts = [report for report in reports if report is not None]
+    machines = [each.machine for each in facts if each.machine]
+    return rates(plan, hosts, machines, [each.links for each in facts])
 
 
 def _planned(command: Command, world: World) -> tuple[Plan | None, list[str]]:
@@ -113,7 +136,9 @@ def _planned(command: Command, world: World) -> tuple[Plan | None, list[str]]:
 def _refusal(came: Sequence[dict[str, Any]]) -> str | None:
     """One report of what is wrong with the configs, on whichever rank; None where nothing is."""
     hosts = [value["host"] for value in came]
-    ranks_of = by_text((rank, text) for rank, one in enumerate(came) for text in one["problems"])
+    ranks_of = by_text(
+        (rank, text) for rank, report in enumerate(came) for text in report["problems"]
+    )
     if not ranks_of:
         return None
     everywhere = len(came)
@@ -148,21 +173,25 @@ def _measured(
             lambda: measure_storage(plan, word["token"], writes=first_of_node),
         ),
         "machine": ("measuring machines", lambda: _machine(plan)),
+        "device": (
+            "checking devices",
+            lambda: measure_device(own_device(plan.world)),
+        ),
     }
-    found: dict[str, Any] = {}
-    for name, (said, measure) in parts.items():
-        progress.say(said)
+    results: dict[str, Any] = {}
+    for name, (title, measure) in parts.items():
+        progress.say(title)
         # At once, as in training: alone, a rank has its node's power, memory and disks to itself.
         meeting.together(name, _GATHERING_S, end)
         try:
-            found[name] = measure()
+            results[name] = measure()
         except Exception as error:  # whatever it is, the others wait for this rank's report
-            found.setdefault("problem", f"{type(error).__name__}: {error}")
+            results.setdefault("problem", f"{type(error).__name__}: {error}")
     links, ended = Links(), True
     if len(hosts) > 1:
         progress.say("measuring the network")
         links, ended = measure_links(meeting, hosts, max(1.0, end.left_s - _REPORTING_S))
-    return Facts(clock_s, links, **found), ended
+    return Facts(clock_s, links, **results), ended
 
 
 def _machine(plan: Plan) -> Machine:
@@ -176,7 +205,7 @@ def _reported(meeting: Meeting, end: Deadline) -> list[Facts | None]:
 
 def judge(plan: Plan, hosts: Sequence[str], reports: Sequence[Facts | None]) -> list[Row]:
     """All rows. `reports` by rank: None where a rank came, but did not report."""
-    facts = {rank: found for rank, found in enumerate(reports) if found is not None}
+    facts = {rank: report for rank, report in enumerate(reports) if report is not None}
     seen = {rank: f.seen for rank, f in facts.items() if f.seen}
     machines = {rank: f.machine for rank, f in facts.items() if f.machine}
     storage = {rank: f.storage for rank, f in facts.items() if f.storage}
@@ -187,7 +216,9 @@ def judge(plan: Plan, hosts: Sequence[str], reports: Sequence[Facts | None]) -> 
     ]
     rows += sameness_rows(seen, hosts) if seen else []
     rows.append(clock_row({rank: f.clock_s for rank, f in facts.items()}, hosts))
-    rows += machine_rows(plan, machines, hosts) if machines else []
+    rows += machine_rows(plan, machines, hosts, _rates(plan, hosts, reports)) if machines else []
+    devices = {rank: f.device for rank, f in facts.items() if f.device}
+    rows += device_rows(devices, hosts, plan.world.accelerator == "cuda") if devices else []
     rows += network_rows({rank: f.links for rank, f in facts.items()}, hosts)
     rows += storage_rows(plan, storage, hosts) if storage else []
     return rows
@@ -196,27 +227,27 @@ def judge(plan: Plan, hosts: Sequence[str], reports: Sequence[Facts | None]) -> 
 def _nodes(plan: Plan, hosts: Sequence[str]) -> Row:
     counts = {host: hosts.count(host) for host in hosts}
     planned = plan.world.local_world_size
-    found = f"{count(len(hosts), 'rank')} on {count(len(counts), 'node')}"
+    text = f"{count(len(hosts), 'rank')} on {count(len(counts), 'node')}"
     odd = [host for host, count in counts.items() if count != planned]
     if not odd:
-        return Row("nodes", "ok", found)
+        return Row("nodes", "ok", text)
     ranks = [rank for rank, host in enumerate(hosts) if host in odd]
-    found += f"; planned with {planned} a node, unlike {who(ranks, hosts)}"
+    text += f"; planned with {planned} a node, unlike {who(ranks, hosts)}"
     todo = "the memory of a node is planned with so many ranks: use --ntasks-per-node"
-    return Row("nodes", "warn", found, todo)
+    return Row("nodes", "warn", text, todo)
 
 
 def _silent(reports: Sequence[Facts | None], hosts: Sequence[str]) -> list[Row]:
     """Ranks that came, but did not come to an end."""
     rows = []
-    missing = [rank for rank, found in enumerate(reports) if found is None]
+    missing = [rank for rank, report in enumerate(reports) if report is None]
     if missing:
         todo = "a driver or a file system may hang there: leave the node out (--exclude)"
         rows.append(Row("reports", "FAIL", f"none from {who(missing, hosts)}", todo))
-    wrong = by_text((rank, f.problem) for rank, f in enumerate(reports) if f and f.problem)
-    if wrong:
+    problems = by_text((rank, f.problem) for rank, f in enumerate(reports) if f and f.problem)
+    if problems:
         todo = "a run would meet the same there: mend it, or leave the node out (--exclude)"
-        rows.append(Row("reports", "FAIL", grouped(wrong, hosts), todo))
+        rows.append(Row("reports", "FAIL", grouped(problems, hosts), todo))
     return rows
 
 

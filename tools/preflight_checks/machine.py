@@ -7,9 +7,10 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from harness.config.ds_keys import offloaded_to
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
 from harness.estimate.inputs import GIB
+from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan
 from tools.preflight_checks.report import Row, by_text, grouped, same_row, slow, span, who
 
@@ -133,13 +135,16 @@ def _ecc(gpu_id: str) -> str | None:
 Machines = dict[int, Machine]
 
 
-def machine_rows(plan: Plan, machines: Machines, hosts: Sequence[str]) -> list[Row]:
-    """The checks of all machines; `machines` by rank."""
+def machine_rows(
+    plan: Plan, machines: Machines, hosts: Sequence[str], rates: Mapping[str, Any]
+) -> list[Row]:
+    """The checks of all machines; `machines` by rank, `rates`: their medians."""
     rows = _gpu_rows(machines, hosts) if plan.world.accelerator == "cuda" else []
     return [
         *rows,
         _speed(plan, machines, hosts),
         _memory(plan, machines, hosts),
+        *_step(plan, rates),
         _shared_memory(machines, hosts),
         _memlock(plan, machines, hosts),
         _open_files(machines, hosts),
@@ -206,6 +211,12 @@ def _memory(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
     advice = texts[0][1].partition(": ")[2]
     text = f"{grouped(short, hosts)}, and less is free; {free}"
     return Row("memory", "warn" if plan.config.plan.force else "FAIL", text, advice)
+
+
+def _step(plan: Plan, rates: Mapping[str, Any]) -> list[Row]:
+    """The predicted time of a step with the rates that were measured, on GPUs that are known."""
+    step = step_time(plan, rates)
+    return [] if step is None else [Row("time of a step", "ok", step_line(step))]
 
 
 def _shared_memory(machines: Machines, hosts: Sequence[str]) -> Row:

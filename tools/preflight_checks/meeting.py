@@ -1,4 +1,4 @@
-"""Where the ranks meet before anything can hang: who came, what each found, what is decided.
+"""The ranks' meeting before anything can hang: who came, what each found, what is decided.
 
 A TCP store and nothing else, so that a rank that does not come, or does not come back, is named
 instead of waited for.
@@ -103,8 +103,8 @@ class Meeting:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
         except DistNetworkError:
-            what = f"rank 0 ended before it said what {host_name()} waits for"
-            raise Absent(what, _CRASHED) from None
+            message = f"rank 0 ended before it said what {host_name()} waits for"
+            raise Absent(message, _CRASHED) from None
         return True
 
 
@@ -124,9 +124,9 @@ def meet(world: World, come_s: float) -> Meeting:
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        what = "open" if opens else f"reach rank 0 from {host_name()} within {come_s:.0f} s at"
+        goal = "open" if opens else f"reach rank 0 from {host_name()} within {come_s:.0f} s at"
         raise Absent(
-            f"cannot {what} {address}:{port} ({reason}): see whether rank 0 runs, whether another "
+            f"cannot {goal} {address}:{port} ({reason}): see whether rank 0 runs, whether another "
             "job holds the port, and which network interface its name leads to"
         ) from None
     return Meeting(world, PrefixStore("preflight", store))

@@ -39,9 +39,9 @@ class Links:
 
 
 def bus_gb_per_s(size_bytes: int, seconds: float, ranks: int) -> float:
-    """What every link carries in an all-reduce: size/time * 2(n-1)/n (nccl-tests, PERFORMANCE.md:
+    """Return the bandwidth of every link in an all-reduce: size/time * 2(n-1)/n (nccl-tests,
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which does not depend on n
-    where the links are alike.
+    if the links are alike.
     """
     return size_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
 
@@ -54,7 +54,7 @@ def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
     edges = [(place, (place + 1) % count) for place in range(count if count > 2 else count - 1)]
     odd = edges[-1:] if count > 2 and count % 2 else []
     even = edges[: len(edges) - len(odd)]
-    return [found for found in (even[0::2], even[1::2], odd) if found]
+    return [round_ for round_ in (even[0::2], even[1::2], odd) if round_]
 
 
 def pair_rounds(hosts: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
@@ -83,7 +83,7 @@ def pair_rounds(hosts: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
 
 
 def _both_ways(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    return {rank: other for a, b in pairs for rank, other in ((a, b), (b, a))}
+    return {rank: peer for a, b in pairs for rank, peer in ((a, b), (b, a))}
 
 
 def measure_links(meeting: Meeting, hosts: Sequence[str], limit_s: float) -> tuple[Links, bool]:
@@ -124,7 +124,7 @@ def _measure(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
     )
     # First: NCCL wants all ranks in a group's first call.
     links.stage = "all-reduce over all ranks"
-    links.all_reduce_gb_per_s = _all_reduce(world, device)
+    links.all_reduce_gb_per_s = all_reduce_gb_per_s(world, device)
     for number, (level, partner) in enumerate(pair_rounds(hosts), 1):
         mine = partner.get(world.rank)
         links.stage = _WAITING
@@ -144,19 +144,20 @@ def _together() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def _all_reduce(world: World, device: torch.device) -> float:
+def all_reduce_gb_per_s(world: World, device: torch.device) -> float:
+    """Return the bus bandwidth of an all-reduce over all ranks. Collective."""
     size = _ALL_REDUCE_BYTES[device.type]
     values = torch.zeros(size // 4, device=device)
     seconds = _timed(lambda: dist.all_reduce(values), device)
     return bus_gb_per_s(size, statistics.median(seconds), world.world_size)
 
 
-def _exchange(other: int, device: torch.device) -> float:
+def _exchange(peer: int, device: torch.device) -> float:
     size = _PAIR_BYTES[device.type]
-    given, taken = (torch.zeros(size // 4, device=device) for _ in range(2))
+    sent, received = (torch.zeros(size // 4, device=device) for _ in range(2))
 
     def both_ways() -> None:
-        sends = [dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)]
+        sends = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
         for request in dist.batch_isend_irecv(sends):
             request.wait()
 
@@ -182,17 +183,17 @@ def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
     """The checks of the network; `links` by rank."""
     if len(hosts) == 1:
         return [Row("all-reduce", "ok", "one rank has nobody to reduce with")]
-    wrong = {rank: found for rank, found in links.items() if found.problem}
-    if wrong:
-        return [_broken(wrong, hosts)]
+    broken = {rank: of_rank for rank, of_rank in links.items() if of_rank.problem}
+    if broken:
+        return [_broken(broken, hosts)]
     rates = [f.all_reduce_gb_per_s for f in links.values() if f.all_reduce_gb_per_s is not None]
-    said = f"{span(rates, 'GB/s', '.2f')} of bus bandwidth over {len(hosts)} ranks"
-    rows = [Row("all-reduce", "ok", said)]
+    text = f"{span(rates, 'GB/s', '.2f')} of bus bandwidth over {len(hosts)} ranks"
+    rows = [Row("all-reduce", "ok", text)]
     for level in (WITHIN, BETWEEN):
         # The better of a rank's two pairs: the other one may be slow by its neighbour.
         best: dict[int, float] = {}
-        for rank, found in links.items():
-            here = [rate for name, _, rate in found.pairs if name == level]
+        for rank, of_rank in links.items():
+            here = [rate for name, _, rate in of_rank.pairs if name == level]
             if here:
                 best[rank] = max(here)
         if best:
@@ -201,25 +202,27 @@ def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
 
 
 def _level(level: str, best: dict[int, float], hosts: Sequence[str]) -> Row:
-    found = f"{span(best.values(), 'GB/s', '.2f')} each way between neighbours"
+    text = f"{span(best.values(), 'GB/s', '.2f')} each way between neighbours"
     late = slow(best)
     if not late:
-        return Row(level, "ok", found)
+        return Row(level, "ok", text)
     todo = (
         "look at the link's width and error counters there (nvidia-smi nvlink, ibstat, ethtool), "
         "or leave the node out (--exclude)"
     )
-    return Row(level, "warn", f"{found}; slow: {who(late, hosts)}", todo)
+    return Row(level, "warn", f"{text}; slow: {who(late, hosts)}", todo)
 
 
 def _is_waiting(text: str) -> bool:
     return _WAITING in text
 
 
-def _broken(wrong: dict[int, Links], hosts: Sequence[str]) -> Row:
-    said = by_text((rank, f"{found.problem} in {found.stage}") for rank, found in wrong.items())
+def _broken(broken: dict[int, Links], hosts: Sequence[str]) -> Row:
+    ranks_of = by_text(
+        (rank, f"{of_rank.problem} in {of_rank.stage}") for rank, of_rank in broken.items()
+    )
     # Those that wait, wait for the others.
-    listed = grouped({text: said[text] for text in sorted(said, key=_is_waiting)}, hosts)
+    listed = grouped({text: ranks_of[text] for text in sorted(ranks_of, key=_is_waiting)}, hosts)
     todo = (
         "name the interface between the nodes in slurm/site.env (NCCL_SOCKET_IFNAME, "
         "GLOO_SOCKET_IFNAME), open the firewall between them, and see NCCL_DEBUG=INFO"

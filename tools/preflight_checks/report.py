@@ -33,14 +33,17 @@ class Row:
     """Advice; empty if all is well."""
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows, then the verdict."""
+def table(rows: Sequence[Row], width: int | None = None) -> str:
+    """The rows, then the verdict; `width`: of the terminal that shows it."""
+    text_width = _TEXT_WIDTH
+    if width is not None:
+        text_width = max(20, min(_TEXT_WIDTH, width - _CHECK_WIDTH - _VERDICT_WIDTH))
     lines = [f"{'check':<{_CHECK_WIDTH}}{'verdict':<{_VERDICT_WIDTH}}found, and what to do"]
     for row in rows:
         texts = [row.found, *([f"-> {row.todo}"] if row.todo else [])]
-        said = [line for text in texts for line in textwrap.wrap(text, _TEXT_WIDTH)]
-        lines.append(f"{row.check:<{_CHECK_WIDTH}}{row.verdict:<{_VERDICT_WIDTH}}{said[0]}")
-        lines += [" " * (_CHECK_WIDTH + _VERDICT_WIDTH) + line for line in said[1:]]
+        wrapped = [line for text in texts for line in textwrap.wrap(text, text_width)]
+        lines.append(f"{row.check:<{_CHECK_WIDTH}}{row.verdict:<{_VERDICT_WIDTH}}{wrapped[0]}")
+        lines += [" " * (_CHECK_WIDTH + _VERDICT_WIDTH) + line for line in wrapped[1:]]
     return "\n".join([*lines, "", f"preflight: {conclusion(rows)}"])
 
 
@@ -77,7 +80,9 @@ def who(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     by_host: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         by_host.setdefault(hosts[rank], []).append(rank)
-    named = [f"{host} ({_ranks(found)})" for host, found in list(by_host.items())[:_NAMED]]
+    named = [
+        f"{host} ({_ranks(ranks_there)})" for host, ranks_there in list(by_host.items())[:_NAMED]
+    ]
     more = len(by_host) - len(named)
     return ", ".join([*named, *([f"and {count(more, 'more node')}"] if more else [])])
 
@@ -101,10 +106,10 @@ def slow(values: Mapping[K, float]) -> list[K]:
     return [key for key, value in values.items() if value < limit]
 
 
-def by_text(said: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+def by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     """The ranks that say each text."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in said:
+    for rank, text in texts:
         ranks_of.setdefault(text, []).append(rank)
     return ranks_of
 

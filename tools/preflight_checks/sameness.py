@@ -14,8 +14,10 @@ from typing import Any
 
 from harness.checkpoint.store import Store
 from harness.config.run_config import run_and_step
-from harness.data.build import DataSpec, cached_fingerprint
-from harness.data.corpus import Corpus, find_corpus
+from harness.data.build import cached_fingerprint
+from harness.data.corpus import Corpus
+from harness.data.source import corpus_of
+from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.plan.plan import Plan
 from harness.run.record import git_commit
@@ -46,7 +48,7 @@ _WARNS = {"data times"}
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank has, by check, as short texts that are compared; and what it could not read."""
+    """One rank's values by check, as short texts that are compared; and files it could not read."""
 
     values: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -69,7 +71,9 @@ def look(plan: Plan, trust_remote_code: bool, first_of_node: bool) -> Seen:
     values["code"] += f", commit {(git_commit() or 'unknown')[:12]}"
     spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
     try:
-        values.update(_data(find_corpus(spec.config.path, spec.config.format)))
+        values.update(
+            _data([*map(corpus_of, [*spec.sources().values(), *spec.eval_sets().values()])])
+        )
         fingerprint = cached_fingerprint(spec)
         values["fingerprint"] = fingerprint[:16] if fingerprint else NOT_CACHED
     except ConfigError as error:
@@ -91,12 +95,17 @@ def _hash(*parts: Any) -> str:
 def _library_files() -> Iterator[tuple[str, str]]:
     """Code, presets and tables."""
     for path in sorted(LIBRARY.rglob("*.*")):
-        if path.suffix in (".py", ".toml", ".json"):
+        if path.suffix in (".py", ".toml", ".json", ".jinja"):
             yield str(path.relative_to(LIBRARY)), path.read_text(encoding="utf-8")
 
 
-def _data(corpus: Corpus) -> dict[str, str]:
+def _data(corpora: Sequence[Corpus]) -> dict[str, str]:
     """Names and sizes; times apart, as copies often have others; the ends are opened."""
+    values = [_corpus(corpus) for corpus in corpora]
+    return {key: "; ".join(value[key] for value in values) for key in values[0]}
+
+
+def _corpus(corpus: Corpus) -> dict[str, str]:
     for file in {corpus.files[0], corpus.files[-1]}:
         with file.open("rb") as opened:
             opened.read(1)
@@ -111,8 +120,8 @@ def _data(corpus: Corpus) -> dict[str, str]:
 def _weights(source: str) -> str:
     run, step = run_and_step(source)
     store = Store(run / "checkpoints")
-    if found := store.all():  # a run of ours, whose newest checkpoint is taken
-        run = store.at(step) if step is not None else found[-1]
+    if checkpoints := store.all():  # a run of ours, whose newest checkpoint is taken
+        run = store.at(step) if step is not None else checkpoints[-1]
     if not run.is_dir():
         return f"{source} is no folder: every node gets it from the hub"
     files = sorted(run.glob("*.safetensors"))
@@ -139,7 +148,7 @@ def sameness_rows(seen: Mapping[int, Seen], hosts: Sequence[str]) -> list[Row]:
         if not values or (check == "data times" and row.verdict == "ok"):
             continue
         rows.append(row)
-    problems = by_text((rank, text) for rank, one in seen.items() for text in one.problems)
+    problems = by_text((rank, text) for rank, of_rank in seen.items() for text in of_rank.problems)
     if problems:
         todo = "make it readable from every node; the text names the key"
         return [*rows, Row("readable", "FAIL", grouped(problems, hosts), todo)]
@@ -159,9 +168,9 @@ def clock_row(clocks_s: Mapping[int, float], hosts: Sequence[str]) -> Row:
     middle = statistics.median(clocks_s.values())
     off = {rank: clock - middle for rank, clock in clocks_s.items()}
     most = max(abs(value) for value in off.values())
-    wrong = [rank for rank, value in off.items() if abs(value) > CLOCKS_S]
-    if not wrong:
+    far = [rank for rank, value in off.items() if abs(value) > CLOCKS_S]
+    if not far:
         return Row("clocks", "ok", f"within {most:.1f} s of their median")
     todo = "start the time service there (chronyc tracking): locks and times of saves rely on it"
-    found = f"up to {most:.1f} s from their median: {who(wrong, hosts)}"
-    return Row("clocks", "warn", found, todo)
+    text = f"up to {most:.1f} s from their median: {who(far, hosts)}"
+    return Row("clocks", "warn", text, todo)

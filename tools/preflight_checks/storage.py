@@ -111,8 +111,8 @@ def _same(seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
     if not blind:
         return Row("run folder", "ok", f"{folder} is the same on all nodes")
     if min(seen) in blind:
-        found = f"{who([min(seen)], hosts)} cannot make a file in {folder}"
-        return Row("run folder", "FAIL", found, "choose a run.dir that this user may write")
+        text = f"{who([min(seen)], hosts)} cannot make a file in {folder}"
+        return Row("run folder", "FAIL", text, "choose a run.dir that this user may write")
     return Row(
         "run folder",
         "FAIL",
@@ -125,21 +125,21 @@ def _room(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
     free = {r: s.free_bytes / GIB for r, s in seen.items() if s.free_bytes is not None}
     if not free:
         return Row("room", "warn", "cannot be told", "see what the storage says of its quota")
-    found = span(free.values(), "GiB free", ".2f")
+    text = span(free.values(), "GiB free", ".2f")
     if plan.estimate is None:
-        return Row("room", "ok", f"{found}; a checkpoint's size is not known here")
+        return Row("room", "ok", f"{text}; a checkpoint's size is not known here")
     size = plan.estimate.checkpoint_bytes / GIB
     due = _due(plan, seen[min(seen)].checkpoints)
-    found += f"; room is needed for {count(due, 'checkpoint')} of {size:.2f} GiB: {due * size:.2f}"
+    text += f"; room is needed for {count(due, 'checkpoint')} of {size:.2f} GiB: {due * size:.2f}"
     few = [rank for rank, room in free.items() if room < due * size]
     if not few:
-        return Row("room", "ok", found)
+        return Row("room", "ok", text)
     todo = (
         f"make room, choose another run.dir, or lower save.keep (now {plan.config.save.keep}): a "
         "save writes the new checkpoint before it removes an old one"
     )
     verdict: Verdict = "warn" if plan.config.plan.force else "FAIL"
-    return Row("room", verdict, f"{found}; too little for {who(few, hosts)}", todo)
+    return Row("room", verdict, f"{text}; too little for {who(few, hosts)}", todo)
 
 
 def _due(plan: Plan, there: int) -> int:
@@ -155,25 +155,25 @@ def _due(plan: Plan, there: int) -> int:
 
 
 def _writing(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> list[Row]:
-    wrong = {rank: s.problem for rank, s in seen.items() if s.problem}
-    if wrong:
-        said = "; ".join(dict.fromkeys(wrong.values()))
+    problems = {rank: s.problem for rank, s in seen.items() if s.problem}
+    if problems:
+        listed = "; ".join(dict.fromkeys(problems.values()))
         todo = "make room there, or choose another run.dir: 64 MiB could not be written"
-        return [Row("write speed", "FAIL", f"{said} ({who(wrong, hosts)})", todo)]
+        return [Row("write speed", "FAIL", f"{listed} ({who(problems, hosts)})", todo)]
     rates = {r: s.written_bytes_per_s / _MIB for r, s in seen.items() if s.written_bytes_per_s}
     if not rates:
         return []
-    found = span(rates.values(), "MiB/s from each node, all at once", ".0f")
+    text = span(rates.values(), "MiB/s from each node, all at once", ".0f")
     late = slow(rates)
     if plan.estimate is not None:
         # Each node writes what its ranks hold; the slowest is waited for.
         share = plan.estimate.checkpoint_bytes / len(rates) / _MIB
         seconds = share / min(rates.values())
-        found += f": about {seconds:.1f} s for a checkpoint"
+        text += f": about {seconds:.1f} s for a checkpoint"
         if seconds > _SLOW_SAVE_S and not late:
             todo = "save less often (save.every), in the background (save.async=true), or elsewhere"
-            return [Row("write speed", "warn", found, todo)]
+            return [Row("write speed", "warn", text, todo)]
     if not late:
-        return [Row("write speed", "ok", found)]
+        return [Row("write speed", "ok", text)]
     todo = "look at the mount and its network there: every save waits for the slowest node"
-    return [Row("write speed", "warn", f"{found}; slow: {who(late, hosts)}", todo)]
+    return [Row("write speed", "warn", f"{text}; slow: {who(late, hosts)}", todo)]

@@ -1,4 +1,4 @@
-"""What do checkpoints cost? Ours against DeepSpeed's own, in one run on one disk.
+"""Measure the cost of checkpoints: ours against DeepSpeed's own, in one run on one disk.
 
     python tools/proofs/benchmark_checkpoint.py
     python tools/proofs/benchmark_checkpoint.py --stages 3 --rounds 9 --folder /scratch
@@ -59,8 +59,8 @@ def main() -> int:
     for stage in args.stages:
         with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
             out = Path(scratch)
-            given = [f"--stage={stage}", f"--rounds={args.rounds}", f"--out={out}"]
-            run_module("tools.proofs.checkpoints.speed", given, 2, errors=out)
+            arguments = [f"--stage={stage}", f"--rounds={args.rounds}", f"--out={out}"]
+            run_module("tools.proofs.checkpoints.speed", arguments, 2, errors=out)
             results[stage] = _judged(json.loads((out / "speed.json").read_text()))
         print(json.dumps({"stage": stage, **results[stage]}), flush=True)
     table = "\n".join(_table(results))
@@ -70,18 +70,18 @@ def main() -> int:
     return 0
 
 
-def _judged(found: dict[str, Any]) -> dict[str, Any]:
+def _judged(results: dict[str, Any]) -> dict[str, Any]:
     for kind in ("seconds", "processor"):
-        both = zip(found[kind]["plain"], found[kind]["plain_fsync"], strict=True)
-        found[kind]["plain_synced"] = [sum(pair) for pair in both]
-    medians = {name: statistics.median(values) for name, values in found["seconds"].items()}
+        both = zip(results[kind]["plain"], results[kind]["plain_fsync"], strict=True)
+        results[kind]["plain_synced"] = [sum(pair) for pair in both]
+    medians = {name: statistics.median(values) for name, values in results["seconds"].items()}
     ratios = {name: medians[over] / medians[under] for name, (over, under, _) in RATIOS.items()}
     for name, (over, under, _) in RATIOS.items():
-        if {over, under} <= found["processor"].keys():
-            worked = [statistics.median(found["processor"][key]) for key in (over, under)]
+        if {over, under} <= results["processor"].keys():
+            worked = [statistics.median(results["processor"][key]) for key in (over, under)]
             ratios[f"{name}, processor"] = worked[0] / worked[1]
-    ratios["bytes on disk / DeepSpeed's"] = found["bytes"]["ours"] / found["bytes"]["plain"]
-    return {**found, "medians": medians, "ratios": ratios}
+    ratios["bytes on disk / DeepSpeed's"] = results["bytes"]["ours"] / results["bytes"]["plain"]
+    return {**results, "medians": medians, "ratios": ratios}
 
 
 def _table(results: dict[int, dict[str, Any]]) -> list[str]:
@@ -92,15 +92,15 @@ def _table(results: dict[int, dict[str, Any]]) -> list[str]:
     ]
     limits = {name: limit for name, (*_, limit) in RATIOS.items()}
     for name, limit in (limits | {"bytes on disk / DeepSpeed's": 1.0}).items():
-        cells = "".join(f" {_ratio(found['ratios'], name)} |" for found in results.values())
+        cells = "".join(f" {_ratio(judged['ratios'], name)} |" for judged in results.values())
         lines.append(f"| {name} | {limit:g} |{cells}")
     title = "seconds: median (least to most); median of the processor's, of both ranks"
     lines += ["", f"| {title} |{stages}", "|---|" + "---:|" * len(results)]
     for name, text in SECONDS.items():
-        cells = "".join(f" {_seconds(found, name)} |" for found in results.values())
+        cells = "".join(f" {_seconds(judged, name)} |" for judged in results.values())
         lines.append(f"| {text} |{cells}")
     for name, text in (("ours", "ours"), ("plain", "DeepSpeed's")):
-        cells = "".join(f" {found['bytes'][name] / 1e6:,.1f} |" for found in results.values())
+        cells = "".join(f" {judged['bytes'][name] / 1e6:,.1f} |" for judged in results.values())
         lines.append(f"| MB on disk: {text} |{cells}")
     return lines
 
@@ -110,8 +110,8 @@ def _ratio(ratios: dict[str, float], name: str) -> str:
     return f"{ratios[name]:.2f}" + (f"; {worked:.2f}" if worked else "")
 
 
-def _seconds(found: dict[str, Any], name: str) -> str:
-    values, worked = found["seconds"][name], found["processor"].get(name)
+def _seconds(judged: dict[str, Any], name: str) -> str:
+    values, worked = judged["seconds"][name], judged["processor"].get(name)
     text = f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
     return f"{text}; {statistics.median(worked):.2f}" if worked else text
 

@@ -1,4 +1,4 @@
-"""What does the harness cost in time? Against a bare DeepSpeed loop, and the Hugging Face Trainer.
+"""Time the harness against a bare DeepSpeed loop and the Hugging Face Trainer.
 
     python tools/proofs/benchmark_overhead.py
     python tools/proofs/benchmark_overhead.py --stages 3 --ranks 1 --rounds 9
@@ -48,7 +48,7 @@ def main() -> int:
         ]
         _say("the data path")
         data = list(data_rates(bench.data, args.data_rounds))
-    found = {
+    results = {
         "cells": cells,
         "data": data,
         "arguments": {"warm_up": args.warm_up, "steps": args.steps, "rounds": args.rounds},
@@ -57,25 +57,25 @@ def main() -> int:
         "commit": git_commit(),
         "busy_elsewhere_cores": (_busy_elsewhere_s() - busy) / (time.monotonic() - began),
     }
-    print(*tables(found), sep="\n")
+    print(*tables(results), sep="\n")
     if args.json:
-        args.json.write_text(json.dumps(found))
+        args.json.write_text(json.dumps(results))
     if args.markdown:
-        args.markdown.write_text(markdown(found))
+        args.markdown.write_text(markdown(results))
     return 0
 
 
 def _rounds(
     bench: Bench, stage: int, ranks: int, args: argparse.Namespace
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """What each rank of each side found, round after round."""
+    """Yield the measurements of each round: by side, a list over its ranks."""
     for number in range(args.rounds):
         first = number % len(SIDES)
-        found = {}
+        measurements = {}
         for side in (*SIDES[first:], *SIDES[:first]):
             _say(f"ZeRO {stage}, ranks {ranks}, round {number + 1} of {args.rounds}: {side}")
-            found[side] = bench.measure(side, stage, ranks, 0 if number else COUNTED)
-        yield found
+            measurements[side] = bench.measure(side, stage, ranks, 0 if number else COUNTED)
+        yield measurements
 
 
 def _busy_elsewhere_s() -> float:

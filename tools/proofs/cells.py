@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+
+from harness.layout.grid import axes_json
 
 GLOBAL_BATCH = 8  # samples
 
@@ -48,10 +50,14 @@ class Layout:
     """Of ZeRO."""
     pipeline: int = 1
     """Stages of a pipeline."""
+    tensor: int = 1
+    """Ranks over which every weight is divided."""
+    sequence: int = 1
+    """Ranks over which every row of tokens is divided."""
+    expert: int = 1
+    """Data ranks over which the experts are divided."""
     more: Json = field(default_factory=dict)
     """Further keys of `zero_optimization`."""
-    sections: Json = field(default_factory=dict)
-    """Further sections of the JSON."""
     sized: bool = True
     """False leaves DeepSpeed its own buckets and thresholds."""
     has_bf16_states: bool = False
@@ -60,12 +66,23 @@ class Layout:
     """True if bf16 gradients are summed in bf16."""
     compiled: bool = False
     """True if every decoder layer is compiled."""
+    varlen: bool = False
+    """True if documents are kept apart by their bounds, not by a mask."""
+    loss_chunk: int = 0
+    """Vocabulary entries whose logits the loss holds at a time; 0: all."""
+    model: Json = field(default_factory=dict)
+    """Further keys of the run config's model section."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of attention that computes less than exact attention; "" without one."""
+        return str(self.model.get("attention", ""))
 
     def json(self, precision: str, sizes: Sizes, scaling: Json) -> Json:
         """The DeepSpeed JSON before it is resolved. `scaling`: fp16's loss scale."""
         zero = {"stage": self.stage, **(sizes.section(self.stage) if self.sized else {})}
-        stages = {"pipeline": {"stages": self.pipeline}} if self.pipeline > 1 else {}
-        sections = {**stages, **self.sections, **precision_sections(precision, scaling)}
+        axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)
+        sections = {**axes, **precision_sections(precision, scaling)}
         return {"zero_optimization": {**zero, **self.more}, **sections}
 
     def sums_of(self, precision: str) -> str:
@@ -103,8 +120,24 @@ _ON_NVME = {
     "offload_optimizer": {"device": "nvme", "nvme_path": "auto", "pin_memory": False},
     "offload_param": _CPU,
 }
-_TENSOR = {"tensor_parallel": {"autotp_size": 2}}
-_SEQUENCE = {"sequence_parallel_size": 2}
+RECOMPUTED: dict[str, Json] = {
+    "full": {"checkpointing": "full"},
+    "every2": {"checkpointing": 2},
+    "selective": {"checkpointing": "selective"},
+    "offloaded": {"checkpointing": "full", "activation_offload": True},
+    "tiled": {"mlp_tiles": 3},
+    "all": {"checkpointing": "selective", "activation_offload": True, "mlp_tiles": 2},
+}
+"""Activations that are computed again, or wait on the host, by the first word of a layout."""
+_REVERSIBLE: Json = {"reversible": True}
+KINDS: dict[str, Json] = {
+    "longformer": {"attention_window": 6, "attention_global": 2},
+    "strided": {"attention_window": 4},
+    "linformer": {"attention_window": 6, "attention_features": 2},
+    "performer": {"attention_features": 16},
+    "reformer": {"attention_buckets": 4, "attention_window": 4},
+}
+"""Kinds of attention that compute less than exact attention, by the first word of a layout."""
 LAYOUTS: dict[str, Layout] = {
     **{f"zero{stage}": Layout(stage) for stage in range(4)},
     "zero1_offload": Layout(1, more=_STATES),
@@ -120,19 +153,65 @@ LAYOUTS: dict[str, Layout] = {
     "zero3_bf16_states": Layout(3, has_bf16_states=True),
     "compiled_zero3": Layout(3, compiled=True),
     "compiled_zero1": Layout(1, compiled=True),
+    **{f"varlen_zero{stage}": Layout(stage, varlen=True) for stage in range(4)},
+    "varlen_pipe2_zero1": Layout(1, 2, varlen=True),
+    "varlen_tensor2_zero1": Layout(1, tensor=2, varlen=True),
+    "varlen_sequence2_zero1": Layout(1, sequence=2, varlen=True),
     # Only where DeepSpeed's reads and writes can be compiled (libaio).
     "zero3_nvme": Layout(3, more=_ON_NVME),
     **{f"pipe{n}_zero{stage}": Layout(stage, n) for n in (2, 4) for stage in (0, 1)},
-    # Of which the harness trains none: DeepSpeed by itself.
-    **{f"tensor_{name}": Layout(int(name[-1]), sections=_TENSOR) for name in ("zero0", "zero1")},
-    "tensor_tied_zero1": Layout(1, sections=_TENSOR),
-    "tensor_zero3": Layout(3, sections=_TENSOR),
-    **{f"sequence_zero{stage}": Layout(stage, sections=_SEQUENCE) for stage in (1, 2, 3)},
+    **{f"tensor{n}_zero{stage}": Layout(stage, tensor=n) for n in (2, 4) for stage in range(4)},
+    "tensor2_tied_zero1": Layout(1, tensor=2),
+    **{f"compiled_tensor2_zero{s}": Layout(s, tensor=2, compiled=True) for s in (1, 3)},
+    **{f"compiled_sequence2_zero{s}": Layout(s, sequence=2, compiled=True) for s in (1, 3)},
+    **{f"pipe2_tensor2_zero{stage}": Layout(stage, 2, tensor=2) for stage in (0, 1)},
+    **{f"tensor2_expert2_zero{stage}": Layout(stage, tensor=2, expert=2) for stage in (1, 2, 3)},
+    **{
+        f"tensor2_sequence2_expert2_zero{stage}": Layout(stage, tensor=2, sequence=2, expert=2)
+        for stage in (1, 3)
+    },
+    **{f"expert{n}_zero{stage}": Layout(stage, expert=n) for n in (2, 4) for stage in (1, 2, 3)},
+    **{f"sequence{n}_zero{stage}": Layout(stage, sequence=n) for n in (2, 4) for stage in range(4)},
+    **{f"sequence2_expert2_zero{s}": Layout(s, sequence=2, expert=2) for s in (1, 3)},
+    **{f"tensor2_sequence2_zero{stage}": Layout(stage, tensor=2, sequence=2) for stage in (1, 3)},
+    # The loss in chunks of a vocabulary that they do not divide evenly.
+    **{f"chunked_zero{stage}": Layout(stage, loss_chunk=48) for stage in range(4)},
+    **{f"chunked_pipe2_zero{stage}": Layout(stage, 2, loss_chunk=48) for stage in (0, 1)},
+    **{f"chunked_tensor2_zero{s}": Layout(s, tensor=2, loss_chunk=48) for s in (1, 3)},
+    **{f"chunked_sequence2_zero{s}": Layout(s, sequence=2, loss_chunk=48) for s in (1, 3)},
+    **{
+        f"{name}_zero{stage}": Layout(stage, model=keys)
+        for name, keys in RECOMPUTED.items()
+        for stage in range(4)
+    },
+    **{f"{name}_pipe2_zero1": Layout(1, 2, model=keys) for name, keys in RECOMPUTED.items()},
+    **{
+        f"{name}{way}": replace(layout, model={"attention": name, **sizes})
+        for name, sizes in KINDS.items()
+        for way, layout in {
+            "_zero3": Layout(3),
+            "_pipe2_zero1": Layout(1, 2),
+            "_tensor2_zero1": Layout(1, tensor=2),
+            "_sequence2_zero1": Layout(1, sequence=2),
+        }.items()
+    },
+    **{
+        f"{name}_{axis}2_zero{stage}": Layout(stage, **{axis: 2}, model=keys)  # type: ignore[arg-type]
+        for name, keys in RECOMPUTED.items()
+        for axis in ("tensor", "sequence")
+        for stage in (1, 3)
+    },
+    **{f"reversible_zero{stage}": Layout(stage, model=_REVERSIBLE) for stage in range(4)},
+    **{
+        f"reversible_{axis}2_zero{stage}": Layout(stage, **{axis: 2}, model=_REVERSIBLE)  # type: ignore[arg-type]
+        for axis in ("tensor", "sequence")
+        for stage in (1, 3)
+    },
 }
 
 
 class Divided:
-    """What a layout on so many ranks makes of a global batch."""
+    """A global batch as a layout divides it over its ranks."""
 
     layout: str
     ranks: int
@@ -146,7 +225,7 @@ class Divided:
     @property
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
-        return self.ranks // self.how.pipeline
+        return self.ranks // (self.how.pipeline * self.how.tensor * self.how.sequence)
 
     @property
     def micro_batch(self) -> int:

@@ -26,7 +26,7 @@ def build_engine(plan: Plan, device: torch.device, **options: Any) -> Any:
     def close_and_forget() -> None:
         close()
         forget_nodes()
-        if plan.stages is not None:
+        if plan.stages is not None or plan.grid.tensor > 1 or plan.grid.expert > 1:
             forget_stages(groups_before)
 
     engine.close = close_and_forget
@@ -39,7 +39,8 @@ def process_groups() -> set[Any]:
 
 
 def forget_stages(groups_before: set[Any]) -> None:
-    """Let a process build more engines after one with pipeline stages was destroyed.
+    """Let a process build more engines after one with stages, or divided tensors or experts, was
+    destroyed.
 
     DeepSpeed keeps the rank grid in a global of its own, and takes it for the next engine's; and it
     keeps the grid's groups, each with its threads (two hundred after ten engines on four ranks).

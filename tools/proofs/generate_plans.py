@@ -7,9 +7,10 @@ after an upgrade of transformers:
     python tools/proofs/generate_plans.py
 
 {"transformers": version, "tensor": [{"families": [model types], "plan": ...}, ...], "expert": ...,
-"pipeline": ...}: model types with equal plans share an entry. A plan of tensors or experts gives
-a style for each module of the base model, "layers.*.mlp.up_proj" for that of every layer; a plan of
-pipeline stages gives two lists for each module, of what it takes and what it returns.
+"pipeline": ..., "without_sdpa": [model types]}: model types with equal plans share an entry. A plan
+of tensors or experts gives a style for each module of the base model, "layers.*.mlp.up_proj" for
+that of every layer; a plan of pipeline stages gives two lists for each module, of what it takes and
+what it returns.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 OUTPUT = Path(__file__).resolve().parents[2] / "harness" / "layout" / "plans.json"
 _ATTRIBUTES = {
@@ -40,6 +42,11 @@ def build_plans() -> dict[str, Any]:
                 entry = entries.setdefault(json.dumps(plan), {"families": [], "plan": plan})
                 entry["families"].append(name)
         plans[kind] = list(entries.values())
+    plans["without_sdpa"] = [
+        name
+        for name, decoder in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+        if not getattr(transformers, decoder)._supports_sdpa
+    ]
     return plans
 
 

@@ -10,15 +10,18 @@ import argparse
 import importlib
 import json
 import math
+import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tools.proofs.ranks import PATIENCE_S, raise_errors
+from harness.plan.swap_space import libaio_problems
+from tools.proofs.ranks import PATIENCE_S, raise_errors, run_module
 from tools.proofs.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -36,23 +39,47 @@ class Group(NamedTuple):
     ranks: int
 
 
-def run_jobs(gate: str, jobs: Sequence[J], out: Path, group_of: Callable[[J], Group]) -> None:
-    """Do `jobs`, in groups. Raises SystemExit with what a rank wrote when it fails."""
+def run_jobs(
+    gate: str,
+    jobs: Sequence[J],
+    out: Path,
+    group_of: Callable[[J], Group],
+    env: Mapping[str, str | None] | None = None,
+) -> None:
+    """Do `jobs`, in groups. Raises SystemExit with what a rank wrote when it fails, and before
+    anything is done where some need what this machine lacks.
+
+    `env`: changes of the environment of ranks on GPUs: processes of their own, since CUDA does not
+    survive a fork.
+    """
     if not jobs:
         return
-    with Zygote() as zygote:
+    if any("nvme" in str(job) for job in jobs) and (problems := libaio_problems()):
+        raise SystemExit("\n".join(problems))
+    with nullcontext() if env is not None else Zygote() as zygote:
         for group, members in groupby(sorted(jobs, key=group_of), group_of):
             todo = list(members)
             for start in range(0, len(todo), PER_LAUNCH):
-                _launch(zygote, gate, todo[start : start + PER_LAUNCH], out, group.ranks)
+                part = todo[start : start + PER_LAUNCH]
+                _launch(zygote, gate, part, out, group.ranks, env)
 
 
-def _launch(zygote: Zygote, gate: str, jobs: Sequence[J], out: Path, ranks: int) -> None:
+def _launch(
+    zygote: Zygote | None,
+    gate: str,
+    jobs: Sequence[J],
+    out: Path,
+    ranks: int,
+    env: Mapping[str, str | None] | None,
+) -> None:
     for stale in out.glob("*.error"):
         stale.unlink()
     path = out / f"todo-{ranks}.json"
     path.write_text(json.dumps([asdict(job) for job in jobs]))
     arguments = [gate, f"--jobs={path}", f"--out={out}"]
+    if zygote is None:
+        run_module("tools.proofs.jobs", arguments, ranks, out, env or {})
+        return
     ended = zygote.run(
         arguments,
         ranks=ranks,
@@ -66,7 +93,7 @@ def _launch(zygote: Zygote, gate: str, jobs: Sequence[J], out: Path, ranks: int)
 def main(argv: list[str]) -> int:
     """Join the other ranks and do the jobs of a file, one after the other.
 
-    What goes wrong lies in OUT/RANK.error, and ends the whole group.
+    An exception is written to OUT/RANK.error and ends the whole group.
     """
     from harness.engine.processes import ending_together, join
     from harness.layout.world import World
@@ -102,3 +129,7 @@ def compute_alike() -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

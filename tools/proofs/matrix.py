@@ -25,13 +25,19 @@ class Named(Protocol):
 C = TypeVar("C", bound=Named)
 
 
-def matrix_arguments(description: str | None, kept: str, table: str) -> argparse.Namespace:
-    """Parse the command line. `kept`: what lies in --out; `table`: what --markdown writes."""
+def matrix_arguments(
+    description: str | None, kept: str, table: str, brief: bool = False
+) -> argparse.Namespace:
+    """Parse the command line. `kept`: what lies in --out; `table`: what --markdown writes;
+    `brief`: whether there is a third set of cells."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="every cell, not a covering set")
-    parser.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--full", action="store_true", help="every cell, not a covering set")
+    if brief:
+        some.add_argument("--brief", action="store_true", help="a part of the covering set")
+    some.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
     parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
     parser.add_argument("--out", type=Path, help=f"keep {kept} here, to resume")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help=f"write the {table} here")
@@ -44,11 +50,11 @@ def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[
         return every
     if not args.cells:
         return covering
-    known = {cell.name: cell for cell in every}
-    unknown = [name for name in args.cells if name not in known]
+    by_name = {cell.name: cell for cell in every}
+    unknown = [name for name in args.cells if name not in by_name]
     if unknown:
-        refuse(f"--cells: no such cell: {', '.join(unknown)}; for example {next(iter(known))}")
-    return [known[name] for name in args.cells]
+        refuse(f"--cells: no such cell: {', '.join(unknown)}; for example {next(iter(by_name))}")
+    return [by_name[name] for name in args.cells]
 
 
 def same_versions(out: Path, kept: str, *more: str) -> None:

@@ -128,16 +128,107 @@ LEARNED["qwen3_moe"] = {
     "norm_topk_prob": True,
     **_BALANCING,
 }
+_FALCON = {
+    **_small(VOCAB_SIZE),
+    "model_type": "falcon",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+# Further families as tensor parallelism divides them: fused projections, transposed weights, biases
+# that are added once, an embedding of its own width.
+LEARNED |= {
+    "phi3": {**_DECODER, "model_type": "phi3", "pad_token_id": 0},
+    "opt": {
+        **_small(VOCAB_SIZE),
+        "model_type": "opt",
+        "hidden_size": 48,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 48,
+        "enable_bias": False,  # a key's has no gradient: only noise would be compared
+        "dropout": 0.0,
+        "pad_token_id": 1,
+    },
+    "gpt_neox": {
+        **_small(VOCAB_SIZE),
+        "model_type": "gpt_neox",
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    # Heads whose queries, keys and values are neighbours, ALiBi.
+    "bloom": {
+        **_small(VOCAB_SIZE),
+        "model_type": "bloom",
+        "hidden_size": 48,
+        "n_layer": 2,
+        "n_head": 4,
+    },
+    "falcon": {  # two key heads for four of queries
+        **_FALCON,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "bias": True,
+    },
+    "falcon_alibi": {
+        **_FALCON,
+        "multi_query": False,
+        "parallel_attn": False,
+        "alibi": True,
+    },
+}
+DIVIDED = (
+    "llama_tied",
+    "qwen2",
+    "mistral",
+    "gemma2",
+    "olmo2",
+    "qwen3_moe",
+    "phi3",
+    "opt",
+    "gpt_neox",
+    "bloom",
+    "falcon",
+    "falcon_alibi",
+)
+"""Beside FLAT, those that the gate trains with divided tensors."""
+# The others know no documents.
+ROWS = tuple(name for name in DIVIDED if name.partition("_")[0] not in ("opt", "bloom", "falcon"))
+"""Beside FLAT, those that the gate trains with divided rows."""
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Models whose experts are divided."""
+RECURRENT = ("lstm", "gru")
+LEARNED |= {
+    cell: {
+        **_small(VOCAB_SIZE),
+        "model_type": "recurrent",
+        "cell": cell,
+        "hidden_size": 48,
+        "recurrent_size": 64,
+        "num_hidden_layers": 5,
+        "layer_norm_eps": 1e-3,
+    }
+    for cell in RECURRENT
+}
 # In fp16 transformers' own model, alone in a plain loop, gives NaN: gemma2 in its first gradient,
 # olmo2 after three steps, whatever the loss scale.
 NOT_IN_FP16 = {"gemma2", "olmo2"}
-ATTENTION = {"gemma2": "eager"}  # its soft-capped scores are in no other; sdpa for the rest
+# Soft-capped scores and BLOOM's are in no other; sdpa for the rest.
+ATTENTION = {"gemma2": "eager", "bloom": "eager"}
 
 # Odd sizes: nothing divides by two ranks, so every share ends in padding or in the middle of a row.
 _ODD = {**_small(513), "model_type": "llama", **_sizes(45, 111, 2, 3, 1, 10)}
 EVERYWHERE = "llama_tied"
 """Saved and loaded between all layouts: what is tied is held twice under pipeline stages."""
 FROZEN, DROPOUT = "llama_frozen", "gpt2_dropout"
+SHARED = "llama_shared"
+"""Saved and loaded between divided tensors and others: two ranks share its key head."""
+MIXTURE = "mixtral_divided"
+"""Saved and loaded between divided experts and others."""
 SAVED: dict[str, Config] = {
     "llama": {**_ODD, "tie_word_embeddings": False},
     EVERYWHERE: {**_ODD, "tie_word_embeddings": True},
@@ -155,6 +246,23 @@ SAVED: dict[str, Config] = {
         "output_router_logits": False,
         "router_jitter_noise": 0.0,
     },
+    MIXTURE: {
+        **_small(514),
+        "model_type": "mixtral",
+        **_sizes(48, 104, 2, 4, 2, 10),
+        "tie_word_embeddings": False,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": False,
+        "router_jitter_noise": 0.0,
+    },
+    SHARED: {
+        **_small(514),
+        "model_type": "llama",
+        **_sizes(44, 110, 2, 4, 1, 10),
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
     DROPOUT: _gpt2(513, 45, 3, 0.1),
     WIDE: {**_ODD, **_sizes(270, 555, 2, 3, 1, 90), "tie_word_embeddings": True},
 }
@@ -168,3 +276,12 @@ MEASURED: Config = {
     "tie_word_embeddings": False,
 }
 """The one whose bytes are counted."""
+MEASURED_MIXTURE: Config = {
+    **MEASURED,
+    "model_type": "mixtral",
+    "intermediate_size": 128,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_jitter_noise": 0.0,
+}
+"""The same of divided experts."""

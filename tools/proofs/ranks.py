@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -14,10 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.proofs.forked import Forked
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 PATIENCE_S = 30.0  # how long ranks may take to end once one has failed: they wait for it
 ENDING_S = 5.0  # how long a rank may take over a SIGTERM
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 ON_CPU = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
 
 
@@ -25,11 +29,11 @@ ON_CPU = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ig
 class Ranks:
     """Processes that run one command, a rank each."""
 
-    processes: list[subprocess.Popen[bytes]]
+    processes: Sequence[subprocess.Popen[bytes] | Forked]
     logs: list[Path]
-    """What each says, if anywhere."""
+    """Output of each process; empty if it is not kept."""
     port: int
-    """Where they meet, which is in the names of what they share."""
+    """The rendezvous' port, also part of the names of files that the ranks share."""
 
     @property
     def ended(self) -> bool:
@@ -37,21 +41,24 @@ class Ranks:
         return any(process.poll() is not None for process in self.processes)
 
     def wait(
-        self, limit_s: float = float("inf"), meanwhile: Callable[[], None] = lambda: None
+        self,
+        limit_s: float = float("inf"),
+        meanwhile: Callable[[], None] = lambda: None,
+        patience_s: float = PATIENCE_S,
     ) -> list[int]:
         """Exit codes of all ranks, a signal's as a negative number; `meanwhile` is called often.
 
-        Ends those that outlive `limit_s`, or a rank that failed by more than PATIENCE_S.
+        Ends those that outlive `limit_s`, or a rank that failed by more than `patience_s`.
         """
         deadline = time.monotonic() + limit_s
         while any(process.poll() is None for process in self.processes):
             if any(process.returncode for process in self.processes):
-                deadline = min(deadline, time.monotonic() + PATIENCE_S)
+                deadline = min(deadline, time.monotonic() + patience_s)
             if time.monotonic() > deadline:
                 self.end()
             meanwhile()
             time.sleep(POLL_S)
-        return [process.returncode for process in self.processes]
+        return [process.wait() for process in self.processes]
 
     def end(self) -> None:
         """End what still runs, kindly first."""
@@ -100,21 +107,24 @@ def start(
     cwd: Path = REPOSITORY,
     logs: Path | None = None,
     env: Mapping[str, str | None] = ON_CPU,
+    stop_with_parent: bool = False,
 ) -> Ranks:
     """Start `command` once per rank, as torchrun would.
 
     Rank N writes to `logs`/rank-N.log; without a folder all write where this process does. `env`
-    changes this process's environment; None removes a variable.
+    changes this process's environment; None removes a variable. `stop_with_parent`: ranks get
+    SIGUSR1 if this process is killed, and save.
     """
     paths = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
     if logs:
         logs.mkdir(parents=True, exist_ok=True)
-    group = Ranks([], paths, free_port())
+    processes: list[subprocess.Popen[bytes]] = []
+    group = Ranks(processes, paths, free_port())
     try:
         with _deferred(signal.SIGINT, signal.SIGTERM):
             for rank in range(ranks):
                 with paths[rank].open("wb") if paths else contextlib.nullcontext() as log:
-                    group.processes.append(
+                    processes.append(
                         subprocess.Popen(
                             command,
                             cwd=cwd,
@@ -122,6 +132,7 @@ def start(
                             stdin=subprocess.DEVNULL,
                             stdout=log,
                             stderr=subprocess.STDOUT if log else None,
+                            preexec_fn=_stop_with_parent if stop_with_parent else None,
                         )
                     )
     except BaseException:
@@ -130,12 +141,21 @@ def start(
     return group
 
 
+def _stop_with_parent() -> None:
+    """Ask the kernel for a SIGUSR1 when the parent ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGUSR1), 0, 0, 0)
+
+
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], ranks: int, cwd: Path = REPOSITORY, logs: Path | None = None
+    command: Sequence[str],
+    ranks: int,
+    cwd: Path = REPOSITORY,
+    logs: Path | None = None,
+    env: Mapping[str, str | None] = ON_CPU,
 ) -> Iterator[Ranks]:
     """`start`; whatever happens, no rank outlives the block."""
-    group = start(command, ranks, cwd, logs)
+    group = start(command, ranks, cwd, logs, env)
     try:
         yield group
     finally:
@@ -159,14 +179,20 @@ def _deferred(*numbers: signal.Signals) -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def run_module(module: str, arguments: list[str], ranks: int, errors: Path) -> None:
+def run_module(
+    module: str,
+    arguments: list[str],
+    ranks: int,
+    errors: Path,
+    env: Mapping[str, str | None] = ON_CPU,
+) -> None:
     """Run `python -m module` once per rank and wait for all; Ctrl-C ends them.
 
     Raises SystemExit with what the ranks wrote to `errors`/*.error when one of them fails.
     """
     for stale in errors.glob("*.error"):
         stale.unlink()
-    with started([sys.executable, "-m", module, *arguments], ranks) as group:
+    with started([sys.executable, "-m", module, *arguments], ranks, env=env) as group:
         raise_errors(group.wait(), errors)
 
 

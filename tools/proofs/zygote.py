@@ -2,7 +2,8 @@
 
 `python -m tools.proofs.zygote FD` reads a job per line, as `Zygote.run` writes it, forks its ranks,
 and answers on the file descriptor FD: their exit codes (-9 is a kill, None a rank that had to be
-ended), how long each took, the port where they met, and what they left behind.
+ended), how long each took, the port where they met, and what they left behind. As `Zygote.start`
+writes it: the port and the processes, which it is asked for one by one from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any
 
 import psutil
 
-from tools.proofs.ranks import ON_CPU, REPOSITORY, environment, free_port, place_of
+from tools.proofs.forked import Forked
+from tools.proofs.ranks import ON_CPU, REPOSITORY, Ranks, environment, free_port, place_of
 
 # What a bounded rank may use. RLIMIT_DATA counts memory that is written to, and not the libraries.
 BOUNDS = {
@@ -116,16 +118,38 @@ class Zygote:
             "cwd": str(cwd) if cwd else None,
             "bounded": bounded,
         }
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        codes, seconds, port, left = json.loads(self._answers.readline())
+        codes, seconds, port, left = self._ask(job)
         self.ports.append(port)
         if None not in codes:  # a rank that is ended here cannot end its compiler
             self.left += [f"{command} ({logs})" for command in left]
         texts = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in texts]
         return Outcome(codes, outputs, seconds)
+
+    def start(
+        self, main: str, args: list[str], ranks: int, cwd: Path, logs: Path, env: dict[str, str]
+    ) -> Ranks:
+        """Fork `ranks` ranks that call the main() of module `main`, and do not wait for them.
+
+        `env` is all of their environment but for their places; what a module reads of it when it is
+        imported, it has read already.
+        """
+        logs.mkdir(parents=True, exist_ok=True)
+        job = {"main": main, "args": args, "ranks": ranks, "cwd": str(cwd), "logs": str(logs)}
+        job |= {"env": env, "fault": None, "bounded": False}
+        port, pids = self._ask({"start": job})
+        processes = [Forked(pid, self._code_of) for pid in pids]
+        return Ranks(processes, [logs / f"rank-{rank}.log" for rank in range(ranks)], port)
+
+    def _code_of(self, pid: int) -> int | None:
+        code: int | None = self._ask({"poll": pid})
+        return code
+
+    def _ask(self, job: dict[str, Any]) -> Any:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._answers.readline())
 
     def close(self) -> None:
         """Let it end; it has no ranks."""
@@ -156,7 +180,17 @@ def main() -> None:
     gc.freeze()  # what is imported need not be searched for tensors in every run
     with os.fdopen(int(sys.argv[1]), "w") as answers:
         for line in sys.stdin:
-            print(json.dumps(_ranks(json.loads(line), answers.fileno())), file=answers, flush=True)
+            print(json.dumps(_answer(json.loads(line), answers.fileno())), file=answers, flush=True)
+
+
+def _answer(job: dict[str, Any], to_answer: int) -> Any:
+    if "poll" in job:
+        ended, status = os.waitpid(job["poll"], os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+    if "start" not in job:
+        return _ranks(job, to_answer)
+    port, job = free_port(), job["start"]
+    return port, [_fork(rank, port, job, to_answer) for rank in range(job["ranks"])]
 
 
 def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
@@ -212,8 +246,8 @@ def _bound(home: str) -> None:
     os.setpgid(0, 0)
     os.environ["HOME"] = home
     faulthandler.register(OVERRAN, all_threads=True, chain=True)
-    for what, most in BOUNDS.items():
-        resource.setrlimit(what, (most, most + 5))  # at the second, CPU time ends without a word
+    for limit, most in BOUNDS.items():
+        resource.setrlimit(limit, (most, most + 5))  # at the second, CPU time ends without a word
 
 
 def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
@@ -227,7 +261,10 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
         log = os.open(f"{job['logs']}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    os.close(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if "env" in job:
+        os.environ.clear()
+        os.environ.update(job["env"])
     os.environ.update(place_of(rank, job["ranks"], port))
     code = 1
     try:

@@ -14,12 +14,12 @@ EXACT = (
 )
 
 
-def differing(found: list[Line], expected: list[Line]) -> list[str]:
+def differing(lines: list[Line], expected: list[Line]) -> list[str]:
     """Every value that two runs do not have in common to the last bit; nothing of what times say.
 
     A step that either lacks is one, too.
     """
-    here, there = by_step(found), by_step(expected)
+    here, there = by_step(lines), by_step(expected)
     problems = [
         f"step {step} is in one of the two runs only" for step in sorted(here.keys() ^ there.keys())
     ]
@@ -41,21 +41,21 @@ def done_twice(lines: list[Line], stopped_at: int) -> list[int]:
     ]
 
 
-def apart(found: list[Line], expected: list[Line], steps: list[int], key: str) -> float:
+def apart(ours: list[Line], expected: list[Line], steps: list[int], key: str) -> float:
     """The largest relative difference of a quantity over these steps; NaN for what is no number.
 
     Steps without it (null) in both runs are alike.
     """
-    here, there = by_step(found), by_step(expected)
+    here, there = by_step(ours), by_step(expected)
     worst = 0.0
     for step in steps:
-        one, other = (lines.get(step, {}).get(key, math.nan) for lines in (here, there))
-        if one is None and other is None:
+        mine, theirs = (lines.get(step, {}).get(key, math.nan) for lines in (here, there))
+        if mine is None and theirs is None:
             continue
-        one, other = (math.nan if value is None else value for value in (one, other))
-        if not math.isfinite(one - other):
+        mine, theirs = (math.nan if value is None else value for value in (mine, theirs))
+        if not math.isfinite(mine - theirs):
             return math.nan
-        worst = max(worst, abs(one - other) / max(abs(other), 1e-30))
+        worst = max(worst, abs(mine - theirs) / max(abs(theirs), 1e-30))
     return worst
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.data.corpus import find_corpus
-from harness.files.file_kinds import Format
+from harness.files.file_kinds import format_of
 
 MOST_BYTES = 4 * 2**20
 MOST_FILES = 256
 
 
-def excerpt(path: str, folder: Path, format: Format | None = None) -> str:
+def excerpt(path: str, folder: Path, format: str | None = None) -> str:
     """`path` itself, where it is small or holds token ids, which are read where they lie; else a
-    copy under `folder` of the first lines of its first files, with their names.
+    copy under `folder` of the beginnings of its first files, with their names.
 
     Raises ConfigError where there is no text, as a run would.
     """
@@ -25,17 +25,5 @@ def excerpt(path: str, folder: Path, format: Format | None = None) -> str:
         inside = file.relative_to(corpus.path) if corpus.path.is_dir() else Path(file.name)
         copy = folder / inside
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(_first_lines(file, MOST_BYTES // len(files)))
+        copy.write_bytes(format_of(file, format).excerpt(file, MOST_BYTES // len(files)))
     return str(folder if corpus.path.is_dir() else folder / corpus.path.name)
-
-
-def _first_lines(file: Path, most: int) -> bytes:
-    """Return whole lines of about `most` bytes, at least one."""
-    found: list[bytes] = []
-    with file.open("rb") as lines:
-        for line in lines:
-            found.append(line)
-            most -= len(line)
-            if most <= 0:
-                break
-    return b"".join(found)

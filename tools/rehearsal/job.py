@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.assignments import assign, flat
+from harness.config.assignments import assign, flat, value_as_text
 from harness.config.ds_keys import AUTO, literal, offloaded_to, value_of
 from harness.config.run_config import run_and_step
 from harness.data.corpus import find_corpus
+from harness.layout.expert import ExpertPlan
 from harness.layout.families import family_of
 from harness.layout.shape import Shape
 from harness.layout.sizes import UnknownArchitecture
@@ -44,19 +45,23 @@ _SIZES_OF_STAGE_3 = {
     "stage3_max_reuse_distance": 2,
     "stage3_param_persistence_threshold": 1,  # what a norm's vector is compared with
 }
+_EXPERT_RANKS = "expert_parallel.autoep_size"
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys of the run config that a rehearsal sets, or that make no sense in one.
 _REPLACED = (
     *("model.name", "model.init_from", "model.overrides", "data.path", "data.tokenizer"),
+    *("data.mix", "data.eval_path", "data.too_long"),
     *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
     *("ramp", "profile", "optim.groups", "eval.patience", "eval.better_by"),
+    *("eval.seq_len", "eval.needle_lengths"),
+    *("log.tensorboard", "log.wandb", "log.mlflow"),
 )
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is rehearsed, and as what."""
+    """The real job's plan, and the small layout in which it is rehearsed."""
 
     real: Plan
     layout: Layout
@@ -92,7 +97,7 @@ class Job:
             micro_batch=min(real.micro_batch, MICRO_BATCH),
             grad_accum=min(real.grad_accum, max(2, layout.stages)),
             model=model,
-            deepspeed=_deepspeed(real, model, split),
+            deepspeed=_deepspeed(real, layout, model, split),
             trust_remote_code=trust_remote_code,
         )
 
@@ -127,7 +132,7 @@ class Job:
         keys |= _data(self.real, folder)
         arguments = ["--deepspeed", str(folder / "deepspeed.json")]
         arguments += ["--trust-remote-code"] if self.trust_remote_code else []
-        return [*arguments, *(f"{key}={_toml(value)}" for key, value in keys.items())]
+        return [*arguments, *(f"{key}={value_as_text(value)}" for key, value in keys.items())]
 
     def at_the_other(self) -> list[str]:
         """Return the additional arguments for the other layout."""
@@ -136,6 +141,12 @@ class Job:
         changed = [f"train.micro_batch={micro_batch}"]
         if layout.stages != self.layout.stages:
             changed += [f"ds.pipeline.stages={layout.stages}", "ds.pipeline.partition=time"]
+        if layout.tensor != self.layout.tensor:
+            changed.append(f"ds.tensor_parallel.autotp_size={layout.tensor}")
+        if layout.sequence != self.layout.sequence:
+            changed.append(f"ds.sequence_parallel_size={layout.sequence}")
+        if self.real.grid.expert > 1:
+            changed.append(f"ds.{_EXPERT_RANKS}={_expert_ranks(self.model, layout)}")
         return changed
 
     def not_rehearsed(self) -> list[str]:
@@ -155,13 +166,20 @@ class Job:
         return aspects
 
     def _kept(self) -> dict[str, Any]:
-        """What the job says and the rehearsal does, too."""
-        said = flat(self.real.config.model_dump(exclude_unset=True))
+        """Return the job's settings that the rehearsal keeps."""
+        settings = flat(self.real.config.model_dump(exclude_unset=True))
         return {
             key: value
-            for key, value in said
-            if value is not None and not f"{key}.".startswith(tuple(f"{r}." for r in _REPLACED))
+            for key, value in settings
+            if value is not None
+            and not f"{key}.".startswith(tuple(f"{r}." for r in _REPLACED))
+            and not (key == "model.attention" and self._takes_a_mask_by_default)
         }
+
+    @property
+    def _takes_a_mask_by_default(self) -> bool:
+        """True if model.attention=auto stands for what it stands for here."""
+        return bool(self.real.attention_why) and self.real.config.model.attention != "varlen"
 
     def _set(self) -> dict[str, Any]:
         run = self.real.config
@@ -186,16 +204,14 @@ class Job:
     def _ramp(self) -> dict[str, int]:
         """As steep a rise of batch and length as a few steps allow, within the first half."""
         ramp, tokens = self.real.config.ramp, STEPS * self.global_batch * SEQ_LEN // 2
-        found = {}
+        keys = {}
         if ramp.batch_from is not None and self.grad_accum > 1:
-            found["ramp.batch_from"] = found["ramp.batch_step"] = (
-                self.global_batch // self.grad_accum
-            )
-            found["ramp.batch_tokens"] = tokens // 2
+            keys["ramp.batch_from"] = keys["ramp.batch_step"] = self.global_batch // self.grad_accum
+            keys["ramp.batch_tokens"] = tokens // 2
         seq_len = min(self.real.config.data.seq_len, SEQ_LEN)
         if ramp.length_from is not None and seq_len % 2 == 0:
-            found |= {"ramp.length_from": seq_len // 2, "ramp.length_tokens": tokens // 2}
-        return found
+            keys |= {"ramp.length_from": seq_len // 2, "ramp.length_tokens": tokens // 2}
+        return keys
 
     def _groups(self) -> dict[str, Any]:
         """The rules of optim.groups that fit a parameter of the small model, too."""
@@ -211,7 +227,14 @@ class Job:
         return {"optim.groups": rules} if rules else {}
 
 
-def _deepspeed(real: Plan, model: dict[str, Any], split: list[int] | None) -> dict[str, Any]:
+def _expert_ranks(model: dict[str, Any], layout: Layout) -> int:
+    """Return the fewest data ranks that can share a model's experts; 1 if one must hold all."""
+    return (*ExpertPlan.of(model).legal(layout.data), 1)[1]
+
+
+def _deepspeed(
+    real: Plan, layout: Layout, model: dict[str, Any], split: list[int] | None
+) -> dict[str, Any]:
     """The job's JSON, without what depends on its size; what the run config owns is said there."""
     ds = copy.deepcopy(real.deepspeed_given)
     owned = (*_BATCH_KEYS, *(k for k, run in SAME.items() if run in _SHORTENED))
@@ -225,6 +248,12 @@ def _deepspeed(real: Plan, model: dict[str, Any], split: list[int] | None) -> di
         ds["bf16"]["enabled"] = real.precision == "bf16"
     if split:
         ds["pipeline"]["partition"] = split
+    if layout.tensor != real.grid.tensor:
+        assign(ds, "tensor_parallel.autotp_size", layout.tensor)
+    if layout.sequence != real.grid.sequence:
+        assign(ds, "sequence_parallel_size", layout.sequence)
+    if real.grid.expert > 1:
+        assign(ds, _EXPERT_RANKS, _expert_ranks(model, layout))
     for name in _MONITORS:
         if name in ds:
             ds[name]["enabled"] = False
@@ -239,7 +268,7 @@ def _deepspeed(real: Plan, model: dict[str, Any], split: list[int] | None) -> di
 
 
 # DeepSpeed does it on GPUs alone.
-_QUANTISED = tuple(f"zero_optimization.zero_quantized_{what}" for what in ("weights", "gradients"))
+_QUANTISED = tuple(f"zero_optimization.zero_quantized_{kind}" for kind in ("weights", "gradients"))
 
 
 _SHORTENED = ("train.steps", "optim.warmup_steps", "train.global_batch", "train.micro_batch")
@@ -253,16 +282,16 @@ def _scaled_sizes(real: Plan, model: dict[str, Any]) -> Iterator[tuple[str, int]
     sizes = {**_SIZES, **(_SIZES_OF_STAGE_3 if real.zero_stage == 3 else {})}
     for name, power in sizes.items() if real.zero_stage else ():
         key = f"zero_optimization.{name}"
-        given = real.deepspeed_given.get("zero_optimization", {}).get(name)
-        if given != AUTO:
+        written = real.deepspeed_given.get("zero_optimization", {}).get(name)
+        if written != AUTO:
             value = value_of(real.deepspeed_given, key)
             yield key, min(value, max(1, int(value * (now / was) ** power)))
 
 
 def _split(real: Plan) -> list[int] | None:
     """Layers per stage in proportion, where the JSON lists them."""
-    given = literal(real.deepspeed_given, "pipeline.partition")
-    return [round(n / min(given)) for n in given] if isinstance(given, list) else None
+    counts = literal(real.deepspeed_given, "pipeline.partition")
+    return [round(n / min(counts)) for n in counts] if isinstance(counts, list) else None
 
 
 def _tokenizer(real: Plan) -> str | None:
@@ -274,23 +303,33 @@ def _tokenizer(real: Plan) -> str | None:
     return str(folder) if folder.is_dir() else source
 
 
-def _data(real: Plan, folder: Path) -> dict[str, str]:
+def _data(real: Plan, folder: Path) -> dict[str, Any]:
     """The first part of the job's data, its tokens kept with the rehearsal; and its tokenizer."""
-    found = {}
-    if real.config.data.path is not None:
-        format = real.config.data.format
-        found["data.path"] = excerpt(real.config.data.path, folder / "data", format)
-        if find_corpus(found["data.path"], format).path.is_relative_to(folder):
-            found["data.cache_dir"] = str(folder / "cache")
+    keys: dict[str, Any] = {}
+    data = real.config.data
+
+    def first(path: str, name: str = "", format: str | None = data.format) -> str:
+        shown = excerpt(path, folder / "data" / name, format)
+        if find_corpus(shown, format).path.is_relative_to(folder):
+            keys["data.cache_dir"] = str(folder / "cache")
+        return shown
+
+    if data.vocab_size < VOCAB_SIZE:
+        keys["data.vocab_size"] = data.vocab_size
+    if data.path is not None:
+        keys["data.path"] = first(data.path)
+    if data.mix:  # without limits: the beginnings of the sources have fewer samples
+        keys["data.mix"] = [
+            {
+                **source.model_dump(exclude_none=True, exclude={"epochs"}),
+                "name": source.label,
+                "path": first(source.path, source.label, source.format or data.format),
+            }
+            for source in data.mix
+        ]
+    sets = {name: first(path, f"sets/{name}") for name, path in data.eval_path.items()}
+    if sets:
+        keys["data.eval_path"] = sets.get("", sets)
     if (tokenizer := _tokenizer(real)) is not None:
-        found["data.tokenizer"] = tokenizer
-    return found
-
-
-def _toml(value: Any) -> str:
-    """A value as key=value takes it: what JSON and TOML write alike, but for tables."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
-    return json.dumps(value, ensure_ascii=False)
+        keys["data.tokenizer"] = tokenizer
+    return keys

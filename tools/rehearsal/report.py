@@ -8,6 +8,7 @@ from harness.layout.shape import Shape, num_parameters
 from harness.plan.plan import Plan
 from tools.made_with import machine, versions
 from tools.rehearsal.job import STEPS, Job
+from tools.rehearsal.layout import grid_product
 from tools.rehearsal.stages import Done
 
 STAGES = ("plan", "train", "interrupt", "resume", "export", "elsewhere")
@@ -37,10 +38,11 @@ def stage_line(done: Done) -> str:
 def planned(real: Plan) -> str:
     """The real job in one line."""
     grid = real.grid
-    stages = f" = {grid.pipeline} stages x {grid.data} data" if grid.pipeline > 1 else ""
+    product = grid_product(grid)
+    divided = f" = {product}" if product else ""
     verdict = real.estimate.verdict if real.estimate and real.world.gpu else None
     return (
-        f"{grid.world_size} GPU{'s' * (grid.world_size > 1)}{stages}, ZeRO {real.zero_stage}, "
+        f"{grid.world_size} GPU{'s' * (grid.world_size > 1)}{divided}, ZeRO {real.zero_stage}, "
         f"{real.precision}, {real.global_batch} samples a step = {real.micro_batch} x "
         f"{real.grad_accum} accumulated x {grid.data} data ranks"
         + (f"; {verdict} {real.world.gpu}" if verdict else "")

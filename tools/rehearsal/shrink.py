@@ -1,8 +1,7 @@
 """A model of the same architecture with a thousandth of the weights: a pure function of its config.
 
-What an architecture *is* stays: tied or untied, how many queries share a key, whether heads are
-wider than the hidden size, a mixture of experts, which kinds of layers follow each other. How
-large it is goes.
+Everything that makes an architecture stays: tied or untied embeddings, queries per key, heads wider
+than the hidden size, a mixture of experts, the order of kinds of layers. Only its size goes.
 """
 
 from __future__ import annotations
@@ -86,25 +85,25 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = max(8, HIDDEN_SIZE // few // 8 * 8)  # even, for rotary positions
     # Most models' query heads are together as wide as the hidden size; Gemma's and Qwen's are not.
     ratio = hidden / (heads * _head_dim(config))
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         str(_key(config, _HEADS)): few,
         str(_key(config, HIDDEN)): max(8, round(few * head_dim * ratio / 8) * 8),
     }
     if (name := _key(config, _KEY_HEADS)) is not None:
-        found[name] = few_keys
+        values[name] = few_keys
     if config.get("head_dim") or _family(config).head_dim:
-        found["head_dim"] = head_dim
+        values["head_dim"] = head_dim
     if "query_pre_attn_scalar" in config:
-        found["query_pre_attn_scalar"] = head_dim
+        values["query_pre_attn_scalar"] = head_dim
     for name in _ROPE:
         if isinstance(rope := config.get(name), Mapping):
-            found[name] = {
+            values[name] = {
                 key: value[: max(1, len(value) * head_dim // _head_dim(config))]
                 if isinstance(value, list)  # a factor for each pair of a head's dimensions
                 else value
                 for key, value in rope.items()
             }
-    return found
+    return values
 
 
 def _widths(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,16 +131,16 @@ def _layers(config: Mapping[str, Any], wanted: int) -> dict[str, Any]:
     name = _key(config, LAYERS)
     assert name is not None
     count = min(config[name], max(wanted, 2, *_shows_every_kind(config, config[name])))
-    found: dict[str, Any] = {name: count}
+    values: dict[str, Any] = {name: count}
     for key, value in config.items():
         if isinstance(value, list) and len(value) == config[name]:
-            found[key] = value[:count]
+            values[key] = value[:count]
     if "max_window_layers" in config:  # layers from there on slide: all, some or none
         first = config["max_window_layers"]
-        found["max_window_layers"] = count if first >= config[name] else min(first, 1)
+        values["max_window_layers"] = count if first >= config[name] else min(first, 1)
     if dense := config.get("mlp_only_layers"):
-        found["mlp_only_layers"] = [layer for layer in dense if layer < count - 1] or [0]
-    return found
+        values["mlp_only_layers"] = [layer for layer in dense if layer < count - 1] or [0]
+    return values
 
 
 def _shows_every_kind(config: Mapping[str, Any], count: int) -> Iterator[int]:
@@ -155,8 +154,8 @@ def _shows_every_kind(config: Mapping[str, Any], count: int) -> Iterator[int]:
 
 def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
     """An explicit null switches the window off; an absent key leaves the family's default."""
-    given = config.get("sliding_window", _family(config).sliding_window)
-    return {"sliding_window": min(given, WINDOW)} if isinstance(given, int) else {}
+    window = config.get("sliding_window", _family(config).sliding_window)
+    return {"sliding_window": min(window, WINDOW)} if isinstance(window, int) else {}
 
 
 def _vocabulary(config: Mapping[str, Any], most: int) -> dict[str, Any]:

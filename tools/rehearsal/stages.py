@@ -81,15 +81,15 @@ class Rehearsal:
 
     def stages(self) -> Iterator[Done]:
         """Each as it is done. Raises StageFailed at the first that does not hold."""
-        found = {
+        steps = {
             "train": self.train,
             "interrupt": self.interrupt,
             "resume": self.resume,
             "export": self.export,
         }
         if self.job.other:
-            found["elsewhere"] = self.elsewhere
-        for name, stage in found.items():
+            steps["elsewhere"] = self.elsewhere
+        for name, stage in steps.items():
             began = time.monotonic()
             try:
                 seen = stage()
@@ -128,13 +128,13 @@ class Rehearsal:
         """It goes on to the end, as if nothing had been."""
         self._run("resume", self.resumed, self.job.layout.ranks, ExitCode.DONE)
         lines = self.resumed.read_metrics()
-        wrong = differing(lines, self.reference.read_metrics())
+        problems = differing(lines, self.reference.read_metrics())
         twice = done_twice(lines, self.stopped_at)
         if twice:
-            wrong.append(f"not taken once, by the attempt whose turn it was: steps {twice}")
-        if wrong:
-            more = len(wrong) - _DIFFERENCES_SHOWN
-            shown = wrong[:_DIFFERENCES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+            problems.append(f"not taken once, by the attempt whose turn it was: steps {twice}")
+        if problems:
+            more = len(problems) - _DIFFERENCES_SHOWN
+            shown = problems[:_DIFFERENCES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
             raise StageFailed("the resumed run is not the uninterrupted one: " + "; ".join(shown))
         loss = by_step(lines)[STEPS]["loss"]
         return (
@@ -151,10 +151,10 @@ class Rehearsal:
         with started(command, 1, Path.cwd(), logs) as ranks:
             code, *_ = ranks.wait(LIMIT_S)
         output = ranks.logs[0].read_text(errors="replace")
-        said = output.strip().rpartition("\n")[2].rpartition("; ")[2]
-        if code or not said.startswith("its probe loss is"):
+        last = output.strip().rpartition("\n")[2].rpartition("; ")[2]
+        if code or not last.startswith("its probe loss is"):
             raise StageFailed(f"export_hf.py ended with code {code}", _tail(ranks))
-        return f"opens in transformers; {said}"
+        return f"opens in transformers; {last}"
 
     def elsewhere(self) -> str:
         """The interrupted run goes on in another layout."""
@@ -194,18 +194,18 @@ class Rehearsal:
         more: list[str] | None = None,
     ) -> None:
         """Train on so many ranks, and `stop` the last of them after a step; all must end alike."""
-        began = said = time.monotonic()
+        began = told_at = time.monotonic()
         command = self.command(stage, [*self.arguments, f"run.dir={run.path}", *(more or [])])
         with started(command, ranks, Path.cwd(), self.folder / "logs" / stage) as group:
 
             def meanwhile() -> None:
-                nonlocal said, stop
+                nonlocal told_at, stop
                 step = max([0, *by_step(run.read_metrics())])
                 if stop is not None and step >= SIGNALLED_AFTER:
                     group.processes[-1].send_signal(stop)
                     stop = None
-                if (now := time.monotonic()) > said + _SAY_EVERY_S:
-                    said = now
+                if (now := time.monotonic()) > told_at + _SAY_EVERY_S:
+                    told_at = now
                     self.say(f"  {stage}: step {step} of {STEPS}, {now - began:.0f} s")
 
             codes = group.wait(LIMIT_S, meanwhile)

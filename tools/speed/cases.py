@@ -9,10 +9,10 @@ from dataclasses import dataclass
 ALIASES = {"micro_batch": "train.micro_batch", "seq_len": "data.seq_len", "model": "model.name"}
 """Short names for --sweep."""
 LADDER: dict[str, dict[str, str | None]] = {
-    "eager": {"model.attention": "eager", "ds.optimizer.params.torch_adam": "true"},
+    "eager": {"model.attention": "eager", "ds.optimizer.params.fused": "false"},
     "sdpa": {"model.attention": "sdpa"},
     "flash": {"model.attention": "flash_attention_2"},
-    "fused optimizer": {"ds.optimizer.params.torch_adam": None},
+    "fused optimizer": {"ds.optimizer.params.fused": None},
     "liger": {"model.kernels": "liger"},
     "compile": {"model.compile": "true"},
     "checkpointing": {"model.checkpointing": "full"},

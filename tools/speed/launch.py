@@ -1,45 +1,60 @@
-"""A case in processes of its own: one that runs out of memory ends alone."""
+"""A case in processes of its own: one that runs out of memory or hangs ends alone."""
 
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from tools.bounded import run_bounded
 from tools.speed.cases import Case
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+LIMIT_S = 900.0
+# Of a run that is timed: nothing beside its steps. Whether it fits is to be seen.
+_TIMED = {
+    "train.steps": "1000000",
+    "log.every": "1000000",
+    "eval.every": "0",
+    "eval.samples": "1",
+    "save.every": "0",
+    "save.export": "false",
+    "sample.tokens": "0",
+    "plan.force": "true",
+}
 
 
-def measured(case: Case, deepspeed: Path, ranks: int, warmup: int, steps: int) -> dict[str, Any]:
+def measured(
+    case: Case,
+    deepspeed: Path,
+    ranks: int,
+    warmup: int,
+    steps: int,
+    limit_s: float = LIMIT_S,
+) -> dict[str, Any]:
     """Return the report of tools/speed/worker.py, or its end under `refused` or `error`.
 
     One micro-batch a step on each of `ranks` unless the case says otherwise.
     """
-    settings = {"train.global_batch": _one_step(case, ranks), **case.settings}
     with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "found.json")
+        out, log = Path(scratch, "found.json"), Path(scratch, "log.txt")
+        own = {"train.global_batch": _one_step(case, ranks), "run.dir": f"{scratch}/run"}
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["-m", "tools.speed.worker", f"--deepspeed={deepspeed.resolve()}"]
         command += [f"--warmup={warmup}", f"--steps={steps}", f"--out={out}"]
-        command += [f"{key}={value}" for key, value in settings.items()]
-        done = subprocess.run(
-            command,
-            cwd=REPOSITORY,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        command += [f"{key}={value}" for key, value in {**_TIMED, **own, **case.settings}.items()]
+        ended = run_bounded(command, limit_s, log, REPOSITORY, os.environ)
         report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    if done.returncode and "error" not in report:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        report["error"] = f"ended with code {done.returncode}: {last}"
+        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
+    if ended.code is None:
+        report["error"] = f"not done after {limit_s:g} s: {last}"
+    elif ended.code and "error" not in report:
+        report["error"] = f"ended with code {ended.code}: {last}"
     report.pop("rank", None)
     return report
 

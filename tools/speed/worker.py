@@ -1,4 +1,4 @@
-"""One case, in processes of its own: the real plan and engine on random tokens, timed.
+"""One case, in processes of its own: a run of the real loop on real data, timed.
 
 Rank 0 writes what it found to `--out`: numbers, or what went wrong.
 """
@@ -8,23 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from harness.data.batches import Batch
-from harness.engine.processes import ending_together, join
-from harness.errors import ConfigError
+from harness.engine.processes import ending_together
+from harness.errors import ConfigError, ExitCode
 from harness.estimate.hardware import known_gpu
 from harness.estimate.inputs import GIB
 from harness.layout.shape import flops_per_token, num_parameters
 from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
 from harness.run.live_memory import is_out_of_memory
+from tools.preflight_checks.network import all_reduce_gb_per_s
+from tools.speed.recorder import Enough, Recorder
 
 
 def main() -> None:
@@ -54,44 +52,33 @@ def main() -> None:
 
 
 def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
-    """Medians over `steps` optimizer steps after `warmup`; the host waits for every one."""
-    device = join(plan.world)
-    from harness.engine.build import build_engine
+    """Train by the run's own loop, on its own data; time `steps` steps after `warmup`."""
+    from harness.loop import build, train
 
-    torch.manual_seed(plan.world.rank)
-    engine = build_engine(plan, device)
+    run = build(plan)
+    device = run.engine.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = []
-    for step in range(warmup + steps):
-        batches = [_batch(plan) for _ in range(plan.grad_accum)]
-        targets = plan.global_batch * plan.config.data.seq_len
-        dist.barrier()
-        began = time.perf_counter()
-        result = engine.train_batch(batches, targets, plan.config.optim.lr)
-        loss = float(engine.sum_over_ranks(result.loss_share.clone()))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if step >= warmup:
-            seconds.append(time.perf_counter() - began)
-    median_s = statistics.median(seconds)
+    recorder = Recorder(run, warmup, steps)
+    try:
+        train(run)
+        raise AssertionError("a run has more steps than are timed")
+    except Enough:
+        report = recorder.report()
+    finally:
+        run.ended("stopped", ExitCode.DONE)
+        run.guard.close(wait=False)
+        run.watchdog.close()
+    links = None
+    if plan.world.world_size > 1:
+        links = all_reduce_gb_per_s(plan.world, device)
     return {
-        "step_time_s": median_s,
-        "step_time_s_range": [min(seconds), max(seconds)],
-        **_rates(plan, median_s),
+        **report,
+        **_rates(plan, report["step_time_s"]),
         **_peak(device),
-        "loss": loss,
-        "fallbacks": [event["why"] for event in engine.events if event["kind"] == "fallback"],
+        "all_reduce_gb_per_s": links,
+        "fallbacks": [event["why"] for event in run.engine.events if event["kind"] == "fallback"],
     }
-
-
-def _batch(plan: Plan) -> Batch:
-    """Random tokens, all of them targets: what they say costs nothing."""
-    shape = (plan.micro_batch, plan.config.data.seq_len)
-    ids = torch.randint(0, plan.model_config["vocab_size"], shape)
-    if plan.world.accelerator == "cuda":
-        ids = ids.pin_memory()
-    return Batch(ids, ids.clone(), None)
 
 
 def _expected(plan: Plan) -> dict[str, Any]:
@@ -122,14 +109,12 @@ def _rates(plan: Plan, step_s: float) -> dict[str, Any]:
 
 
 def _peak(device: torch.device) -> dict[str, Any]:
-    """Of this rank, GiB; on a CPU the whole process's largest size."""
-    if device.type == "cpu":
-        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return {"peak_process_gib": kib * 1024 / GIB}
-    return {
-        "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
-        "peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
-    }
+    """Of this rank, GiB: the process's largest size, and what torch had on its GPU."""
+    peaks = {"peak_process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+    if device.type == "cuda":
+        peaks["peak_allocated_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        peaks["peak_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
+    return peaks
 
 
 if __name__ == "__main__":

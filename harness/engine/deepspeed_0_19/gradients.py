@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,14 +42,16 @@ def discarding(engine: Any) -> Iterator[None]:
         yield
 
 
-def count_every_stage(parameters: Iterable[Any]) -> None:
-    """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages.
+def count_every_stage(parameters: Iterable[Any], is_copy: Callable[[Any], bool]) -> None:
+    """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages, copies left out.
 
-    DeepSpeed's `clip_grad_norm_` counts on the first stage alone what is not marked as split over
-    model-parallel ranks: the norm is too small, and too little is clipped.
+    DeepSpeed's `clip_grad_norm_` counts on the first rank of a model alone what is not marked as
+    split over model-parallel ranks, and what is marked on all, also the last stage's copy of a tied
+    weight: the norm is too small, or too large, and the clipping with it.
     """
     for parameter in parameters:
-        parameter.model_parallel = not parameter.ds_pipe_replicated
+        parameter.model_parallel = not is_copy(parameter)
+        parameter.tensor_model_parallel = False
 
 
 def add_norms_over_stages_once(engine: Any) -> None:
@@ -78,13 +80,16 @@ def reduce_in_place(engine: Any) -> None:
     """Let BF16_Optimizer reduce its flat gradients where they lie, and alone not at all.
 
     DeepSpeed packs them into buffers of up to half a billion elements and copies those back; on one
-    rank, too, where fp32 sums are rounded to bf16 on the way.
+    rank, too, where fp32 sums are rounded to bf16 on the way. `size`: by which the sum is divided;
+    of experts that one rank alone has, more ranks have sent tokens.
     """
 
     def reduce(flats: list[torch.Tensor], group: Any, size: float | None = None) -> None:
-        if dist.get_world_size(group) > 1:
-            for flat in flats:
+        for flat in flats:
+            if dist.get_world_size(group) > 1:
                 engine.allreduce_bucket([flat], group, size)
+            elif size is not None and size != 1:
+                flat.div_(size)
 
     if hasattr(engine.optimizer, "get_grads_for_reduction"):
         engine.allreduce_and_copy = reduce

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.engine.deepspeed_0_19.replaced import replaced
+
+_SETTLED = SimpleNamespace(synchronize=lambda: None)  # a stream that nobody has to wait for
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -135,10 +139,14 @@ def shard_tensor(parameter: Any) -> torch.Tensor:
 
 
 def shard_gradient(parameter: Any) -> torch.Tensor:
-    """The gradient of this rank's part, for the optimizer to take; on NVMe in a shared buffer."""
+    """The gradient of this rank's part, for the optimizer to take; on NVMe in a shared buffer.
+
+    For settled gradients (settlements.py): DeepSpeed's function would let the host wait for each.
+    """
     optimizer = parameter._z3_optimizer
     gradient: torch.Tensor
-    gradient, _ = optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
+    with replaced(optimizer, "reduce_and_partition_stream", _SETTLED):
+        gradient, _ = optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
     return gradient.clone() if is_swapped(optimizer) else gradient
 
 
@@ -288,8 +296,15 @@ def forget_shape(engine: Any) -> None:
 
 
 def made_groups(engine: Any) -> list[dist.ProcessGroup]:
-    """The ranks that have the same stage, and those that have the other stages of one model."""
-    return [engine.mpu.get_data_parallel_group(), engine.mpu.get_pipe_parallel_group()]
+    """The ranks that have the same of the same stage; those that have the other stages of what this
+    rank has; and those that have one model between them.
+    """
+    return [
+        engine.mpu.get_data_parallel_group(),
+        engine.mpu.get_pipe_parallel_group(),
+        engine.mpu.get_model_parallel_group(),
+        engine.mpu.get_slice_parallel_group(),
+    ]
 
 
 def pipe_group(engine: Any) -> dist.ProcessGroup:

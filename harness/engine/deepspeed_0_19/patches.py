@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from harness.engine.deepspeed_0_19 import builds, gradients, pipe_module, process_wide
+from harness.engine.deepspeed_0_19 import builds, experts, gradients, pipe_module, process_wide
 
 When = Literal["join", "build", "step"]
 
@@ -83,6 +83,10 @@ PATCHES: tuple[Patch, ...] = (
     Patch("parameter.model_parallel", 11, "build",
           gradients.count_every_stage,
           "test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage"),
+    Patch("deepspeed.utils.groups._EXPERT_PARALLEL_GROUP _EXPERT_DATA_PARALLEL_GROUP",
+          "experts are found only of layers of DeepSpeed's own class", "build",
+          experts.announce_experts,
+          "test_deepspeed_looks_for_experts_only_beside_a_module_of_its_own_class"),
     Patch("engine.optimizer.step overflow _update_scale, its module's is_invalid_grad_norm", 27,
           "step", gradients.discarding,
           "test_zero_0_in_fp32_steps_with_nan"),

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
+
+from harness.layout.grid import Grid
 
 Tied = list[tuple[nn.Parameter, dist.ProcessGroup]]
 
@@ -27,14 +30,24 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # which has no types
     `tied`: this stage's weights of which another stage holds a copy, and the group of both.
     """
 
-    def __init__(self, stage: nn.Module, stages: int, tied: Tied) -> None:
+    def __init__(self, stage: nn.Module, grid: Grid, tied: Tied) -> None:
         self._tied = tied
+        # Its axes are ours: pipe, data, model, the last one over neighbours.
+        ranks = PipeModelDataParallelTopology(
+            num_pp=grid.pipeline, num_mp=grid.tensor, num_dp=grid.data
+        )
         with printing_nothing():
-            super().__init__([stage] * stages, num_stages=stages, partition_method="uniform")
+            super().__init__([stage] * grid.pipeline, topology=ranks, partition_method="uniform")
         weight: Any
         for weight, group in tied:
             # The copy of the last stage counts neither in the gradient norm nor in checkpoints.
             weight.ds_pipe_replicated = dist.get_rank() != dist.get_global_rank(group, 0)
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """The ranks that have the other parts of this stage's tensors."""
+        group: dist.ProcessGroup = self._grid.get_slice_parallel_group()
+        return group
 
     def _index_tied_modules(self) -> dict[str, Any]:
         return {}

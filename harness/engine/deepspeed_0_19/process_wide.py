@@ -49,9 +49,9 @@ def wait_in_every_group(patience: timedelta) -> None:
 def forget_releases_with_the_trace() -> None:
     """Let ZeRO-3 keep weights from the forward to the backward pass after an early evaluation.
 
-    Which weights it lets go of after a module, it works out once and for ever, from the order of
-    modules that it saw first. Nothing comes after a forward pass alone: after one, before the first
-    step, all weights would be gathered twice in every step, where max_reuse_distance spares that.
+    It works out once and for ever, from the order of modules that it saw first, after which module
+    it lets go of a weight. Nothing comes after a forward pass alone: after one, before the first
+    step, all weights would be gathered twice in every step, which max_reuse_distance spares.
     """
     coordinator = PartitionedParameterCoordinator
     wrapped = coordinator._PartitionedParameterCoordinator__params_to_release

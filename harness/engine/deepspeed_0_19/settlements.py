@@ -31,7 +31,7 @@ def settle_gradients(engine: Any) -> None:
 def gather_after_writing(engine: Any) -> None:
     """Let ZeRO-3's next gather of weights wait for those being written on the current stream.
 
-    DeepSpeed gathers on a stream of its own, which waits for no step before. Where no weight is
+    DeepSpeed gathers on a stream of its own, which waits for no step before. If no weight is
     persistent (stage3_param_persistence_threshold 0), nothing but the throughput timer's waits
     keeps the next forward pass from weights that are half old.
     """

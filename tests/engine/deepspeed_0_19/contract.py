@@ -1,4 +1,4 @@
-"""What each private name of DeepSpeed that the library reads is expected to be.
+"""Expectations of each private name of DeepSpeed that the library reads.
 
 `name: (layout, expectation)`; every layout's engine is built once, has its gradients ready, and is
 asked for all of its names. Dotted names are read of what is left of the dot.
@@ -31,8 +31,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def parameter(engine: Any) -> Any:
     """One that this rank has a part of."""
-    held = [p for p in engine.module.parameters() if getattr(p, "_hp_mapping", 0) is not None]
-    return max(held, key=lambda p: p.numel())
+    linked = [p for p in engine.module.parameters() if getattr(p, "_hp_mapping", 0) is not None]
+    return max(linked, key=lambda p: p.numel())
 
 
 def link(engine: Any) -> Any:
@@ -40,7 +40,7 @@ def link(engine: Any) -> Any:
 
 
 def group_of(engine: Any, groups: Any) -> bool:
-    """Whether lists of parameters, one per group, hold all that is trained."""
+    """Return True if lists of parameters, one per group, hold all that is trained."""
     trained = {id(p) for p in engine.module.parameters() if p.requires_grad}
     return {id(p) for group in groups for p in group} == trained
 
@@ -50,14 +50,14 @@ def flat(tensors: Any) -> bool:
 
 
 def takes(function: Any, *names: str) -> bool:
-    """Whether a function or method has these parameters, and needs no other."""
+    """Return True if a function or method has these parameters, and needs no other."""
     parameters = inspect.signature(function).parameters
     needed = {name for name, p in parameters.items() if p.default is p.empty} - {"self"}
     return set(names) <= parameters.keys() and needed <= set(names)
 
 
 def of_class(path: str, name: str) -> bool:
-    """Whether a class of DeepSpeed, which no engine here uses, defines a method or sets a field."""
+    """Return True if a class of DeepSpeed, unused here, defines a method or sets a field."""
     module, _, owner = path.rpartition(".")
     source = inspect.getsource(getattr(__import__(module, fromlist=[owner]), owner))
     return f"def {name}(" in source or f"self.{name} =" in source
@@ -359,6 +359,14 @@ CONTRACT: dict[str, tuple[str, Expectation]] = {
     "mpu.get_data_parallel_group": (
         "pipeline",
         lambda e: torch.distributed.get_world_size(e.mpu.get_data_parallel_group()) == 1,
+    ),
+    "mpu.get_model_parallel_group": (
+        "pipeline",
+        lambda e: torch.distributed.get_world_size(e.mpu.get_model_parallel_group()) == 2,
+    ),
+    "mpu.get_slice_parallel_group": (
+        "pipeline",
+        lambda e: torch.distributed.get_world_size(e.mpu.get_slice_parallel_group()) == 1,
     ),
     "PipelineModule._index_tied_modules": (
         "pipeline",

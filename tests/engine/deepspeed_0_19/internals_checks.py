@@ -11,7 +11,7 @@ from tests.engine.rank import OUT, WORLD, engine_of, share_of
 
 
 def answers_of(layout: str) -> dict[str, str]:
-    """What is wrong with each name that is read of a layout; "" where nothing is."""
+    """Return the problem of each name that is read of a layout; "" if there is none."""
     engine = engine_of(LAYOUTS[layout])
     engine.train_batch(*share_of(engine), 1e-3)
     engine.accumulate(*share_of(engine))

@@ -47,10 +47,8 @@ COUNTS_RELEASES = """
 import sys
 import deepspeed, torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from harness.engine.deepspeed_0_19 import process_wide
 
-if "ours" in sys.argv:
-    from harness.engine.deepspeed_0_19 import process_wide
-    process_wide.forget_releases_with_the_trace()
 released = []
 partition = "_PartitionedParameterCoordinator__release_param"
 release = getattr(PartitionedParameterCoordinator, partition)
@@ -59,26 +57,33 @@ def counted(self, param, free_data=True):
     released.append(param.ds_id)
     release(self, param, free_data)
 
+def releases(evaluates):
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    parameters = model.parameters()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    x = torch.ones(1, 8)
+    if evaluates:
+        with torch.no_grad():
+            engine.eval()
+            engine(x)
+    engine.train()
+    for _ in range(5):
+        released.clear()
+        engine.backward(engine(x).sum())
+        engine.step()
+    return len(released)
+
 setattr(PartitionedParameterCoordinator, partition, counted)
-model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
 config = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # compiling it takes a minute
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-x = torch.ones(1, 8)
-if "evaluates" in sys.argv:
-    with torch.no_grad():
-        engine.eval()
-        engine(x)
-engine.train()
-for _ in range(5):
-    released.clear()
-    engine.backward(engine(x).sum())
-    engine.step()
-print(len(released))
+plain, deepspeeds = releases(evaluates=False), releases(evaluates=True)
+process_wide.forget_releases_with_the_trace()
+print(plain, deepspeeds, releases(evaluates=True))
 """
 RESUMES_ADAM = """
 import copy
@@ -108,13 +113,14 @@ SEEKS_TIED = """
 import torch
 from deepspeed.pipe import PipelineModule
 from harness.engine.deepspeed_0_19.pipe_module import StageModule
+from harness.layout.grid import Grid
 from harness.engine.processes import join
 from harness.layout.world import World
 join(World())
 stage = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False))
 stage[1].weight = stage[0].weight
 theirs = PipelineModule([stage], num_stages=1, partition_method="uniform")
-ours = StageModule(stage, 1, [(stage[0].weight, torch.distributed.group.WORLD)])
+ours = StageModule(stage, Grid(1), [(stage[0].weight, torch.distributed.group.WORLD)])
 for name, module in (("deepspeeds", theirs), ("ours", ours)):
     print(f"{name}={len(module.get_tied_weights_and_groups())}")
 """
@@ -124,24 +130,23 @@ def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
-    from harness.plan.machine import missing_for_adam
+    from harness.plan.machine import missing_for_cpu_adam
 
     monkeypatch.setenv("CXX", "/nonexistent/c++")
-    assert FusedAdamBuilder().is_compatible()
     assert CPUAdamBuilder().is_compatible()
-    assert missing_for_adam("cpu") == "c++ not found"
+    assert missing_for_cpu_adam() == "c++ not found"
 
 
 @pytest.mark.slow
 def test_deepspeed_builds_its_shared_memory_operator_to_join_and_we_do_not(tmp_path: Path) -> None:
-    said = {}
+    builds = {}
     for who in ("deepspeed", "ours"):
         command = [sys.executable, "-c", JOINS, who]
         env = {"PYTHONPATH": str(REPOSITORY)}
-        said[who] = "builds it" in run_ranks(command, tmp_path / who, ranks=1, env=env).output
-    assert said == {"deepspeed": True, "ours": False}
+        builds[who] = "builds it" in run_ranks(command, tmp_path / who, ranks=1, env=env).output
+    assert builds == {"deepspeed": True, "ours": False}
 
 
 @pytest.mark.slow
@@ -151,16 +156,12 @@ def test_deepspeeds_muon_loads_the_compiler_and_ours_does_not(who: str, loads: b
     assert output.splitlines()[-1] == f"compile {loads}"
 
 
-@pytest.mark.parametrize(
-    ("words", "releases"), [((), 16), (("evaluates",), 24), (("evaluates", "ours"), 16)]
-)
-def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(
-    tmp_path: Path, words: tuple[str, ...], releases: int
-) -> None:
-    command = [sys.executable, "-c", COUNTS_RELEASES, *words]
+@pytest.mark.slow
+def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COUNTS_RELEASES]
     env = {"PYTHONPATH": str(REPOSITORY)}
     ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
-    assert ended.output.splitlines()[-1] == str(releases)
+    assert ended.output.splitlines()[-1] == "16 24 16"
 
 
 @pytest.mark.slow
@@ -248,6 +249,14 @@ def test_deepspeed_packs_flat_gradients_to_reduce_them_and_we_do_not(
 
 
 @pytest.mark.slow
+def test_deepspeed_looks_for_experts_only_beside_a_module_of_its_own_class(
+    result: Callable[[str], list[Any]],
+) -> None:
+    errors = result("deepspeed_without_the_marker")
+    assert errors == ["'NoneType' object is not subscriptable"] * 2
+
+
+@pytest.mark.slow
 def test_deepspeeds_pipeline_prints_whatever_the_log_level(
     result: Callable[[str], list[Any]],
 ) -> None:
@@ -265,13 +274,13 @@ def test_zero_0_in_fp32_steps_with_nan(result: Callable[[str], list[Any]]) -> No
 def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step(
     result: Callable[[str], list[Any]],
 ) -> None:
-    found = result("offloading_keeps_the_gradients_of_a_skipped_step")
-    assert found == [{"deepspeeds": False, "ours": True}] * 2
+    kept = result("offloading_keeps_the_gradients_of_a_skipped_step")
+    assert kept == [{"deepspeeds": False, "ours": True}] * 2
 
 
 def test_a_new_group_of_torch_has_its_own_timeout() -> None:
-    given = distributed_c10d._get_default_timeout
-    assert given("gloo") == distributed_c10d.default_pg_timeout
+    default = distributed_c10d._get_default_timeout
+    assert default("gloo") == distributed_c10d.default_pg_timeout
     source = inspect.getsource(distributed_c10d._new_group_with_tag)
     assert "timeout = _get_default_timeout(backend)" in source
 
@@ -300,7 +309,7 @@ def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
 
 
 def resolved(owner: str, name: str) -> bool:
-    """Whether an attribute is there, of a module or of a class in one."""
+    """Return True if an attribute is there, of a module or of a class in one."""
     try:
         place: object = importlib.import_module(owner)
     except ModuleNotFoundError:

@@ -16,7 +16,7 @@ _PLANNING = {
     "--micro-batch": ["1", "2"],
     "--seq-len": ["128", "1024"],
     "--accumulation": ["1", "4"],
-    "--checkpointing": ["none", "full"],
+    "--checkpointing": ["none", "full", "selective", "2"],
     "--deepspeed": ["zero1.json", "zero2.json", "zero3.json", "zero3_offload.json", "fp16.json"],
 }
 _JSON = "zero1.json"

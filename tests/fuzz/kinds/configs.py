@@ -15,7 +15,10 @@ from tests.fuzz.values import hostile, toml_document
 TREE: dict[str, dict[str, list[Any]]] = {
     "model": {
         "name": ["tiny", "llama-1b", "gpt2-124m", "mixtral-8x7b"],
-        "checkpointing": ["none", "full"],
+        "checkpointing": ["none", "full", "selective", 2],
+        "activation_offload": [False],
+        "reversible": [False],
+        "mlp_tiles": [1],
         "attention": ["sdpa", "eager"],
         "dropout": [0.0, 0.1],
         "stochastic_depth": [0.0, 0.2],

@@ -45,10 +45,13 @@ _PATHS = (
 
 def make(draw: random.Random, place: Place, valid: bool) -> Case:
     """Text, JSON lines, a folder or a .bin/.idx pair; trained on for a step."""
-    shape = draw.choice([*_SHAPES])
-    path, note = _SHAPES[shape](draw, place, valid)
+    shape = draw.choice([*SHAPES])
+    path, note = SHAPES[shape](draw, place, valid)
     words = place.training(data=False)
     words += [f"data.path={path}", f"data.tokenizer={place.base.tokenizer}", "data.held_out=0.2"]
+    if shape == "chats":  # valid ones are learned whole: their answers may begin behind a sample
+        learn = "all" if valid else draw.choice(("all", "last", "assistant"))
+        words += ["data.template=chatml", f"data.learn={learn}"]
     return Case(words, f"{shape}: {note}", valid=valid)
 
 
@@ -170,6 +173,39 @@ def _lines(draw: random.Random, place: Place, valid: bool) -> tuple[Path, str]:
     return path, note
 
 
+def _chats(draw: random.Random, place: Place, valid: bool) -> tuple[Path, str]:
+    """Conversations, of which one is hostile, or whose file is spoiled."""
+    path = place.folder / draw.choice(("chats.jsonl", "chats.json"))
+    calls = [{"function": {"name": "f", "arguments": '{"a": 1}'}}]
+    chats: list[Any] = [
+        {
+            "messages": [
+                {"role": "system", "content": _sentence(draw)},
+                {"role": "user", "content": _sentence(draw)},
+                {"role": "assistant", "content": "", "tool_calls": calls},
+                {"role": "tool", "content": "1"},
+                {"role": "assistant", "content": _sentence(draw)},
+            ],
+            "tools": [{"name": "f"}],
+        }
+        for _ in range(30)
+    ]
+    note = "valid"
+    if not valid:
+        spoilt = json.loads(json.dumps(chats[7]))
+        turn = draw.choice(spoilt["messages"])
+        place_of = draw.choice((spoilt, turn, turn, turn.get("tool_calls", [turn])[0]))
+        key = draw.choice([*place_of])
+        place_of[key] = hostile(draw)
+        chats[7], note = spoilt, f"{key} is hostile"
+    texts = [to_json(chat, indent=None) for chat in chats]
+    text = f"[{','.join(texts)}]" if path.suffix == ".json" else "\n".join(texts)
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    if not valid and draw.randrange(3) == 0:
+        note = spoil_file(draw, path)
+    return path, note
+
+
 def _compressed(draw: random.Random, place: Place, valid: bool) -> tuple[Path, str]:
     """JSON lines, compressed or in another container (a valid one is not)."""
     data = "".join(json.dumps({"text": _sentence(draw)}) + "\n" for _ in range(30)).encode()
@@ -259,9 +295,10 @@ def _names(draw: random.Random, place: Place, valid: bool) -> tuple[object, str]
     return path, f"the path {path[:30]!r}"
 
 
-_SHAPES: dict[str, Callable[[random.Random, Place, bool], tuple[object, str]]] = {
+SHAPES: dict[str, Callable[[random.Random, Place, bool], tuple[object, str]]] = {
     "text": _text,
     "JSON lines": _lines,
+    "chats": _chats,
     "compressed": _compressed,
     "pair": _pair,
     "name": _names,

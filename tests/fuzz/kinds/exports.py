@@ -1,4 +1,4 @@
-"""What export_hf.py exports: run folders that others made."""
+"""Inputs of export_hf.py: run folders that others made."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def _states(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _folders(place: Place) -> tuple[Path, Path, list[Path]]:
-    """What is named, where the pickles go, and the JSON files beside them."""
+    """Return the folder to name, that of the pickles, and the JSON files beside them."""
     root = place.folder / "output"
     engine = root / "checkpoint-2" / "global_step2"
     engine.mkdir(parents=True)

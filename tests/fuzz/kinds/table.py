@@ -13,6 +13,7 @@ from tests.fuzz.kinds import (
     jsons,
     models,
     pickles,
+    preparing,
     runs,
     tokenizers,
     weights,
@@ -23,9 +24,9 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("config", 150, configs.make),
-        Kind("words", 180, words.make),
-        Kind("json", 220, jsons.make),
-        Kind("model", 160, models.make),
+        Kind("words", 150, words.make),
+        Kind("json", 170, jsons.make),
+        Kind("model", 140, models.make),
         Kind("weights", 100, weights.make),
         Kind("data", 170, corpora.make),
         Kind("tokenizer", 80, tokenizers.make),
@@ -35,5 +36,6 @@ KINDS = {
         Kind("pickle", 80, pickles.make),
         Kind("export", 40, exports.make),
         Kind("arguments", 60, arguments.make),
+        Kind("preparing", 100, preparing.make),
     )
 }

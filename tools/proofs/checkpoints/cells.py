@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tools.proofs.cells import Divided, Sizes, covering
-from tools.proofs.models import DROPOUT, EVERYWHERE, FROZEN, WIDE
+from tools.proofs.models import DROPOUT, EVERYWHERE, FROZEN, MIXTURE, SHARED, WIDE
 
 _STAGED = ("pipe2_zero0", "pipe2_zero1")
+DIVIDED = ("tensor2_zero1", "tensor2_zero3")
+ROWS = ("sequence2_zero1", "sequence2_zero3")
+EXPERTS = ("expert2_zero1", "expert2_zero3")
+NARROW_EXPERTS = "tensor2_expert2_zero3"
+"""By number and width; in the full table alone."""
+DIVIDED_STAGES = ("pipe2_tensor2_zero0", "pipe2_tensor2_zero1")
 _BF16_SUMS = ("zero1_bf16_sums", "zero3_bf16_sums")
 LAYOUTS = (
     *("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
@@ -36,7 +42,7 @@ class Side(Divided):
 
     @property
     def name(self) -> str:
-        """How tables and files call it."""
+        """Name in tables and files."""
         return f"{self.layout}x{self.ranks}"
 
     def deepspeed(self, precision: str) -> dict[str, Any]:
@@ -49,7 +55,7 @@ class Side(Divided):
             return precision == "bf16"
         if self.layout in ("zero0", "zeropp"):
             return precision == "fp32"  # of zeropp enough: it cuts and keeps what zero3 does
-        return self.layout != "pipe2_zero0" or precision != "fp16"
+        return not (self.how.pipeline > 1 and self.how.stage == 0) or precision != "fp16"
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """How tables and files call it."""
+        """Name in tables and files."""
         sides = f"{self.source.name}-{self.target.name}"
         return f"{self.precision}-{self.architecture}-{sides}"
 
@@ -100,16 +106,56 @@ def all_cells() -> list[Cell]:
         if precision == "bf16":
             halves = [Side(layout, 2) for layout in BF16_STATES]
             cells += [Cell(precision, EVERYWHERE, side, side) for side in halves]
+        divided = [Side(layout, 2) for layout in DIVIDED]
+        pairs = list(itertools.product([*divided, *few], repeat=2))
+        cells += [Cell(precision, SHARED, *pair) for pair in pairs if {*divided} & {*pair}]
+        cells += divided_stage_cells(precision) + expert_cells(precision) + row_cells(precision)
         # Another layout draws other masks.
         cells += [Cell(precision, DROPOUT, side, side) for side in every]
     return cells + [cell for precision in PRECISIONS for cell in nvme_cells(precision)]
 
 
+def divided_stage_cells(precision: str) -> list[Cell]:
+    """Stages of divided tensors on four and on eight ranks: gone on with, left, reached."""
+    staged = [Side(layout, 4) for layout in DIVIDED_STAGES]
+    staged = [side for side in staged if side.sound(precision)] + [Side(DIVIDED_STAGES[1], 8)]
+    others = [Side("zero3", 2), Side("zero1", 1), Side("pipe2_zero1", 2), Side("tensor2_zero3", 2)]
+    pairs = list(itertools.product(staged, repeat=2))
+    for pair in itertools.product(staged, others):
+        pairs += [pair, pair[::-1]]
+    return [Cell(precision, SHARED, *pair) for pair in pairs]
+
+
+def row_cells(precision: str) -> list[Cell]:
+    """Divided rows, whose ranks share ZeRO's states: gone on with, left, reached."""
+    first, last = (Side(layout, 2) for layout in ROWS)
+    pairs = [(first, first), (last, last)]
+    for there, here in (
+        (first, Side("zero3", 2)),
+        (last, Side("zero1", 1)),
+        (last, Side(DIVIDED[0], 2)),
+    ):
+        pairs += [(there, here), (here, there)]
+    return [Cell(precision, SHARED, *pair) for pair in pairs]
+
+
+def expert_cells(precision: str) -> list[Cell]:
+    """Divided experts on two and on four ranks: gone on with, left, reached."""
+    divided = [Side(layout, ranks) for layout in EXPERTS for ranks in (2, 4)]
+    others = [Side("zero3", 2), Side("zero1", 1), Side("pipe2_zero1", 2), Side("tensor2_zero3", 2)]
+    pairs = list(itertools.product(divided, repeat=2))
+    for pair in itertools.product(divided, others):
+        pairs += [pair, pair[::-1]]
+    narrow, plain = Side(NARROW_EXPERTS, 4), Side("zero3", 2)
+    pairs += [(narrow, narrow), (narrow, plain), (plain, narrow)]
+    return [Cell(precision, MIXTURE, *pair) for pair in pairs]
+
+
 def nvme_cells(precision: str) -> list[Cell]:
     """Optimizer states in files: gone on with, left, reached, on other ranks."""
-    one, two = Side("zero3_nvme", 1), Side("zero3_nvme", 2)
+    alone, on_two = Side("zero3_nvme", 1), Side("zero3_nvme", 2)
     plain = Side("zero1", 2)
-    pairs = ((two, two), (two, plain), (plain, two), (two, one))
+    pairs = ((on_two, on_two), (on_two, plain), (plain, on_two), (on_two, alone))
     return [Cell(precision, WIDE, *pair) for pair in pairs]
 
 
@@ -119,10 +165,19 @@ def covering_cells() -> list[Cell]:
 
 
 def covers(cell: Cell) -> set[tuple[Any, ...]]:
-    """What a cell shows: every layout is left and reached in every precision, goes on alike in one,
-    every architecture is there in fp32 and bf16, and every change of the number of ranks.
+    """Return the properties that a cell covers: a layout left or reached in a precision or resumed
+    unchanged, an architecture in fp32 or bf16, a change of the number of ranks. Divided stages,
+    experts and rows count by themselves: in pairs with all of these they would take a dozen cells.
     """
     precision, source, target = cell.precision, cell.source, cell.target
+    if any(side.layout in DIVIDED_STAGES for side in (source, target)):
+        return _covers_of_divided_stages(cell)
+    if NARROW_EXPERTS in (source.layout, target.layout):
+        return set()
+    if any(side.layout in EXPERTS for side in (source, target)):
+        return _covers_of_experts(cell)
+    if rows := {*ROWS} & {source.layout, target.layout}:
+        return {("rows", "same" if cell.same else "moved", *rows)}
     shown: set[tuple[Any, ...]] = {("architecture", cell.architecture)}
     if precision != "fp16":
         shown |= {("architecture", precision, cell.architecture)}
@@ -137,3 +192,24 @@ def covers(cell: Cell) -> set[tuple[Any, ...]]:
     if source.layout == target.layout:
         return shown
     return shown | {("from", precision, source.layout), ("to", precision, target.layout)}
+
+
+def _covers_of_divided_stages(cell: Cell) -> set[tuple[Any, ...]]:
+    """Left for ZeRO-3 in bf16, reached from it in fp32, in fp16, resumed unchanged."""
+    kind, layouts = "divided stages", [cell.source.layout, cell.target.layout]
+    if cell.same:
+        return {(kind, "same")} if cell.source.layout == "pipe2_tensor2_zero1" else set()
+    if cell.precision == "fp16":
+        return {(kind, "fp16")}
+    way = {"bf16": layouts[1], "fp32": layouts[0]}[cell.precision]
+    return {(kind, cell.precision)} if way == "zero3" else set()
+
+
+def _covers_of_experts(cell: Cell) -> set[tuple[Any, ...]]:
+    """Resumed unchanged at each stage; each precision; left for and reached from all else."""
+    kind, layouts = "experts", [cell.source.layout, cell.target.layout]
+    if cell.same:
+        return {(kind, "same", cell.source.layout)}
+    shown: set[tuple[Any, ...]] = {(kind, cell.precision)}
+    others = [(place, layout) for place, layout in enumerate(layouts) if layout not in EXPERTS]
+    return shown | {(kind, "left" if place else "reached") for place, _ in others}

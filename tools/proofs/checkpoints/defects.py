@@ -19,7 +19,7 @@ Change = Callable[[Callable[..., None], Reader, str, str, int, torch.Tensor], No
 
 @contextlib.contextmanager
 def offset_off_by_one() -> Iterator[None]:
-    """What does not begin a parameter is read one element too early."""
+    """Pieces that do not begin a parameter are read one element too early."""
 
     def early(fill: Any, reader: Reader, name: str, kind: str, offset: int, out: Any) -> None:
         fill(reader, name, kind, max(0, offset - 1), out)
@@ -43,10 +43,10 @@ def moments_left_out() -> Iterator[None]:
 @contextlib.contextmanager
 def moments_swapped() -> Iterator[None]:
     """Each moment is loaded into the other."""
-    other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+    swap = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 
     def swapped(fill: Any, reader: Reader, name: str, kind: str, offset: int, out: Any) -> None:
-        fill(reader, name, other.get(kind, kind), offset, out)
+        fill(reader, name, swap.get(kind, kind), offset, out)
 
     with _filling(swapped):
         yield

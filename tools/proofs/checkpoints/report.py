@@ -17,28 +17,28 @@ class Row:
 
     cell: Cell
     lost: list[str]
-    """What differs between the two checkpoints, or is in neither."""
-    found: Apart
+    """Differences between the two checkpoints, and tensors that are in neither."""
+    apart: Apart
     limit: Apart
 
     @property
     def failures(self) -> list[str]:
         """Everything that is not as it must be."""
-        return [*self.lost, *self.found.exceeds(self.limit)]
+        return [*self.lost, *self.apart.exceeds(self.limit)]
 
     @property
     def entry(self) -> str:
         """Its place in a matrix."""
         tensors = "LOST" if self.lost else "exact"
-        losses = "bit-equal" if self.found == Apart(0.0, 0.0) else _amount(self.found.loss)
+        losses = "bit-equal" if self.apart == Apart(0.0, 0.0) else _amount(self.apart.loss)
         return f"{tensors} / {losses}"
 
 
 def terminal_line(row: Row) -> str:
     """One line: tensors, then found/allowed of losses and norms, then what is wrong."""
     pairs = [
-        f"{name} {_amount(getattr(row.found, name))}/{_amount(getattr(row.limit, name))}"
-        for name in vars(row.found)
+        f"{name} {_amount(getattr(row.apart, name))}/{_amount(getattr(row.limit, name))}"
+        for name in vars(row.apart)
     ]
     verdict = "DIFFERS: " + "; ".join(row.failures[:3]) if row.failures else "equal"
     tensors = "tensors LOST" if row.lost else "tensors exact"
@@ -49,7 +49,7 @@ def summary(rows: list[Row]) -> str:
     """All of it in one line."""
     equal = [row for row in rows if not row.lost]
     same = [row for row in rows if row.cell.same]
-    bits = [row for row in same if row.found == Apart(0.0, 0.0)]
+    bits = [row for row in same if row.apart == Apart(0.0, 0.0)]
     failed = [row for row in rows if row.failures]
     return (
         f"{len(rows)} cells: every tensor equal in {len(equal)}; losses bit-equal in {len(bits)} "
@@ -114,9 +114,9 @@ def _others(rows: list[Row]) -> Iterable[str]:
         name = cell.source.name if cell.architecture == EVERYWHERE else cell.architecture
         groups.setdefault((name, cell.precision), []).append(row)
     for (architecture, precision), group in groups.items():
-        same = [row.found for row in group if row.cell.same]
+        same = [row.apart for row in group if row.cell.same]
         alike = "bit-equal" if set(same) == {Apart(0.0, 0.0)} else _amount(Apart.worst(same).loss)
-        moved = [row.found.loss for row in group if not row.cell.same]
+        moved = [row.apart.loss for row in group if not row.cell.same]
         to = f"{_amount(min(moved))} to {_amount(max(moved))}" if moved else ""
         lost = sum(bool(row.lost) for row in group)
         exact = f"{lost} LOST" if lost else "exact"

@@ -21,7 +21,7 @@ from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.config.run_config import RunConfig
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.engine.processes import ending_together, join
 from harness.layout.world import World
 from harness.plan.make import make_plan
@@ -80,8 +80,8 @@ class Bench:
         self.engine.train_batch([batch], 2 * SEQ_LEN, 1e-4)
 
     def timed(self, name: str, act: Callable[[], Any]) -> Any:
-        """What `act` gives; its seconds, from the moment all ranks begin until all are done, and
-        those of the processor in which all ranks worked on it: others on the machine add nothing.
+        """Return the result of `act`; keep its seconds, from the moment all ranks begin until all
+        are done, and the processor's seconds of all ranks: others on the machine add nothing.
         """
         dist.barrier()
         began, busy = time.perf_counter(), time.process_time()
@@ -94,7 +94,7 @@ class Bench:
         return result
 
     def save(self, background: bool) -> Any:
-        """What a run does, but for the probe's forward pass."""
+        """Save as a run does, but for the probe's forward pass."""
         plan = self.engine.plan
         manifest = Manifest(
             state=TrainState(self.step),
@@ -197,9 +197,9 @@ def _read(path: Path) -> None:
 
 
 def _all(value: bool) -> bool:
-    told = torch.tensor(int(value))
-    dist.all_reduce(told, op=dist.ReduceOp.MIN)
-    return bool(told)
+    agreed = torch.tensor(int(value))
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed)
 
 
 def main() -> None:
@@ -212,9 +212,9 @@ def main() -> None:
     world = World.from_environ()
     with ending_together():
         try:
-            found = _measured(world, args.stage, args.rounds, args.out)
+            results = _measured(world, args.stage, args.rounds, args.out)
             if world.rank == 0:
-                (args.out / "speed.json").write_text(json.dumps(found))
+                (args.out / "speed.json").write_text(json.dumps(results))
         except Exception:
             (args.out / f"{world.rank}.error").write_text(traceback.format_exc())
             raise

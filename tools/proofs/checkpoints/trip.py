@@ -36,7 +36,7 @@ FP16_SCALE = 2.0**10  # far below what overflows on any layout, after the one st
 
 @dataclass
 class Trip:
-    """What one half of a round trip gave. Numbers as hex: equal only where every bit is."""
+    """Results of one half of a round trip. Numbers are hex: equal only if every bit is."""
 
     losses: list[str] = field(default_factory=list)  # of the steps after the checkpoint
     norms: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Trip:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a half takes place: this rank of a side, with a model in a precision."""
+    """This rank of one side of a round trip, with a model in a precision."""
 
     precision: str
     architecture: str
@@ -144,16 +144,16 @@ def save(engine: Any, folder: Path) -> None:
     saver.finish()
 
 
-def gathered(found: list[str]) -> list[str]:
-    """What all ranks found."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, found)
-    return sorted({item for items in told for item in items})
+def gathered(lines: list[str]) -> list[str]:
+    """Gather the lines of all ranks, each once. Collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, lines)
+    return sorted({item for items in by_rank for item in items})
 
 
 def _missing(engine: Any, saved: Checkpoint) -> list[str]:
-    """What the model has, or an optimizer must have of it, that the checkpoint lacks."""
-    reader, found = saved.reader(), []
+    """List tensors of the model and its optimizer that the checkpoint lacks."""
+    reader, lines = saved.reader(), []
     expected = {
         name: {WEIGHT, "exp_avg", "exp_avg_sq"} if p.requires_grad else {WEIGHT}
         for name, p in engine.module.named_parameters()
@@ -163,11 +163,11 @@ def _missing(engine: Any, saved: Checkpoint) -> list[str]:
     for name in sorted(expected.keys() | reader.by_name.keys()):
         kinds = {frozenset(entry.kinds) for entry in reader.by_name.get(name, ())}
         if kinds != {frozenset(expected.get(name, ()))}:
-            found.append(f"{name} is there as {sorted(map(sorted, kinds))}")
+            lines.append(f"{name} is there as {sorted(map(sorted, kinds))}")
     for name, kinds in expected.items():
         if "exp_avg" in kinds and not reader.whole(name, "exp_avg").any():
-            found.append(f"{name} was never trained")
-    return found
+            lines.append(f"{name} was never trained")
+    return lines
 
 
 def _turn() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What DeepSpeed does not say of its keys where they are parsed."""
+"""Properties of DeepSpeed's keys that its parsers do not show."""
 
 from __future__ import annotations
 

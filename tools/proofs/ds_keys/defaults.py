@@ -1,4 +1,4 @@
-"""What DeepSpeed takes for parameters that an optimizer or a scheduler section lacks."""
+"""DeepSpeed's defaults of parameters that an optimizer or a scheduler section lacks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SCHEDULED = ("warmup_max_lr", "warmup_num_steps", "warmup_type", "cos_min_ratio
 
 
 def optimizer_defaults() -> dict[str, dict[str, Any]]:
-    """What the optimizers' classes learn with by default, by DeepSpeed's name in lower case."""
+    """Return the defaults of the optimizers' classes, by DeepSpeed's name in lower case."""
     defaults = {}
     for name, classes in _OPTIMIZERS.items():
         first, *others = [_defaults(kind, _LEARNED) for kind in classes]
-        assert all(first == other for other in others), f"{name}: {first}, {others}"
+        assert all(first == defaults_ for defaults_ in others), f"{name}: {first}, {others}"
         defaults[name] = {key: value for key, value in first.items() if key in _taken(name)}
     return {**defaults, "muon": _MUON}
 
@@ -45,7 +45,7 @@ def _taken(name: str) -> tuple[str, ...]:
 
 
 def scheduler_defaults() -> dict[str, dict[str, Any]]:
-    """What the schedulers' classes take by default, by their names."""
+    """Return the defaults of the schedulers' classes, by their names."""
     return {kind.__name__: _defaults(kind, _SCHEDULED) for kind in _SCHEDULERS}
 
 

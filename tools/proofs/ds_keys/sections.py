@@ -49,8 +49,8 @@ _MODELS: dict[str, type[BaseModel]] = {
 class Recorder(dict[str, Any]):
     """A config section that notes which keys a parser asks for, and with which default."""
 
-    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        super().__init__(given or {})
+    def __init__(self, section: Mapping[str, Any] | None = None) -> None:
+        super().__init__(section or {})
         self.asked: dict[str, Any] = {}
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -71,6 +71,7 @@ GPU_CASES = [
     GpuCase("llama-1b", "zero1", 2048, 4),
     GpuCase("llama-1b", "zero1", 2048, 4, (_FULL,)),
     GpuCase("llama-1b", "zero1", 2048, 2, ("model.attention=eager",)),
+    GpuCase("llama-1b", "zero1", 2048, 4, ("model.attention=varlen",)),
     GpuCase("llama-1b", "zero1", 8192, 1),
     GpuCase("llama-1b", "zero1", 32768, 1, (_FULL,)),
     GpuCase("llama-1b", "fp16", 2048, 4),
@@ -98,13 +99,13 @@ def measure_gpu(cases: Iterable[GpuCase], out: Path, ranks: int) -> Iterator[dic
     for case in cases:
         kept = out / f"{case.name.replace(' ', '-')}-{ranks}.json"
         if kept.exists():
-            found = json.loads(kept.read_text())
+            row = json.loads(kept.read_text())
         else:
             batch = case.micro_batch * ranks * case.accumulation
             settings = {"train.global_batch": str(batch), **case.settings}
-            found = measured(Case(case.name, settings), case.deepspeed, ranks, 0, STEPS)
-            kept.write_text(json.dumps(found))
-        yield {"case": case.name, **found}
+            row = measured(Case(case.name, settings), case.deepspeed, ranks, 0, STEPS)
+            kept.write_text(json.dumps(row))
+        yield {"case": case.name, **row}
 
 
 def error_of(row: dict[str, Any]) -> float | None:
@@ -150,7 +151,7 @@ def gpu_markdown(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         error = error_of(row)
-        said = row.get("refused") or row.get("error") or ", ".join(row.get("fallbacks", ()))
+        remark = row.get("refused") or row.get("error") or ", ".join(row.get("fallbacks", ()))
         cells = [
             row["case"],
             str(row.get("ranks", "")),
@@ -159,7 +160,7 @@ def gpu_markdown(rows: list[dict[str, Any]]) -> str:
             "" if error is None else f"{error:+.1%}",
             _gib(row.get("peak_reserved_gib")),
             row.get("verdict") or "",
-            said,
+            remark,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -170,7 +171,7 @@ def _gib(size: float | None) -> str:
 
 
 def no_gpu() -> str | None:
-    """Why nothing can be measured here."""
+    """Return the reason why nothing can be measured here; None if a GPU is there."""
     if find_accelerator() == "cuda":
         return None
     return "--gpu: there is no GPU on this machine; without it CPU ranks are measured"

@@ -19,9 +19,9 @@ class Rise:
 @contextmanager
 def rise() -> Iterator[Rise]:
     """Follow every allocation of the CPU's allocator, that of C++ too, while the body runs."""
-    found = Rise()
+    highest = Rise()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield found
+        yield highest
     events = profiler.profiler.kineto_results.events()
     changes = sorted(
         (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
@@ -29,4 +29,4 @@ def rise() -> Iterator[Rise]:
     now = 0
     for _, size in changes:
         now += size
-        found.bytes = max(found.bytes, now)
+        highest.bytes = max(highest.bytes, now)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from harness.config.run_config import RunConfig
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.layout.world import World
+from harness.models.saved import saved_by
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run.live_memory import live_storages
@@ -24,11 +25,14 @@ def plan_of(case: Case, world: World, model: Path) -> Plan:
     """The Plan of one case, through the same door as every run."""
     run = RunConfig.model_validate(
         {
-            "model": {"name": str(model), "overrides": case.model_overrides},
+            "model": {
+                "name": str(model),
+                "attention": "varlen" if case.how.varlen else "auto",
+                **case.model_keys,
+            },
             "data": {"seq_len": SEQ_LEN},
             "train": {
-                "global_batch": case.accumulation
-                * (world.world_size if case.axis == "data" else 1),
+                "global_batch": case.accumulation * case.data_ranks,
                 "micro_batch": 1,
                 "steps": 2,
             },
@@ -41,25 +45,31 @@ def plan_of(case: Case, world: World, model: Path) -> Plan:
 def measure(case: Case, world: World, device: torch.device, model: Path) -> dict[str, Any]:
     """Bytes of live storages once built, with the gradients ready, and between steps; peaks.
 
-    Where tensors or sequences are divided also what is saved for the backward pass.
+    If tensors or sequences are divided, activations computed again, or the loss is in chunks, also
+    the bytes that are saved for the backward pass.
     """
     from tools.proofs.engines import build_engine
-    from tools.proofs.memory.divided import DividedEngine
+    from tools.proofs.memory.evenly import load_evenly
 
     before = live_storages()
     points: dict[str, Any] = {}
 
     def count(point: str) -> None:
-        storages = {key: found for key, found in live_storages().items() if key not in before}
+        storages = {key: storage for key, storage in live_storages().items() if key not in before}
         sizes = sorted(((s.nbytes(), str(dtype)) for s, dtype in storages.values()), reverse=True)
         points[point] = {"bytes": sum(size for size, _ in sizes), "largest": sizes[:60]}
 
     plan = plan_of(case, world, model)
-    divided = case.axis in ("tensor", "sequence")
-    engine = DividedEngine(plan, device) if divided else build_engine(plan, device)
+    divided = case.is_divided
+    engine = build_engine(plan, device)
+    if case.counts_saved:
+        _count_saved(engine)
+    if case.is_mixture:
+        load_evenly(engine)
     count("built")
     vocab_size = plan.model_config["vocab_size"]
-    generator = torch.Generator().manual_seed(0 if divided else world.rank)
+    data_rank = plan.share.data_rank if plan.grid.tensor > 1 else world.rank
+    generator = torch.Generator().manual_seed(0 if divided else data_rank)
     ids = torch.randint(0, vocab_size, (1, SEQ_LEN), generator=generator)
     # Not one batch several times: the engine knows the last micro-batch by its identity.
     batches = [Batch(ids, ids.clone(), None) for _ in range(plan.grad_accum)]
@@ -75,14 +85,27 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
         peaks["apply"] = points["gradients_ready"]["bytes"] + rose.bytes
         count("between_steps")
     optimizer = engine.describe()["optimizer"]
-    if isinstance(engine, DividedEngine) and plan.zero_stage < 3:
+    if case.counts_saved and plan.zero_stage < 3:
         points["saved"] = {"bytes": engine.saved}
     engine.close()
     return {"optimizer": optimizer, "points": points, "peaks": peaks}
 
 
+def _count_saved(engine: Any) -> None:
+    """Let an engine note in `saved` what autograd kept of its last forward pass, bytes."""
+    forward_of = engine.forward.in_training
+
+    def forward(*args: Any) -> Any:
+        with saved_by(engine.module) as saved:
+            outputs = forward_of(*args)
+        engine.saved = saved.bytes
+        return outputs
+
+    engine.forward.in_training = forward
+
+
 def do(case: Case, world: World, device: torch.device, out: Path) -> None:
     """Measure one case; every rank keeps what it held."""
     torch.manual_seed(0)
-    measured = measure(case, world, device, out / "config.json")
+    measured = measure(case, world, device, out / case.model)
     (out / f"{case.name}.rank{world.rank}.json").write_text(json.dumps(measured))

@@ -9,8 +9,10 @@ from itertools import islice
 from pathlib import Path
 
 from harness.config.curriculum import Curriculum
-from harness.config.sections import DataConfig
-from harness.data.build import Data, DataSpec, build_data
+from harness.config.data_section import DataConfig
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.spec import DataSpec
 from harness.data.tokenizer import PIECES_AT_ONCE
 from tools.proofs.overhead.job import ACCUMULATED, SEQ_LEN
 
@@ -37,8 +39,8 @@ def data_rates(data: Data, rounds: int) -> Iterator[dict[str, float]]:
             spec = DataSpec(
                 DataConfig(path=str(corpus), tokenizer=str(tokenizer), cache_dir=str(cache))
             )
-            found = {"text": _seconds_to_tokenise(spec), "raw": _raw_seconds(data, texts)}
-            found = {name: megabytes / seconds for name, seconds in found.items()}
+            seconds = {"text": _seconds_to_tokenise(spec), "raw": _raw_seconds(data, texts)}
+            rates = {name: megabytes / taken_s for name, taken_s in seconds.items()}
             (index,) = cache.glob("tokens-*/*.idx")
             pair = str(index.with_suffix(""))
             for samples, seq_len in BATCHES:
@@ -47,14 +49,14 @@ def data_rates(data: Data, rounds: int) -> Iterator[dict[str, float]]:
                         path=pair, tokenizer=str(tokenizer), cache_dir=str(cache), seq_len=seq_len
                     )
                 )
-                found[f"{samples} x {seq_len}"] = _tokens_per_s(build_data(again), samples, seq_len)
-            yield found
+                rates[f"{samples} x {seq_len}"] = _tokens_per_s(build_data(again), samples, seq_len)
+            yield rates
 
 
 def _texts(data: Data) -> list[str]:
     """Documents of the corpus, TEXT_BYTES of them together, COPIES times."""
     texts, length = [], 0
-    for piece in data.corpus.pieces():
+    for piece in data.sources[0].corpus.pieces():
         if length > TEXT_BYTES:
             break
         texts.append(piece.text)

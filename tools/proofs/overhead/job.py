@@ -56,7 +56,7 @@ class Job:
     counted: int
     """Steps after these under the counters, which slow them."""
     out: str
-    """Folder of what each rank found, and of the run."""
+    """Folder of each rank's measurements, and of the run."""
     began: float
     """time.monotonic() when the command was typed."""
 
@@ -79,8 +79,8 @@ class Job:
 
     def resolved(self) -> dict[str, Any]:
         """The JSON that DeepSpeed gets."""
-        found: dict[str, Any] = json.loads(Path(self.ds_resolved).read_text())
-        return found
+        values: dict[str, Any] = json.loads(Path(self.ds_resolved).read_text())
+        return values
 
     @property
     def dtype(self) -> str:

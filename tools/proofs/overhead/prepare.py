@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.cpp_extension import get_default_build_root
 
-from harness.data.build import Data, DataSpec, build_data
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.spec import DataSpec
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from tools.proofs.overhead.job import ACCUMULATED, LEARNED, MODEL, REPOSITORY, Job
@@ -31,10 +34,11 @@ class Bench:
     timed: int
 
     def measure(self, side: str, stage: int, ranks: int, counted: int) -> list[dict[str, Any]]:
-        """What each rank of one side found, started now; `counted`: steps under the counters.
+        """Start one side now; return each rank's measurements.
 
-        Raises SystemExit with what went wrong.
+        `counted` is the number of steps under the counters. Raises SystemExit with the failure.
         """
+        require_no_lock()
         out = self.folder / "process"
         out.mkdir(exist_ok=True)
         arguments = (*self.arguments, f"train.global_batch={ACCUMULATED * ranks}")
@@ -93,6 +97,18 @@ def prepare(folder: Path, warm_up: int, timed: int) -> Bench:
     plan = plan_from(parse_command(list(arguments)), world=World())
     data = build_data(DataSpec.of_run(plan.config, plan.model_config))
     return Bench(folder, data, arguments, warm_up, timed)
+
+
+def require_no_lock() -> None:
+    """Raise SystemExit if an operator's folder holds a lock: without the harness torch waits for
+    the file to vanish, and a build that was killed has left it for ever.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if locks := sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
+        raise SystemExit(
+            f"{locks[0]} is there, for which bare DeepSpeed would wait: let that build end, or "
+            "remove the file if it was killed"
+        )
 
 
 def weights_of(folder: Path) -> Path:

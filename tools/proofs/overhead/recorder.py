@@ -58,7 +58,7 @@ class Recorder:
         """Into the job's folder, a file for each rank."""
         first, last = self.job.warm_up, self.job.warm_up + self.job.timed
         pairs = list(itertools.pairwise(self.stamps[first - 1 : last]))
-        found = {
+        measurements = {
             "marks": self.marks,
             "step_s": [after[0] - before[0] for before, after in pairs],
             "processor_s": [after[1] - before[1] for before, after in pairs],
@@ -67,7 +67,7 @@ class Recorder:
             "syncs": self._syncs,
             "collectives": self._collectives,
         }
-        (Path(self.job.out) / f"rank-{self.rank}.json").write_text(json.dumps(found))
+        (Path(self.job.out) / f"rank-{self.rank}.json").write_text(json.dumps(measurements))
 
 
 def counters(syncs: Counter[str], collectives: Counter[str]) -> list[Any]:

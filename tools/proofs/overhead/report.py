@@ -15,13 +15,13 @@ NAMES = {"harness": "the harness", "bare": "bare DeepSpeed", "trainer": "Trainer
 GOALS = {("harness", "bare"): "1.01 at most", ("harness", "trainer"): "below 1.00"}
 STARTS = {("harness", "bare"): "1.15 at most", ("harness", "trainer"): ""}
 DATA_GOAL, TEXT_GOAL = 100, 0.9
-Found = dict[str, Any]
-Value = Callable[[list[Found]], float]  # of one process group
+Results = dict[str, Any]
+Value = Callable[[list[Results]], float]  # of one process group
 
 
-def tables(found: Found) -> list[str]:
+def tables(results: Results) -> list[str]:
     """Everything, line by line."""
-    cells = found["cells"]
+    cells = results["cells"]
     lines = [_head("seconds a step", cells)]
     lines += _compared(cells, GOALS, _step_s, _step_processor_s)
     lines += ["", _head("seconds from the command to the end of the first step", cells)]
@@ -39,10 +39,10 @@ def tables(found: Found) -> list[str]:
     lines += ["", _head("losses: the largest difference from bare DeepSpeed's, relative", cells)]
     for side in ("harness", "trainer"):
         lines.append(_row(NAMES[side], (f"{_apart(cell, side):.1g}" for cell in cells)))
-    return [*lines, "", *_data(found)]
+    return [*lines, "", *_data(results)]
 
 
-def _head(title: str, cells: list[Found]) -> str:
+def _head(title: str, cells: list[Results]) -> str:
     names = [
         f"ZeRO {cell['stage']}, {cell['ranks']} rank{'s' * (cell['ranks'] > 1)}" for cell in cells
     ]
@@ -54,7 +54,7 @@ def _row(title: str, values: Any) -> str:
 
 
 def _compared(
-    cells: list[Found], goals: dict[tuple[str, str], str], wall: Value, work: Value
+    cells: list[Results], goals: dict[tuple[str, str], str], wall: Value, work: Value
 ) -> Iterator[str]:
     """Each side's median, then the ratios."""
     for side in SIDES:
@@ -66,31 +66,31 @@ def _compared(
         yield _row("of the processor's seconds", worked)
 
 
-def _medians(cell: Found, side: str, value: Value) -> float:
+def _medians(cell: Results, side: str, value: Value) -> float:
     return statistics.median(value(round_[side]) for round_ in cell["rounds"])
 
 
-def _ratio(cell: Found, over: str, under: str, value: Value) -> str:
+def _ratio(cell: Results, over: str, under: str, value: Value) -> str:
     """Of the medians; in brackets the least and the most of the rounds' own."""
     ratio = _medians(cell, over, value) / _medians(cell, under, value)
     each = [value(round_[over]) / value(round_[under]) for round_ in cell["rounds"]]
     return f"**{ratio:.3f}** ({min(each):.2f} to {max(each):.2f})"
 
 
-def _step_s(ranks: list[Found]) -> float:
+def _step_s(ranks: list[Results]) -> float:
     return statistics.median(ranks[0]["step_s"])
 
 
-def _step_processor_s(ranks: list[Found]) -> float:
+def _step_processor_s(ranks: list[Results]) -> float:
     """Of all ranks."""
     return sum(statistics.median(rank["processor_s"]) for rank in ranks)
 
 
-def _start_s(ranks: list[Found]) -> float:
+def _start_s(ranks: list[Results]) -> float:
     return max(rank["marks"]["first step"][0] for rank in ranks)
 
 
-def _start_processor_s(ranks: list[Found]) -> float:
+def _start_processor_s(ranks: list[Results]) -> float:
     return sum(rank["marks"]["first step"][1] for rank in ranks)
 
 
@@ -98,7 +98,7 @@ def _mark_s(name: str) -> Value:
     return lambda ranks: ranks[0]["marks"][name][0]
 
 
-def _outside(cell: Found) -> str:
+def _outside(cell: Results) -> str:
     """Between the engine's steps: the loop, the metrics, the run folder, the next batch."""
     ranks = [round_["harness"][0] for round_ in cell["rounds"]]
     each = [
@@ -109,7 +109,7 @@ def _outside(cell: Found) -> str:
     return f"{statistics.median(each) * 1e3:.1f}"
 
 
-def _apart(cell: Found, side: str) -> float:
+def _apart(cell: Results, side: str) -> float:
     """Of the steps that both have logged, over all rounds."""
     return max(
         abs(mine / theirs - 1)
@@ -120,14 +120,14 @@ def _apart(cell: Found, side: str) -> float:
     )
 
 
-def _counted(cell: Found, side: str, kind: str) -> Counter[str]:
+def _counted(cell: Results, side: str, kind: str) -> Counter[str]:
     return Counter(cell["rounds"][0][side][0][kind])
 
 
-def call_sites(found: Found) -> list[str]:
-    """Where each side of each cell waits, per step, most often first."""
+def call_sites(results: Results) -> list[str]:
+    """List the call sites that wait, per step, of each side and cell, most often first."""
     lines = []
-    for cell in found["cells"]:
+    for cell in results["cells"]:
         for side in SIDES:
             sites = _counted(cell, side, "syncs").most_common()
             text = ", ".join(f"{count / COUNTED:g} x {site}" for site, count in sites)
@@ -135,9 +135,9 @@ def call_sites(found: Found) -> list[str]:
     return lines
 
 
-def _data(found: Found) -> Iterator[str]:
+def _data(results: Results) -> Iterator[str]:
     """Beside what the fastest cell consumes."""
-    rounds = found["data"]
+    rounds = results["data"]
     if not rounds:
         return
     median = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
@@ -148,7 +148,7 @@ def _data(found: Found) -> Iterator[str]:
     yield f"| the second / the first ({TEXT_GOAL:g} at least) | **{share:.2f}** | |"
     consumed = max(
         cell["ranks"] * ACCUMULATED * SEQ_LEN / _medians(cell, "harness", _step_s)
-        for cell in found["cells"]
+        for cell in results["cells"]
     )
     for name in list(median)[2:]:
         yield _row(f"batches of {name}, tokens/s", _rate(rounds, name, ",.0f"))
@@ -164,12 +164,12 @@ def _rate(rounds: list[dict[str, float]], name: str, how: str) -> list[str]:
     return [middle, f"{low} to {high}"]
 
 
-def markdown(found: Found) -> str:
+def markdown(results: Results) -> str:
     """docs/overhead.md."""
-    given = found["arguments"]
+    args = results["arguments"]
     layers, width = MODEL["num_hidden_layers"], MODEL["hidden_size"]
-    body = "\n".join(tables(found))
-    sites = "\n".join(call_sites(found))
+    body = "\n".join(tables(results))
+    sites = "\n".join(call_sites(results))
     return f"""# What the harness costs in time
 
 Written by `python tools/proofs/benchmark_overhead.py --markdown docs/overhead.md`.
@@ -184,9 +184,9 @@ three begin with the same weights, read the same batches and give DeepSpeed the 
   end and writes nothing;
 - the Trainer of transformers with `TrainingArguments(deepspeed=...)`, a log in every step.
 
-{given["rounds"]} rounds; in each of them every side is started anew, as one process per rank with
-one thread each, in turns as the first. {given["warm_up"]} steps are not counted, then
-{given["steps"]} are; a step lasts from the end of one optimizer step to the end of the next. Given
+{args["rounds"]} rounds; in each of them every side is started anew, as one process per rank with
+one thread each, in turns as the first. {args["warm_up"]} steps are not counted, then
+{args["steps"]} are; a step lasts from the end of one optimizer step to the end of the next. Given
 are medians over a process's steps, then over rounds; the ratio of these; and in brackets the least
 and the most of the rounds' own ratios. The processor's seconds are those of all ranks together:
 others on the machine disturb them less. Start-up is without a launcher, which takes as long for
@@ -201,6 +201,6 @@ these tensors are on the host on a GPU too, so this is an upper bound. Where:
 
 {sites}
 
-{found["machine"]}, on average {found["busy_elsewhere_cores"]:.1f} of them busy with other
-processes; {found["versions"]}; commit {found["commit"]}.
+{results["machine"]}, on average {results["busy_elsewhere_cores"]:.1f} of them busy with other
+processes; {results["versions"]}; commit {results["commit"]}.
 """

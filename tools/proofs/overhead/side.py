@@ -17,7 +17,7 @@ from tools.proofs.overhead.recorder import Enough, Recorder
 
 
 def harness(job: Job, recorder: Recorder) -> None:
-    """What harness/train.py does."""
+    """Train as harness/train.py does."""
     from harness.plan.command import parse_command, plan_from
 
     command = parse_command(["--deepspeed", job.ds_given, *job.arguments])

@@ -48,10 +48,10 @@ def trainer(job: Job, recorder: Recorder) -> None:
         **_as_the_json_says(job.resolved()),
     )
     model = AutoModelForCausalLM.from_pretrained(job.weights, dtype=getattr(torch, job.dtype))
-    found = Trainer(model, arguments, train_dataset=samples, callbacks=[Stamps()])
+    hf_trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[Stamps()])
     with contextlib.suppress(Enough):
-        found.train()
-    recorder.losses = [line["loss"] for line in found.state.log_history if "loss" in line]
+        hf_trainer.train()
+    recorder.losses = [line["loss"] for line in hf_trainer.state.log_history if "loss" in line]
     torch.distributed.destroy_process_group()
 
 

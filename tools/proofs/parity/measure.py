@@ -14,13 +14,15 @@ from safetensors.torch import load_file, save_file
 
 @dataclass
 class Trajectory:
-    """What one way of training did to the model."""
+    """The course of one training: losses, norms, gradients, changes of the weights."""
 
     losses: list[float] = field(default_factory=list)  # nats; the first is the initial loss
     norms: list[float] = field(default_factory=list)
     held_out: float = math.nan  # nats per target token, after the last step
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # at step 0
     sgd_changes: dict[str, torch.Tensor] = field(default_factory=dict)  # after one SGD step
+    units: dict[str, torch.Tensor] = field(default_factory=dict)
+    """A unit in the last place of each fp32 weight that changed; of the plain loop alone."""
 
     def save(self, path: Path) -> None:
         """Write to `path`.json and `path`.safetensors."""
@@ -42,7 +44,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two trajectories are apart, all relative but for the losses (nats)."""
+    """Distance of two trajectories, all relative but for the losses (nats)."""
 
     initial_loss: float
     gradient: float  # worst parameter: norm of the difference over norm of the reference
@@ -82,33 +84,48 @@ def rounding(reference: Trajectory) -> Difference:
     )
 
 
-def difference(found: Trajectory, reference: Trajectory) -> Difference:
+def difference(trajectory: Trajectory, reference: Trajectory) -> Difference:
     """Compare a trajectory with the reference; both must name the same parameters.
 
     Raises ValueError naming the parameters that only one of them has.
     """
     steps = range(len(reference.losses))
     return Difference(
-        initial_loss=abs(found.losses[0] - reference.losses[0]),
-        gradient=worst_relative(found.gradients, reference.gradients),
-        sgd_change=worst_relative(found.sgd_changes, reference.sgd_changes),
-        loss=_worst(abs(found.losses[i] - reference.losses[i]) for i in steps),
-        norm=_worst(abs(found.norms[i] / reference.norms[i] - 1) for i in steps),
-        held_out=abs(found.held_out - reference.held_out),
+        initial_loss=abs(trajectory.losses[0] - reference.losses[0]),
+        gradient=worst_relative(trajectory.gradients, reference.gradients),
+        sgd_change=worst_relative(trajectory.sgd_changes, reference.sgd_changes, reference.units),
+        loss=_worst(abs(trajectory.losses[i] - reference.losses[i]) for i in steps),
+        norm=_worst(abs(trajectory.norms[i] / reference.norms[i] - 1) for i in steps),
+        held_out=abs(trajectory.held_out - reference.held_out),
     )
 
 
-def worst_relative(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+def unit_of(*weights: torch.Tensor) -> torch.Tensor:
+    """Return a unit in the last place of the largest of the fp32 weights, for each element."""
+    largest = torch.stack(weights).abs().amax(0)
+    return torch.nextafter(largest, torch.full_like(largest, math.inf)) - largest
+
+
+def worst_relative(
+    ours: dict[str, torch.Tensor],
+    reference: dict[str, torch.Tensor],
+    units: dict[str, torch.Tensor] | None = None,
+) -> float:
     """Return the norm of the difference over that of the reference, of the worst parameter.
 
+    `units`: elements that differ by no more are equal. Two right sums differ by less, but where a
+    weight lies between two numbers each side takes another one; that is no distance of theirs.
     Raises ValueError naming the parameters that only one of them has.
     """
-    if found.keys() != reference.keys():
-        raise ValueError(f"only in one of the two: {sorted(found.keys() ^ reference.keys())}")
-    return _worst(
-        float((found[name].double() - true.double()).norm() / true.double().norm().clamp_min(1e-30))
-        for name, true in reference.items()
-    )
+    if ours.keys() != reference.keys():
+        raise ValueError(f"only in one of the two: {sorted(ours.keys() ^ reference.keys())}")
+    distances = []
+    for name, true in reference.items():
+        apart = ours[name].double() - true.double()
+        if units:
+            apart = apart.masked_fill(apart.abs() <= units[name].double(), 0)
+        distances.append(float(apart.norm() / true.double().norm().clamp_min(1e-30)))
+    return _worst(distances)
 
 
 def _worst(values: Iterable[float]) -> float:

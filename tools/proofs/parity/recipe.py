@@ -1,4 +1,4 @@
-"""What both sides of the gate train with: nothing in it is a default of any library."""
+"""Hyperparameters of both sides of the gate: none of them is a default of any library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLIP_NORM = 0.5  # below most of the norms, so that clipping acts in most steps
 # be known no better than the last place of 1.0.
 SGD_LR = 64.0
 # Parameters that are stepped otherwise than the rest; every decoder layer has some.
-GROUP_PATTERN = "attn"
+GROUP_PATTERN = "attn|attention[.]"
 GROUP_LR_MULTIPLIER = 0.5
 GROUP_WEIGHT_DECAY = 0.3
 HELD_OUT_SAMPLES = 13  # which no split into micro-batches and ranks divides

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from tools.proofs.cells import GLOBAL_BATCH
 from tools.proofs.models import SEQ_LEN, VOCAB_SIZE
 from tools.proofs.parity.recipe import HELD_OUT_SAMPLES

@@ -10,7 +10,7 @@ import torch
 
 from harness.config.run_config import RunConfig
 from harness.data import batches
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.layout.world import World
 from harness.loop import Run, evaluate
 from harness.plan.make import make_plan
@@ -51,8 +51,12 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
         {
             "model": {
                 "name": str(folder / f"{cell.architecture}.config.json"),
-                "attention": ATTENTION.get(cell.architecture, "sdpa"),
+                "attention": (
+                    "varlen" if cell.how.varlen else ATTENTION.get(cell.architecture, "sdpa")
+                ),
                 "compile": cell.how.compiled,
+                "loss_chunk": cell.how.loss_chunk,
+                **cell.how.model,
             },
             "data": {"seq_len": SEQ_LEN},
             "train": {
@@ -119,7 +123,7 @@ def _held_out_loss(engine: ZeroEngine) -> float:
 class _HeldOut:
     """The held-out samples as a stream, which begins anew where it ends."""
 
-    samples = recipe.HELD_OUT_SAMPLES
+    samples, seq_len = recipe.HELD_OUT_SAMPLES, SEQ_LEN
 
     def batch(self, first_sample: int, micro_batch: int) -> Batch:
         """Return consecutive samples."""
@@ -129,7 +133,8 @@ class _HeldOut:
 
 def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
     """This rank's micro-batches of a global batch, dealt as in every run."""
-    data_rank = rank % cell.data_ranks  # pipeline stages are the outer axis
+    # Pipeline stages are the outer axis.
+    data_rank = rank // (cell.how.tensor * cell.how.sequence) % cell.data_ranks
     share = batches.share_of_rank(0, GLOBAL_BATCH, cell.micro_batch, data_rank, cell.data_ranks)
     return [rows(batch, samples.tolist()) for samples in share]
 

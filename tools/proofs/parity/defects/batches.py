@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.layout.world import World
 from tools.proofs.cells import GLOBAL_BATCH
 from tools.proofs.models import SEQ_LEN
@@ -101,7 +101,7 @@ def evaluation_with(change: Callable[[Any, list[Batch], Any], torch.Tensor]) -> 
     """Change what an engine evaluates, or what it says of it."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, batches: change(self, batches, original)
+        return lambda self, batches, *_: change(self, batches, original)
 
     return lambda world: wrapped("eval_batch", wrap)
 

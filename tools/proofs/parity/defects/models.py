@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
 from harness.layout.world import World
+from harness.models import varlen
 from harness.models.pieces import decoder_layers
 from tools.proofs.parity.defects.seams import (
     Planted,
@@ -18,9 +22,29 @@ from tools.proofs.parity.defects.seams import (
 @contextlib.contextmanager
 def document_mask_dropped(world: World) -> Iterator[None]:
     """Tokens attend across document boundaries; positions stay right."""
-    finder = "transformers.masking_utils.find_packed_sequence_indices"
-    with mock.patch(finder, return_value=None):
+    with mock.patch("harness.models.documents._numbered", return_value=None):
         yield
+
+
+def bounds_late(world: World) -> contextlib.AbstractContextManager[Any]:
+    """Every document begins one token late."""
+    in_turn = varlen._in_turn
+
+    def late(q: Any, k: Any, v: Any, bounds: torch.Tensor, *more: Any, **how: Any) -> Any:
+        bounds = torch.cat([bounds[:1], bounds[1:-1] + 1, bounds[-1:]])
+        return in_turn(q, k, v, bounds, *more, **how)
+
+    return mock.patch.object(varlen, "_in_turn", late)
+
+
+def windows_lost(world: World) -> contextlib.AbstractContextManager[Any]:
+    """Attention by bounds sees whole documents where a layer has a window."""
+    in_turn = varlen._in_turn
+
+    def wide(*states: Any, before: int, **how: Any) -> Any:
+        return in_turn(*states, before=-1, **how)
+
+    return mock.patch.object(varlen, "_in_turn", wide)
 
 
 def key_ignored(name: str, value: Any = None) -> Planted:
@@ -60,6 +84,18 @@ def tied_gradients_apart(world: World) -> Iterator[None]:
     from harness.engine.deepspeed_0_19.pipe_module import StageModule
 
     with mock.patch.object(StageModule, "get_tied_weights_and_groups", return_value=[]):
+        yield
+
+
+@contextlib.contextmanager
+def tied_gradients_of_all_ranks(world: World) -> Iterator[None]:
+    """A tied weight's gradient is summed over the other tensor ranks' parts, too."""
+    from harness.engine.deepspeed_0_19.pipe_module import StageModule
+
+    def every_rank(module: Any) -> Any:
+        return [(weight, dist.group.WORLD) for weight, _ in module._tied]
+
+    with mock.patch.object(StageModule, "get_tied_weights_and_groups", every_rank):
         yield
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.layout.world import World
 
 Planted = Callable[[World], contextlib.AbstractContextManager[None]]
@@ -79,7 +79,7 @@ def losses_changed(
     change: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], Any],
 ) -> Iterator[None]:
     """Change a micro-batch's summed loss and balancing loss, given its labels, too."""
-    from harness.engine import pipeline, zero
+    from harness.engine import forward, pipeline
 
     def changed(original: Callable[..., Any]) -> Callable[..., Any]:
         def losses(model: Any, inputs: Any, labels: torch.Tensor, *more: Any) -> Any:
@@ -88,7 +88,7 @@ def losses_changed(
         return losses
 
     with (
-        mock.patch.object(zero, "forward", changed(zero.forward)),
+        mock.patch.object(forward, "forward", changed(forward.forward)),
         mock.patch.object(pipeline, "losses", changed(pipeline.losses)),
     ):
         yield

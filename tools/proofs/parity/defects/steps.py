@@ -33,17 +33,19 @@ def adam_step_off_by_one(world: World) -> Iterator[None]:
 
 def _with_empty_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [(p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        if given and not any(self.state[parameter] for parameter, _ in given):
+        gradients = [
+            (p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None
+        ]
+        if gradients and not any(self.state[parameter] for parameter, _ in gradients):
             rates = [group["lr"] for group in self.param_groups]
             for group in self.param_groups:
                 group["lr"] = 0.0
-            for parameter, gradient in given:
+            for parameter, gradient in gradients:
                 parameter.grad = torch.zeros_like(gradient)
             original(self, *args, **kwargs)
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
-            for parameter, gradient in given:
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
         return original(self, *args, **kwargs)
 

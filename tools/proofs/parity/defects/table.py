@@ -20,14 +20,39 @@ from tools.proofs.parity.defects.batches import (
     sample_dropped,
     samples_of_rank_0,
 )
+from tools.proofs.parity.defects.experts import (
+    averaged_over_the_holders,
+    norm_of_own_experts,
+    rows_as_they_came,
+    token_dropped,
+)
+from tools.proofs.parity.defects.losses import (
+    last_chunk_dropped,
+    logits_as_the_head_gives_them,
+    summand_overwritten,
+)
 from tools.proofs.parity.defects.models import (
+    bounds_late,
     document_mask_dropped,
     key_ignored,
     layers_swapped,
     other_seed,
     tied_gradients_apart,
+    tied_gradients_of_all_ranks,
+    windows_lost,
+)
+from tools.proofs.parity.defects.recomputed import (
+    host_memory_reused,
+    results_swapped,
+    tile_without_gradient,
 )
 from tools.proofs.parity.defects.seams import Planted, gradients_scaled_by, model_config_with
+from tools.proofs.parity.defects.sequences import (
+    documents_lost,
+    heads_in_another_order,
+    parts_balanced,
+    positions_of_rank_0,
+)
 from tools.proofs.parity.defects.steps import (
     adam_step_off_by_one,
     adam_with,
@@ -41,6 +66,15 @@ from tools.proofs.parity.defects.steps import (
     rate_times_ranks,
     with_l2,
 )
+from tools.proofs.parity.defects.tensors import (
+    bias_added_everywhere,
+    gradients_not_summed,
+    inputs_not_summed,
+    loss_of_every_tensor_rank,
+    norm_of_every_copy,
+    padding_learned,
+    vocabulary_off_by_one,
+)
 
 _TWO = 2  # ranks
 ZERO1 = Cell("llama", "zero1", "fp32", 4, _TWO)
@@ -51,6 +85,24 @@ BF16_ZERO3 = Cell("llama", "zero3", "bf16", 4, _TWO)
 EXPERTS = Cell("mixtral", "zero2", "fp32", 4, _TWO)
 GEMMA = Cell("gemma2", "zero2", "fp32", 4, _TWO)
 WINDOW = Cell("mistral", "pipe2_zero0", "fp32", 2, _TWO)
+TENSOR = Cell("llama", "tensor2_zero1", "fp32", 4, _TWO)
+TENSOR_ZERO3 = Cell("llama_tied", "tensor2_zero3", "fp32", 4, _TWO)
+TENSOR_NORMS = Cell("qwen3", "tensor2_zero1", "fp32", 4, _TWO)
+ROWS = Cell("llama", "sequence2_zero1", "fp32", 4, _TWO)
+ROWS_OF_EXPERTS = Cell("mixtral", "sequence2_zero0", "fp32", 4, _TWO)
+SHARED_HEADS = Cell("llama", "sequence4_zero1", "fp32", 2, 4)
+DIVIDED_STAGES = Cell("llama_tied", "pipe2_tensor2_zero1", "fp32", 2, 4)
+DIVIDED_STAGES_ZERO0 = Cell("llama_tied", "pipe2_tensor2_zero0", "fp32", 2, 4)
+TENSOR_PADDING = Cell("phi3", "tensor2_zero1", "fp32", 4, _TWO)
+DIVIDED_EXPERTS = Cell("mixtral", "expert2_zero1", "fp32", 2, 4)
+DIVIDED_EXPERTS_ZERO3 = Cell("mixtral", "expert2_zero3", "fp32", 4, _TWO)
+VARLEN = Cell("llama", "varlen_zero0", "fp32", 1, _TWO)
+VARLEN_WINDOW = Cell("mistral", "varlen_zero1", "bf16", 4, _TWO)
+CHUNKED = Cell("gpt2", "chunked_zero3", "fp32", 4, _TWO)
+CHUNKED_STAGE = Cell("gemma2", "chunked_pipe2_zero1", "fp32", 4, _TWO)
+SELECTIVE = Cell("llama", "selective_zero3", "fp32", 4, _TWO)
+OFFLOADED = Cell("llama", "offloaded_zero1", "fp32", 4, _TWO)
+TILED = Cell("llama", "tiled_zero2", "fp32", 4, _TWO)
 EVERY = (ZERO1, ZERO3, PIPELINED)
 
 
@@ -71,7 +123,10 @@ DEFECTS = {
     "decay on norms": Defect(group_values(lambda g: g.update(weight_decay=recipe.WEIGHT_DECAY))),
     "a dropped attention mask": Defect(document_mask_dropped),
     "a stage's layers in the wrong order": Defect(layers_swapped, (PIPELINED,)),
-    "a dropped sum of tied gradients": Defect(tied_gradients_apart, (PIPELINED,)),
+    "a dropped sum of tied gradients": Defect(tied_gradients_apart, (PIPELINED, DIVIDED_STAGES)),
+    "tied gradients summed over the wrong ranks": Defect(
+        tied_gradients_of_all_ranks, (DIVIDED_STAGES,)
+    ),
     # The learning rate and the optimizer.
     "the learning rate one step late": Defect(rate_of_last_step),
     "the learning rate for the first group only": Defect(rate_of_first_group),
@@ -111,6 +166,39 @@ DEFECTS = {
     "query_pre_attn_scalar ignored": Defect(key_ignored("query_pre_attn_scalar"), (GEMMA,)),
     "router_aux_loss_coef ignored": Defect(key_ignored("router_aux_loss_coef"), (EXPERTS,)),
     "dropout on": Defect(lambda w: model_config_with(lambda v: v.update(attention_dropout=0.1))),
+    # Documents by their bounds.
+    "bounds of documents off by one": Defect(bounds_late, (VARLEN, VARLEN_WINDOW)),
+    "windows within documents ignored": Defect(windows_lost, (VARLEN_WINDOW,)),
+    # Divided rows.
+    "documents lost across ranks": Defect(documents_lost, (ROWS,)),
+    "the positions of the first part of a row": Defect(positions_of_rank_0, (ROWS,)),
+    "experts balanced for each part of a row": Defect(parts_balanced, (ROWS_OF_EXPERTS,)),
+    "another rank's key heads": Defect(heads_in_another_order, (SHARED_HEADS,)),
+    # Divided tensors.
+    "the gradient of a head's norm not summed": Defect(gradients_not_summed, (TENSOR_NORMS,)),
+    "the gradient of divided inputs not summed": Defect(inputs_not_summed, (TENSOR,)),
+    "the norm of every copy": Defect(
+        norm_of_every_copy, (TENSOR, TENSOR_ZERO3, DIVIDED_STAGES, DIVIDED_STAGES_ZERO0)
+    ),
+    "a part of the vocabulary off by one": Defect(vocabulary_off_by_one, (TENSOR, TENSOR_ZERO3)),
+    "the loss of every tensor rank": Defect(loss_of_every_tensor_rank, (TENSOR, DIVIDED_STAGES)),
+    "the padding row learned": Defect(padding_learned, (TENSOR_PADDING,)),
+    "a bias on every tensor rank": Defect(bias_added_everywhere, (TENSOR_ZERO3,)),
+    # The loss in chunks.
+    "the last chunk of the vocabulary dropped": Defect(
+        last_chunk_dropped, (CHUNKED, CHUNKED_STAGE)
+    ),
+    "a chunk's gradient overwritten": Defect(summand_overwritten, (CHUNKED, CHUNKED_STAGE)),
+    "logits of chunks not capped": Defect(logits_as_the_head_gives_them, (CHUNKED_STAGE,)),
+    # Divided experts.
+    "experts averaged over the wrong ranks": Defect(averaged_over_the_holders, (DIVIDED_EXPERTS,)),
+    "the norm of a rank's own experts": Defect(norm_of_own_experts, (DIVIDED_EXPERTS_ZERO3,)),
+    "a token dropped on its way": Defect(token_dropped, (DIVIDED_EXPERTS_ZERO3,)),
+    "experts' outputs in another order": Defect(rows_as_they_came, (DIVIDED_EXPERTS_ZERO3,)),
+    # Activations that are computed again.
+    "kept results in another order": Defect(results_swapped, (SELECTIVE,)),
+    "host memory reused for all layers": Defect(host_memory_reused, (OFFLOADED,)),
+    "a tile without gradient": Defect(tile_without_gradient, (TILED,)),
     # Evaluation.
     "a mean of evaluated batches' means": Defect(evaluation_with(batch_means), (ZERO1, PIPELINED)),
     "the last batch not evaluated": Defect(
@@ -118,6 +206,15 @@ DEFECTS = {
         (ZERO1, PIPELINED),
     ),
 }
+
+BRIEF = (
+    *("gradients x1.00001", "Adam's step off by one", "positions across documents"),
+    *("a stage's layers in the wrong order", "a part of the vocabulary off by one"),
+    *("documents lost across ranks", "a token dropped on its way"),
+    *("the last chunk of the vocabulary dropped", "kept results in another order"),
+    "the last batch not evaluated",
+)
+"""Of every way to divide and of what is computed another way one, planted with every change."""
 
 
 def planted(defect: str | None, world: World) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,57 @@
+"""Exports adapters as a folder that peft opens, or the weights that they are added to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from harness.checkpoint.export import opened
+from harness.checkpoint.find import Checkpoint
+from harness.checkpoint.fragment import WEIGHT
+from harness.errors import ConfigError
+from harness.layout.adapters import NAME
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTERS = "adapters"
+"""Their folder, within one of weights that they are added to."""
+_PREFIX = "base_model.model."  # of peft's names in its files
+
+
+def write_adapters(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
+    """Write a checkpoint's adapters as peft's `save_pretrained` would."""
+    reader = checkpoint.reader()
+    tensors = {
+        _PREFIX + name.replace(f".{NAME}.", "."): reader.whole(name, WEIGHT).to(dtype)
+        for name in reader.by_name
+    }
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = {**checkpoint.manifest.adapters, "inference_mode": True}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def adapted(folder: Path, base: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Return the base model with the exported adapters of `folder` beside its weights.
+
+    Raises ConfigError where the base cannot be opened.
+    """
+    from peft import PeftModel
+
+    try:
+        model = opened(Path(base), dtype, trust_remote_code)
+    except (OSError, ValueError) as error:
+        problem = f"the weights that the adapters belong to cannot be opened: {error}"
+        raise ConfigError(f"{base}: {problem}") from error
+    return PeftModel.from_pretrained(model, str(folder))
+
+
+@torch.no_grad()
+def merged(model: Any, folder: Path) -> PreTrainedModel:
+    """Write the weights with the adapters added to them to `folder`; return that model."""
+    whole: PreTrainedModel = model.merge_and_unload()
+    whole.save_pretrained(folder)
+    return whole

@@ -1,0 +1,108 @@
+"""The tokenizer of a run: the one that it names, or one trained on its corpora, in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from harness.config.data_section import DEFAULT_VOCAB_SIZE
+from harness.data.cache import Report, build_once, cache_key, default_cache
+from harness.data.chat_tokens import set_template
+from harness.data.corpus import Corpora, Corpus
+from harness.data.prepare import FORMAT
+from harness.data.source import corpus_of
+from harness.data.spec import DataSpec
+from harness.data.tokenizer import TRAINED_FORMAT, load_tokenizer, train_tokenizer, vocab_size
+from harness.errors import ConfigError
+from harness.files.paths import user_path
+
+
+def build_tokenizer(spec: DataSpec, report: Report) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of build_data, after one process has trained it if need be.
+
+    Raises ConfigError for problems of the tokenizer and of any source.
+    """
+    source: str | Path | None = spec.config.tokenizer
+    corpora = _corpora(spec)
+    if source is None:
+        source = _tokenizer_folder(corpora, spec)
+
+        def build(path: Path) -> None:
+            report("training a tokenizer")
+            corpus = corpora[0] if len(corpora) == 1 else Corpora(corpora)
+            train_tokenizer(corpus, path, spec.config.vocab_size)
+
+        build_once(source, build, report)
+    return _load_tokenizer(source, spec)
+
+
+def cached_tokenizer(spec: DataSpec) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of build_tokenizer if it need not be trained, otherwise None.
+
+    Raises ConfigError as that does.
+    """
+    corpora = _corpora(spec)
+    source = spec.config.tokenizer or _tokenizer_folder(corpora, spec)
+    if isinstance(source, Path) and not source.is_dir():
+        return None
+    return _load_tokenizer(source, spec)
+
+
+def _corpora(spec: DataSpec) -> list[Corpus]:
+    """Return the corpora of the sources. Raises ConfigError with the problems of all, and of the
+    held-out sets.
+    """
+    parts, corpora, problems = spec.sources(), [], []
+    for of in [*parts.values(), *spec.eval_sets().values()]:
+        try:
+            corpora.append(corpus_of(of))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return corpora[: len(parts)]
+
+
+def cache_of(spec: DataSpec) -> Path:
+    """Return the cache folder."""
+    if spec.config.cache_dir:
+        return user_path("data.cache_dir", spec.config.cache_dir)
+    return default_cache()
+
+
+def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
+    """Return the tokenizer. Raises ConfigError if it has more ids than the model."""
+    tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
+    if spec.config.template is not None:
+        set_template(tokenizer, spec.config.template)
+    ids = vocab_size(tokenizer)
+    if spec.model_vocab_size is not None and ids > spec.model_vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only "
+            f"{spec.model_vocab_size}: set model.overrides.vocab_size={ids}{_or_fewer(spec)}"
+        )
+    return tokenizer
+
+
+def _or_fewer(spec: DataSpec) -> str:
+    """Return the other remedy for a tokenizer that is trained on the corpus."""
+    return "" if spec.config.tokenizer else f" or data.vocab_size={spec.model_vocab_size}"
+
+
+def _tokenizer_folder(corpora: Sequence[Corpus], spec: DataSpec) -> Path:
+    """Return the cache folder of the tokenizer trained on the text of all sources."""
+    for corpus in corpora:
+        if corpus.kind == "indexed":
+            raise ConfigError(
+                f"data.path: {corpus.path} holds token ids: set data.tokenizer to the one that "
+                "wrote them"
+            )
+    identities = [corpus.identity() for corpus in corpora]
+    identity = identities[0] if len(corpora) == 1 else identities
+    # The default was the only size once: what was trained then is found.
+    pieces = spec.config.vocab_size
+    size = {} if pieces == DEFAULT_VOCAB_SIZE else {"vocab_size": pieces}
+    key = cache_key(format=FORMAT, trained=TRAINED_FORMAT, corpus=identity, **size)
+    return cache_of(spec) / f"tokenizer-{key}"

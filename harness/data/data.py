@@ -1,0 +1,129 @@
+"""Data: tokens ready to train on, and what users are shown of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from harness.data.baselines import unigram_and_bigram_nats
+from harness.data.batches import Stream
+from harness.data.chat_tokens import divided_control_tokens
+from harness.data.mixture import Mixture
+from harness.data.padded import Padded
+from harness.data.source import Source
+from harness.data.tokenizer import vocab_size
+
+
+@dataclass(frozen=True)
+class Data:
+    """Tokens ready to train on."""
+
+    train: Stream
+    held_out: Stream
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+    """Hash of the token ids, of their division into documents, and of the tokenizer."""
+    sources: tuple[Source, ...]
+    eval_sets: Mapping[str, Stream] = field(default_factory=dict)
+    """The named sets of data.eval_path, of which `held_out` is the first."""
+    set_sources: tuple[Source, ...] = ()
+    """What they are made of."""
+    long_held_out: Stream | None = None
+    """The text of `held_out` in samples of eval.seq_len."""
+    old: Stream | None = None
+    """Held-out samples of the data of data.rehearse."""
+
+    @property
+    def documents(self) -> int:
+        """Documents of all sources."""
+        return sum(source.facts.documents for source in self.sources)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sources, with separators."""
+        return sum(source.tokens for source in self.sources)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sources of a mixture; none without."""
+        return [source.name for source in self.sources if source.name]
+
+    def summary(self) -> list[str]:
+        """Return a line about each source and held-out set, from which users see that it is the
+        right data.
+        """
+        sets = [f"held-out set {source.summary()}" for source in self.set_sources]
+        warnings = [self._divided] if self._divided else []
+        return [*(source.summary() for source in self.sources), *sets, *warnings]
+
+    def mixture(self) -> list[Any] | None:
+        """Return [first sample, samples of each source in a period] of each part of a mixture."""
+        if not isinstance(self._ordered, Mixture):
+            return None
+        return [[part.first, list(part.weights)] for part in self._ordered.order.parts]
+
+    def shares(self, samples: int) -> list[str]:
+        """Return share and epochs of each source of a mixture in a run of some samples."""
+        mixed = self._ordered
+        if not isinstance(mixed, Mixture) or not samples:
+            return []
+        drawn = mixed.order.drawn_before(samples)
+        return [
+            f"{name}: {count / samples:.2%} of the samples, {count / stream.samples:.2f} epochs"
+            for name, count, stream in zip(self.names, drawn, mixed.streams, strict=True)
+        ]
+
+    @property
+    def _ordered(self) -> Stream:
+        """The train split before its samples are grouped by length."""
+        return self.train.base if isinstance(self.train, Padded) else self.train
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events about the data for the record of a run."""
+        events = [event for of in (*self.sources, *self.set_sources) for event in of.events()]
+        if self._divided:
+            events.append({"kind": "divided_control_tokens", "message": self._divided})
+        return events
+
+    @cached_property
+    def _divided(self) -> str:
+        """A warning of control tokens that the first conversation holds as text; "" without."""
+        chat = next(
+            filter(None, (of.corpus.first_chat for of in (*self.sources, *self.set_sources))), None
+        )
+        divided = divided_control_tokens(self.tokenizer, chat) if chat else {}
+        if not divided:
+            return ""
+        shown = ", ".join(f"{name} ({count} pieces)" for name, count in divided.items())
+        return (
+            "the chat template writes what is no token of the tokenizer, and is learned as text: "
+            f"{shown}; data.template may name one whose tokens it has"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the tokenizer's largest id."""
+        return vocab_size(self.tokenizer)
+
+    @property
+    def eos_id(self) -> int:
+        """Id of the separator, which ends every document and is a target."""
+        return int(self.tokenizer.eos_token_id)
+
+    @cached_property
+    def _baselines(self) -> tuple[float, float]:
+        return unigram_and_bigram_nats(self.train, self.held_out, self.vocab_size)
+
+    @property
+    def unigram_nats(self) -> float:
+        """Held-out cross-entropy of a unigram model of the train split, nats per token."""
+        return self._baselines[0]
+
+    @property
+    def bigram_nats(self) -> float:
+        """The same of a bigram model, interpolated with the unigram model."""
+        return self._baselines[1]

@@ -1,0 +1,151 @@
+"""The source of each sample of a mixture, and its place there: computed point by point.
+
+Shares become whole numbers: how many of `period` samples come from each source. Within a period a
+source's next sample is due when its share of the samples so far has reached it, and the most urgent
+one is taken (earliest deadline first). So after any number of samples each source has had its share
+within one sample: these are the periodic tasks of Baruah et al., "Proportionate progress"
+(Algorithmica 15, 1996), on one processor. Periods repeat, so no sample before need be looked at.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_PERIOD = 1 << 16
+"""Longest period, in samples; shares that need a longer one are rounded."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Shares of all sources from a sample on; they need not add up to 1."""
+
+    first: int
+    shares: tuple[Fraction, ...]
+
+
+class MixOrder:
+    """Sources of samples in fixed shares, which change at a few samples."""
+
+    def __init__(self, phases: Sequence[Phase], limits: Sequence[int | None]) -> None:
+        """`limits`: the most samples of each source, which its share then goes without."""
+        self.parts: list[_Part] = []
+        """Runs of samples with constant shares."""
+        self.length: int | None = None
+        """Samples until every source with a share has reached its limit; None: without end."""
+        drawn, first = [0] * len(limits), 0
+        ends = [phase.first for phase in phases[1:]]
+        for phase, end in zip(phases, [*ends, None], strict=True):
+            while end is None or first < end:
+                shares = [
+                    share if limit is None or count < limit else Fraction(0)
+                    for share, limit, count in zip(phase.shares, limits, drawn, strict=True)
+                ]
+                if not any(shares):
+                    self.length = first
+                    return
+                part = _Part(first, weights_of(shares), tuple(drawn))
+                self.parts.append(part)
+                reached = [
+                    part.end_of(source, limit)
+                    for source, limit in enumerate(limits)
+                    if limit is not None and part.weights[source]
+                ]
+                stops = [stop for stop in (*reached, end) if stop is not None]
+                if not stops:
+                    return
+                first = min(stops)
+                drawn = part.drawn_before(first)
+
+    def places(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (source, sample of the source) of each global sample."""
+        part_of = np.searchsorted([part.first for part in self.parts], samples, side="right") - 1
+        sources, within = np.empty_like(samples), np.empty_like(samples)
+        for number in set(part_of.tolist()):
+            here = part_of == number
+            sources[here], within[here] = self.parts[number].places(samples[here])
+        return sources, within
+
+    def drawn_before(self, sample: int) -> list[int]:
+        """Return the samples of each source among those before a global sample."""
+        part = [part for part in self.parts if part.first <= sample][-1]
+        return part.drawn_before(sample)
+
+
+class _Part:
+    """Samples from `first` on, with constant shares."""
+
+    def __init__(self, first: int, weights: tuple[int, ...], before: tuple[int, ...]) -> None:
+        self.first, self.weights, self._before = first, weights, np.array(before)
+        self._sources = one_period(weights)
+        by_source = np.argsort(self._sources, kind="stable")
+        starts = np.cumsum(weights) - weights
+        self._of_source = np.split(by_source, starts[1:])  # places in the period
+        self._ranks = np.empty_like(by_source)
+        self._ranks[by_source] = np.arange(len(by_source)) - np.repeat(starts, weights)
+
+    def places(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        periods, rest = np.divmod(samples - self.first, len(self._sources))
+        sources = self._sources[rest]
+        per_period = np.array(self.weights)[sources]
+        return sources, self._before[sources] + periods * per_period + self._ranks[rest]
+
+    def drawn_before(self, sample: int) -> list[int]:
+        periods, rest = divmod(sample - self.first, len(self._sources))
+        begun = np.bincount(self._sources[:rest], minlength=len(self.weights))
+        drawn: list[int] = (self._before + periods * np.array(self.weights) + begun).tolist()
+        return drawn
+
+    def end_of(self, source: int, limit: int) -> int:
+        """Return the global sample after the one with which a source reaches its limit."""
+        left = limit - int(self._before[source])
+        periods, rest = divmod(left - 1, self.weights[source])
+        place = int(self._of_source[source][rest])
+        return self.first + periods * len(self._sources) + place + 1
+
+
+def weights_of(shares: Sequence[Fraction]) -> tuple[int, ...]:
+    """Return whole numbers in the proportion of shares, which add up to MOST_PERIOD at most.
+
+    Shares that need a longer period are rounded to parts of MOST_PERIOD, none of them to 0.
+    """
+    total = sum(shares)
+    parts = [share / total for share in shares]
+    period = math.lcm(*(part.denominator for part in parts))
+    if period <= MOST_PERIOD:
+        return tuple(int(part * period) for part in parts)
+    weights = [max(int(part * MOST_PERIOD), int(part > 0)) for part in parts]
+    nearest = sorted(range(len(parts)), key=lambda n: weights[n] - parts[n] * MOST_PERIOD)
+    for source in nearest[: max(0, MOST_PERIOD - sum(weights))]:
+        weights[source] += 1
+    return tuple(weights)
+
+
+def one_period(weights: Sequence[int]) -> NDArray[np.int64]:
+    """Return the source of each sample of a period, `weights` of them from each.
+
+    The j-th sample of a source (from 0) with weight w of a period P is due from floor(j * P / w) to
+    ceil((j + 1) * P / w).
+    """
+    period = sum(weights)
+    waiting = [(0, source, 0) for source, weight in enumerate(weights) if weight]  # due from
+    ready: list[tuple[int, int, int]] = []  # due until
+    sources = np.empty(period, dtype=np.int64)
+    heapq.heapify(waiting)
+    for sample in range(period):
+        while waiting and waiting[0][0] <= sample:
+            _, source, number = heapq.heappop(waiting)
+            due = -(-(number + 1) * period // weights[source])
+            heapq.heappush(ready, (due, source, number))
+        _, source, number = heapq.heappop(ready)
+        sources[sample] = source
+        if number + 1 < weights[source]:
+            begin = (number + 1) * period // weights[source]
+            heapq.heappush(waiting, (begin, source, number + 1))
+    return sources

@@ -1,0 +1,203 @@
+"""Samples of one document each, padded to the longest of their micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config.curriculum import Curriculum, Slice
+from harness.data.batch import Batch
+from harness.data.batches import Sample, StepData, Stream, share_of_rank
+from harness.data.packing import Document
+from harness.data.pools import Pools
+
+_REPORTED_STEPS = 64
+_Rounds = list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]]
+"""(samples of the base, their lengths) of each micro-batch: of each round one for each rank."""
+
+
+@dataclass(frozen=True)
+class PaddingShares:
+    """Shares of the positions of a run's first steps that hold no token."""
+
+    padding_share: float
+    plain_padding_share: float
+    """If micro-batches were in random order, padded to their longest document."""
+    full_padding_share: float
+    """If every document were padded to data.seq_len."""
+
+    def text(self) -> str:
+        """Return them as text."""
+        return (
+            f"{self.padding_share:.1%} padding (micro-batches in random order have "
+            f"{self.plain_padding_share:.1%}, padded to data.seq_len {self.full_padding_share:.1%})"
+        )
+
+
+class Padded(Stream):
+    """The samples of a stream of single documents, in the order of sorted pools if there are any.
+
+    A step's samples are sorted by length before they are divided, so that micro-batches hold
+    similar ones: the step itself is the same in any layout.
+    """
+
+    def __init__(
+        self, base: Stream, pools: Pools | None, *, pad_to: int, by_tokens: bool = False
+    ) -> None:
+        """`pad_to`: micro-batches have multiples of this length; `by_tokens`: they hold as many
+        samples as their positions allow.
+        """
+        self.base, self.pools = base, pools
+        self.document_mask = base.document_mask
+        self._pad_to, self._by_tokens = pad_to, by_tokens
+
+    @property
+    def holds_whole_documents(self) -> bool:
+        """True: a sample holds one document and padding."""
+        return True
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in an epoch."""
+        return self.base.samples
+
+    @property
+    def seq_len(self) -> int:
+        """Most positions of a sample."""
+        return self.base.seq_len
+
+    @property
+    def length(self) -> int | None:
+        """Samples until the stream ends; None: without end."""
+        return self.base.length
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the split."""
+        return self.base.tokens
+
+    @property
+    def documents(self) -> int:
+        """Number of documents in the split."""
+        return self.base.documents
+
+    @property
+    def is_masked(self) -> bool:
+        """True if some tokens are read but not trained on."""
+        return self.base.is_masked
+
+    def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each of the (n,) samples."""
+        return self.base.lengths(self._places(samples))
+
+    def tokens_in(self, first_sample: int, count: int) -> int:
+        """Return the tokens of `count` samples from `first_sample` on, without padding."""
+        return int(self.lengths(first_sample + np.arange(count)).sum())
+
+    def targets_by_source(self, samples: NDArray[np.int64]) -> list[int]:
+        """Return the target tokens of each source of a mixture in some samples; else none."""
+        return self.base.targets_by_source(self._places(samples))
+
+    def targets_of(self, samples: NDArray[np.int64]) -> int:
+        """Return the target tokens of some samples."""
+        return self.base.targets_of(self._places(samples))
+
+    def step_data(self, step: Slice, micro_batch: int, data_rank: int, data_ranks: int) -> StepData:
+        """Return one rank's part of a step, the longest documents first; tokens without padding."""
+        rounds = self._divided(step, micro_batch, data_ranks)
+        batches = [self._trimmed(*of_ranks[data_rank]) for of_ranks in rounds]
+        return StepData(batches, *self._sizes(rounds))
+
+    def documents_of(self, index: int) -> list[Document]:
+        """Return the tokens of the sample at one global index, by document."""
+        return self.base.documents_of(int(self._places(np.array([index]))[0]))
+
+    def sample(self, index: int) -> Sample:
+        """Return the sample at one global index, with its document."""
+        sample = self.base.sample(int(self._places(np.array([index]))[0]))
+        return replace(sample, batch=self.batch(index, 1))
+
+    def padding_shares(
+        self, curriculum: Curriculum, micro_batch: int, data_ranks: int, steps: int
+    ) -> PaddingShares:
+        """Return the padding of the first steps of a run, beside that of other batches."""
+        plain = Padded(self.base, None, pad_to=self._pad_to)
+        counts, samples = np.zeros(4, dtype=np.int64), 0
+        for step, _ in zip(curriculum.walk(0), range(min(steps, _REPORTED_STEPS)), strict=False):
+            # Pools may hold other documents than the steps in random order.
+            counts += [
+                *self._sizes(self._divided(step, micro_batch, data_ranks)),
+                *plain._sizes(plain._divided(step, micro_batch, data_ranks)),
+            ]
+            samples += step.global_batch
+        tokens, positions, plain_tokens, plain_positions = counts.tolist()
+        return PaddingShares(
+            1 - tokens / max(positions, 1),
+            1 - plain_tokens / max(plain_positions, 1),
+            1 - tokens / max(samples * self.seq_len, 1),
+        )
+
+    def _places(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        return samples if self.pools is None else self.pools.places(samples)
+
+    def _divided(self, step: Slice, micro_batch: int, data_ranks: int) -> _Rounds:
+        """Return the micro-batches of a step: of each round those of all ranks."""
+        samples = self._places(step.first_sample + np.arange(step.global_batch))
+        lengths = self.base.lengths(samples)
+        if self.pools is not None:
+            order = np.argsort(-lengths, kind="stable")
+            samples, lengths = samples[order], lengths[order]
+        if self._by_tokens:
+            most = micro_batch * self.seq_len
+            bounds = by_tokens(self._positions(lengths).tolist(), most, data_ranks)
+            rounds = [bounds[n : n + data_ranks] for n in range(0, len(bounds), data_ranks)]
+            return [[(samples[a:b], lengths[a:b]) for a, b in row] for row in rounds]
+        shares = [
+            share_of_rank(0, len(samples), micro_batch, rank, data_ranks)
+            for rank in range(data_ranks)
+        ]
+        return [[(samples[at], lengths[at]) for at in row] for row in zip(*shares, strict=True)]
+
+    def _sizes(self, rounds: _Rounds) -> tuple[int, int]:
+        """Return the tokens and the positions of micro-batches."""
+        each = [lengths for of_ranks in rounds for _, lengths in of_ranks]
+        tokens = sum(int(lengths.sum()) for lengths in each)
+        return tokens, sum(len(lengths) * self._padded(lengths) for lengths in each)
+
+    def _padded(self, lengths: NDArray[np.int64]) -> int:
+        """Return the positions of a row beside others of these lengths."""
+        return int(self._positions(lengths.max(keepdims=True))[0])
+
+    def _positions(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions of rows without others."""
+        return np.minimum(-(-lengths // self._pad_to) * self._pad_to, self.seq_len)
+
+    def _read(self, samples: NDArray[np.int64]) -> Batch:
+        places = self._places(samples)
+        return self._trimmed(places, self.base.lengths(places))
+
+    def _trimmed(self, samples: NDArray[np.int64], lengths: NDArray[np.int64]) -> Batch:
+        return self.base._read(samples).trimmed(self._padded(lengths))
+
+
+def by_tokens(lengths: Sequence[int], most: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the bounds of micro-batches of at most `most` positions each, a multiple of `ranks`.
+
+    `lengths`: of rows, the longest first. All ranks need equally many micro-batches: the largest
+    are halved until there are.
+    """
+    bounds, first = [], 0
+    while first < len(lengths):
+        count = min(max(1, most // lengths[first]), len(lengths) - first)
+        bounds.append((first, first + count))
+        first += count
+    while len(bounds) % ranks:
+        sizes = [(b - a) * lengths[a] if b - a > 1 else 0 for a, b in bounds]
+        at = sizes.index(max(sizes))
+        a, b = bounds[at]
+        assert b - a > 1, "a step has a sample for each rank at least"
+        bounds[at : at + 1] = [(a, (a + b) // 2), ((a + b) // 2, b)]
+    return bounds

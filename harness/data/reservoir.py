@@ -1,0 +1,66 @@
+"""A uniform sample of what a run has read so far, and its documents on disk.
+
+Algorithm L (Li, "Reservoir-sampling algorithms of time complexity O(n(1 + log(N/n)))", ACM TOMS 20,
+1994) jumps from replacement to replacement. Its random numbers are a function of the seed and of
+their place, so the sample after any number of samples is computed from that number alone: a run
+that resumes, in any layout, keeps the sample of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.data.indexed import write_indexed
+from harness.data.masks import MaskWriter
+from harness.data.order import mix, round_keys
+from harness.data.packing import Document
+from harness.files.kept_sample import masks_of
+
+_BLOCK = 1024  # numbers drawn at once
+
+
+def reservoir(size: int, seen: int, key: str) -> NDArray[np.int64]:
+    """Return the `size` samples that are kept of the first `seen`, ascending; all of fewer."""
+    if seen <= size:
+        return np.arange(seen)
+    kept, draws = list(range(size)), _uniform(key)
+    weight, at = next(draws) ** (1 / size), size - 1
+    while True:
+        below_one = min(weight, 1 - 2**-53)  # a power of nearly 1 is rounded to it
+        at += math.floor(math.log(next(draws)) / math.log1p(-below_one)) + 1
+        if at >= seen:
+            return np.sort(np.array(kept))
+        kept[int(next(draws) * size)] = at
+        weight *= next(draws) ** (1 / size)
+
+
+def _uniform(key: str) -> Iterator[float]:
+    """Yield random numbers from 0 to 1, neither of them included."""
+    first = round_keys("reservoir", key)[:1]
+    for block in itertools.count():
+        places = np.arange(block * _BLOCK, (block + 1) * _BLOCK).astype(np.uint64)
+        drawn: NDArray[np.uint64] = mix(first + places)
+        yield from (((drawn >> np.uint64(11)) + 0.5) / 2**53).tolist()
+
+
+def write_documents(prefix: Path, vocab_size: int, documents: Iterable[Document]) -> int:
+    """Write documents as a .bin/.idx pair with the masks beside it; return their number."""
+    masks, count = MaskWriter(), 0
+
+    def sequences() -> Iterable[tuple[list[int], bool]]:
+        nonlocal count
+        for ids, learned in documents:
+            turns = np.flatnonzero(np.diff(learned, prepend=False, append=False)).reshape(-1, 2)
+            masks.add_learned(len(ids), [(start, stop) for start, stop in turns.tolist()])
+            count += 1
+            yield ids.tolist(), True
+
+    write_indexed(prefix, vocab_size, sequences())
+    masks.save(masks_of(prefix))
+    return count

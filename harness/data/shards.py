@@ -1,0 +1,189 @@
+"""A corpus in shards, tokenised by many processes on any machines and joined into the same bytes.
+
+Where a shard begins depends on the corpus alone. A finished shard is a folder that was renamed
+whole, so that work that was killed goes on with the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from harness.data.cache import Report, fill_once
+from harness.data.corpus import Corpus
+from harness.data.indexed import join_indexed
+from harness.data.masks import Masks, join_masks, load_masks
+from harness.data.prepare import MASKS, TOKENS, Counts, encode_corpus, require_text
+from harness.errors import ConfigError
+from harness.files.data_format import BadLines
+from harness.files.file_kinds import format_of
+
+_LEAST_BYTES, _MOST_SHARDS = 4 << 20, 4096
+_FACTS = "shard.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Consecutive files of a corpus, or a range of bytes of one of them."""
+
+    files: tuple[Path, ...]
+    num_bytes: int
+    between: tuple[int, int] | None = None
+
+
+def shards_of(corpus: Corpus, least_bytes: int = _LEAST_BYTES) -> list[Shard]:
+    """Return the shards of a corpus: large files are divided where they can be, smaller files are
+    put together. Raises OSError.
+    """
+    target = max(least_bytes, corpus.num_bytes() // _MOST_SHARDS)
+    shards: list[Shard] = []
+    group: list[Path] = []
+    size = 0
+    for file in corpus.files:
+        num_bytes = file.stat().st_size
+        bounds = _bounds(corpus, file, target) if num_bytes >= 2 * target else []
+        if len(bounds) > 2:
+            shards += [Shard((*group,), size)] if group else []
+            shards += [
+                Shard((file,), stop - start, (start, stop)) for start, stop in pairwise(bounds)
+            ]
+            group, size = [], 0
+            continue
+        group.append(file)
+        size += num_bytes
+        if size >= target:
+            shards.append(Shard((*group,), size))
+            group, size = [], 0
+    return [*shards, Shard((*group,), size)] if group else shards
+
+
+def _bounds(corpus: Corpus, file: Path, least_bytes: int) -> list[int]:
+    if corpus.kind != "text":
+        return []
+    return format_of(file, corpus.format).bounds(file, least_bytes)
+
+
+def corpus_of_shard(corpus: Corpus, shard: Shard) -> Corpus:
+    """Return a corpus of the documents of a shard."""
+    return replace(corpus, files=shard.files, between=shard.between, leading=corpus.first_document)
+
+
+def settle_lines(corpus: Corpus, bad_lines: BadLines) -> None:
+    """Number the lines of problems in a range of a file from the file's first line."""
+    if corpus.between is None or not bad_lines.by_problem:
+        return
+    lines_before = format_of(corpus.files[0], corpus.format).lines_before
+    if lines_before is not None:
+        bad_lines.shift(lines_before(corpus.files[0], corpus.between[0]))
+
+
+class ShardedTokens:
+    """The shards of a corpus in a folder of finished ones, which goes once they are joined."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        learn: str,
+        folder: Path,
+        least_bytes: int = _LEAST_BYTES,
+    ) -> None:
+        """`folder`: that of the joined tokens."""
+        self.corpus, self.folder = corpus, folder
+        self._tokenizer, self._learn = tokenizer, learn
+        self.shards = shards_of(corpus, least_bytes)
+        self._work = folder.with_name(f"{folder.name}.{len(self.shards)}-shards")
+
+    @property
+    def is_joined(self) -> bool:
+        """True if the tokens of the whole corpus are there."""
+        return self.folder.is_dir()
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the shards that are not finished."""
+        finished = {path.name for path in self._work.glob("[0-9]*[0-9]")}
+        if self.is_joined:  # asked last: shards go once another task has joined them
+            return []
+        return [number for number in range(len(self.shards)) if _name(number) not in finished]
+
+    def write(self, number: int, progress: Callable[[int], None]) -> None:
+        """Tokenise a shard. Bad lines are kept in it, too, for `join` to report. Raises OSError."""
+        try:
+            build = partial(self._write, number, progress)
+            fill_once(self._work / _name(number), build, lambda line: None)
+        except OSError:
+            if number in self.missing():  # not removed by another task, which has joined them all
+                raise
+
+    def _write(self, number: int, progress: Callable[[int], None], folder: Path) -> None:
+        corpus, bad_lines = corpus_of_shard(self.corpus, self.shards[number]), BadLines()
+        counts = encode_corpus(corpus, self._tokenizer, self._learn, folder, bad_lines, progress)
+        settle_lines(corpus, bad_lines)
+        facts = {"counts": asdict(counts), "bad_lines": bad_lines.as_json()}
+        (folder / _FACTS).write_text(json.dumps(facts))
+
+    def join(self, report: Report) -> None:
+        """Join the finished shards into the folder of the tokens, with the bytes of write_tokens.
+
+        Of tasks that end together one joins, and the others wait. Raises OSError, and ConfigError
+        with the bad lines of all shards, which are then removed, and done again next time.
+        """
+        fill_once(self.folder, self._join, report)
+        self._remove_shards()
+
+    def _join(self, joined: Path) -> None:
+        if self.missing():
+            raise ConfigError(
+                f"data.path: {self.corpus.path} has bad lines, which another task has reported"
+            )
+        folders = [self._work / _name(number) for number in range(len(self.shards))]
+        counts, bad_lines = self._facts(folders)
+        try:
+            require_text(self.corpus, counts, bad_lines)
+        except ConfigError:
+            self._remove_shards()
+            raise
+        join_indexed([folder / TOKENS for folder in folders], joined / TOKENS)
+        join_masks(_masks(folders), joined / MASKS)
+
+    def remove(self) -> None:
+        """Remove the joined tokens, their lock, and all shards."""
+        self.folder.with_name(f"{self.folder.name}.lock").unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove_shards()
+
+    def _remove_shards(self) -> None:
+        unwanted = self._work.with_name(f"{self._work.name}.removed")
+        shutil.rmtree(unwanted, ignore_errors=True)  # what a kill left of it
+        with contextlib.suppress(OSError):
+            self._work.rename(unwanted)  # no shard is ever seen half removed
+        shutil.rmtree(unwanted, ignore_errors=True)
+
+    def _facts(self, folders: Sequence[Path]) -> tuple[Counts, BadLines]:
+        documents = characters = tokens = 0
+        bad_lines = BadLines()
+        for folder in folders:
+            facts = json.loads((folder / _FACTS).read_text())
+            documents += facts["counts"]["documents"]
+            characters += facts["counts"]["characters"]
+            tokens += facts["counts"]["tokens"]
+            bad_lines.merge(BadLines.from_json(facts["bad_lines"]))
+        return Counts(documents, characters, tokens), bad_lines
+
+
+def _name(number: int) -> str:
+    return f"{number:05}"
+
+
+def _masks(folders: Sequence[Path]) -> Iterator[tuple[Masks, int]]:
+    for folder in folders:
+        tokens = json.loads((folder / _FACTS).read_text())["counts"]["tokens"]
+        yield load_masks(folder / MASKS), tokens

@@ -1,0 +1,239 @@
+"""One corpus as streams of samples, through the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from harness.data.batches import Stream
+from harness.data.cache import Report, build_once, cache_key
+from harness.data.corpus import Corpus, find_corpus
+from harness.data.fingerprint import order_key
+from harness.data.indexed import IndexedTokens
+from harness.data.masks import NO_MASKS, load_masks
+from harness.data.packing import Packed
+from harness.data.prepare import (
+    FORMAT,
+    MASKS,
+    SPLIT_FACTS,
+    SPLIT_FORMAT,
+    TOKENS,
+    SplitFacts,
+    read_facts,
+    require_ids_of,
+    write_split,
+    write_tokens,
+)
+from harness.data.spec import DataSpec
+from harness.data.split import SIDES, load_split
+from harness.data.tokenizer import tokenizer_hash, vocab_size
+from harness.data.whole import WHOLE_FORMAT, WholeWindows, write_whole
+from harness.errors import ConfigError
+from harness.files.kept_sample import masks_of
+from harness.files.pieces import shortened
+
+_FIRST_TOKENS = 64  # more than a line of the summary holds
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus, packed into windows."""
+
+    name: str
+    """Its name in data.mix or data.eval_path; "" for the only one."""
+    corpus: Corpus
+    facts: SplitFacts
+    begins: str
+    """The first line of the first document, as decoded by the tokenizer."""
+    sides: Mapping[str, Packed]
+    """Windows of the documents to train on and of those held out, if any."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents, with separators."""
+        return sum(packed.split.num_tokens for packed in self.sides.values())
+
+    @property
+    def is_masked(self) -> bool:
+        """True if some tokens are read, but not trained on."""
+        return any(packed.split.is_masked for packed in self.sides.values())
+
+    def stream(self, side: str, seed: int, *, document_mask: bool) -> Stream:
+        """Return the samples of a side in the order of a seed."""
+        order = order_key(self.facts.fingerprint)
+        return Stream(self.sides[side], seed, order, document_mask=document_mask)
+
+    def summary(self) -> str:
+        """Return a line about the source, from which users see that it is the right data."""
+        name, held_out, left_out, packing = f"{self.name}: " if self.name else "", "", "", ""
+        if "held_out" in self.sides:
+            held_out = f", of which {self.sides['held_out'].split.num_tokens:,} are held out"
+        learned = ""
+        if self.is_masked:
+            count = self.tokens - sum(int(of.split.masked[-1]) for of in self.sides.values())
+            joint = " and" if held_out else ", of which"
+            learned = f"{joint} {count:,} ({count / self.tokens:.1%}) are learned"
+        if self.corpus.left_out:
+            left_out = f"; left out: {self.corpus.left_out}"
+        if isinstance(packed := self.sides["train"], WholeWindows):
+            packing = f"; whole documents in {packed.num_windows:,} samples: {packed.counts()}"
+        return (
+            f"{name}{self.corpus.path}: {self.facts.documents:,} documents, {self.tokens:,} tokens"
+            f"{held_out}{learned}; the first begins {self.begins!r}{left_out}{packing}"
+        )
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events about the source for the record of a run."""
+        if self.corpus.left_out:
+            message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
+            yield {"kind": "left_out", "message": message}
+        for side, packed in self.sides.items():
+            if isinstance(packed, WholeWindows):
+                of = {"source": self.name} if self.name else {}
+                counts = {"samples": packed.num_windows, **asdict(packed.facts)}
+                yield {"kind": "packed_whole", **of, "side": side, **counts}
+
+    def problems(self, spec: DataSpec) -> Iterator[str]:
+        """Yield a problem for each side without a sample."""
+        of = f"{self.corpus.path}: " if self.name else ""
+        share = ""
+        if "held_out" in self.sides:
+            share = f", or change data.held_out (now {spec.config.held_out})"
+        for side, packed in self.sides.items():
+            if packed.num_windows:
+                continue
+            if isinstance(packed, WholeWindows) and packed.facts.without_target:
+                yield (
+                    f"data.path: {of}the {side.replace('_', '-')} split has no document with a "
+                    f"token to learn in its first {spec.config.seq_len} (data.seq_len): raise "
+                    "data.seq_len, or set data.packing=stream"
+                )
+            else:
+                yield (
+                    f"data.path: {of}the {side.replace('_', '-')} split has "
+                    f"{packed.split.num_tokens} tokens in {packed.split.num_documents} documents; "
+                    f"one sample takes data.seq_len + 1 = {spec.config.seq_len + 1}: give more "
+                    f"text{',' if share else ' or'} lower data.seq_len{share}"
+                )
+
+
+def open_source(
+    name: str, spec: DataSpec, tokenizer: PreTrainedTokenizerBase, cache: Path, report: Report
+) -> Source:
+    """Return a source, after one process has put into the cache what is not there yet."""
+    corpus = corpus_of(spec)
+    key = tokens_key(corpus, tokenizer, spec)
+    num_ids = spec.model_vocab_size or vocab_size(tokenizer)
+    prefix, masks = corpus.path, None
+    if corpus.kind != "indexed":
+        folder = tokens_folder(cache, key)
+        learn = spec.config.learn
+        build_once(
+            folder, lambda path: write_tokens(corpus, tokenizer, learn, path, report), report
+        )
+        prefix, masks = folder / TOKENS, load_masks(folder / MASKS)
+    elif masks_of(corpus.path).is_file():
+        masks = load_masks(masks_of(corpus.path))
+    tokens = IndexedTokens(prefix)
+    folder = build_once(
+        _split_folder(cache, key, spec),
+        lambda path: write_split(tokens, masks, tokenizer, _held_out(spec), path, report),
+        report,
+    )
+    facts = read_facts(folder)
+    require_ids_of(tokens, facts, num_ids)
+    documents = {
+        side: {
+            "tokens": tokens.ids,
+            "split": load_split(folder, side),
+            "masks": masks or NO_MASKS,
+            "seq_len": spec.config.seq_len,
+            "eos_id": tokenizer.eos_token_id,
+            "vocab_size": num_ids,
+            "add_separator": facts.add_separator,
+        }
+        for side in (SIDES if spec.splits else SIDES[:1])
+    }
+    sides = _packed(documents, folder, spec, report)
+    return Source(name, corpus, facts, _first_line(tokens, tokenizer), sides)
+
+
+def cached_fingerprint_of(
+    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, cache: Path
+) -> str | None:
+    """Return the fingerprint of a source if it is in the cache, otherwise None."""
+    folder = _split_folder(cache, tokens_key(corpus_of(spec), tokenizer, spec), spec)
+    return read_facts(folder).fingerprint if (folder / SPLIT_FACTS).is_file() else None
+
+
+def corpus_of(spec: DataSpec) -> Corpus:
+    """Return the corpus of one source. Raises ConfigError if it cannot be read."""
+    try:
+        config = spec.config
+        corpus = find_corpus(config.path, config.format, config.columns, config.where)
+        corpus.identity()
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+    return corpus
+
+
+def _held_out(spec: DataSpec) -> float | None:
+    return spec.config.held_out if spec.splits else None
+
+
+def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> str:
+    """Return the key of a corpus's tokens in the cache."""
+    masks = masks_of(corpus.path)
+    beside = {"masks": masks.stat().st_mtime_ns} if masks.is_file() else {}
+    return cache_key(
+        **beside,
+        format=FORMAT,
+        corpus=corpus.identity(),
+        tokenizer=tokenizer_hash(tokenizer),
+        learn=spec.config.learn,
+        template=tokenizer.chat_template if corpus.holds_chats else None,
+    )
+
+
+def tokens_folder(cache: Path, key: str) -> Path:
+    """Return the folder of the tokens of a key."""
+    return cache / f"tokens-{key}"
+
+
+def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
+    name = cache_key(source=key, held_out=_held_out(spec), format=SPLIT_FORMAT)
+    return cache / f"split-{name}"
+
+
+def _packed(
+    documents: Mapping[str, Mapping[str, Any]], split: Path, spec: DataSpec, report: Report
+) -> dict[str, Packed]:
+    """Return the windows of each side; `documents` are the arguments of Packed."""
+    config = spec.config
+    sides = {side: Packed(**arguments, stride=spec.stride) for side, arguments in documents.items()}
+    is_masked = any(side.split.is_masked for side in sides.values())
+    alone = config.batching != "packed"
+    if not alone and (config.packing or ("whole" if is_masked else "stream")) == "stream":
+        return sides
+    parts: dict[str, Any] = {"seq_len": config.seq_len, "too_long": config.too_long}
+    parts |= {"format": WHOLE_FORMAT, **({"alone": 2} if alone else {})}
+    folder = split.with_name(f"whole-{cache_key(split=split.name, **parts)}")
+
+    def build(path: Path) -> None:
+        for side, packed in sides.items():
+            write_whole(path, side, packed, config.too_long, alone=alone)
+
+    build_once(folder, build, report)
+    return {
+        side: WholeWindows(folder, side, alone=alone, **arguments)
+        for side, arguments in documents.items()
+    }
+
+
+def _first_line(tokens: IndexedTokens, tokenizer: PreTrainedTokenizerBase) -> str:
+    ids = tokens.ids.block(0, min(len(tokens.ids), _FIRST_TOKENS))
+    return shortened(str(tokenizer.decode([*ids[ids < vocab_size(tokenizer)].tolist()])))

@@ -1,0 +1,138 @@
+"""DataSpec: what build_data is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness.config.data_section import REHEARSED, DataConfig
+from harness.config.run_config import RunConfig, run_and_step
+from harness.errors import ConfigError
+from harness.files.kept_sample import HELD_OUT, TRAIN, kept_facts, kept_sample
+from harness.runfolder import RunFolder
+
+PAD_TO = 8
+"""Lengths of padded micro-batches are multiples of this, which tensor cores ask for."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Input of build_data."""
+
+    config: DataConfig = field(default_factory=DataConfig)
+    seed: int = 0
+    """Seed of the order in which the train split is read."""
+    model_vocab_size: int | None = None
+    """None: the tokenizer's vocabulary size."""
+    trust_remote_code: bool = False
+    until_sample: int | None = None
+    """Sample from which the shares `then` of data.mix hold."""
+    splits: bool = True
+    """False: no document is held out."""
+    stride: int | None = None
+    """Tokens from window to window where samples of a run are read as it read them; None:
+    data.seq_len."""
+    pad_to: int = PAD_TO
+    """Lengths of padded micro-batches are multiples of this."""
+    rows: int | None = None
+    """Contiguous streams that the train split is read as; None: samples in random order."""
+    eval_seq_len: int | None = None
+    """Length of the samples of Data.long_held_out; None: there are none."""
+
+    @classmethod
+    def of_run(
+        cls, run: RunConfig, model_config: Mapping[str, Any], *, trust_remote_code: bool = False
+    ) -> DataSpec:
+        """Return the spec of a run; initial weights bring their tokenizer."""
+        tokenizer = run.data.tokenizer or _tokenizer_of(run.model.init_from)
+        if tokenizer is None and run.data.rehearse and kept_sample(run.data.rehearse):
+            tokenizer = _tokenizer_of(run.data.rehearse)
+        config = run.data.model_copy(update={"tokenizer": tokenizer})
+        vocab_size = model_config.get("vocab_size")
+        rows = run.train.global_batch if run.train.carry_state else None
+        return cls(
+            config,
+            run.train.seed,
+            vocab_size,
+            trust_remote_code,
+            _until_sample(run),
+            rows=rows,
+            eval_seq_len=run.eval.seq_len,
+        )
+
+    def sources(self) -> dict[str, DataSpec]:
+        """Return the spec of each source of data.mix by name; without, this one by the name "".
+        That of data.rehearse is last. Raises ConfigError if it is a run without a sample.
+        """
+        splits, sources = not self.config.eval_path, self.config.sources()
+        specs = {name: replace(self, config=of, splits=splits) for name, of in sources.items()}
+        if self.rehearses:
+            specs[REHEARSED] = self._old(specs[REHEARSED].config, TRAIN)
+        return specs
+
+    @property
+    def rehearses(self) -> bool:
+        """True if old data is mixed in."""
+        return self.config.rehearse is not None and self.config.rehearse_share > 0
+
+    def old_set(self) -> DataSpec | None:
+        """Return the spec of the held-out part of data.rehearse; None without."""
+        config = self.config.rehearsed(HELD_OUT)
+        if config is None:
+            return None
+        return self._old(config, HELD_OUT)
+
+    def _old(self, config: DataConfig, side: str) -> DataSpec:
+        """Return the spec of old data. Samples that a run kept are read as they were if they have
+        the same length, else as whole documents, so that none runs on into another.
+        """
+        if self._kept is None:
+            return replace(self, config=config, splits=True)
+        tokens = kept_facts(self._kept).get(f"{side}_tokens")
+        as_read = tokens == config.seq_len + 1 and config.batching == "packed"
+        packing = {"packing": "stream"} if as_read else {"packing": "whole", "too_long": "cut"}
+        config = config.model_copy(update=packing)
+        stride = config.seq_len + 1 if as_read else None
+        return replace(self, config=config, splits=False, stride=stride)
+
+    @property
+    def _kept(self) -> Path | None:
+        return None if self.config.rehearse is None else kept_sample(self.config.rehearse)
+
+    def require_tokenizer(self, tokenizer: str) -> None:
+        """Raise ConfigError if the run of data.rehearse read with another tokenizer than that of
+        this hash.
+        """
+        if self._kept is None or kept_facts(self._kept).get("tokenizer") == tokenizer:
+            return
+        raise ConfigError(
+            f"data.rehearse is {self.config.rehearse!r}, whose sample was read with another "
+            f"tokenizer: set data.tokenizer={self.config.rehearse}/tokenizer, or name the path of "
+            "its data"
+        )
+
+    def eval_sets(self) -> dict[str, DataSpec]:
+        """Return the spec of each held-out set of data.eval_path by name."""
+        sets = self.config.eval_sets()
+        return {name: replace(self, config=of, splits=False) for name, of in sets.items()}
+
+
+def _tokenizer_of(init_from: str | None) -> str | None:
+    """Return the tokenizer of initial weights; a run of ours has a folder of its own for it."""
+    if init_from is None:
+        return None
+    folder = RunFolder(run_and_step(init_from)[0]).tokenizer_dir
+    return str(folder) if folder.is_dir() else init_from
+
+
+def _until_sample(run: RunConfig) -> int | None:
+    until = run.data.mix_until
+    if until is None:
+        return None
+    if until < 1:
+        steps = run.train.num_steps(run.curriculum, run.data.seq_len)
+        assert steps is not None, "the plan refuses a fraction of epochs"
+        until = round(until * steps)
+    return run.curriculum.samples_after(int(until))

@@ -1,0 +1,26 @@
+"""Adapters in the model that DeepSpeed is handed, partitioned as its weights are."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from harness.engine.deepspeed_0_19 import internals
+from harness.engine.parts import note_given
+from harness.layout.optimizer_table import Parameter
+from harness.models.adapters import add_adapters
+from harness.plan.plan import Plan
+
+
+def adapt(model: PreTrainedModel, plan: Plan) -> list[Parameter]:
+    """Put the plan's adapters into a model, in place, and freeze the rest; return what decides the
+    optimizer groups of the adapters' parameters, none where the plan has no adapters. Collective.
+    """
+    lora = plan.config.model.lora
+    if lora.rank is None:
+        return []
+    parameters = add_adapters(model, lora, plan.config.train.seed)
+    note_given(model)
+    partitioned = [p for p in model.parameters() if internals.is_partitioned(p)]
+    if partitioned:
+        internals.partition_like(partitioned[0], [p for p in model.parameters() if p.requires_grad])
+    return parameters

@@ -1,0 +1,150 @@
+"""The weights of model.init_from, as transformers reads them: at once, or piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from harness.engine.empty import attention_of
+from harness.engine.processes import raise_together
+from harness.errors import ConfigError
+from harness.models.pieces import Piece, decoder_layers, pieces
+from harness.plan.plan import Plan
+from harness.plan.weights import weight_file_problems
+
+Event = dict[str, Any]
+
+
+def check_files(plan: Plan, empty: PreTrainedModel) -> None:
+    """Raise ConfigError on all ranks for what one of them finds in the files of model.init_from.
+
+    Before anything is read: under ZeRO-3 ranks talk to each other while they read. The plan has
+    looked, too; but these are the files that are opened next.
+    """
+    source = plan.config.model.init_from
+    assert source is not None
+    named = getattr(empty.config, "transformers_weights", None)
+    raise_together("; ".join(weight_file_problems(source, named, opens=True)) or None)
+
+
+def read_weights(
+    model_class: Any, plan: Plan, empty: PreTrainedModel, trust_remote_code: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """`model_class` with the weights of model.init_from, and transformers' report on them.
+
+    Raises ConfigError where they cannot be read or have other shapes.
+    """
+    source = plan.config.model.init_from
+    if plan.world.rank:  # every rank reads; one bar shows it
+        logging.disable_progress_bar()
+    try:
+        model, report = model_class.from_pretrained(
+            source,
+            config=empty.config,
+            dtype=empty.dtype,
+            attn_implementation=attention_of(plan),
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,  # never a pickle
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        # RuntimeError: shapes that differ.
+        raise ConfigError(
+            f"model.init_from={source}, for model.name={plan.config.model.name}: {error}"
+        ) from error
+    empty.generation_config = model.generation_config  # stages have `empty` for the whole model
+    return model, report
+
+
+def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) -> list[Event]:
+    """An event for weights that nobody needs. Raises ConfigError for weights that are not there."""
+    source = plan.config.model.init_from
+    missing_names, unused = sorted(missing), sorted(unexpected)
+    if missing_names:
+        names = ", ".join(missing_names[:5])
+        raise ConfigError(f"model.init_from={source} has no weights for {names}")
+    if not unused:
+        return []
+    message = f"{source} also holds weights that the model lacks: {', '.join(unused[:5])}"
+    return [{"kind": "unused_weights", "message": message, "names": unused}]
+
+
+def reduced_class(
+    whole: type[PreTrainedModel], reduce: Callable[[PreTrainedModel], None]
+) -> type[PreTrainedModel]:
+    """Return the same class with fewer parameters, which `reduce` leaves of a model: transformers
+    then reads only these.
+    """
+
+    class Reduced(whole):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            reduce(self)
+            self.all_tied_weights_keys: dict[str, str] = {}
+
+    Reduced.__name__ = whole.__name__
+    Reduced.__module__ = whole.__module__  # where the balancing loss is looked for
+    return Reduced
+
+
+def used_elsewhere(empty: PreTrainedModel) -> set[str]:
+    """Return the names under which files may have what a reduced model leaves out."""
+    names = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in empty.named_buffers()}
+    # A checkpoint of the model without its head lacks the prefix.
+    return names | {name.removeprefix(f"{empty.base_model_prefix}.") for name in names}
+
+
+class PieceReader:
+    """Reads the weights of one piece, and its saved buffers, from the files of model.init_from.
+
+    `copies`: names of weights that are not in the files; they are zeros. The pieces are those of
+    `empty` or of a part of it: names are the same.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        empty: PreTrainedModel,
+        trust_remote_code: bool,
+        copies: Collection[str] = (),
+    ) -> None:
+        self._plan, self._empty, self._copies = plan, empty, copies
+        self._trust_remote_code = trust_remote_code
+        self._elsewhere = used_elsewhere(empty)
+        self._unexpected: set[str] = set()
+
+    def __call__(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """Return tensors by qualified name, on the CPU.
+
+        Raises ConfigError where the files lack a weight, or have it in another shape.
+        """
+        if {name for name, *_ in piece.parameters()} <= {*self._copies}:
+            return {name: torch.zeros(p.shape) for name, _, _, p in piece.parameters()}
+        reduced = reduced_class(type(self._empty), lambda model: _leave_only(model, piece.name))
+        model, report = read_weights(reduced, self._plan, self._empty, self._trust_remote_code)
+        check_report(self._plan, {*report["missing_keys"]} - {*self._copies}, ())
+        self._unexpected |= {*report["unexpected_keys"]} - self._elsewhere
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+    def events(self) -> list[Event]:
+        """Return an event for weights in the files that no piece needs."""
+        return check_report(self._plan, (), self._unexpected)
+
+
+def _leave_only(model: PreTrainedModel, name: str) -> None:
+    """Leave nothing of a model but the piece of this name."""
+    _, layers = decoder_layers(model)
+    for piece in list(pieces(model)):
+        if piece.name == name:
+            continue
+        if piece.whole:
+            layers[int(piece.name.rpartition(".")[2])] = nn.Identity()
+        else:
+            model.set_submodule(piece.name, nn.Identity())

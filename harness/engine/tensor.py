@@ -1,0 +1,221 @@
+"""Tensor parallelism of a model's modules: each computes with its part, and exchanges the rest.
+
+The modules stay transformers' own, with their names; only `forward` is another where a weight is
+divided, or where what goes in or comes out has to be exchanged (layout/tensor.py has the styles).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from harness.layout import tensor as styles
+from harness.layout.share import Share
+from harness.layout.tensor import TensorPlan
+from harness.models.draws import draw_by_place
+from harness.models.exchange import added, copied, joined, sliced, summed
+from harness.models.vocabulary import Vocabulary
+
+Forward = Callable[..., torch.Tensor]
+
+
+def divide_forward(
+    model: PreTrainedModel, plan: TensorPlan, share: Share, group: dist.ProcessGroup
+) -> None:
+    """Let the modules of a model with this rank's parts compute the whole model's outputs.
+
+    Collective: ranks that share a key head make groups of their own.
+    """
+    places, named = group.size(), dict(model.named_modules())
+    how = {name: style for name, module in named.items() if (style := _style(plan, name, module))}
+    if not plan.divides_vocabulary(places):
+        how = {n: s for n, s in how.items() if s not in (styles.EMBEDDING, styles.HEAD)}
+    entrances = _entrances(named, how)
+    for name in entrances:
+        named[name].register_forward_pre_hook(_copying(group), with_kwargs=True)
+    sharing = _sharing_a_head(share, plan.kv_copies(places))
+    for name, style in how.items():
+        module, owner_name = named[name], name.rpartition(".")[0]
+        owner: Any = named[owner_name]
+        if style in (*styles.COLUMNS, styles.HEAD):
+            _set(module, _column(module, None if owner_name in entrances else group))
+        elif style == styles.GATHERED:
+            _set(module, _gathered_column(module, group))
+        elif style in styles.ROWS:
+            _set(module, _row(module, group, splits=style == styles.SPLIT))
+        elif style == styles.EMBEDDING:
+            _set(module, _embedding(module, group))
+        elif style == styles.EXPERTS:
+            _set(module, _experts(module, group))
+        elif style == styles.SUMMED:
+            _sum_gradients(module, group)
+        if style == "fused_qkv":
+            _count_fused_heads(owner, plan.num_heads, places)
+        if style == styles.GROUPED:
+            owner.register_forward_pre_hook(
+                _biasing_own_heads(plan.num_heads, group), with_kwargs=True
+            )
+            if hasattr(owner, "num_kv_heads"):
+                owner.num_kv_heads //= places
+        if style == "rowwise" and hasattr(owner, "num_heads"):
+            # OPT views (batch, -1, heads, width): with a part of the width it would halve -1.
+            owner.num_heads //= places
+        if sharing is not None and style == "colwise" and name.endswith(("k_proj", "v_proj")):
+            owner.num_key_value_groups = plan.num_heads // places
+            _sum_gradients(module, sharing)
+    if plan.divides_attention:
+        draw_by_place(model, group.rank())
+    if plan.divides_vocabulary(places):
+        size = plan.vocab_size // places
+        part: Any = Vocabulary(group.rank() * size, size, plan.vocab_size, group)
+        model.vocabulary = part
+
+
+def _style(plan: TensorPlan, name: str, module: nn.Module) -> str | None:
+    """Return a module's style; None for one without parameters, which a config may leave out."""
+    return plan.style_of(name) if any(True for _ in module.parameters()) else None
+
+
+def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:
+    """Return the modules all of whose weights are divided: what goes in is read by each of their
+    columns, and its gradient is added up once for all.
+    """
+    within = {*styles.COLUMNS, "rowwise", styles.SUMMED}
+    entrances = set()
+    for name in {name.rpartition(".")[0] for name, style in how.items() if style in styles.COLUMNS}:
+        owner = named[name]
+        children = {how.get(f"{name}.{k}") for k, m in owner.named_children() if [*m.parameters()]}
+        if children <= within and not [*owner.parameters(recurse=False)]:
+            entrances.add(name)
+    return entrances
+
+
+def _sharing_a_head(share: Share, copies: int) -> dist.ProcessGroup | None:
+    """Return the group of the ranks with this rank's key head; None if it is alone."""
+    if copies == 1:
+        return None
+    mine = None
+    for ranks in share.grid.groups("tensor"):
+        for start in range(0, len(ranks), copies):
+            some = ranks[start : start + copies]
+            group = dist.new_group(some)
+            if share.rank in some:
+                mine = group
+    return mine
+
+
+def _set(module: nn.Module, forward: Forward) -> None:
+    module.forward = forward
+
+
+def _copying(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """A hook on a module's call: what goes in reaches divided weights."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (copied(args[0], group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copied(kwargs["hidden_states"], group)}
+
+    return hook
+
+
+def _biasing_own_heads(heads: int, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """A hook on a call of BLOOM's or Falcon's attention: of what ALiBi adds to the scores, given as
+    (batch * heads, 1, keys) or (batch, heads, queries, keys), the part for this rank's heads.
+    """
+    size = heads // group.size()
+    own = slice(group.rank() * size, (group.rank() + 1) * size)
+
+    def part(biases: Any) -> Any:
+        if not torch.is_tensor(biases):
+            return biases
+        if biases.ndim == 3:
+            return biases.view(-1, heads, *biases.shape[1:])[:, own].flatten(0, 1)
+        return biases[:, own] if biases.shape[1] == heads else biases
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {key: part(kwargs[key]) for key in ("alibi", "attention_mask")}
+
+    return hook
+
+
+def _linear(module: Any, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    transposed = type(module).__name__ == "Conv1D"  # GPT-2's weight is (in, out)
+    return functional.linear(inputs, module.weight.t() if transposed else module.weight, bias)
+
+
+def _column(module: Any, group: dist.ProcessGroup | None) -> Forward:
+    """`group`: adds up the gradient of the input, unless the owner does."""
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        return _linear(module, inputs if group is None else copied(inputs, group), module.bias)
+
+    return forward
+
+
+def _gathered_column(module: Any, group: dist.ProcessGroup) -> Forward:
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        output = _linear(module, copied(inputs, group), module.bias)
+        return joined(output, -1, group)
+
+    return forward
+
+
+def _row(module: Any, group: dist.ProcessGroup, splits: bool) -> Forward:
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        own = sliced(inputs, -1, group) if splits else inputs
+        output = added(_linear(module, own, None), group)
+        return output if module.bias is None else output + module.bias
+
+    return forward
+
+
+def _embedding(module: Any, group: dist.ProcessGroup) -> Forward:
+    rows = module.num_embeddings // group.size()
+    first = group.rank() * rows
+    scale, padding = getattr(module, "embed_scale", None), module.padding_idx
+    if padding is not None:  # the row of this id gets no gradient
+        padding = padding - first if first <= padding < first + rows else None
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        elsewhere = (ids < first) | (ids >= first + rows)
+        own = (ids - first).masked_fill(elsewhere, 0)
+        rows_here = functional.embedding(own, module.weight, padding)
+        output = added(rows_here.masked_fill(elsewhere[..., None], 0), group)
+        return output if scale is None else output * scale.to(output.dtype)
+
+    return forward
+
+
+def _experts(module: Any, group: dist.ProcessGroup) -> Forward:
+    """Every expert is here with a part of its width; weights are those that the router gave."""
+    inner = module.forward
+
+    def forward(states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = inner(copied(states, group), index, copied(weights, group))
+        return added(output, group)
+
+    return forward
+
+
+def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Add up the gradients of a weight that every rank has, before DeepSpeed sees them."""
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: summed(gradient, group))
+
+
+def _count_fused_heads(owner: Any, num_heads: int, places: int) -> None:
+    """Let an attention module that cuts one projection into q, k and v count its own heads."""
+    if hasattr(owner, "split_size"):
+        owner.split_size //= places
+    if hasattr(owner, "num_key_value_heads"):
+        owner.num_key_value_heads //= places
+    owner.config = copy.copy(owner.config)
+    owner.config.num_attention_heads = num_heads // places

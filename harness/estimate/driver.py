@@ -1,0 +1,71 @@
+"""Memory that a GPU's driver shows beside torch's: context, kernels, NCCL's buffers.
+
+driver.toml has the figures and their sources. All are intervals: libraries load kernels as they are
+used, and NCCL takes as many channels as it finds links.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.estimate.interval import Interval
+from harness.layout.grid import Grid
+
+_MIB = 2**20
+_UNKNOWN = "hopper"
+"""The generation that is assumed of a GPU that nobody named."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A table of driver.toml; sizes in MiB."""
+
+    gpus: tuple[str, ...]
+    context: tuple[float, float]
+    workspace: float
+    first: tuple[float, float]
+    more: tuple[float, float]
+    source: str
+
+
+def _generation(table: dict[str, Any]) -> Generation:
+    values: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in table.items()
+    }
+    return Generation(**values)
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("driver.toml").read_text(encoding="utf-8"))
+GENERATIONS = {name: _generation(table) for name, table in _TABLES.items()}
+
+
+def generation_of(gpu: str | None) -> Generation:
+    """Return the generation of a key of gpus.toml; Hopper's where it is None."""
+    matching = (each for each in GENERATIONS.values() if gpu in each.gpus)
+    return next(matching, GENERATIONS[_UNKNOWN])
+
+
+def communicators(grid: Grid, secondary_ranks: int = 1) -> int:
+    """Return the groups of ranks that a rank talks to over NCCL.
+
+    All ranks, and DeepSpeed's copy of that group (comm/torch.py); of stages those along the
+    pipeline and beside it (runtime/pipe/topology.py); of every other axis one and its complement.
+    """
+    if grid.world_size == 1:  # DeepSpeed gathers and reduces over one rank, too
+        return 1
+    axes = 2 * (grid.pipeline > 1) + 2 * (grid.tensor > 1) + 2 * (grid.sequence > 1)
+    return 2 + axes + 2 * (grid.expert > 1) + (secondary_ranks > 1)
+
+
+def driver_bytes(grid: Grid, gpu: str | None, secondary_ranks: int = 1) -> Interval:
+    """Return the bytes that a rank takes of its GPU outside of torch's allocator."""
+    kind, count = generation_of(gpu), communicators(grid, secondary_ranks)
+
+    def total(end: int) -> int:
+        groups = kind.first[end] + (count - 1) * kind.more[end]
+        return int((kind.context[end] + groups) * _MIB)
+
+    return Interval(total(0), total(1))

@@ -1,0 +1,202 @@
+"""One rank: the parts of its memory over the phases of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from harness.estimate.activations import ATTENTION_COPIES, activations, attention_copies
+from harness.estimate.buffers import communication, gathered_parameters, pipeline
+from harness.estimate.driver import driver_bytes
+from harness.estimate.held import (
+    BEFORE_BACKWARD,
+    EVIDENCE,
+    FP32,
+    PHASES,
+    Evidence,
+    Held,
+    Place,
+)
+from harness.estimate.host import (
+    loading,
+    nvme_buffers,
+    pinned_rounding,
+    process,
+    saving,
+)
+from harness.estimate.inputs import Inputs
+from harness.estimate.interval import Interval
+from harness.estimate.layer_bytes import Layer, layer_activations
+from harness.estimate.reserved import reserved_bytes
+from harness.estimate.states import model_states
+from harness.estimate.totals import PAGE, UNMODELLED, unshared, verdict_without_allocator
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """Memory of one rank over the phases of a step."""
+
+    rank: int
+    """Global rank."""
+    inputs: Inputs
+    """The run as this rank's pipeline stage sees it."""
+    parts: tuple[Held, ...]
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage of the rank."""
+        return self.inputs.stage or 0
+
+    def phase(self, name: str, place: Place = "device") -> dict[str, int]:
+        """Bytes of each component in a phase."""
+        sizes: dict[str, int] = {}
+        for part in self.parts:
+            if part.place == place and name in part.phases:
+                sizes[part.component] = sizes.get(part.component, 0) + part.bytes
+        return sizes
+
+    def total(self, name: str, place: Place = "device") -> int:
+        """Bytes held in a phase."""
+        return sum(self.phase(name, place).values())
+
+    @cached_property
+    def peak_phase(self) -> str:
+        """The phase in which the device holds most."""
+        return max(PHASES, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        """Largest bytes in tensors on the device: torch's max_memory_allocated."""
+        return self.total(self.peak_phase)
+
+    @property
+    def on_cpu(self) -> int:
+        """Largest host memory where the rank computes on the CPU: all it has is there.
+
+        Pages of a bucket that no gradient is written to are never given out.
+        """
+        touched = FP32 * self.inputs.parameters
+        return max(
+            sum(
+                min(size, touched) if component == "gradient buckets" else size
+                for place in ("device", "host")
+                for component, size in self.phase(name, place).items()
+            )
+            for name in PHASES
+        )
+
+    @property
+    def allocated(self) -> Interval:
+        """Largest bytes in tensors; at most with temporaries of kernels in a layer's backward pass,
+        half as large as those that are counted, and with copies that attention may keep.
+        """
+        again = max(
+            (p.bytes for p in self.parts if p.component == "backward temporaries"), default=0
+        )
+        return Interval(self.peak, self.peak + again // 2 + attention_copies(self.inputs))
+
+    @cached_property
+    def reserved(self) -> Interval:
+        """Bytes that torch's allocator takes from the driver.
+
+        At least what is allocated; at most what a model of it comes to, and a little for the
+        kernels' own temporaries, which nobody counts.
+        """
+        low = -(-self.peak // PAGE) * PAGE
+        model = reserved_bytes(self.inputs, self._with_copies, self.inputs.expandable)
+        return Interval(low, max(low, min(int(UNMODELLED * model), self._without_sharing)))
+
+    @cached_property
+    def _with_copies(self) -> tuple[Held, ...]:
+        return (*self.parts, copies_of_attention(self.inputs))
+
+    @cached_property
+    def _without_sharing(self) -> int:
+        """Bytes reserved at most, whatever the order in which blocks are freed and taken."""
+        return int(UNMODELLED * unshared(self._with_copies))
+
+    @property
+    def driver(self) -> Interval:
+        """Bytes that the driver shows as used beside those reserved."""
+        inputs = self.inputs
+        if inputs.accelerator == "cpu":
+            return Interval(0, 0)
+        return driver_bytes(inputs.grid, inputs.gpu, inputs.zero.secondary_ranks)
+
+    @property
+    def shown(self) -> Interval:
+        """Bytes of the device that the driver shows as used: nvidia-smi's figure."""
+        return self.reserved.plus(self.driver)
+
+    def shown_within(self, device_bytes: int) -> Interval:
+        """Return an interval that holds `shown` and ends within a device as `shown` does, if need
+        be without asking the allocator.
+        """
+        low = -(-self.peak // PAGE) * PAGE
+        loose = Interval(low, max(low, self._without_sharing)).plus(self.driver)
+        return loose if loose.high <= device_bytes else self.shown
+
+    def verdict(self, device_bytes: int) -> str:
+        """fits | tight | does not fit: by the upper, by the lower end of `shown`, or by neither.
+
+        The allocator is asked only where it decides.
+        """
+        if self.inputs.accelerator == "cpu":  # which keeps nothing that was freed
+            return "fits" if self.peak <= device_bytes else "does not fit"
+        sizes = self.peak, unshared(self._with_copies), self.driver
+        if decided := verdict_without_allocator(*sizes, device_bytes):
+            return decided
+        return "fits" if self.shown.high <= device_bytes else "tight"
+
+    def most(self, place: Place) -> int:
+        """Largest bytes at a place over all phases."""
+        return max(self.total(name, place) for name in PHASES)
+
+    def evidence(self, component: str) -> Evidence:
+        """The weakest evidence of a component on the device."""
+        return weakest(part.evidence for part in self.parts if part.component == component)
+
+
+def weakest(evidence: Iterable[Evidence]) -> Evidence:
+    """The least reliable of several."""
+    return max(evidence, key=EVIDENCE.index)
+
+
+def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
+    """Return the memory of the global rank `rank` of a run."""
+    place, stage = inputs.grid.coords(rank), inputs.grid.coords(rank).pipeline
+    shard = place.data * inputs.grid.sequence + place.sequence
+    here = inputs.of_stage(stage)
+    parts = [*state_parts(inputs, stage, shard), *batch_parts(here)]
+    return RankTimeline(rank, here, (*parts, *pinned_rounding(here, parts)))
+
+
+def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[Held]:
+    """Yield the parts of one of ZeRO's shards that micro-batches and activations do not change."""
+    here, divided = inputs.of_stage(stage), inputs.grid.tensor > 1 or inputs.grid.expert > 1
+    yield from (
+        *model_states(here, shard),
+        *communication(here),
+        *gathered_parameters(here),
+        # A piece is drawn or read, then divided.
+        *loading(inputs.undivided_stage(stage) if divided else here),
+        *nvme_buffers(here),
+        *process(here),
+        *saving(here),
+    )
+
+
+def batch_parts(
+    here: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
+) -> Iterator[Held]:
+    """Yield the parts of micro-batches on the pipeline stage that `here` is: what it sends and
+    keeps; ZeRO has no part in them.
+    """
+    yield from pipeline(here)
+    yield from activations(here, layer_of)
+
+
+def copies_of_attention(inputs: Inputs) -> Held:
+    """Return the copies that kernels of attention may keep on the stage that `inputs` is."""
+    return Held(ATTENTION_COPIES, attention_copies(inputs), BEFORE_BACKWARD, "published")

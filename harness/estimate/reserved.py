@@ -1,0 +1,207 @@
+"""Memory that torch's allocator reserves on a rank's GPU: its model fed with two steps.
+
+The first step makes the moments, which may land in blocks that activations have left, so that the
+second step needs more. Layers come and go one after the other, each with temporaries between whose
+holes its own results land. What comes from a stream of DeepSpeed's own is never lent to another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+
+from harness.estimate.allocator import Allocator, Block
+from harness.estimate.held import BACKWARD, FP32, PHASES, Held
+from harness.estimate.inputs import Inputs
+from harness.layout.recompute import is_checkpointed
+
+_MICRO_BATCH = ("forward", "loss", "backward_first", "backward_last")
+_BOUNDARY = ("reduce", "gradients_ready", "norm", "cast", "step", "between_steps")
+_MOST_PIECES = 2_000
+_LEAST_PIECE = 4_096  # bytes
+_IN_LAYERS = (
+    "mlp",
+    "norms",
+    "attention",
+    "layers",
+    "layer inputs",
+    "kept results",
+    "copies of attention",
+)
+_OF_A_LAYER = ("recomputed layer", "backward temporaries")
+
+_Pieces = dict[str, Counter[int]]
+"""Sizes of the tensors of each component, with their numbers."""
+
+WHOLE_MODEL = "whole model"
+"""Weights before they are divided: of ZeRO 3 if they were not made in shares (no zero.Init), of
+stages 1 and 2 until they are copied into one flat buffer (stage_1_and_2.py)."""
+_GATHERED = frozenset({"gathered parameters", "prefetch copy"})
+"""Allocated on the stream of ZeRO 3's gathers (partitioned_param_coordinator.py)."""
+_REDUCED = frozenset({"communication copy"})
+"""Allocated on the stream of reductions, if those overlap the backward pass."""
+
+
+def reserved_bytes(inputs: Inputs, parts: Iterable[Held], expandable: bool) -> int:
+    """Return the bytes that are reserved at most over a run's first two steps."""
+    parts = [part for part in parts if part.place == "device"]
+    if inputs.zero.stage in (1, 2) and inputs.grid.pipeline == 1:
+        size = inputs.element_bytes * inputs.trained
+        parts.append(Held(WHOLE_MODEL, size, frozenset({"build"}), "read"))
+    if inputs.zero.stage in (1, 2) and inputs.zero.overlap_comm and inputs.shards > 1:
+        # Copied into a bucket, but not free before the other stream has gone by (record_stream).
+        size = inputs.element_bytes * min(inputs.zero.reduce_bucket, inputs.trained)
+        parts.append(Held("gradients on their way", size, BACKWARD, "read"))
+    return _Tape(inputs, parts, expandable).played()
+
+
+class _Tape:
+    """A rank's tensors coming and going, phase by phase."""
+
+    def __init__(self, inputs: Inputs, parts: list[Held], expandable: bool) -> None:
+        self._inputs = inputs
+        self._units = _units(inputs)
+        self._numels = [tensor.numel for tensor in inputs.trained_tensors]
+        self._allocator = Allocator(expandable)
+        self._blocks: dict[tuple[str, int], list[Block]] = {}
+        self._layers: list[list[Block]] = []
+        self._now: _Pieces = {}
+        layered = {f"activations: {name}" for name in _IN_LAYERS}
+        self._layer = self._one_layer([p for p in parts if p.component in layered])
+        self._again = self._one_layer(
+            [p for p in parts if p.component in _OF_A_LAYER and "backward_first" in p.phases], 1
+        )
+        others = [p for p in parts if p.component not in layered]
+        self._of_phase = {name: self._pieces(others, name) for name in PHASES}
+        self._late = {
+            part.component
+            for part in parts
+            if part.component == "moments" and "built" not in part.phases
+        }
+
+    def played(self) -> int:
+        """Return the bytes reserved after all of it."""
+        self._reach("build")
+        self._reach("built")
+        for step in (1, 2):
+            for _ in range(min(2, self._inputs.grad_accum)):
+                for name in _MICRO_BATCH:
+                    self._reach(name, self._late if step == 1 else ())
+            for name in _BOUNDARY:
+                early = step == 1 and name not in ("step", "between_steps")
+                self._reach(name, self._late if early else ())
+        self._reach("evaluation")
+        return self._allocator.reserved
+
+    def _reach(self, phase: str, missing: Collection[str] = ()) -> None:
+        """Free what the phase lacks, then allocate what it adds."""
+        if phase == "backward_last":
+            self._leave_layers()
+        phases = self._of_phase[phase].items()
+        there = {name: sizes for name, sizes in phases if name not in missing}
+        for name in [*self._now]:
+            gone = self._now[name] - there.get(name, Counter())
+            for size, count in gone.items():
+                blocks = self._blocks[name, size]
+                for _ in range(count):
+                    self._allocator.free(blocks.pop())
+        if phase == "reduce":
+            self._drop_layers(0)
+        for name, sizes in there.items():
+            new = sizes - self._now.get(name, Counter())
+            for size, count in new.items():
+                blocks = self._blocks.setdefault((name, size), [])
+                for _ in range(count):
+                    blocks.append(self._allocator.allocate(size, self._stream(name)))
+        self._now = there
+        if phase == "forward":
+            self._enter_layers()
+
+    def _enter_layers(self) -> None:
+        """Run the layers forward: temporaries, results among them, temporaries gone."""
+        self._drop_layers(0)
+        run, temporaries = self._inputs, self._units["forward temporaries"]
+        for index in range(run.shape.num_layers * run.in_flight):
+            layer = run.first_layer + index % run.shape.num_layers
+            between = temporaries if is_checkpointed(run.checkpointing, layer) else ()
+            blocks = [self._allocator.allocate(size) for size in between if size]
+            self._layers.append([self._allocator.allocate(size) for size in self._layer])
+            for block in blocks:
+                self._allocator.free(block)
+
+    def _leave_layers(self) -> None:
+        """Run the layers backward, down to the first."""
+        while len(self._layers) > 1:
+            blocks = [self._allocator.allocate(size) for size in self._again]
+            for block in blocks:
+                self._allocator.free(block)
+            self._drop_layers(len(self._layers) - 1)
+
+    def _drop_layers(self, count: int) -> None:
+        while len(self._layers) > count:
+            for block in self._layers.pop():
+                self._allocator.free(block)
+
+    def _one_layer(self, parts: Iterable[Held], count: int = 0) -> list[int]:
+        """Return the sizes of the tensors of one of the layers that have `parts` in all."""
+        layers = count or max(1, self._inputs.shape.num_layers * self._inputs.in_flight)
+        kept = [p for p in parts if "loss" in p.phases or "backward_first" in p.phases]
+        return [size for p in kept for size in self._cut(p.component, p.bytes // layers) if size]
+
+    def _stream(self, component: str) -> str:
+        overlaps = self._inputs.zero.overlap_comm
+        if component in _GATHERED and overlaps:
+            return "gathers"
+        return "reductions" if component in _REDUCED and overlaps else ""
+
+    def _pieces(self, parts: Iterable[Held], phase: str) -> _Pieces:
+        pieces: _Pieces = {}
+        for part in parts:
+            if phase in part.phases and part.bytes:
+                sizes = pieces.setdefault(part.component, Counter())
+                sizes.update(self._cut(part.component, part.bytes))
+        return pieces
+
+    def _cut(self, component: str, size: int) -> Iterator[int]:
+        """Yield the sizes of tensors that together have `size` bytes."""
+        by_tensor = component == WHOLE_MODEL
+        if by_tensor or (component == "gradients" and self._inputs.zero.stage < 3):
+            each = size / max(1, sum(self._numels))
+            yield from (max(_LEAST_PIECE, int(each * numel)) for numel in self._numels)
+            return
+        units = self._units.get(component, (size,))
+        smallest = max(_LEAST_PIECE, size // _MOST_PIECES)
+        while size > 0:
+            for unit in units:
+                piece = min(max(unit, smallest), size)
+                if piece > 0:
+                    yield piece
+                size -= piece
+
+
+def _units(inputs: Inputs) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the tensors that a component is made of, repeated in this order."""
+    shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
+    stream, queries = e * shape.hidden_size * tokens, e * shape.q_size * tokens
+    width = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
+    wide = e * width * -(-tokens // inputs.mlp_tiles)
+    chunk = min(inputs.chunk or shape.vocab_size, shape.vocab_size)
+    fp32_stream = FP32 * shape.hidden_size * tokens
+    largest = max((max(t.numel for t in layer) for layer in shape.body.layers), default=1)
+    return {
+        "activations: mlp": (wide,),
+        "activations: norms": (fp32_stream, stream, stream),
+        "activations: attention": (queries,),
+        "activations: layers": (stream,),
+        "activations: layer inputs": (stream,),
+        "activations: kept results": (queries, wide),
+        "activations: head": (fp32_stream, stream),
+        "recomputed layer": (wide, wide, wide, fp32_stream, stream, queries),
+        "backward temporaries": (wide,),
+        # Gate's activation, up and product, and the stream before and after the MLP.
+        "forward temporaries": (stream, wide, wide, wide, stream),
+        "MLP tile": (wide,),
+        "logits and loss": (FP32 * chunk * tokens,),
+        "gathered parameters": (e * largest,),
+        "prefetch copy": (e * largest,),
+    }

@@ -1,0 +1,1 @@
+"""The time of a step, counted from the same inputs as its memory."""

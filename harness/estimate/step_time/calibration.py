@@ -1,0 +1,121 @@
+"""Rates of a site, refitted to steps that it has measured.
+
+The numbers of the machine that a step rests on are multiplied until estimates are as near as they
+can be: the median run decides, not one that was disturbed. Each factor stays near 1 unless several
+runs ask for it, so that few runs change few numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness.estimate.hardware import GPUS, Precision
+from harness.estimate.inputs import Inputs
+from harness.estimate.step_time.machine import (
+    FITTED,
+    Machine,
+    cpu_machine,
+    other_machine,
+    refined,
+)
+from harness.estimate.step_time.step import estimate_time
+
+_NEAR = 0.002
+"""Cost of a factor of e, beside a run's error of 1."""
+_STEPS = (0.8, 0.4, 0.2, 0.1, 0.05, 0.02)
+"""Changes of a factor's logarithm that are tried, until none makes the estimates nearer."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run, and the seconds of its step."""
+
+    inputs: Inputs
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Site:
+    """Numbers of a machine, multiplied by what a site's runs ask for."""
+
+    gpu: str | None
+    """Its key in gpus.toml; None where ranks compute on the CPU."""
+    precision: Precision
+    cores: int
+    """Of a node, where ranks compute on the CPU."""
+    factors: dict[str, float]
+    runs: int
+    median_error: float
+    """Of the runs that it was fitted to."""
+
+    def problem(self, gpu: str | None, precision: Precision) -> str | None:
+        """Return why its rates are not those of such ranks; None if they are."""
+        return other_machine((self.gpu, self.precision), (gpu, precision))
+
+    def machine(self, like: Machine | None, ranks_per_node: int) -> Machine:
+        """Return the site's machine, for runs of which it has no `problem`. `like`: its GPUs as the
+        tables have them; None for ranks on the CPU.
+        """
+        return refined(like or cpu_machine(ranks_per_node, self.cores), self.factors)
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read` takes."""
+        path.write_text(json.dumps({"site": asdict(self)}, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Site:
+        """Return the site of a file. Raises ValueError for anything else."""
+        try:
+            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["site"]
+            site = cls(**values)
+            factors = {name: float(factor) for name, factor in site.factors.items()}
+            refined(cpu_machine(1, 1), factors)
+            if site.gpu not in GPUS and (site.gpu is not None or site.cores < 1):
+                raise ValueError(f"no such machine: GPU {site.gpu}, {site.cores} cores")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: no rates of a site: {error}") from None
+        return site
+
+
+def calibrated(runs: Sequence[Measured], machine_of: Mapping[int, Machine], cores: int) -> Site:
+    """Return the site of measured runs, all on such GPUs (or CPUs) and in such a precision as the
+    first. `machine_of`: the machine by ranks of a node.
+    """
+    first = next(iter(machine_of.values()))
+    logs = {name: 0.0 for name in FITTED if getattr(first, name)}  # a multiple of 0 is 0
+
+    def errors(logs: Mapping[str, float]) -> list[float]:
+        factors = {name: exp(value) for name, value in logs.items() if value}
+        machines = {ranks: refined(machine, factors) for ranks, machine in machine_of.items()}
+        return [
+            log(estimate_time(run.inputs, machines[run.inputs.gpus_per_node]).seconds / run.seconds)
+            for run in runs
+        ]
+
+    def cost(logs: Mapping[str, float]) -> float:
+        far = sum(
+            map(abs, errors(logs))
+        )  # not squared: like a median, a fit then ignores a few runs that are far off
+        return far + _NEAR * sum(value * value for value in logs.values())
+
+    least = cost(logs)
+    for step in _STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for name in logs:
+                for change in (step, -step):
+                    tried = {**logs, name: logs[name] + change}
+                    if (there := cost(tried)) < least - 1e-6:
+                        logs, least, improved = tried, there, True
+                        break
+    factors = {name: round(exp(value), 6) for name, value in logs.items() if value}
+    error = median(abs(exp(each) - 1) for each in errors(logs))
+    run = runs[0].inputs
+    return Site(run.gpu, run.precision, cores, factors, len(runs), round(error, 4))

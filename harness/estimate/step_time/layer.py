@@ -1,0 +1,173 @@
+"""Seconds of one micro-batch in the parts of a model, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.estimate.inputs import Inputs
+from harness.estimate.layer_bytes import layer_activations
+from harness.estimate.step_time.machine import Machine
+from harness.estimate.step_time.products import product_seconds
+from harness.layout.attentions import ATTENTIONS
+from harness.layout.tensors import Tensor
+
+FORWARD_PASSES = 1.9
+"""Times that the forward pass moves the bytes that it saves: written once, read by the next
+operation, and what is not saved."""
+BACKWARD_PASSES = 3.1
+"""Times that the backward pass moves them: read with a gradient as large, which is written."""
+RMS_NORM_BYTES = (26, 52)
+"""Bytes moved for each element of an RMSNorm that is no kernel of its own, forward and backward,
+beside those of what it saves: written out, it is cast to fp32, squared, averaged, multiplied, cast
+back and multiplied, 36 bytes forward and twice that backward, of which the passes count 10 and 20.
+Runs with and without such a kernel (arXiv 2311.05610, torchtitan) are 8 to 14 % apart."""
+FUSED = 0.67
+"""Share of these passes that is left where layers are compiled."""
+ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward pass, times the forward pass: five products for two
+(arXiv 2307.08691, section 3.1.2)."""
+LOGIT_BYTES = 26
+"""Bytes moved for each logit: cast to fp32, log-softmax, its gradient, cast back."""
+LAUNCH_SECONDS = 3.0e-4
+"""Of the host for a layer's forward pass; as much again and a half for the backward pass."""
+FUSED_LAUNCH = 0.4
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a GPU that a part of the model takes for a micro-batch."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elements: float = 0.0
+    launches: float = 0.0
+    """Beyond the GPU's own work: the host launches kernels more slowly than they run."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return self.products + self.attention + self.elements + self.launches
+
+    def times(self, factor: float) -> Seconds:
+        """Return the seconds of so many such passes."""
+        return Seconds(
+            self.products * factor,
+            self.attention * factor,
+            self.elements * factor,
+            self.launches * factor,
+        )
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.elements + other.elements,
+            self.launches + other.launches,
+        )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of the forward pass, of the backward pass, and of what that computes again."""
+
+    forward: Seconds
+    backward: Seconds
+    again: Seconds = Seconds()
+
+    def times(self, factor: float) -> Passes:
+        """Return the seconds of so many such parts."""
+        return Passes(*(seconds.times(factor) for seconds in vars(self).values()))
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(
+            self.forward + other.forward, self.backward + other.backward, self.again + other.again
+        )
+
+
+def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
+    """Return the seconds of decoder layer `index` of what `inputs` has here, without what is
+    computed again: that is the caller's, who knows which layers do so.
+    """
+    tensors = inputs.shape.body.layers[index]
+    products = _experts(inputs, tensors, machine) + sum(
+        product_seconds(inputs.tokens, *_sides(tensor), inputs.element_bytes, machine)
+        for tensor in tensors
+        if len(tensor.shape) == 2 and tensor.kind != "experts"
+    )
+    attention = _attention(inputs, index) / (machine.peak_flops * machine.attention)
+    moved = layer_activations(inputs, index).total / machine.memory_rate
+    moved *= FUSED if inputs.compiled else 1.0
+    norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
+    launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
+    forward = Seconds(products, attention, moved * FORWARD_PASSES + norms * RMS_NORM_BYTES[0])
+    backward = Seconds(
+        _backward_products(inputs) * products,
+        ATTENTION_BACKWARD * attention,
+        moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1],
+    )
+    return Passes(_launched(forward, launch, machine), _launched(backward, 1.5 * launch, machine))
+
+
+def head_passes(inputs: Inputs, machine: Machine) -> Passes:
+    """Return the seconds of the output layer and the loss."""
+    vocabulary, hidden = inputs.shape.vocab_size, inputs.shape.hidden_size
+    product = product_seconds(inputs.tokens, vocabulary, hidden, inputs.element_bytes, machine)
+    moved = LOGIT_BYTES * vocabulary * inputs.tokens / machine.memory_rate
+    again = Seconds(product) if inputs.chunk else Seconds()
+    backward = Seconds(_backward_products(inputs) * product, elements=moved / 2)
+    return Passes(Seconds(product, elements=moved / 2), backward, again)
+
+
+def _written_out(inputs: Inputs, tensors: tuple[Tensor, ...]) -> int:
+    """Return the elements of a token in a layer's RMSNorms that have no kernel of their own."""
+    if inputs.fused or inputs.shape.family.layer_norm:
+        return 0
+    hidden = inputs.shape.hidden_size
+    return sum(hidden for t in tensors if t.kind == "norm" and t.shape == (hidden,))
+
+
+def _backward_products(inputs: Inputs) -> int:
+    """Products of the backward pass for one of the forward pass: the gradients of inputs and of
+    weights, which frozen ones beside adapters have not.
+    """
+    return 2 if inputs.adapters is None else 1
+
+
+def _launched(seconds: Seconds, launch: float, machine: Machine) -> Seconds:
+    shown = launch if not machine.is_asynchronous else max(0.0, launch - seconds.total)
+    return Seconds(seconds.products, seconds.attention, seconds.elements, shown)
+
+
+def _sides(tensor: Tensor) -> tuple[int, int]:
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _experts(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> float:
+    """Return the seconds of the experts of a layer here, of which each gets as many tokens."""
+    elements = sum(tensor.numel for tensor in tensors if tensor.kind == "experts")
+    if not elements:
+        return 0.0
+    shape, ranks = inputs.shape, inputs.grid.expert
+    here = max(1, shape.num_experts // ranks)
+    rows = inputs.tokens * shape.experts_per_token / here
+    each = product_seconds(
+        rows, shape.expert_size, shape.hidden_size, inputs.element_bytes, machine
+    )
+    matrices = elements / (here * shape.expert_size * shape.hidden_size)
+    return here * matrices * each
+
+
+def _attention(inputs: Inputs, index: int) -> float:
+    """Return the operations of a layer's attention in the forward pass of a micro-batch.
+
+    A token sees half of the sequence on average, and no more than a sliding window; with divided
+    rows a rank has its heads of all tokens.
+    """
+    window = inputs.shape.sliding_windows[index] if inputs.shape.sliding_windows else None
+    sizes = dict(inputs.attention_sizes)
+    context = ATTENTIONS[inputs.attention].keys(sizes, inputs.seq_len / 2)
+    if inputs.attention == "eager" or (inputs.document_mask and inputs.attention == "sdpa"):
+        context = inputs.seq_len  # a mask is applied, nothing is left out
+    if window is not None:
+        context = min(context, window)
+    return 4.0 * inputs.tokens * context * inputs.shape.q_size

@@ -1,0 +1,173 @@
+"""The machine that a step runs on: how fast its GPUs, links and hosts really are."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.estimate.hardware import GPUS, Precision, find_gpu
+
+RateEvidence = Literal["measured", "fitted", "read", "guessed"]
+_RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one GPU, of the links between GPUs, and of the host's share for each GPU."""
+
+    peak_flops: float
+    """Dense matrix products in the model's precision, a second."""
+    products: float
+    """Share of the peak that large matrix products reach."""
+    attention: float
+    """Share of the peak that fused attention reaches."""
+    memory_rate: float
+    """Bytes of GPU memory that operations on elements read and write a second."""
+    multiprocessors: int
+    link_rate: float
+    """Bytes a second that a collective moves between GPUs of a node, one direction."""
+    network_rate: float
+    """Bytes a second of a node's network for each of its GPUs, one direction."""
+    watts: float
+    gpus_per_node: int
+    evidence: RateEvidence
+    link_latency: float = 2e-6
+    """Seconds of one step of a collective within a node."""
+    network_latency: float = 8e-6
+    """Seconds of one step of a collective between nodes."""
+    host_memory_rate: float = 20e9
+    """Bytes of host memory a second for each GPU: 8 of them share two sockets' 200 GB/s or so."""
+    host_link_rate: float = 20e9
+    """Bytes a second between a GPU and its host: PCIe 4.0 x16, of whose 32 GB/s 20 are reached."""
+    nvme_rate: float = 2e9
+    """Bytes a second to or from a node's drives for each GPU."""
+    launch_scale: float = 1.0
+    """Seconds of the host to launch a layer's kernels, in units of a usual host's."""
+    step_seconds: float = 0.0
+    """Seconds of the host for each step, whatever the layout."""
+    gathered_layer_seconds: float = 0.0
+    """Seconds of the host for each layer that ZeRO 3 gathers or reduces."""
+    is_asynchronous: bool = True
+    """True if the device computes while the host goes on and collectives move."""
+
+
+def machine_of(
+    gpu: str,
+    gpus_per_node: int,
+    precision: Precision,
+    network_gb_per_s: float | None = None,
+) -> Machine:
+    """Return the machine of GPUs by name. Raises ValueError for a GPU that is not known.
+
+    `network_gb_per_s`: of one GPU's share of its node's network, 10**9 bytes in one direction.
+    """
+    device = find_gpu(gpu)
+    key = next(key for key, each in GPUS.items() if each is device)
+    rates = rates_of(key)
+    link = device.link_gb_per_s / 2 * rates["links"]
+    network = rates["network_gb_per_s"] if network_gb_per_s is None else network_gb_per_s
+    return Machine(
+        peak_flops=device.peak_tflops(precision) * 1e12,
+        products=rates["products"],
+        attention=rates["attention"],
+        memory_rate=rates["hbm_gb_per_s"] * rates["streaming"] * 1e9,
+        multiprocessors=rates["multiprocessors"],
+        link_rate=link * 1e9,
+        network_rate=network * NETWORK_REACHED * 1e9,
+        watts=rates["watts"],
+        gpus_per_node=gpus_per_node,
+        evidence=rates["evidence"],
+    )
+
+
+def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
+    """Return the machine with the rates that `tools/preflight.py --json` measured on it: "rates".
+
+    Raises ValueError for what is none.
+    """
+    try:
+        products, nodes = float(rates["matmul_tflops"]) * 1e12, int(rates["nodes"])
+        ring = float(rates["all_reduce_gb_per_s"] or 0.0) * 1e9
+        link = float(rates["within_node_gb_per_s"] or 0.0) * 1e9
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no rates of preflight.py --json: {error!r}") from None
+    if not (products > 0 and nodes > 0 and min(ring, link) >= 0):
+        raise ValueError(f"rates that cannot be: {dict(rates)}")
+    if nodes == 1:
+        link = ring or link
+    network = ring / machine.gpus_per_node if nodes > 1 else 0.0
+    return replace(
+        machine,
+        products=min(1.0, products / machine.peak_flops),
+        link_rate=link or machine.link_rate,
+        network_rate=network or machine.network_rate,
+        evidence="measured",
+    )
+
+
+def other_machine(
+    measured_on: tuple[str | None, str], planned: tuple[str | None, str]
+) -> str | None:
+    """Return why rates of one kind of machine are not another's; None if they are. Each is a GPU,
+    None for ranks on the CPU, and a precision.
+    """
+    if measured_on == planned:
+        return None
+    own, other = (f"{gpu or 'cpu'} in {precision}" for gpu, precision in (measured_on, planned))
+    return f"its rates were measured on {own}, and this is {other}"
+
+
+def cpu_machine(ranks: int, cores: int) -> Machine:
+    """Return a machine whose ranks compute on the CPU, a thread each: guesses, to be fitted to a
+    site's own runs (calibration.py).
+    """
+    share = min(1.0, cores / ranks)
+    return Machine(
+        peak_flops=1e11 * share,
+        products=0.5,
+        attention=0.3,
+        memory_rate=5e9 * share,
+        multiprocessors=1,
+        link_rate=1e9 * share,
+        network_rate=1e9 * share,
+        watts=20.0,
+        gpus_per_node=ranks,
+        evidence="guessed",
+        link_latency=2e-4 / share,
+        network_latency=2e-4 / share,
+        host_memory_rate=5e9 * share,
+        host_link_rate=5e9 * share,
+        launch_scale=10.0 / share,
+        step_seconds=5e-3 / share,
+        gathered_layer_seconds=2e-3 / share,
+        is_asynchronous=False,
+    )
+
+
+def refined(machine: Machine, factors: Mapping[str, float]) -> Machine:
+    """Return the machine with some of its numbers multiplied. Raises ValueError for others."""
+    unknown = {*factors} - {*FITTED}
+    if unknown or not all(0 < factor < float("inf") for factor in factors.values()):
+        raise ValueError(f"factors that are none of {', '.join(FITTED)}: {dict(factors)}")
+    changes = {name: getattr(machine, name) * factor for name, factor in factors.items()}
+    return replace(machine, evidence="measured", **changes)
+
+
+FITTED = (
+    *("products", "attention", "memory_rate", "link_rate", "link_latency", "network_rate"),
+    *("host_memory_rate", "host_link_rate", "launch_scale", "step_seconds"),
+    "gathered_layer_seconds",
+)
+"""Numbers that a site's runs refit."""
+NETWORK_REACHED = 0.8
+"""Share of a network's rate that collectives reach."""
+
+
+def rates_of(key: str) -> dict[str, Any]:
+    """Return the rates of a GPU, with those that it has like another's."""
+    own = dict(_RATES.get(key, {}))
+    like = own.pop("like", None)
+    return {**(rates_of(like) if like else _RATES["default"]), **own}

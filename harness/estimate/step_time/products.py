@@ -1,0 +1,26 @@
+"""Seconds of a matrix product: its operations, in whole tiles, or the bytes that it moves."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from harness.estimate.step_time.machine import Machine
+
+TILE = 128
+"""Rows and columns of the part of a result that one multiprocessor computes at a time."""
+
+
+def product_seconds(
+    rows: float, columns: int, depth: int, element_bytes: int, machine: Machine
+) -> float:
+    """Return the seconds of (rows x depth) @ (depth x columns).
+
+    Multiprocessors compute tiles in waves, of which the last may be partly empty (NVIDIA, "Matrix
+    Multiplication Background User's Guide", sections 3 and 4); a small product takes as long as
+    its operands take to be read and its result to be written.
+    """
+    tiles = ceil(rows / TILE) * ceil(columns / TILE)
+    waves = ceil(tiles / machine.multiprocessors)
+    flops = 2 * waves * machine.multiprocessors * TILE * TILE * depth
+    moved = element_bytes * (rows * columns + rows * depth + columns * depth)
+    return max(flops / (machine.peak_flops * machine.products), moved / machine.memory_rate)

@@ -1,0 +1,205 @@
+"""A step as a timeline of the rank that takes longest, and which term rules it.
+
+seconds = micro-batches x (forward + backward + again + exchanges) + fill of the pipeline
+          + reduction of gradients + optimizer + gathering of weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from harness.estimate.inputs import Inputs
+from harness.estimate.step_time.exchanges import (
+    OVERLAPPED,
+    Reductions,
+    exchanges,
+    hidden,
+    reductions,
+)
+from harness.estimate.step_time.layer import Passes, Seconds, head_passes, layer_passes
+from harness.estimate.step_time.machine import Machine
+from harness.estimate.step_time.optimizer import optimizer_seconds
+from harness.layout.recompute import is_checkpointed, runs_again
+from harness.layout.shape import flops_per_token
+
+TERMS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elements": "operations on elements",
+    "launches": "launches by the host",
+    "again": "computed again",
+    "tensor": "sums over tensor ranks",
+    "sequence": "exchanges of rows and heads",
+    "expert": "tokens to experts and back",
+    "stages": "between pipeline stages",
+    "weights": "weights gathered",
+    "gradients": "gradients reduced",
+    "optimizer": "optimizer",
+    "bubble": "waiting for other stages",
+    "host": "the host's own",
+}
+"""Terms of a step, and what they are called."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step, on the pipeline stage that takes longest."""
+
+    inputs: Inputs
+    machine: Machine
+    terms: dict[str, float]
+    """Seconds by key of TERMS, of what nothing else hides."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.terms.values())
+
+    @property
+    def bound(self) -> str:
+        """The term that takes most."""
+        return max(self.terms, key=lambda term: self.terms[term])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all ranks."""
+        run = self.inputs
+        return run.micro_batch * run.grad_accum * run.grid.data * run.seq_len
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens a second of one GPU."""
+        return self.tokens / self.seconds / self.inputs.grid.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation (layout/shape.py: flops_per_token)."""
+        flops = flops_per_token(self.inputs.shape, self.inputs.seq_len)
+        return flops * self.tokens_per_s_per_gpu / self.machine.peak_flops
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values under stable keys; seconds and tokens."""
+        return {
+            "step_time_s": round(self.seconds, 4),
+            "tokens_per_s_per_gpu": round(self.tokens_per_s_per_gpu, 2),
+            "mfu": round(self.mfu, 4),
+            "bound": TERMS[self.bound],
+            "terms_s": {TERMS[k]: round(v, 4) for k, v in self.terms.items() if v},
+            "evidence": self.machine.evidence,
+        }
+
+
+def estimate_time(inputs: Inputs, machine: Machine) -> StepTime:
+    """Return the seconds of a step of a run on such machines."""
+    stages = [
+        (computed(stage, machine), synchronised(stage, machine))
+        for stage in map(inputs.of_stage, range(inputs.grid.pipeline))
+    ]
+    terms = step_terms(stages, inputs.grad_accum, inputs.zero.overlap_comm, machine)
+    return StepTime(inputs, machine, terms)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Seconds of a micro-batch on one pipeline stage that ZeRO has no part in."""
+
+    terms: dict[str, float]
+    """By key of TERMS."""
+    passes: float
+    """Of forward and backward pass, and of what is computed again."""
+    backward: float
+    """Of the backward pass, and of what is computed again."""
+
+
+@dataclass(frozen=True)
+class Synchronised:
+    """Seconds on one pipeline stage that ZeRO and the optimizer decide, and no micro-batch."""
+
+    reductions: Reductions
+    optimizer: float
+
+
+def computed(
+    inputs: Inputs,
+    machine: Machine,
+    passes_of: Callable[[Inputs, int, Machine], Passes] = layer_passes,
+) -> Computed:
+    """Return the seconds of a micro-batch on the pipeline stage that `inputs` is.
+
+    `passes_of`: for planners, which keep layers that many runs share.
+    """
+    passes, repeated = _passes(inputs, machine, passes_of)
+    layers = inputs.shape.num_layers
+    exchanged = exchanges(inputs, machine, repeated / layers if layers else 0.0)
+    both = passes.forward + passes.backward
+    again = passes.again.total
+    terms = {**vars(both), "again": again, **vars(exchanged)}
+    return Computed(terms, both.total + again, passes.backward.total + again)
+
+
+def synchronised(inputs: Inputs, machine: Machine) -> Synchronised:
+    """Return the seconds of ZeRO and the optimizer on the pipeline stage that `inputs` is."""
+    return Synchronised(reductions(inputs, machine), optimizer_seconds(inputs, machine))
+
+
+def step_terms(
+    stages: Sequence[tuple[Computed, Synchronised]],
+    micro_batches: int,
+    overlap_comm: bool,
+    machine: Machine,
+) -> dict[str, float]:
+    """Return the seconds of a step by key of TERMS: the pipeline waits for its slowest stage."""
+    overlaps = overlap_comm and machine.is_asynchronous
+    shown = [_not_hidden(work, each.reductions, overlaps) for work, each in stages]
+    seconds = [
+        sum(work.terms.values()) + weights + gradients
+        for (work, _), (weights, gradients, _) in zip(stages, shown, strict=True)
+    ]
+    slowest = max(range(len(stages)), key=lambda stage: seconds[stage])
+    once = [
+        last + each.reductions.updated + each.optimizer
+        for (_, each), (_, _, last) in zip(stages, shown, strict=True)
+    ]
+    final = max(range(len(stages)), key=lambda stage: once[stage])
+    terms = {name: micro_batches * value for name, value in stages[slowest][0].terms.items()}
+    terms["weights"] = micro_batches * shown[slowest][0] + stages[final][1].reductions.updated
+    terms["gradients"] = micro_batches * shown[slowest][1] + shown[final][2]
+    terms["optimizer"] = stages[final][1].optimizer
+    terms["host"] = machine.step_seconds
+    terms["bubble"] = sum(seconds) - seconds[slowest]
+    return {name: terms[name] for name in TERMS}
+
+
+def _not_hidden(work: Computed, of: Reductions, overlaps: bool) -> tuple[float, float, float]:
+    """Return the seconds of gathered weights, of gradients as they come, and of those at the end,
+    that nothing hides: ZeRO 3 gathers ahead, and reduction overlaps where overlap_comm is on.
+    """
+    if not overlaps:
+        return of.weights, of.gradients, of.last
+    if of.weights:
+        together = hidden(of.weights + of.gradients, work.passes)
+        share = of.weights / (of.weights + of.gradients)
+        return share * together, (1 - share) * together, of.last
+    return 0.0, hidden(of.gradients, work.backward), hidden(of.last, OVERLAPPED * work.backward)
+
+
+def _passes(
+    inputs: Inputs, machine: Machine, passes_of: Callable[[Inputs, int, Machine], Passes]
+) -> tuple[Passes, int]:
+    """Return the seconds of a stage's layers and head, and how many layers run again."""
+    way, total, repeated = inputs.checkpointing, Passes(Seconds(), Seconds()), 0
+    for layers in inputs.layers_alike:
+        passes, count = passes_of(inputs, layers[0], machine), len(layers)
+        layer = inputs.first_layer + layers[0]
+        again = Seconds()
+        if runs_again(way, layer):
+            again, repeated = passes.forward, repeated + count
+        elif is_checkpointed(way, layer):  # all but what is costly
+            again = Seconds(elements=passes.forward.elements)
+        total += Passes(passes.forward, passes.backward, again).times(count)
+    if inputs.has_head:
+        total += head_passes(inputs, machine)
+    return total, repeated

@@ -1,0 +1,111 @@
+"""Rows of Parquet and Arrow files, read with pyarrow, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.files.compressed import why_no_pyarrow
+from harness.files.data_format import BadLines
+
+_ROWS_AT_ONCE = 1024
+
+
+def batches_of(file: Path, groups: Sequence[int] | None = None) -> Iterator[Any]:
+    """Yield a file's record batches: Parquet, an Arrow stream (as `datasets` writes) or file.
+
+    `groups`: the row groups of a Parquet file that are read. Raises OSError or
+    pyarrow.ArrowInvalid, a ValueError.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    if file.suffix.lower() == ".parquet":
+        with parquet.ParquetFile(file) as table:
+            yield from table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups)
+        return
+    with pyarrow.OSFile(str(file)) as source:
+        if source.read(6) == b"ARROW1":
+            opened = pyarrow.ipc.open_file(source)
+            yield from (opened.get_batch(n) for n in range(opened.num_record_batches))
+            return
+        source.seek(0)
+        yield from pyarrow.ipc.open_stream(source)
+
+
+def unreadable() -> tuple[type[Exception], ...]:
+    """Return what pyarrow raises for damaged files, and for values that Python cannot hold."""
+    import pyarrow
+
+    return (pyarrow.ArrowException, OSError, ValueError, OverflowError)
+
+
+def records_of(
+    file: Path, bad_lines: BadLines, groups: Sequence[int] | None = None, rows_before: int = 0
+) -> Iterator[tuple[int, object]]:
+    """Yield (row, record), from row 1; a damaged file is named with the row it can be read to.
+
+    `groups`: those of a Parquet file that are read, which has so many rows before them.
+    """
+    number = rows_before
+    try:
+        for batch in batches_of(file, groups):
+            for first in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                for row in batch.slice(first, _ROWS_AT_ONCE).to_pylist():
+                    number += 1
+                    yield number, _without_null(row)
+    except unreadable() as error:
+        message = " ".join(str(error).split())
+        bad_lines.add(file, f"it is damaged or truncated after row {number}: {message}")
+
+
+def count_rows(file: Path, most_bytes: int) -> tuple[int, int]:
+    """Return the number of rows, of a damaged file those before; a .parquet says it at its end."""
+    if file.suffix.lower() == ".parquet":
+        from pyarrow import parquet
+
+        try:
+            return int(parquet.read_metadata(file).num_rows), most_bytes
+        except unreadable():
+            return 0, most_bytes
+    count = 0
+    try:
+        for batch in batches_of(file):
+            count, most_bytes = count + batch.num_rows, most_bytes - batch.nbytes
+            if most_bytes <= 0:
+                return count, 0
+    except unreadable():
+        pass  # who reads the rows names the damage
+    return count, most_bytes
+
+
+def excerpt_of(file: Path, most_bytes: int) -> bytes:
+    """Return the content of a file of the same kind with the first rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    batch = next(batches_of(file))
+    rows = max(1, min(batch.num_rows, batch.num_rows * most_bytes // max(1, batch.nbytes)))
+    table = pyarrow.Table.from_batches([batch.slice(0, rows)])
+    sink = pyarrow.BufferOutputStream()
+    if file.suffix.lower() == ".parquet":
+        parquet.write_table(table, sink)
+    else:
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def why_not(file: Path, is_named: bool) -> str:
+    """Return why a file cannot be read: pyarrow is missing."""
+    return why_no_pyarrow()
+
+
+def _without_null(value: Any) -> Any:
+    """Return a row without nulls in its objects: all rows of a column have the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_null(item) for item in value]
+    return value

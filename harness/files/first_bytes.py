@@ -1,0 +1,67 @@
+"""The beginning of a file: is it text, and which lines does it begin with?"""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+from harness.errors import Unusable
+from harness.files.advice import by_first_bytes
+
+_HEAD_BYTES = 4096
+
+
+def why_not_text(file: Path) -> str:
+    """Return why the first bytes of a file are no UTF-8, and advice; "" if they are."""
+    head = _head(file)
+    return "" if _is_text(head) else by_first_bytes(head)
+
+
+def why_not_utf_8(file: Path) -> str:
+    """Return the likely kind of a file that cannot be decoded, and advice."""
+    return by_first_bytes(_head(file))
+
+
+def first_line(file: Path, most_bytes: int = _HEAD_BYTES) -> str:
+    """Return the first nonblank line in a file's first bytes. Raises Unusable if not UTF-8."""
+    head = _head(file, most_bytes)
+    if not _is_text(head):
+        raise Unusable(f"cannot read {file}: it {why_not_utf_8(file)}")
+    lines = head.decode("utf-8-sig", errors="ignore").split("\n")  # the last one may be cut
+    return next((line.strip() for line in lines if line.strip()), "")
+
+
+def count_lines(file: Path, most_bytes: int) -> tuple[int, int]:
+    """Return the number of nonblank lines in the first `most_bytes` of a file, and bytes left."""
+    count = 0
+    with file.open("rb") as lines:
+        while most_bytes and (line := lines.readline(most_bytes)):
+            most_bytes -= len(line)
+            count += bool(line.strip())
+    return count, most_bytes
+
+
+def first_lines(file: Path, most_bytes: int) -> bytes:
+    """Return whole lines of about `most_bytes`, at least one."""
+    lines: list[bytes] = []
+    with file.open("rb") as opened:
+        for line in opened:
+            lines.append(line)
+            most_bytes -= len(line)
+            if most_bytes <= 0:
+                break
+    return b"".join(lines)
+
+
+def _head(file: Path, most_bytes: int = _HEAD_BYTES) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(most_bytes)
+
+
+def _is_text(head: bytes) -> bool:
+    """Return True if the first bytes of a file are UTF-8; the last character may be cut."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head

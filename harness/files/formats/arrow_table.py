@@ -1,0 +1,15 @@
+"""Arrow, as datasets.save_to_disk writes it: each row is a record."""
+
+from __future__ import annotations
+
+from harness.files.arrow_rows import count_rows, excerpt_of, records_of, why_not
+from harness.files.data_format import DataFormat
+
+FORMAT = DataFormat(
+    name="arrow",
+    suffixes=frozenset({".arrow", ".feather"}),
+    records=records_of,
+    count=count_rows,
+    why_not=why_not,
+    excerpt=excerpt_of,
+)

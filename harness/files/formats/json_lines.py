@@ -1,0 +1,194 @@
+"""JSON: a record per line, or the elements of an array; also as .gz and .zst."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from harness.errors import Unusable
+from harness.files.advice import NO_UTF_8
+from harness.files.compressed import DAMAGED, compressed, open_bytes, why_no_pyarrow
+from harness.files.data_format import BadLines, DataFormat
+from harness.files.first_bytes import first_line, why_not_text, why_not_utf_8
+
+_MOST_LINE_BYTES = 1 << 24  # of a first line, to see whether it is JSON
+_HEAD_BYTES, _BLOCK_CHARS, _COUNTED_BYTES = 1 << 16, 1 << 20, 1 << 24
+_BETWEEN = re.compile(r"[\s,]*")  # before, between and behind the elements of an array
+_OTHER_JSON = (
+    "is JSON, but neither an array nor one object a line: jq -c . FILE > NEW.jsonl writes its "
+    "objects as lines"
+)
+
+
+def _records(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, object]]:
+    try:
+        yield from _elements(file) if _is_array(file) else _lines(file, bad_lines)
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        bad_lines.add(file, f"it is no whole JSON array: {error}")
+    except RecursionError:
+        bad_lines.add(file, "it is JSON that is nested too deeply")
+    except DAMAGED as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        bad_lines.add(file, f"it is damaged or truncated: {error}")
+
+
+def _lines(
+    file: Path, bad_lines: BadLines, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[int, object]]:
+    with open_bytes(file) as opened:
+        for number, line in enumerate(_lines_between(opened, start, stop), 1):
+            is_first = number == 1 and not start
+            text = line.removeprefix(codecs.BOM_UTF8).strip() if is_first else line.strip()
+            if not text:
+                continue
+            try:
+                record = json.loads(text.decode())
+            except UnicodeDecodeError as error:
+                if is_first and (why := why_not_utf_8(file)) != NO_UTF_8:
+                    return bad_lines.add(file, f"it {why}")
+                problem = str(error)
+            except json.JSONDecodeError as error:
+                problem = f"is no JSON: {error.msg} at column {error.colno}"
+            except RecursionError:
+                problem = "is JSON that is nested too deeply"
+            except ValueError as error:  # an integer of thousands of digits
+                problem = str(error)
+            else:
+                yield number, record
+                continue
+            bad_lines.seen += 1
+            bad_lines.add(file, problem, number)
+            if bad_lines.are_enough:
+                return None
+
+
+def _lines_between(opened: IO[bytes], start: int, stop: int | None) -> Iterator[bytes]:
+    """Yield the lines whose first byte is in a range of a file, in which reading can begin anywhere
+    unless `start` is 0.
+    """
+    if stop is None and not start:
+        yield from opened
+        return
+    at = start
+    if start:  # the line that `start` is in belongs to the range before, unless it begins there
+        opened.seek(start - 1)
+        at = start - 1 + len(opened.readline())
+    while (stop is None or at < stop) and (line := opened.readline()):
+        at += len(line)
+        yield line
+
+
+def _bounds(file: Path, least_bytes: int) -> list[int]:
+    if file.suffix.lower() in (".gz", ".zst") or _is_array(file):
+        return []
+    num_bytes = file.stat().st_size
+    ranges = max(1, num_bytes // least_bytes)
+    return [num_bytes * number // ranges for number in range(ranges + 1)]
+
+
+def _lines_before(file: Path, start: int) -> int:
+    lines, last = 0, b"\n"
+    with file.open("rb") as opened:
+        while start and (block := opened.read(min(start, _COUNTED_BYTES))):
+            lines, start, last = lines + block.count(b"\n"), start - len(block), block[-1:]
+    return lines + (last != b"\n")  # the line that the range begins in belongs to the range before
+
+
+def _is_array(file: Path) -> bool:
+    names = [suffix.lower() for suffix in file.suffixes[-2:]]
+    if ".json" not in names:
+        return False
+    with open_bytes(file) as opened:
+        head = opened.read(_HEAD_BYTES)
+    return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def _elements(file: Path) -> Iterator[tuple[int, object]]:
+    """Yield the elements of an array by number, without holding the whole. Raises ValueError."""
+    decoder, number, at = json.JSONDecoder(), 0, 0
+    with open_bytes(file) as opened:
+        text = codecs.getreader("utf-8-sig")(opened)
+        unread = text.read(_HEAD_BYTES).lstrip()[1:]  # without its "["
+        while True:
+            start = _BETWEEN.match(unread, at).end()  # type: ignore[union-attr]
+            if unread[start : start + 1] == "]":
+                return
+            try:
+                element, at = decoder.raw_decode(unread, start)
+            except json.JSONDecodeError as error:
+                # At least doubles what is looked at: an element is not parsed once per block.
+                more = text.read(max(_BLOCK_CHARS, len(unread) - start))
+                if not more:
+                    raise ValueError(f"{error.msg} in element {number + 1}") from None
+                unread, at = unread[start:] + more, 0
+                continue
+            number += 1
+            yield number, element
+
+
+def _count(file: Path, most_bytes: int) -> tuple[int, int]:
+    """Return the records in the first `most_bytes`, roughly; of a damaged file, those before."""
+    count = 0
+    try:
+        if _is_array(file):
+            for _, element in _elements(file):
+                count, most_bytes = count + 1, max(0, most_bytes - len(str(element)))
+                if not most_bytes:
+                    break
+        else:
+            with open_bytes(file) as lines:
+                while most_bytes and (line := lines.readline(most_bytes)):
+                    most_bytes -= len(line)
+                    count += bool(line.strip())
+    except (ValueError, RecursionError, *DAMAGED) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+    return count, most_bytes
+
+
+def _excerpt(file: Path, most_bytes: int) -> bytes:
+    first: list[str] = []
+    for _, record in _records(file, BadLines()):
+        first.append(json.dumps(record) + "\n")
+        most_bytes -= len(first[-1])
+        if most_bytes <= 0:
+            break
+    return compressed(file, "".join(first).encode())
+
+
+def _why_not(file: Path, is_named: bool) -> str:
+    """Return why a file holds no records; of files by suffix only a .json is opened."""
+    suffix = file.suffix.lower()
+    if suffix in (".gz", ".zst"):
+        return why_no_pyarrow() if suffix == ".zst" else ""
+    if is_named:
+        return why_not_text(file)
+    if suffix != ".json" or _is_array(file):
+        return ""
+    try:
+        is_object = isinstance(json.loads(first_line(file, _MOST_LINE_BYTES)), dict)
+    except (ValueError, RecursionError, Unusable):
+        is_object = False
+    return why_not_text(file) or ("" if is_object else _OTHER_JSON)
+
+
+FORMAT = DataFormat(
+    name="jsonl",
+    suffixes=frozenset(
+        f".{name}{ending}" for name in ("jsonl", "ndjson", "json") for ending in ("", ".gz", ".zst")
+    ),
+    records=_records,
+    bounds=_bounds,
+    records_between=_lines,
+    lines_before=_lines_before,
+    count=_count,
+    why_not=_why_not,
+    excerpt=_excerpt,
+)

@@ -1,0 +1,41 @@
+"""The sample that a run keeps of what it read, in its run folder, as PREFIX.bin, .idx and masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.errors import ConfigError
+from harness.files.records import Unreadable, read_object
+
+FOLDER = "reservoir"
+TRAIN, HELD_OUT, FACTS = "train", "held_out", "facts.json"
+
+
+def kept_sample(text: str) -> Path | None:
+    """Return the folder of the sample of the run that data.rehearse names; None if it is no run.
+
+    Raises ConfigError if the run has kept none.
+    """
+    run = Path(text)
+    if (run / FOLDER / FACTS).is_file():
+        return run / FOLDER
+    if (run / "plan.json").is_file():
+        raise ConfigError(
+            f"data.rehearse is {text!r}, a run that has kept no sample of its data "
+            "(data.reservoir; kept from its first checkpoint on): name the path of its data"
+        )
+    return None
+
+
+def kept_facts(folder: Path) -> dict[str, object]:
+    """Return the facts of a kept sample. Raises ConfigError if they are damaged."""
+    try:
+        facts = read_object(folder / FACTS)
+    except (Unreadable, OSError) as error:
+        raise ConfigError(f"data.rehearse: {error}") from error
+    return facts or {}
+
+
+def masks_of(prefix: Path) -> Path:
+    """Return the file beside a .bin/.idx pair that says which of its tokens are not learned."""
+    return Path(f"{prefix}.masks.npy")

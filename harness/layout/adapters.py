@@ -1,0 +1,63 @@
+"""Adapters of low rank: what they add to a model's parameters (arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from harness.layout.shape import Shape, active_parameters, flops_per_token
+from harness.layout.tensors import Tensor
+
+NAME = "default"
+"""peft's name of the adapters, a part of their parameters' names."""
+# Kinds of tensors that modules of torch's Linear hold; experts and routers are bare parameters.
+_LINEAR = ("attention", "mlp")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model: W becomes W + scale * B A in linear maps of its decoder layers."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
+    """Last parts of the names of the linear maps; empty: all."""
+    has_magnitudes: bool = False
+    """True for DoRA (arXiv 2402.09353), which also learns the norm of each row of W + B A."""
+
+    def tensors(self, shape: Shape) -> Iterator[Tensor]:
+        """Yield the parameters of the adapters, as peft names them, in the model's order.
+
+        A (rank, inputs) and B (outputs, rank); with magnitudes a row (outputs,) before them.
+        """
+        for name, inputs, outputs in self.linear_maps(shape):
+            if self.has_magnitudes:
+                magnitudes = f"{name}.lora_magnitude_vector.{NAME}.weight"
+                yield Tensor(magnitudes, (outputs,), "adapter")
+            yield Tensor(f"{name}.lora_A.{NAME}.weight", (self.rank, inputs), "adapter")
+            yield Tensor(f"{name}.lora_B.{NAME}.weight", (outputs, self.rank), "adapter")
+
+    def linear_maps(self, shape: Shape) -> Iterator[tuple[str, int, int]]:
+        """Yield (name, inputs, outputs) of each linear map that gets an adapter."""
+        is_transposed = any(module.transposed for module in shape.family.layers)
+        for tensor in linear_weights(shape):
+            name = tensor.name.removesuffix(".weight")
+            if not self.targets or name.rpartition(".")[2] in self.targets:
+                first, second = tensor.shape
+                inputs, outputs = (first, second) if is_transposed else (second, first)
+                yield name, inputs, outputs
+
+    def flops_per_token(self, shape: Shape, seq_len: int) -> float:
+        """Floating-point operations that training spends on one token of `seq_len`, counted as
+        layout.shape counts them: frozen weights have no gradient, a third of their operations.
+        """
+        added = sum(tensor.numel for tensor in self.tensors(shape))
+        return flops_per_token(shape, seq_len) - 2 * active_parameters(shape) + 6 * added
+
+
+def linear_weights(shape: Shape) -> Iterator[Tensor]:
+    """Yield the weights of the linear maps in a model's decoder layers."""
+    for tensor in shape.tensors():
+        if not tensor.name.startswith(shape.body.layer_prefix) or len(tensor.shape) != 2:
+            continue
+        if tensor.kind in _LINEAR and tensor.name.endswith(".weight"):
+            yield tensor

@@ -1,0 +1,100 @@
+"""Expert parallelism: which experts of a layer a rank holds.
+
+Transformers' own plans (plans.json) name the parameters that have the experts in dimension 0; the
+router and shared experts are in none, and whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from harness.layout.box import Range, share_of
+from harness.layout.families import family_of
+from harness.layout.plans import expert_plan
+from harness.layout.shape import Shape
+from harness.layout.tensors import Tensor
+
+_DIVIDED, _MODULE = "grouped_gemm", "ep_dispatch_experts"
+EXPERTS = "experts"
+"""The kind of their tensors."""
+Ranges = tuple[Range, ...]
+FAMILIES = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe"),
+    *("qwen2_moe", "qwen3_moe"),
+)
+"""Those whose divided experts were compared with the undivided ones."""
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """The division of one model's experts over neighbouring data ranks."""
+
+    names: tuple[str, ...]
+    """Ends of the divided parameters' names."""
+    num_experts: int
+    """Of each layer that has any."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ExpertPlan:
+        """Return the plan of a model from its HF `config.json`; raises ValueError as `make`."""
+        model_type = str(config["model_type"])
+        values = (config.get(key) for key in family_of(model_type).size_keys("experts"))
+        return cls.make(model_type, next((v for v in values if isinstance(v, int)), 0))
+
+    @classmethod
+    def make(cls, model_type: str, num_experts: int) -> ExpertPlan:
+        """Return the plan of a family's model with so many experts.
+
+        Raises ValueError naming the family if its experts are not divided.
+        """
+        plan = expert_plan(model_type) or {}
+        if model_type not in FAMILIES or not num_experts:
+            reason = "has experts that nobody compared" if plan else "has no experts to divide"
+            raise ValueError(f"{model_type} {reason}: only {', '.join(FAMILIES)} are divided")
+        others = {style for style in plan.values() if style not in (_DIVIDED, _MODULE)}
+        if others:
+            raise ValueError(f"{model_type} has experts of unknown styles: {sorted(others)}")
+        ends = (name.removeprefix("layers.*.") for name, s in plan.items() if s == _DIVIDED)
+        return cls(tuple(sorted(ends)), num_experts)
+
+    def divides(self, name: str) -> bool:
+        """Return whether a parameter is one of the experts', by its qualified name."""
+        return any(name.endswith(f".{end}") for end in self.names)
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Ends of the names of the modules that own the experts."""
+        return frozenset(name.rpartition(".")[0] for name in self.names)
+
+    def legal(self, ranks: int) -> list[int]:
+        """Return the numbers of ranks, of so many data ranks, that can share the experts."""
+        return [n for n in range(1, ranks + 1) if not ranks % n and not self.num_experts % n]
+
+    def cut(self, name: str, shape: tuple[int, ...], place: int, places: int) -> dict[int, Ranges]:
+        """Return the ranges of each divided dimension of a parameter, as a `share.Cutter` does."""
+        if places == 1 or not self.divides(name):
+            return {}
+        return {0: share_of(shape[0], place, places)}
+
+
+@lru_cache(maxsize=64)
+def expert_shard(shape: Shape, ranks: int) -> Shape:
+    """Return the part of a model on each of `ranks` that share its experts; its router still knows
+    all of them.
+    """
+    if ranks == 1:
+        return shape
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.kind != EXPERTS:
+            return tensor
+        return replace(tensor, shape=(tensor.shape[0] // ranks, *tensor.shape[1:]))
+
+    # Layers that are alike are one object, before and after.
+    kinds = {id(layer): layer for layer in shape.body.layers}
+    parts = {kind: tuple(map(cut, layer)) for kind, layer in kinds.items()}
+    layers = tuple(parts[id(layer)] for layer in shape.body.layers)
+    return replace(shape, body=replace(shape.body, layers=layers))

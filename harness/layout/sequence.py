@@ -1,0 +1,36 @@
+"""Sequence parallelism: which numbers of ranks can divide the rows of a model's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.layout.shape import Shape
+
+
+def sequence_problems(shape: Shape, places: int, seq_len: int, tensor: int = 1) -> list[str]:
+    """Return why so many ranks cannot divide rows of `seq_len` tokens, and the numbers that can.
+
+    `shape`: the undivided model's; `tensor`: ranks that divide its heads.
+    """
+    problems = [*_problems(shape, places, seq_len, tensor)]
+    if not problems:
+        return []
+    legal = [
+        n for n in range(1, places) if not (places % n or [*_problems(shape, n, seq_len, tensor)])
+    ]
+    return [f"{' and '.join(problems)}: use {' or '.join(map(str, legal))}"]
+
+
+def _problems(shape: Shape, places: int, seq_len: int, tensor: int) -> Iterator[str]:
+    if places == 1:
+        return
+    if not shape.family.divides_rows:
+        yield f"nobody has divided the rows of {shape.model_type}"
+    if seq_len % places:
+        yield f"{seq_len} tokens cannot be divided over {places} ranks"
+    heads, kv = shape.num_heads // tensor, max(1, shape.num_kv_heads // tensor)
+    each = f" of each of {tensor} tensor ranks" if tensor > 1 else ""
+    if heads % places:
+        yield f"{heads} attention heads{each} cannot be divided over {places}"
+    if kv % places and places % kv:
+        yield f"{kv} key heads{each} cannot be divided over {places}, nor be shared"

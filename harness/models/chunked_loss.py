@@ -1,0 +1,210 @@
+"""Output head and cross-entropy over one part of the vocabulary after the other.
+
+All logits of a micro-batch never exist. The forward pass keeps each token's largest logit and its
+sum of exponentials; the backward pass computes the logits of a part again, as often as it is run,
+and with them that part of the head's gradient, complete, and a summand of the hidden states'. Parts
+of the vocabulary and not of the tokens: so no gradient of the whole head has to be added up, which
+in fp32 would be larger than the logits that are saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from harness.models.by_source import record
+from harness.models.exchange import copied
+from harness.models.logits import Operations, applied
+from harness.models.vocabulary import Vocabulary
+
+
+class ChunkedLoss:
+    """The loss of a model, computed in its output head while `of` says the labels.
+
+    The head's own call computes it, so that ZeRO 3 gathers its weight as for logits: once for each
+    pass. What the model then makes of the head's output is ignored. To be made after DeepSpeed's
+    engine, whose hooks on the head are to see the loss before this.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk: int, operations: Operations) -> None:
+        """`chunk`: entries of the vocabulary at a time. `operations`: models/logits.py."""
+        self._model, self._chunk, self._operations = model, chunk, operations
+        self._labels: torch.Tensor | None = None
+        self._smoothing = 0.0
+        self._loss: torch.Tensor | None = None
+        head: Any = model.get_output_embeddings()
+        self._logits: Callable[[torch.Tensor], torch.Tensor] = head.forward
+        head.forward = self._forward
+        head.register_forward_hook(self._keep)
+
+    @contextlib.contextmanager
+    def of(self, labels: torch.Tensor, smoothing: float) -> Iterator[None]:
+        """Within this, the model computes no logits but the loss; labels (micro_batch, seq_len)."""
+        self._labels, self._smoothing = labels, smoothing
+        try:
+            yield
+        finally:
+            self._labels = None
+
+    def taken(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the target tokens of the micro-batch that ran last, in fp32.
+
+        `output`: what the model made of the head's output. DeepSpeed prepares for a backward pass
+        in a hook on it, without which BF16_Optimizer adds the last micro-batch's gradients again.
+        """
+        loss, self._loss = self._loss, None
+        assert loss is not None, "the model did not run its output head"
+        beside: torch.Tensor = _Beside.apply(loss, output)  # type: ignore[no-untyped-call]
+        return beside
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._labels is None:
+            return self._logits(hidden)
+        head: Any = self._model.get_output_embeddings()
+        part: Vocabulary | None = getattr(self._model, "vocabulary", None)
+        if part is not None:
+            hidden = copied(hidden, part.group)
+        how = _How(self._chunk, self._operations, self._smoothing, part)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        arguments = (flat, head.weight, head.bias, self._labels.reshape(-1), how)
+        loss: torch.Tensor = _HeadAndLoss.apply(*arguments)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _keep(self, _module: Any, _args: Any, output: torch.Tensor) -> None:
+        if self._labels is not None:
+            self._loss = output
+
+
+class _Beside(Function):
+    """A loss as it is; its backward pass goes through another output first, with zeros."""
+
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        context.like = output.new_zeros(output.shape)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        return gradient, context.like
+
+
+@dataclass(frozen=True)
+class _How:
+    chunk: int
+    operations: Operations
+    smoothing: float
+    part: Vocabulary | None
+    """This rank's part of a divided vocabulary."""
+
+    def columns(self, vocab_size: int) -> Iterator[slice]:
+        for start in range(0, vocab_size, self.chunk):
+            yield slice(start, min(start + self.chunk, vocab_size))
+
+    def target(self, labels: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which tokens have their target among these columns, and its place there."""
+        place = labels - columns.start - (self.part.first if self.part else 0)
+        is_here = (labels != -100) & (place >= 0) & (place < columns.stop - columns.start)
+        return is_here, place.masked_fill(~is_here, 0)
+
+
+def _product(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: slice
+) -> torch.Tensor:
+    """Return what the head computes of these columns, (tokens, columns)."""
+    if bias is None:
+        return hidden @ weight[columns].t()
+    return torch.addmm(bias[columns], hidden, weight[columns].t())
+
+
+def _add_summand(total: torch.Tensor, slope: torch.Tensor, weight: torch.Tensor) -> None:
+    """Add what a chunk contributes to the fp32 gradient of the hidden states."""
+    total += slope @ weight
+
+
+class _HeadAndLoss(Function):
+    """Cross-entropy of a head's logits, summed over target tokens."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        how: _How,
+    ) -> torch.Tensor:
+        """hidden (tokens, hidden_size); labels (tokens,). Collective where tensors are divided."""
+        largest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+        # Of each token: the sum of exponentials, the target's logit, the sum of logits.
+        sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        for columns in how.columns(len(weight)):
+            # No name for the product: it is to go as soon as it is cast.
+            logits = applied(how.operations, _product(hidden, weight, bias, columns)).float()
+            is_here, place = how.target(labels, columns)
+            sums[1] += logits.gather(1, place[:, None])[:, 0].masked_fill(~is_here, 0)
+            if how.smoothing:
+                sums[2] += logits.sum(-1)
+            before, largest = largest, torch.maximum(largest, logits.amax(-1))
+            sums[0] *= (before - largest).exp_()
+            sums[0] += logits.sub_(largest[:, None]).exp_().sum(-1)
+            del logits  # before the next ones are made
+        vocab_size = len(weight)
+        if how.part is not None:
+            before, vocab_size = largest.clone(), how.part.whole
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=how.part.group)
+            sums[0] *= (before - largest).exp_()
+            dist.all_reduce(sums, group=how.part.group)
+        log_sum = sums[0].log() + largest
+        context.save_for_backward(hidden, weight, bias, labels, log_sum)
+        context.how, context.even = how, how.smoothing / vocab_size
+        losses: torch.Tensor = log_sum - (1 - how.smoothing) * sums[1] - context.even * sums[2]
+        losses = losses.masked_fill(labels == -100, 0)
+        record(losses)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        """Return the gradients of hidden states, weight and bias; not collective."""
+        hidden, weight, bias, labels, log_sum = context.saved_tensors
+        how: _How = context.how
+        needs = context.needs_input_grad
+        for_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs[0] else None
+        for_weight = torch.empty_like(weight) if needs[1] else None
+        for_bias = torch.empty_like(bias) if needs[2] else None
+        scale = gradient * (labels != -100)
+        for columns in how.columns(len(weight)):
+            product = _product(hidden, weight, bias, columns)
+            if how.operations:
+                with torch.enable_grad():
+                    logits = applied(how.operations, product.requires_grad_())
+                dtype, slope = logits.dtype, logits.detach().to(torch.float32, copy=True)
+            else:
+                dtype, slope = product.dtype, product.float()
+                del product
+            is_here, place = how.target(labels, columns)
+            slope.sub_(log_sum[:, None]).exp_()
+            if how.smoothing:
+                slope.sub_(context.even)
+            slope.scatter_add_(1, place[:, None], (how.smoothing - 1) * is_here[:, None].float())
+            slope = slope.mul_(scale[:, None]).to(dtype)
+            if how.operations:
+                (slope,) = torch.autograd.grad(logits, product, slope)
+                del logits, product
+            if for_hidden is not None:
+                _add_summand(for_hidden, slope, weight[columns])
+            if for_weight is not None:
+                torch.mm(slope.t(), hidden, out=for_weight[columns])
+            if for_bias is not None:
+                for_bias[columns] = slope.sum(0)
+            del slope  # before the next product is made
+        for_hidden = None if for_hidden is None else for_hidden.to(hidden.dtype)
+        return for_hidden, for_weight, for_bias, None, None

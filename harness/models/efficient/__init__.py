@@ -1,0 +1,1 @@
+"""Attention in linear memory: patterns, summaries, random features, hashes."""

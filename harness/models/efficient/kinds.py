@@ -1,0 +1,85 @@
+"""The kinds as attention functions of transformers, by names that hold their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from harness.models.efficient.hashes import Reformer
+from harness.models.efficient.patterns import Linformer, Longformer, Strided
+from harness.models.efficient.performer import ByChunks, Performer
+from harness.models.efficient.pieces import ByPieces
+from harness.models.recompute import keeping_none
+
+Sizes = Mapping[str, int]
+
+KINDS: dict[str, Callable[[Sizes, int, int], Any]] = {
+    "longformer": lambda sizes, *_: Longformer(sizes["window"], sizes["global"]),
+    "strided": lambda sizes, *_: Strided(sizes["window"]),
+    "linformer": lambda sizes, *_: Linformer(sizes["window"], sizes["features"]),
+    "performer": lambda sizes, *drawn: Performer(sizes["features"], *drawn),
+    "reformer": lambda sizes, *drawn: Reformer(sizes["buckets"], sizes["window"], *drawn),
+}
+"""A kind of its sizes, the seed and the layer."""
+
+
+def function_name(attention: str, sizes: Sizes, seed: int) -> str:
+    """Return the name by which transformers knows an implementation, registered with its sizes."""
+    if attention not in KINDS:
+        return attention
+    name = "_".join([attention, *map(str, sizes.values()), str(seed)])
+    # Without a mask function of this name, models make no mask by themselves.
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, attention, {**sizes}, seed))
+    return name
+
+
+def is_kind(name: str) -> bool:
+    """Return whether transformers knows a kind by this name."""
+    return name.partition("_")[0] in KINDS
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over documents would be another graph for every batch
+def _attend(
+    attention: str,
+    sizes: Sizes,
+    seed: int,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: (batch, heads, seq_len, head_dim) each ->
+    (batch, seq_len, heads, head_dim).
+
+    `cu_seq_lens_q` (documents + 1,) int32, on the host, counts over the rows of the batch, end to
+    end. Without it each row is one document.
+    """
+    assert not dropout, "a plan refuses dropout of attention weights with a kind"
+    assert not sliding_window, "a plan refuses windows of a model's own with a kind"
+    assert not softcap, "a plan refuses soft-capped scores with a kind"
+    batch, length = query.shape[0], query.shape[2]
+    bounds = [*range(0, batch * length + 1, length)]
+    if cu_seq_lens_q is not None:
+        bounds = cu_seq_lens_q.tolist()
+    kind = KINDS[attention](sizes, seed, getattr(module, "layer_idx", 0))
+    function: Any = ByChunks if isinstance(kind, Performer) else ByPieces
+    with keeping_none():
+        output: torch.Tensor = function.apply(
+            *(states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)),
+            bounds,
+            kind,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+        )
+    return output.reshape(batch, length, *output.shape[1:]), None

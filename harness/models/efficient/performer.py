@@ -1,0 +1,145 @@
+"""Attention by random features of the softmax kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.models.efficient.draws import orthogonal
+from harness.models.efficient.pieces import documents
+
+_CHUNK = 128  # tokens
+_LEAST = 1e-6
+"""Added to a query's features, the largest of which is 1: no sum of them vanishes."""
+
+Past = tuple[torch.Tensor, torch.Tensor]
+"""Sums over the tokens before a chunk, (key heads, features, head_dim + 1), times exp(-largest);
+and the largest logarithm of a feature, (key heads,)."""
+
+
+@dataclass(frozen=True)
+class Performer:
+    """FAVOR+ (arXiv 2009.14794, lemma 1 and section 2.3): the kernel of softmax is a mean over
+    positive features, with w from orthogonal blocks:
+
+        exp(q k) = E exp(w q - |q|^2 / 2) exp(w k - |k|^2 / 2),
+
+    so that a token needs only sums over the tokens before it, here chunk by chunk. The error falls
+    as 1 / sqrt(features). Features are a function of seed and layer, all heads have the same, and
+    they are not drawn again during a run. A feature's exponent is taken relative to the largest
+    up to its token, never of later ones.
+    """
+
+    features: int
+    seed: int
+    layer: int
+
+    def directions(self, like: torch.Tensor) -> torch.Tensor:
+        """Return w, (features, head_dim) fp32."""
+        width = like.shape[-1]
+        return orthogonal(self.features, width, self.seed, str(self.layer), like.device)
+
+
+class ByChunks(torch.autograd.Function):
+    """Attention within documents laid end to end.
+
+    Keeps queries, keys and values alone; the backward pass computes the sums before every chunk
+    again, and holds those of a document.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bounds: list[int],
+        performer: Performer,
+        scale: float,
+    ) -> torch.Tensor:
+        """(tokens, heads, head_dim) each -> (tokens, heads, head_dim); `bounds` of documents."""
+        context.bounds, context.scale = bounds, scale
+        context.directions = directions = performer.directions(query)
+        context.save_for_backward(query, key, value)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for *states, result in documents(bounds, query, key, value, output):
+            past = _nothing(states[1], directions)
+            for tokens in _chunks(states[0].shape[1]):
+                own, past = _step(past, directions, scale, *(s[:, tokens] for s in states))
+                result[:, tokens] = own
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        """Return the gradients of queries, keys and values, of their shapes."""
+        states, directions, scale = context.saved_tensors, context.directions, context.scale
+        gradients = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in states]
+        for q, k, v, due, *own in documents(context.bounds, *states, gradient, *gradients):
+            chunks = [*_chunks(q.shape[1])]
+            pasts = [_nothing(k, directions)]
+            for tokens in chunks[:-1]:
+                parts = [s[:, tokens] for s in (q, k, v)]
+                pasts.append(_step(pasts[-1], directions, scale, *parts)[1])
+            due_past = torch.zeros_like(pasts[0][0])
+            for tokens, (sums, largest) in zip(reversed(chunks), reversed(pasts), strict=True):
+                parts = [s[:, tokens].detach().requires_grad_() for s in (q, k, v)]
+                sums.requires_grad_()
+                with torch.enable_grad():
+                    output, (after, _) = _step((sums, largest), directions, scale, *parts)
+                *computed, due_past = torch.autograd.grad(
+                    (output, after), (*parts, sums), (due[:, tokens], due_past)
+                )
+                for whole, part in zip(own, computed, strict=True):
+                    whole[:, tokens] = part
+        return *gradients, None, None, None
+
+
+def _step(
+    past: Past,
+    directions: torch.Tensor,
+    scale: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> tuple[torch.Tensor, Past]:
+    """Return a chunk's output, (heads, tokens, head_dim), and the past of the next."""
+    sums, before = past
+    heads, tokens, width = query.shape
+    q, k = (_logarithms(states, directions, scale) for states in (query, key))
+    q = (q - q.detach().amax(-1, keepdim=True)).exp() + _LEAST  # a query's own factor cancels
+    q = q.reshape(len(key), -1, *q.shape[1:])  # (key heads, heads of each, tokens, features)
+    own = k.detach().amax(-1)  # (key heads, tokens)
+    k = (k - own[..., None]).exp()
+    largest = torch.maximum(own.cummax(-1).values, before[:, None])
+    v = torch.cat([value.float(), value.new_ones(*value.shape[:2], 1).float()], -1)
+    # (key heads, query, key): no key is larger than the largest up to the query.
+    ratio = own[:, None, :] - largest[:, :, None]
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
+    ratio = ratio.masked_fill(later, -torch.inf).exp()
+    output = (q @ k.mT[:, None] * ratio[:, None]) @ v[:, None]
+    output = output + (q @ sums[:, None]) * (before[:, None] - largest).exp()[:, None, :, None]
+    last = largest[:, -1]
+    k = k * (own - last[:, None]).exp()[..., None]
+    after = sums * (before - last).exp()[:, None, None] + k.mT @ v
+    output = (output[..., :width] / output[..., width:]).reshape(heads, tokens, width)
+    return output.to(query.dtype), (after, last)
+
+
+def _logarithms(states: torch.Tensor, directions: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return w x - |x|^2 / 2 of (heads, tokens, head_dim), (heads, tokens, features)."""
+    x = states.float() * scale**0.5
+    logarithms: torch.Tensor = x @ directions.T - x.square().sum(-1, keepdim=True) / 2
+    return logarithms
+
+
+def _nothing(key: torch.Tensor, directions: torch.Tensor) -> Past:
+    shape = (len(key), len(directions), key.shape[-1] + 1)
+    sums = torch.zeros(shape, device=key.device)
+    return sums, torch.full((len(key),), -torch.inf, device=key.device)
+
+
+def _chunks(tokens: int) -> Iterator[slice]:
+    return (slice(start, min(start + _CHUNK, tokens)) for start in range(0, tokens, _CHUNK))

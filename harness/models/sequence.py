@@ -1,0 +1,140 @@
+"""Attention over whole rows whose tokens are divided over ranks (Ulysses, arXiv:2309.14509).
+
+Before attention an all-to-all gives each rank the whole rows of some heads, after it its own tokens
+of all heads.  Everything else of a decoder is computed token by token.  The masks are transformers'
+own, made of whole rows.  They travel to attention as a keyword of the model, which gradient
+checkpointing carries through, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from harness.models.attention import attend_with, attention_function
+from harness.models.exchange import Group, exchanged, joined, own_slice
+from harness.models.stage import balancing_of, counted_tokens
+
+_NAME = "divided_rows"
+_KEYWORD = "whole_rows"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one micro-batch as attention sees them, on a rank that has a part of each.
+
+    `masks`: for every layer, or by its type; None for the plain causal one. `positions`
+    (micro_batch, seq_len) or None.
+    """
+
+    group: Group
+    config: Any  # with the attention that sees whole rows
+    masks: torch.Tensor | dict[str, torch.Tensor | None] | None
+    positions: torch.Tensor | None
+
+
+class DividedRows:
+    """The rows of a model's batches, divided over the ranks of a group."""
+
+    def __init__(self, model: PreTrainedModel, group: Group) -> None:
+        """Take the place of the model's attention function."""
+        self._model, self._group = model, group
+        self._config = copy.deepcopy(model.config)  # with the attention that sees whole rows
+        self._attention: str = model.config._attn_implementation
+        attend_with(_NAME, model)
+
+    @contextlib.contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Within this, every rank computes with whole rows, of any length."""
+        attend_with(self._attention, self._model)
+        try:
+            yield
+        finally:
+            attend_with(_NAME, self._model)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of (micro_batch, seq_len)."""
+        return own_slice(tensor, 1, self._group)
+
+    def keywords(self, input_ids: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
+        """Return the model's arguments beside its own tokens: their positions, and the Rows.
+
+        Both arguments (micro_batch, seq_len), whole.
+        """
+        like = torch.empty(*input_ids.shape, 1, dtype=self._model.dtype, device=input_ids.device)
+        masks = create_masks_for_generate(self._config, like, None, None, position_ids=positions)
+        places = positions
+        if places is None:
+            places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        rows = Rows(self._group, self._config, masks, positions)
+        return {"position_ids": self.own(places), _KEYWORD: rows}
+
+    @contextlib.contextmanager
+    def balancing(self, positions: torch.Tensor | None) -> Iterator[None]:
+        """Within this, a mixture balances the experts of whole rows: each rank computes the same
+        loss, and the gradient of its own tokens' routers alone. Padding does not count.
+
+        positions (micro_batch, seq_len), whole.
+        """
+        counted = counted_tokens(self._model, positions)
+        if counted is not None:  # in the order of `joined`: rank by rank
+            parts = counted.view(len(counted), self._group.size(), -1)
+            counted = parts.transpose(0, 1)
+
+        def over_all_tokens(routers: Any) -> Any:
+            return tuple(joined(own, 0, self._group) for own in routers or ())
+
+        with balancing_of(self._model, over_all_tokens, counted):
+            yield
+
+
+class _SomeHeads:
+    """An attention module with the heads of one rank, as the function for whole rows asks it."""
+
+    def __init__(self, module: nn.Module, config: Any, num_key_value_groups: int) -> None:
+        self.__dict__.update(
+            module=module, config=config, num_key_value_groups=num_key_value_groups
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: (batch, heads, own tokens, head_dim) each ->
+    (batch, own tokens, heads, head_dim).
+    """
+    rows: Rows = keywords.pop(_KEYWORD)
+    places = rows.group.size()
+    if key.shape[1] % places:  # fewer key heads than ranks: each goes to several
+        copies = places // key.shape[1]
+        key, value = (heads.repeat_interleave(copies, 1) for heads in (key, value))
+    query, key, value = (exchanged(x, 1, 2, rows.group) for x in (query, key, value))
+    function = attention_function(rows.config._attn_implementation, module)
+    masks = rows.masks
+    if isinstance(masks, dict):
+        masks = masks[module.config.layer_types[module.layer_idx]]
+    keywords["position_ids"] = rows.positions
+    heads = _SomeHeads(module, rows.config, query.shape[1] // key.shape[1])
+    output, _ = function(heads, query, key, value, masks, **keywords)
+    return exchanged(output, 1, 2, rows.group), None
+
+
+# Without a mask function of this name, models make no mask by themselves.
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)

@@ -1,0 +1,288 @@
+"""Bytes that a decoder's own class saves for backward, on fake tensors: no weight is made.
+
+Each kind of layer is traced once, in the order in which the config lists them: the model of one
+layer of each kind, and with one of them twice. Attention weights are never dropped, since a CPU
+then computes them another way than a GPU; flash attention and varlen keep what sdpa does.
+
+As a command it reads a request as JSON and prints the model's shape and the bytes of its layers, so
+that a plan need not import torch: python -m harness.models.tracing < request.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from harness.models.loss import forward
+from harness.models.pieces import decoder_layers
+from harness.models.saved import saved_by
+from harness.models.skeleton import DTYPES, hf_config
+
+_NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")
+_SIMPLE = (int, float, str, bool, type(None))
+_PLACES = re.compile(r"idx|index|layer_number|layer_id")
+_ATTENTION_DROPOUTS = (
+    *("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"),
+    "attention_dropout_prob",
+)
+_KERNELS = (
+    *("causal_conv1d_fn", "selective_scan_fn", "mamba_chunk_scan_combined"),
+    *("chunk_gated_delta_rule", "fused_recurrent_kda"),
+)
+"""Names in a family's file of kernels that a GPU takes from another package."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model and a micro-batch."""
+
+    config: dict[str, Any]
+    """Hugging Face config."""
+    source: str | None
+    """Folder or hub id, read for architectures that bring their own code."""
+    precision: str
+    attention: str
+    micro_batch: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes that are saved of a micro-batch, weights left out."""
+
+    layers: tuple[int, ...]
+    """Of every layer."""
+    outside: int
+    """Of all else: embedding, last norm, head and loss, and what layers share."""
+    by_reference: bool
+    """True if layers ran through transformers' reference code, where a GPU has other kernels."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole model."""
+        return self.outside + sum(self.layers)
+
+
+Change = Callable[[PreTrainedModel], None]
+
+
+def trace(request: Request, change: Change = lambda model: None) -> Traced:
+    """Return what the layers of a model save. `change`: what a run does to a model, once built.
+
+    Raises whatever a class that nobody here has seen may raise.
+    """
+    with _built(request) as model:
+        change(model)
+        name, layers = decoder_layers(model)
+        kinds = _kinds(model, layers)
+        first = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
+        chosen = [*first.values()]
+        once = _saved(model, request, name, layers, chosen)
+        more = {
+            kind: _saved(model, request, name, layers, sorted([*chosen, index])) - once
+            for kind, index in first.items()
+        }
+        by_reference = _by_reference(model)
+    return Traced(tuple(more[kind] for kind in kinds), once - sum(more.values()), by_reference)
+
+
+def trace_whole(request: Request, change: Change = lambda model: None) -> int:
+    """Return what all layers of a model save together, without any shortcut."""
+    with _built(request) as model:
+        change(model)
+        name, layers = decoder_layers(model)
+        return _saved(model, request, name, layers, range(len(layers)))
+
+
+@contextmanager
+def _built(request: Request) -> Iterator[PreTrainedModel]:
+    config = hf_config(request.config, request.source)
+    for part in (config, config.get_text_config()):
+        for key in _ATTENTION_DROPOUTS:
+            if getattr(part, key, None):
+                setattr(part, key, 0.0)
+    attention = "eager" if request.attention == "eager" else "sdpa"
+    with FakeTensorMode(), no_init_weights():
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=DTYPES[request.precision], attn_implementation=attention
+            )
+        except ValueError:
+            if attention == "eager":
+                raise
+            model = AutoModelForCausalLM.from_config(  # without scaled dot-product attention
+                config, dtype=DTYPES[request.precision], attn_implementation="eager"
+            )
+        model.tie_weights()  # without weights to initialise, some classes leave that out
+        model.train()
+        yield model
+
+
+def _kinds(model: PreTrainedModel, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
+    """Return of each layer what tells it from others: its modules, their sizes and settings, and
+    what the config lists for it.
+    """
+    text = model.config.get_text_config(decoder=True)
+    lists = [v for v in vars(text).values() if isinstance(v, list) and len(v) == len(layers)]
+    return [
+        (_described(layer), tuple(str(values[index]) for values in lists))
+        for index, layer in enumerate(layers)
+    ]
+
+
+def _described(layer: nn.Module) -> tuple[Any, ...]:
+    return tuple(
+        (
+            name,
+            type(module).__qualname__,
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, _SIMPLE) and not _PLACES.search(key)
+            ),
+            tuple(tuple(p.shape) for p in module.parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _saved(
+    model: PreTrainedModel,
+    request: Request,
+    name: str,
+    layers: nn.ModuleList,
+    chosen: Sequence[int],
+) -> int:
+    """Return the bytes that the model saves with some of its layers, perhaps one of them twice."""
+    with _only(model, name, layers, chosen):
+        ids = torch.zeros(request.micro_batch, request.seq_len, dtype=torch.int64)
+        with saved_by(model) as saved:
+            _loss = forward(model, ids, ids.clone())  # alive, and all that it keeps
+        return saved.bytes
+
+
+@contextmanager
+def _only(
+    model: PreTrainedModel, name: str, layers: nn.ModuleList, chosen: Sequence[int]
+) -> Iterator[None]:
+    """Within this, the model has the chosen layers alone, and its config lists no others."""
+    text = model.config.get_text_config(decoder=True)
+    before = {
+        key: value
+        for key, value in vars(text).items()
+        if isinstance(value, list) and len(value) == len(layers)
+    }
+    parent_name, _, attribute = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    setattr(parent, attribute, nn.ModuleList([layers[index] for index in chosen]))
+    vars(text).update({key: [value[i] for i in chosen] for key, value in before.items()})
+    text.num_hidden_layers = len(chosen)
+    try:
+        yield
+    finally:
+        setattr(parent, attribute, layers)
+        vars(text).update(before)
+        text.num_hidden_layers = len(layers)
+
+
+def _by_reference(model: PreTrainedModel) -> bool:
+    """Return whether a layer has kernels of another package, which this machine lacks."""
+    files = {type(module).__module__ for module in model.modules()}
+    return any(key in vars(sys.modules[file]) for file in files for key in _KERNELS)
+
+
+def shape_of(request: Request) -> dict[str, Any]:
+    """Return the sizes and parameters of any decoder, kinds by place, as plain values for
+    `Shape(**sizes, body=...)`.
+
+    Raises ValueError if none of its parameters' names holds a number.
+    """
+    with _built(request) as model:
+        tensors = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+        name, layers = decoder_layers(model)
+        sizes = _sizes(model.config.get_text_config(decoder=True), tensors, len(layers))
+    return {"sizes": sizes, "body": _body(tensors, f"{name}.", len(layers))}
+
+
+def _body(tensors: list[tuple[str, tuple[int, ...]]], prefix: str, count: int) -> dict[str, Any]:
+    """Split the tensors at the list of layers."""
+    layers: list[list[Any]] = [[] for _ in range(count)]
+    before: list[Any] = []
+    after: list[Any] = []
+    met = False
+    for name, shape in tensors:
+        if name.startswith(prefix) and (match := _NUMBERED.match(name[len(prefix) - 1 :])):
+            met = True
+            layers[int(match[2])].append(_tensor(match[3], shape, "mlp"))
+        elif met:
+            after.append(_tensor(name, shape, "head"))
+        else:
+            before.append(_tensor(name, shape, "embedding"))
+    return {"before": before, "layer_prefix": prefix, "layers": layers, "after": after}
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: str) -> list[Any]:
+    """Of a kind that goes by its place; vectors are norms and biases."""
+    return [name, list(shape), "norm" if len(shape) == 1 else kind]
+
+
+def _sizes(
+    text: PretrainedConfig, tensors: list[tuple[str, tuple[int, ...]]], layers: int
+) -> dict[str, Any]:
+    """Return the sizes in the config, by transformers' common names."""
+
+    def size(name: str, otherwise: int) -> int:
+        value = getattr(text, name, None)
+        return value if isinstance(value, int) and value else otherwise
+
+    hidden = (
+        size("hidden_size", 0) or Counter(shape[-1] for _, shape in tensors).most_common(1)[0][0]
+    )
+    heads = size("num_attention_heads", 1)
+    widths = [max(shape) for name, shape in tensors if _NUMBERED.match(name)]
+    return {
+        "model_type": text.model_type,
+        "vocab_size": text.vocab_size,
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": size("num_key_value_heads", heads),
+        "head_dim": size("head_dim", max(1, hidden // heads)),
+        "intermediate_size": size("intermediate_size", max(widths, default=hidden)),
+        "max_positions": size("max_position_embeddings", 0),
+        "tied": bool(getattr(text, "tie_word_embeddings", False)),
+        "sliding_windows": [None] * layers,
+        "num_experts": 0,
+        "experts_per_token": 0,
+        "expert_size": 0,
+    }
+
+
+def main() -> int:
+    """Standard input -> standard output; 1 with one line on standard error if it cannot be done."""
+    request = Request(**json.load(sys.stdin))
+    try:
+        traced = trace(request)
+        answer = {**shape_of(request), **vars(traced)}
+    except Exception as error:  # whatever a class that nobody here has seen may raise
+        lines = str(error).strip().splitlines() or [""]
+        print(f"{type(error).__name__}: {lines[0][:300]}", file=sys.stderr)
+        return 1
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Causal attention within documents laid end to end, without a mask: `model.attention=varlen`.
+
+On GPUs by torch's own kernel, or flash-attn's where the scores are soft-capped; on CPUs document by
+document.  All take and give the same: (tokens, heads, head_dim), and the bounds of documents.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+try:
+    from torch.nn.attention import varlen as of_torch
+except ImportError:
+    _TORCH_HAS_ONE = False
+else:  # earlier ones have no windows, or as many key heads as others
+    _NEEDED = {"scale", "window_size", "enable_gqa"}
+    _TORCH_HAS_ONE = inspect.signature(of_torch.varlen_attn).parameters.keys() >= _NEEDED
+
+Kernel = Callable[..., torch.Tensor]
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: (batch, heads, seq_len, head_dim) each ->
+    (batch, seq_len, heads, head_dim).
+
+    `cu_seq_lens_q` (documents + 1,) int32 counts over the rows of the batch, end to end;
+    `max_length_q` is the longest document's tokens. Without them each row is one document.
+    """
+    assert not dropout, "a plan refuses dropout of attention weights with varlen"
+    batch, length = query.shape[0], query.shape[2]
+    bounds, longest = cu_seq_lens_q, max_length_q
+    if bounds is None or longest is None:
+        longest = length
+        bounds = longest * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    kernel = _in_turn if query.device.type == "cpu" else fused_kernel(bool(softcap))
+    output = kernel(
+        *(states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)),
+        bounds,
+        longest,
+        scale=scaling,
+        # A window of n tokens has n - 1 before its own.
+        before=sliding_window - 1 if sliding_window and sliding_window < longest else -1,
+        softcap=softcap,
+    )
+    return output.reshape(batch, length, *output.shape[1:]), None
+
+
+def fused_kernel(soft_caps: bool) -> Kernel:
+    """Return a GPU's kernel. Raises ValueError if neither torch nor flash-attn has one."""
+    if not soft_caps and _TORCH_HAS_ONE:
+        return _torch_kernel
+    try:
+        importlib.import_module("flash_attn")
+    except ImportError as error:
+        lacks = "no soft-capped scores" if soft_caps else "no varlen_attn with windows"
+        raise ValueError(f"torch {torch.__version__} has {lacks}: install flash-attn") from error
+    return _flash_attn_kernel
+
+
+def _torch_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None,
+    before: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    output: Any = of_torch.varlen_attn(
+        *(query, key, value, bounds, bounds, longest, longest),
+        scale=scale,
+        window_size=(before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output  # type: ignore[no-any-return]
+
+
+def _flash_attn_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None,
+    before: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    output: torch.Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
+        *(query, key, value, bounds, bounds, longest, longest),
+        softmax_scale=scale,
+        causal=True,
+        window_size=(before, 0),
+        softcap=softcap or 0.0,
+    )
+    return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over documents would be another graph for every batch
+def _in_turn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    _longest: int,
+    *,
+    scale: float | None,
+    before: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    alone = functools.partial(_alone, scale=scale, before=before, softcap=softcap)
+    output: torch.Tensor = _InTurn.apply(  # type: ignore[no-untyped-call]
+        query, key, value, bounds.tolist(), alone
+    )
+    return output
+
+
+class _InTurn(torch.autograd.Function):
+    """Attention document by document, which keeps what a kernel keeps: queries, keys, values, and
+    the output, though it computes each document again.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bounds: list[int],
+        alone: Kernel,
+    ) -> torch.Tensor:
+        """(tokens, heads, head_dim) each -> (tokens, heads, head_dim); `bounds` of documents."""
+        context.bounds, context.alone = bounds, alone
+        output = torch.empty(query.shape, dtype=query.dtype)
+        for tokens in _slices(bounds):
+            output[tokens] = alone(query[tokens], key[tokens], value[tokens])
+        context.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        """Return the gradients of queries, keys and values, of their shapes."""
+        *states, _ = context.saved_tensors
+        gradients = [torch.empty(s.shape, dtype=s.dtype) for s in states]
+        for tokens in _slices(context.bounds):
+            own = [s[tokens].detach().requires_grad_() for s in states]
+            with torch.enable_grad():
+                output = context.alone(*own)
+            computed = torch.autograd.grad(output, own, gradient[tokens])
+            for whole, part in zip(gradients, computed, strict=True):
+                whole[tokens] = part
+        return *gradients, None, None
+
+
+def _slices(bounds: list[int]) -> Iterator[slice]:
+    return (slice(*pair) for pair in itertools.pairwise(bounds))
+
+
+def _alone(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None,
+    before: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of one document, (tokens, heads, head_dim)."""
+    q, k, v = (states.transpose(0, 1) for states in (query, key, value))  # (heads, tokens, ...)
+    k, v = (states.repeat_interleave(len(q) // len(k), 0) for states in (k, v))
+    seen = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    if before >= 0:
+        seen = seen.triu(-before)
+    if softcap:
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~seen, -torch.inf)
+        output = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    elif before >= 0:
+        output = functional.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+    else:
+        output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return output.transpose(0, 1)

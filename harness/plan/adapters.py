@@ -1,0 +1,65 @@
+"""Checks of adapters (model.lora) against the model, the layout and this machine's packages."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from harness.layout.adapters import linear_weights
+from harness.plan.draft import Draft
+
+_SETTINGS = ("alpha", "dropout", "targets", "rslora", "dora")
+
+
+def check_adapters(draft: Draft) -> None:
+    """Refuse adapters without weights to adapt, and layouts that they have not."""
+    config, problems, lora = draft.config, draft.problems, draft.config.model.lora
+    if any(rule.frozen for rule in config.optim.groups):
+        _check_layout(draft, "optim.groups", "frozen parameters were never tried")
+    if lora.rank is None:
+        for key in _SETTINGS:
+            if config.is_set(f"model.lora.{key}"):
+                why, use = "but there are no adapters without a rank", "set model.lora.rank=16"
+                problems.add(f"model.lora.{key}", why, use)
+        return
+    if config.model.init_from is None:
+        why = "but adapters are learned beside given weights"
+        problems.add("model.lora.rank", why, "set model.init_from")
+    if not importlib.util.find_spec("peft"):
+        problems.add("model.lora.rank", "it needs the package peft (pip install peft)")
+    for rule in config.optim.groups:
+        if rule.frozen:
+            why = f"which freezes {rule.pattern!r}, but all weights beside adapters are frozen"
+            problems.add("optim.groups", why, "leave frozen out")
+    for key in ("kernels", "compile"):
+        if config.is_set(f"model.{key}") and config.get(f"model.{key}") not in ("none", False):
+            why = "which was never tried with adapters (model.lora.rank)"
+            problems.add(f"model.{key}", why, "leave it out")
+    if lora.dora and draft.ds.value("zero_optimization.stage") == 3:
+        why = "but peft's DoRA reads whole weights, which ZeRO 3 divides"
+        problems.add("model.lora.dora", why, "use zero_optimization.stage=2, or plain adapters")
+    _check_layout(draft, "model.lora.rank", "adapters are not divided")
+    _check_targets(draft)
+
+
+def _check_layout(draft: Draft, key: str, why_not: str) -> None:
+    grid = draft.grid
+    for axis, ranks in (
+        ("pipeline stages", grid.pipeline),
+        ("tensor-parallel ranks", grid.tensor),
+        ("expert-parallel ranks", grid.expert),
+    ):
+        if ranks > 1:
+            why = f"but {why_not} over {axis}, of which there are {ranks}"
+            draft.problems.add(key, why, "use ZeRO 0 to 3 alone")
+
+
+def _check_targets(draft: Draft) -> None:
+    """Refuse names that no linear map of the model has."""
+    lora = draft.config.model.lora
+    if draft.shape is None or not lora.targets:
+        return
+    names = [tensor.name.removesuffix(".weight") for tensor in linear_weights(draft.shape)]
+    last = [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
+    if unknown := [target for target in lora.targets if target not in last]:
+        why = f"but no linear map of the decoder layers is named {', '.join(unknown)}"
+        draft.problems.add("model.lora.targets", why, f"they are {', '.join(last)}")

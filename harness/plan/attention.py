@@ -1,0 +1,185 @@
+"""The attention implementation of a plan: "auto" resolved, and refusals of what cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.estimate.hardware import Precision, known_gpu
+from harness.layout.attentions import ATTENTIONS, SIZES
+from harness.layout.families import family_of
+from harness.layout.plans import without_sdpa
+from harness.layout.shape import Shape
+from harness.layout.world import World
+from harness.plan.draft import Draft
+from harness.plan.memory import estimate
+from harness.plan.plan import Plan
+
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
+"""A model config's keys of the probability that attention weights are dropped."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Demands on attention: its computation, and the device."""
+
+    world: World
+    precision: Precision
+    model_config: Mapping[str, Any]
+    shape: Shape | None
+    seq_len: int
+    documents: bool
+    """True if tokens attend only within their document."""
+    here: bool = True
+    """True if it runs on this machine, whose packages are then looked at."""
+
+    @classmethod
+    def by(cls, source: Draft | Plan, documents: bool) -> Asked:
+        """Return what a plan asks of attention."""
+        return cls(
+            source.world,
+            source.precision,
+            source.model_config,
+            source.shape,
+            source.config.data.seq_len,
+            documents,
+            source.here if isinstance(source, Draft) else True,
+        )
+
+    @property
+    def masked(self) -> str:
+        """The implementation that takes a mask: sdpa if it supports the family."""
+        return "eager" if self._lacking else "sdpa"
+
+    def chosen(self) -> tuple[str, str]:
+        """Return the implementation that "auto" stands for, and the reason."""
+        wanted = self._wanted()
+        if self.world.accelerator == "cpu":
+            why = self._lacking or "a CPU has no faster kernel"
+        elif not wanted:
+            why = self._lacking or "the causal mask needs no tensor"
+        elif problem := next(iter(self.problems("varlen")), None):
+            why = f"{wanted}, but of varlen: {problem}"
+        else:
+            return "varlen", wanted
+        return self.masked, why
+
+    def problems(self, attention: str) -> list[str]:
+        """Return the reasons why an implementation cannot compute it here."""
+        row, config, is_cuda = ATTENTIONS[attention], self.model_config, self._is_cuda
+        problems = []
+        is_missing = row.package and self.here and not importlib.util.find_spec(row.package)
+        if row.package and (not is_cuda or is_missing):
+            problems.append(f"it needs a GPU and the package {row.package}")
+        if attention == "sdpa" and self._lacking:
+            problems.append(self._lacking)
+        if attention != "varlen" and row.is_exact:
+            return problems
+        if self.shape is not None and not self.shape.family.divides_rows:
+            problems.append(f"{config['model_type']} models do not tell it where documents begin")
+        if dropped := [key for key in ATTENTION_DROPOUTS if config.get(key)]:
+            problems.append(f"it has no dropout of attention weights ({dropped[0]})")
+        if not row.is_exact:
+            return problems + self._problems_of_kind()
+        return problems + (self._problems_of_kernel() if is_cuda else [])
+
+    def _problems_of_kind(self) -> list[str]:
+        """Return what less than exact attention cannot approximate."""
+        model_type = self.model_config["model_type"]
+        if self.shape is None:
+            return [f"{model_type} models have attention that is not known"]
+        lacks = family_of(model_type).sdpa_lacks
+        problems = [f"it has no {lacks}, which {model_type} models have"] if lacks else []
+        if any(window is not None for window in self.shape.sliding_windows):
+            problems.append(f"layers of {model_type} models have sliding windows of their own")
+        return problems
+
+    def _problems_of_kernel(self) -> list[str]:
+        """Return what flash attention, torch's own or the package's, cannot compute."""
+        gpu, problems = known_gpu(self.world.gpu), []
+        if self.precision == "fp32":
+            problems.append("its kernel computes in bf16 or fp16, and the run in fp32")
+        if gpu is not None and gpu.bf16_tflops is None:
+            problems.append(f"its kernel needs an Ampere GPU or later, and {gpu.name} is older")
+        if self.shape is not None and (self.shape.head_dim > 256 or self.shape.head_dim % 8):
+            width = self.shape.head_dim
+            problems.append(f"its kernel has heads of up to 256 in eights, the model of {width}")
+        if self._soft_caps and not importlib.util.find_spec("flash_attn"):
+            problems.append("torch's kernel has no soft-capped scores; flash_attn's has")
+        return problems
+
+    def _wanted(self) -> str:
+        """Return what sdpa would need a mask for, or lacks; "" for nothing."""
+        windows = {*(self.shape.sliding_windows if self.shape else ())} - {None}
+        if self.documents:
+            return "tokens attend within their document"
+        if any(window is not None and window <= self.seq_len for window in windows):
+            return "layers have a sliding window"
+        kind = self.model_config["model_type"]
+        return self._lacking if family_of(kind).sdpa_lacks else ""
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.world.accelerator == "cuda"
+
+    @property
+    def _lacking(self) -> str:
+        """Return why torch's attention cannot compute the model; "" if it can."""
+        kind = self.model_config["model_type"]
+        if lacks := family_of(kind).sdpa_lacks:
+            return f"sdpa has no {lacks}, which {kind} models have"
+        return f"transformers has no sdpa for {kind} models" if without_sdpa(kind) else ""
+
+    @property
+    def _soft_caps(self) -> bool:
+        return self.model_config.get("attn_logit_softcapping", True) is not None and (
+            family_of(self.model_config["model_type"]).soft_caps
+        )
+
+
+def decide_attention(draft: Draft) -> None:
+    """Resolve model.attention=auto; refuse an implementation that cannot compute this model here.
+
+    The device is the plan's, which need not be this machine's.
+    """
+    run, attention = draft.config, draft.config.model.attention
+    if not draft.model_config:  # a problem already
+        return
+    asked = Asked.by(draft, bool(run.data.document_mask))
+    _check_sizes(draft)
+    if attention != "auto":
+        for why in asked.problems(attention):
+            draft.problems.add("model.attention", why, f'use "auto" or "{asked.masked}"')
+        return
+    attention, draft.attention_why = asked.chosen()
+    model = run.model.model_copy(update={"attention": attention})
+    draft.config = run.model_copy(update={"model": model}).with_origins(run.origins())
+
+
+def _check_sizes(draft: Draft) -> None:
+    """Refuse sizes that the attention has not, or that do not fit."""
+    model, seq_len = draft.config.model, draft.config.data.seq_len
+    sizes, attention = model.attention_sizes, model.attention
+    for name in SIZES:
+        if name not in sizes and getattr(model, f"attention_{name}") is not None:
+            kinds = [kind for kind, row in ATTENTIONS.items() if name in row.sizes]
+            why = f"but model.attention={attention} has no such size"
+            draft.problems.add(f"model.attention_{name}", why, f"it is one of {', '.join(kinds)}")
+    if sizes.get("global", 0) > seq_len:
+        why = f"but samples have {seq_len} tokens (data.seq_len)"
+        draft.problems.add("model.attention_global", why, "set at most as many")
+    if attention == "linformer" and sizes["window"] % sizes["features"]:
+        draft.problems.say(
+            f"model.attention_window={sizes['window']} is not a multiple of "
+            f"model.attention_features={sizes['features']}, linformer's summaries of a block"
+        )
+
+
+def with_attention(plan: Plan, attention: str, why: str) -> Plan:
+    """Return the plan with another implementation than "auto" stood for, and its estimate."""
+    model = plan.config.model.model_copy(update={"attention": attention})
+    config = plan.config.model_copy(update={"model": model}).with_origins(plan.config.origins())
+    changed = replace(plan, config=config, attention_why=why)
+    return replace(changed, estimate=estimate(changed))

@@ -1,0 +1,99 @@
+"""model.context: rotary positions beyond those that a model was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.config.run_config import RunConfig
+from harness.errors import ConfigError
+from harness.layout.families import SIZE_KEYS, family_of
+
+_KEYS = ("rope_parameters", "rope_scaling")
+"""Keys of a config.json that say how positions are rotated; the second is transformers 4's."""
+
+
+def extended(config: dict[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Return a config whose rotary positions are extended as the run config says.
+
+    Raises ConfigError for a model that has none to extend.
+    """
+    context, way = run.model.context, run.model.rope
+    if context is None:
+        if run.is_set("model.rope"):
+            raise ConfigError("model.rope does nothing without model.context: set it, too")
+        return config
+    key, positions = positions_of(config)
+    if why := why_not(config):
+        problem = f"but {why}"
+    elif positions >= context:
+        problem = f"but {run.model.name} has {positions} positions: remove it"
+    elif way == "ntk" and not _theta(config):
+        problem = f"but {run.model.name} has no rope_theta to change: set it by model.overrides"
+    elif way == "ntk":
+        return _with_theta({**config, key: context}, context / positions)
+    else:
+        names = [name for name in _KEYS if config.get(name)] or [_KEYS[1]]
+        scaling = {"rope_type": way, "factor": context / positions}
+        if way == "yarn":
+            scaling["original_max_position_embeddings"] = positions
+        return {**config, names[0]: {**(config.get(names[0]) or {}), **scaling}, key: context}
+    raise ConfigError(f"model.context is {context} ({run.origin('model.context')}), {problem}")
+
+
+def _theta(config: Mapping[str, Any]) -> float | None:
+    """Return the base of a config's rotary frequencies; None if it does not say."""
+    tables = [config[key] for key in _KEYS if config.get(key)]
+    return next((of["rope_theta"] for of in (*tables, config) if of.get("rope_theta")), None)
+
+
+def _with_theta(config: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Return a config whose rotary frequencies are those of transformers' `dynamic` (factor 1) for
+    a text that is longer by a factor than the positions before, whatever the length of a text.
+    """
+    theta, dim = _theta(config), _rotated(config)
+    assert theta is not None, "checked before"
+    scaled = {"rope_theta": theta * factor ** (dim / (dim - 2))}
+    for key in _KEYS:
+        if config.get(key) and "rope_theta" in config[key]:
+            config = {**config, key: {**config[key], **scaled}}
+    return config | scaled if "rope_theta" in config else config
+
+
+def _rotated(config: Mapping[str, Any]) -> int:
+    """Return the elements of a head that are rotated."""
+    sizes = (next((config[k] for k in SIZE_KEYS[s] if k in config), 0) for s in ("hidden", "heads"))
+    hidden, heads = sizes
+    head = config.get("qk_rope_head_dim") or config.get("head_dim") or hidden // heads
+    tables = [config[key] for key in _KEYS if config.get(key)]
+    names = ("partial_rotary_factor", "rotary_pct")
+    shares = [of[name] for of in (*tables, config) for name in names if name in of]
+    return int(config.get("rotary_dim") or head * next(iter(shares), 1.0))
+
+
+def why_not(config: Mapping[str, Any]) -> str:
+    """Return why the positions of a model cannot be extended; "" if they can."""
+    kind = config["model_type"]
+    family = family_of(kind)
+    tables = [config[key] for key in _KEYS if config.get(key)]
+    has_others = family.learned_positions or family.alibi or config.get("alibi")
+    is_rotary = bool(family.layers or tables or config.get("rope_theta"))
+    if has_others or not is_rotary or not positions_of(config)[1]:
+        return f"{kind} models have no rotary positions of a known number"
+    if any(isinstance(value, Mapping) for table in tables for value in table.values()):
+        return "each kind of its layers rotates in its own way: set model.overrides.rope_parameters"
+    ways = {table.get("rope_type", table.get("type", "default")) for table in tables}
+    if scaled := ways - {"default"}:
+        return (
+            f"its positions are scaled already ({', '.join(sorted(map(str, scaled)))}): set "
+            "model.overrides.rope_parameters"
+        )
+    return ""
+
+
+def positions_of(config: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the key of the number of positions, and that number; 0 where there is none."""
+    for key in SIZE_KEYS["positions"]:
+        if isinstance(config.get(key), int):
+            return key, config[key]
+    return SIZE_KEYS["positions"][0], 0

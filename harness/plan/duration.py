@@ -1,0 +1,101 @@
+"""The time of a plan's step, where its GPUs are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.estimate.hardware import known_gpu
+from harness.estimate.step_time.calibration import Site
+from harness.estimate.step_time.job import DAY, HOUR, Job
+from harness.estimate.step_time.machine import Machine, machine_of, measured
+from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
+from harness.plan.draft import Draft
+from harness.plan.plan import Plan
+
+_SHOWN = 3  # terms
+
+
+def step_time(plan: Plan, rates: Mapping[str, Any] | None = None) -> StepTime | None:
+    """Return the time of a step; None on CPUs without plan.rates, on GPUs that nobody knows, for
+    architectures that are not estimated, and where steps differ in their tokens.
+
+    `rates`: that preflight measured, in place of the tables'; those of plan.rates come first.
+    """
+    machine = _machine(plan)
+    if machine is None or plan.estimate is None or not has_even_steps(plan):
+        return None
+    if rates and plan.site is None:
+        machine = measured(machine, rates)
+    return estimate_time(plan.estimate.inputs, machine)
+
+
+def has_even_steps(plan: Plan) -> bool:
+    """Return True if every step computes as many tokens: none is padded, nothing ramps up."""
+    return plan.config.data.batching == "packed" and not plan.curriculum.rises
+
+
+def check_rates(draft: Draft) -> None:
+    """Read the file of rates; refuse one that is none, or that is another kind of machine's."""
+    path, world = draft.config.plan.rates, draft.world
+    if path is None:
+        return
+    try:
+        draft.site = Site.read(Path(path))
+    except ValueError as error:
+        draft.problems.add("plan.rates", f"but {error}")
+        return
+    gpu = None
+    if world.accelerator == "cuda":
+        in_table = known_gpu(world.gpu)
+        gpu = in_table.key if in_table else world.gpu or "an unknown GPU"
+    if why := draft.site.problem(gpu, draft.precision):
+        draft.problems.add("plan.rates", f"but {why}")
+
+
+def _machine(plan: Plan) -> Machine | None:
+    """The machine of a plan; None where nobody knows its rates."""
+    world, site = plan.world, plan.site
+    if world.accelerator == "cpu":
+        return site.machine(None, world.local_world_size) if site else None
+    gpu = known_gpu(world.gpu)
+    if gpu is None:
+        return None
+    listed = machine_of(gpu.key, world.local_world_size, plan.precision)
+    return site.machine(listed, world.local_world_size) if site else listed
+
+
+def job_of(plan: Plan, step: StepTime) -> Job | None:
+    """Return the whole run; None where its length is not known yet."""
+    if plan.steps is None:
+        return None
+    return Job(plan.steps * step.seconds, plan.grid.world_size, step.machine.watts)
+
+
+def step_line(step: StepTime) -> str:
+    """Return seconds of a step and what rules them, in one line."""
+    terms = sorted(step.terms.items(), key=lambda term: -term[1])[:_SHOWN]
+    shares = ", ".join(f"{TERMS[name]} {value / step.seconds:.0%}" for name, value in terms)
+    return (
+        f"{step.seconds:.3g} s a step ({shares}), {step.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+        f"MFU {step.mfu:.0%} ({step.machine.evidence})"
+    )
+
+
+def time_line(plan: Plan, step: StepTime) -> str:
+    """Return the same with the run's length."""
+    job = job_of(plan, step)
+    if job is None:
+        return step_line(step)
+    return (
+        f"{step_line(step)}; {length(job.seconds)} in all, {job.gpu_hours:,.3g} GPU-hours without "
+        "evaluation, saves and failures"
+    )
+
+
+def length(seconds: float) -> str:
+    """Return seconds as days, hours or minutes."""
+    if seconds >= 2 * DAY:
+        return f"{seconds / DAY:,.1f} days"
+    return f"{seconds / HOUR:.1f} hours" if seconds >= 2 * HOUR else f"{seconds / 60:.0f} minutes"

@@ -1,0 +1,91 @@
+"""Expert parallelism in a plan: the experts can be divided, and nothing contradicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from harness.config.assignments import flat
+from harness.config.ds_json import DsJson
+from harness.config.ds_keys import offloaded_to
+from harness.layout.expert import ExpertPlan
+from harness.plan.draft import Draft
+from harness.plan.plan import NOT_TRAINED
+
+_SECTION = "expert_parallel"
+_ENABLED, _SIZE = f"{_SECTION}.enabled", f"{_SECTION}.autoep_size"
+_APART = {"pipeline": "pipeline.stages"}
+_ZERO = "zero_optimization"
+_AS_DEFAULT = [
+    *("reduce_scatter", "contiguous_gradients", "zero_hpz_partition_size"),
+    *("zero_quantized_weights", "zero_quantized_gradients"),
+]
+
+
+def divide_experts(draft: Draft) -> None:
+    """Require that neighbouring data ranks can share the experts, and take the section out of the
+    JSON: DeepSpeed would put layers of its own in the place of the model's.
+    """
+    ds = draft.ds
+    places = max(1, ds.value(_SIZE)) if ds.value(_ENABLED) else 1
+    if places > 1:
+        problems = [*_other_keys(ds), *((_SIZE, why) for why in _problems(draft, places))]
+        sizes = [(_SIZE, why) for why in _of_sizes(draft, places)]
+        for key, why in [*sizes, *problems]:
+            if draft.estimating:
+                draft.note(NOT_TRAINED, draft.problems.worded(key, why))
+            else:
+                draft.problems.add(key, why)
+        if not sizes:
+            draft.grid = replace(draft.grid, expert=places)
+    ds.drop(_SECTION)
+
+
+def _other_keys(ds: DsJson) -> Iterator[tuple[str, str]]:
+    """Keys of the layers that DeepSpeed would build, where they differ from their defaults."""
+    defaults = DsJson({})
+    for key, _ in flat(ds.tree[_SECTION], f"{_SECTION}."):
+        if key not in (_ENABLED, _SIZE) and ds.value(key) != defaults.value(key):
+            yield key, "only DeepSpeed's own expert layers have it, the model's do not: remove it"
+    key = "use_data_before_expert_parallelism"
+    if ds.value(key):
+        yield key, "experts are shared by neighbouring ranks: remove it"
+
+
+def _of_sizes(draft: Draft, places: int) -> Iterator[str]:
+    if not draft.model_config:
+        return
+    try:
+        plan = ExpertPlan.of(draft.model_config)
+    except ValueError as error:
+        yield str(error)
+        return
+    ranks = draft.grid.data * draft.grid.sequence
+    legal = plan.legal(ranks)
+    if places not in legal:
+        whole = [f"{plan.num_experts} experts"] if plan.num_experts % places else []
+        whole += [f"{ranks} data ranks"] if ranks % places else []
+        yield f"it does not divide {' and '.join(whole)}: use {' or '.join(map(str, legal))}"
+
+
+def _problems(draft: Draft, places: int) -> Iterator[str]:
+    run, ds, defaults = draft.config, draft.ds, DsJson({})
+    for axis, key in _APART.items():
+        if getattr(draft.grid, axis) > 1:
+            yield f"it is not built together with {key}: use one of them"
+    if ds.value(f"{_ZERO}.stage") == 0:
+        yield (
+            f"{_ZERO}.stage=0 would clip by a mean of norms, each of one rank's experts: use "
+            "stage 1, 2 or 3"
+        )
+    for key in (f"{_ZERO}.{name}" for name in _AS_DEFAULT):
+        if ds.value(key) != defaults.value(key):
+            yield f"it is not built with {key}: remove that key"
+    if "nvme" in {offloaded_to(ds.tree, part) for part in ("optimizer", "param")}:
+        yield "it is not built with states on NVMe: offload to the CPU"
+    if run.model.kernels != "none":
+        yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
+    if run.model.compile:
+        yield "it is not built with model.compile: remove one of them"
+    if run.optim.name in ("muon", "adafactor"):
+        yield f"optim.name={run.optim.name} steps whole matrices: use adamw, or ZeRO 3"

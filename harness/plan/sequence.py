@@ -1,0 +1,39 @@
+"""Sequence parallelism in a plan: rows and heads divide, and nothing is asked that would not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.layout.families import family_of
+from harness.layout.sequence import sequence_problems
+from harness.plan.draft import Draft
+from harness.plan.plan import NOT_TRAINED
+
+_KEY = "sequence_parallel_size"
+
+
+def divide_sequences(draft: Draft) -> None:
+    """Require that the ranks can divide every row, and take the key out of the JSON: DeepSpeed's
+    own attention would lose the documents.
+    """
+    if draft.grid.sequence > 1:
+        for why in _problems(draft, draft.grid.sequence):
+            if draft.estimating:
+                draft.note(NOT_TRAINED, draft.problems.worded(_KEY, why))
+            else:
+                draft.problems.add(_KEY, why)
+    draft.ds.drop(_KEY)
+
+
+def _problems(draft: Draft, places: int) -> Iterator[str]:
+    run = draft.config
+    if draft.grid.pipeline > 1:
+        yield "it is not built together with pipeline.stages: use one of them"
+    if run.model.kernels != "none":
+        yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
+    if draft.shape is not None:
+        shortest = run.data.seq_len // draft.curriculum.most_pieces
+        yield from sequence_problems(draft.shape, places, shortest, draft.grid.tensor)
+    elif draft.model_config and not family_of(draft.model_config["model_type"]).divides_rows:
+        # The first batch would not tell: small states of a recurrent layer hide in its rounding.
+        yield f"nobody has divided the rows of {draft.model_config['model_type']}: use 1"

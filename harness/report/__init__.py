@@ -1,0 +1,1 @@
+"""A run folder as one page that opens without a network."""

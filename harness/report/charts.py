@@ -1,0 +1,252 @@
+"""Charts of a run, or of several on one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from harness.report.chart import Chart, Curve
+from harness.report.curves import MOST_POINTS, SMOOTHED_FROM, colour_of, curve, marks_of
+from harness.report.lines import number
+from harness.report.profiles import profiles
+from harness.report.recorded import Recorded
+from harness.report.words import short
+
+MARKS = {
+    "spike": ("var(--warning)", "spike"),
+    "skipped_step": ("var(--muted)", "skipped step"),
+    "rollback": ("var(--bad)", "rollback"),
+    "resumed": ("var(--good)", "resumed"),
+    "began_again": ("var(--warning)", "began again"),
+    "failed": ("var(--bad)", "failure"),
+    "hang": ("var(--bad)", "hang"),
+    "out_of_memory": ("var(--bad)", "out of memory"),
+}
+"""Kinds of events that are drawn into every chart over the run; saves are drawn into the first."""
+SAVED = {"saved": ("var(--faint)", "checkpoint")}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A metric over the run."""
+
+    key: str
+    title: str
+    unit: str
+    is_noisy: bool = False
+    from_zero: bool = False
+    scale: float = 1.0
+    constant_too: bool = False
+    """Drawn although it never changes."""
+    note: str = ""
+
+
+_KINDS = (
+    _Kind("learning_rate", "Learning rate", "per step", from_zero=True, constant_too=True),
+    _Kind("global_batch", "Batch", "samples in a step", from_zero=True),
+    _Kind("sequence_length", "Sequence length", "tokens", from_zero=True),
+    _Kind("grad_norm", "Gradient norm", "before clipping", is_noisy=True, constant_too=True),
+    _Kind("param_norm", "Parameter norm", "over all weights"),
+    _Kind(
+        "update_ratio",
+        "Update over weight",
+        "norm of a step's change over that of the weights",
+        note="About 1e-3 is usual; far more means a rate that is too high.",
+    ),
+    _Kind("tokens_per_s", "Throughput", "tokens/s, all ranks", True, True, constant_too=True),
+    _Kind("mfu", "Model FLOPs utilisation", "per cent of the peak", True, True, 100, True),
+    _Kind("step_time_s", "Time of a step", "seconds", True, True, constant_too=True),
+    _Kind("peak_allocated_gib", "Memory in tensors", "GiB, fullest rank", False, True, 1, True),
+    _Kind("data_wait_share", "Wait for data", "per cent of a step", True, True, 100),
+    _Kind("padding_share", "Padding", "per cent of the positions", True, True, 100),
+    _Kind(
+        "old_eval_loss",
+        "Forgetting",
+        "held-out loss on the old data (data.rehearse), nats per token",
+        note="It rises as far as the run forgets what earlier runs learned.",
+    ),
+    _Kind("loss_scale", "Loss scale", "of fp16", from_zero=True),
+    _Kind("skipped_steps", "Skipped steps", "so far", from_zero=True),
+    _Kind(
+        "expert_load_max",
+        "Busiest expert",
+        "its tokens over its layer's mean",
+        note="1 if all experts are loaded alike.",
+    ),
+    _Kind("expert_load_entropy", "Entropy of the experts' load", "1 if all are loaded alike"),
+)
+
+
+def charts(runs: list[Recorded]) -> list[Chart]:
+    """Return the charts for which there are values, most important first."""
+    if len(runs) == 1:
+        (run,) = runs
+        marks = list(marks_of(run, MARKS))
+        over = [_loss(run), _perplexity(runs), *_metrics(runs)]
+        drawn = [
+            replace(chart, marks=marks if chart.name != "loss" else chart.marks) for chart in over
+        ]
+        return [*drawn, *profiles(run)]
+    return [_losses(runs), _held_out(runs), _perplexity(runs), *_metrics(runs), *_sources(runs)]
+
+
+def _loss(run: Recorded) -> Chart:
+    """Return the first chart: training and held-out loss, sources, baselines, events."""
+    raw = curve(run, "loss", "every logged step", colour_of(0))
+    train = [raw]
+    if len(raw.y) >= SMOOTHED_FROM:
+        mean = curve(run, "loss", "training", colour_of(0), smooth=True)
+        train = [replace(raw, style="faint"), mean]
+    held_out = curve(run, "eval_loss", "held-out", colour_of(1))
+    sets = [key for key in _keys(run, "eval_loss/") if len(_keys(run, "eval_loss/")) > 1]
+    sources = _keys(run, "loss/")
+    others = [
+        replace(
+            curve(
+                run,
+                key,
+                key.replace("eval_loss/", "held-out ").replace("loss/", ""),
+                colour,
+                smooth=smooth,
+            ),
+            style="dashed",
+        )
+        for place, (key, smooth) in enumerate(
+            [*((s, False) for s in sets), *((s, True) for s in sources)]
+        )
+        for colour in (colour_of(2 + place),)
+    ]
+    train[-1] = replace(train[-1], label="training")
+    event = run.last_event("baselines") or {}
+    names = {"unigram_nats": "unigram model", "bigram_nats": "bigram model"}
+    limits = [
+        (f"{name} {nats:.2f}", nats)
+        for key, name in names.items()
+        if (nats := number(event.get(key))) is not None
+    ]
+    return Chart(
+        "loss",
+        "Loss",
+        "nats per token",
+        [*train, replace(held_out, style="dots"), *others],
+        limits=limits,
+        marks=[*marks_of(run, SAVED), *marks_of(run, MARKS)],
+        is_wide=True,
+        note=_note(run),
+    )
+
+
+def _note(run: Recorded) -> str:
+    ends = (
+        "" if run.metrics.is_whole else "Of this long run the extremes of every range are drawn. "
+    )
+    nan = sum(line.get("loss") in ("nan", "inf", "-inf") for line in run.lines)
+    lost = f"{nan} drawn steps have a loss that is not finite: gaps." if nan else ""
+    return (ends + lost).strip()
+
+
+def _keys(run: Recorded, prefix: str) -> list[str]:
+    """Return the metrics with a prefix, in the order of their first line; at most six."""
+    keys = {key: None for line in run.lines for key in line if key.startswith(prefix)}
+    return list(keys)[:6]
+
+
+def _several(
+    runs: list[Recorded], key: str, kind: _Kind, value_of: Callable[[float], float] | None = None
+) -> list[Curve]:
+    """Return one curve for each run."""
+    most = min(MOST_POINTS, 3 * MOST_POINTS // len(runs))
+    return [
+        curve(
+            run,
+            key,
+            run.name if len(runs) > 1 else "",
+            colour_of(place),
+            scale=kind.scale,
+            smooth=kind.is_noisy and len(runs) > 1,
+            most=most,
+            value_of=value_of,
+        )
+        for place, run in enumerate(runs)
+    ]
+
+
+def _losses(runs: list[Recorded]) -> Chart:
+    kind = _Kind("loss", "Training loss", "nats per token, smoothed", True)
+    curves = _several(runs, "loss", kind)
+    return Chart("loss", kind.title, kind.unit, curves, is_wide=True, has_legend=False)
+
+
+def _held_out(runs: list[Recorded]) -> Chart:
+    kind = _Kind("eval_loss", "Held-out loss", "nats per token")
+    curves = _several(runs, "eval_loss", kind)
+    return Chart(
+        "held-out",
+        kind.title,
+        kind.unit,
+        [replace(c, style="dots") for c in curves],
+        is_wide=True,
+        has_legend=False,
+    )
+
+
+def _perplexity(runs: list[Recorded]) -> Chart:
+    """Return exp of the held-out loss, without the first evaluation: that of untrained weights."""
+    kind = _Kind("eval_loss", "Perplexity", "exp(held-out loss)")
+    curves = _several(runs, "eval_loss", kind, lambda nats: math.exp(min(nats, 700)))
+    later = [_from(c, 1) if len(c.y) > 2 and c.x["step"][0] == 0 else c for c in curves]
+    dotted = [replace(c, style="dots") for c in later]
+    return Chart("perplexity", kind.title, kind.unit, dotted, has_legend=False)
+
+
+def _from(drawn: Curve, first: int) -> Curve:
+    return replace(drawn, x={axis: xs[first:] for axis, xs in drawn.x.items()}, y=drawn.y[first:])
+
+
+def _metrics(runs: list[Recorded]) -> Iterator[Chart]:
+    for kind in _KINDS:
+        curves = _several(runs, kind.key, kind)
+        values = [value for drawn in curves for value in drawn.y]
+        if not values or (len(set(values)) == 1 and not kind.constant_too):
+            continue
+        if kind.is_noisy and len(runs) == 1 and len(curves[0].y) >= SMOOTHED_FROM:
+            (raw,) = curves
+            mean = curve(runs[0], kind.key, "mean", raw.colour, scale=kind.scale, smooth=True)
+            curves = [replace(raw, style="faint"), mean]
+        yield Chart(
+            kind.key.replace("_", "-"),
+            kind.title,
+            kind.unit,
+            curves,
+            note=kind.note,
+            limits=_limits(runs, kind.key),
+            from_zero=kind.from_zero,
+            has_legend=False,
+        )
+
+
+def _limits(runs: list[Recorded], key: str) -> list[tuple[str, float]]:
+    if len(runs) > 1:
+        return []
+    (run,) = runs
+    limits = {
+        "grad_norm": ("clipped to", run.planned("run", "optim", "clip_norm")),
+        "step_time_s": ("predicted", run.planned("predicted_step_s")),
+        "peak_allocated_gib": ("predicted", run.planned("estimate", "peak_allocated_gib")),
+    }
+    label, value = limits.get(key, ("", None))
+    limit = number(value)
+    return [(f"{label} {short(limit)}", limit)] if limit else []
+
+
+def _sources(runs: list[Recorded]) -> Iterator[Chart]:
+    """Yield a chart for each source or named held-out set that runs share."""
+    for prefix, title in (("eval_loss/", "Held-out loss"), ("loss/", "Training loss")):
+        keys = {key: None for run in runs for key in _keys(run, prefix)}
+        for place, key in enumerate(list(keys)[:8]):
+            kind = _Kind(
+                key, f"{title}: {key.removeprefix(prefix)}", "nats per token", prefix == "loss/"
+            )
+            name = f"{prefix[:-1].replace('_', '-')}-{place}"
+            yield Chart(name, kind.title, kind.unit, _several(runs, key, kind), has_legend=False)

@@ -1,0 +1,135 @@
+"""Several runs as a page: which is best, what differs, curves on one another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from harness.report.chart import html_of
+from harness.report.charts import charts
+from harness.report.curves import colour_of
+from harness.report.page import axis_switch, described, document
+from harness.report.recorded import Recorded, values_of
+from harness.report.verdicts import ending, progress
+from harness.report.words import duration, escaped, short
+
+MOST_DRAWN = 24
+"""Runs whose curves are drawn: the best ones."""
+MOST_DIFFERENCES = 60
+
+# Parts of plan.json that say how a run was asked for; the rest follows from them, or from the day.
+_ASKED = ("run", "deepspeed_given", "deepspeed_source", "world", "precision", "model_config")
+_OF_THE_DAY = ("run.run.dir", "world.rank", "world.local_rank")
+
+
+def ranked(runs: list[Recorded]) -> list[Recorded]:
+    """Return runs by their lowest held-out loss, best first; those without one last."""
+    return sorted(runs, key=lambda run: (run.best() or (0, float("inf")))[1])
+
+
+def compare_page_of(runs: list[Recorded], title: str) -> str:
+    """Return the page of several runs."""
+    runs = ranked(runs)
+    drawn = charts(runs[:MOST_DRAWN])
+    body = (
+        f"<header><h1>{escaped(title)}</h1>{_best(runs)}</header>{_table(runs)}"
+        f"{axis_switch()}<section class=charts>{''.join(map(html_of, drawn))}</section>"
+        f"{_differences(runs)}"
+    )
+    return document(title, body, drawn)
+
+
+def _best(runs: list[Recorded]) -> str:
+    best = runs[0].best() if runs else None
+    if best is None:
+        return f"<p>{len(runs)} runs, none of them evaluated</p>"
+    return (
+        f"<p>{len(runs)} runs; <b>{escaped(runs[0].name)}</b> has the lowest held-out loss, "
+        f"{best[1]:.4f} at step {best[0]:,}</p>"
+    )
+
+
+def _table(runs: list[Recorded]) -> str:
+    rows = "".join(_row(place, run) for place, run in enumerate(runs))
+    heads = "run|state|held-out|at step|training|steps|tokens|tokens/s|time|model"
+    head = "".join(f"<th>{name}" for name in heads.split("|"))
+    return (
+        "<section class='card scroll'><table class=runs>"
+        f"<tr><th>{head}</tr>{rows}</table></section>"
+    )
+
+
+def _row(place: int, run: Recorded) -> str:
+    best = run.best()
+    losses = [value for _, value in values_of(run.lines, "loss")]
+    rates = sorted(value for _, value in values_of(run.lines, "tokens_per_s"))
+    name = escaped(run.name)
+    swatch = ""
+    if place < MOST_DRAWN:
+        swatch = (
+            f'<label><input type=checkbox checked data-run="{name}" aria-label="show {name}">'
+            f'<i class=swatch style="--c:{colour_of(place)}"></i></label>'
+        )
+    kind = "silent" if run.is_silent() else run.outcome
+    cells = (
+        (f"{best[1]:.4f}", f"{best[0]:,}") if best else ("-", "-"),
+        (f"{losses[-1]:.4f}" if losses else "-", progress(run)),
+        (short(run.tokens_at(run.lines[-1])) if run.lines else "-",),
+        (short(rates[len(rates) // 2]) if rates else "-",),
+        (duration(run.seconds[-1]) if run.seconds else "-",),
+        (described(run),),
+    )
+    is_best = place == 0 and best is not None
+    best_class = " class=best" if is_best else ""
+    star = " \u2605 best" if is_best else ""
+    return (
+        f"<tr{best_class}><td>{swatch}<td>{name}{star}"
+        f"<td class={ending(run).kind}>{escaped(kind)}"
+        + "".join(f"<td>{escaped(cell)}" for group in cells for cell in group)
+        + "</tr>"
+    )
+
+
+def _differences(runs: list[Recorded]) -> str:
+    rows = differences(runs)
+    if not rows:
+        text = "Nothing that their plans record differs."
+        return f"<section class=card><h2>What differs</h2><p>{text}</p></section>"
+    head = "".join(
+        f'<th><i class=swatch style="--c:{colour_of(place)}"></i>{escaped(run.name)}'
+        for place, run in enumerate(runs)
+    )
+    body = "".join(
+        f"<tr><th>{escaped(key)}{''.join(f'<td>{escaped(value)}' for value in values)}</tr>"
+        for key, values in rows[:MOST_DIFFERENCES]
+    )
+    more = f"<p class=note>and {len(rows) - MOST_DIFFERENCES} more</p>" * (
+        len(rows) > MOST_DIFFERENCES
+    )
+    return (
+        "<section class=card><h2>What differs</h2><div class=scroll><table class=runs>"
+        f"<tr><th>{head}</tr>{body}</table></div>{more}</section>"
+    )
+
+
+def differences(runs: list[Recorded]) -> list[tuple[str, list[str]]]:
+    """Return keys of the plans whose values differ, each with the value of every run."""
+    flat = [dict(_flat(run)) for run in runs]
+    keys = {key: None for values in flat for key in values if key not in _OF_THE_DAY}
+    rows = [(key, [values.get(key, "-") for values in flat]) for key in keys]
+    return [(key.removeprefix("run."), row) for key, row in rows if len(set(row)) > 1]
+
+
+def _flat(run: Recorded) -> Iterator[tuple[str, str]]:
+    for part in _ASKED:
+        yield from _leaves(part, run.planned(part))
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    elif value is not None:
+        text = value if isinstance(value, str) else json.dumps(value)
+        yield key, text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,347 @@
+"""One run as a page: how it stands, what to do, curves, events, memory, time, samples, plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness.layout.shape import Shape, num_parameters
+from harness.report.chart import AXES, Chart, data_of, html_of
+from harness.report.charts import charts
+from harness.report.components import grouped
+from harness.report.events import events_card
+from harness.report.lines import number
+from harness.report.needles import needle_card
+from harness.report.palette import COMPONENTS, css
+from harness.report.recorded import Event, Recorded, dig, values_of
+from harness.report.spent import spent
+from harness.report.verdicts import Advice, Verdict, advice, ending, memory_rows, progress, verdicts
+from harness.report.words import count, cut, duration, escaped, gib, moment, short
+
+MOST_CHARACTERS = 200_000
+"""Of plan.json as text."""
+REFRESH_S = 60
+"""A page of a running run loads itself again so often."""
+
+_HERE = Path(__file__).parent
+
+
+def page_of(run: Recorded) -> str:
+    """Return the page of one run."""
+    drawn = charts([run])
+    body = "".join(
+        (
+            _header(run),
+            _tiles(run),
+            _judged(run),
+            _axis_switch(),
+            f"<section class=charts>{''.join(map(html_of, drawn))}</section>",
+            needle_card(run),
+            _memory(run),
+            _time(run),
+            _samples(run),
+            events_card(run),
+            _plan(run),
+        )
+    )
+    return document(run.name, body, drawn, refresh=run.outcome == "running" and not run.is_silent())
+
+
+def document(
+    title: str,
+    body: str,
+    drawn: Iterable[Chart],
+    refresh: bool = False,
+    by: str = "tools/report.py",
+) -> str:
+    """Return a whole page: it needs no other file and no network, and its policy forbids both."""
+    data = {chart.name: data_of(chart) for chart in drawn if any(c.y for c in chart.curves)}
+    # "<" ends a script element, whatever it is in.
+    values = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    )
+    again = f'<meta http-equiv=refresh content="{REFRESH_S}">' if refresh else ""
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv=Content-Security-Policy content="{policy}">{again}'
+        f"<title>{escaped(title)}</title>"
+        f"<style>{css()}{_text('page.css')}</style></head><body>"
+        f"<main>{body}<footer>Written {moment(time.time())} by "
+        f"<code>python {by}</code>: one file, no network.</footer></main>"
+        f"<script type=application/json id=values>{values}</script>"
+        f"<script>{_text('page.js')}</script></body></html>\n"
+    )
+
+
+def _text(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _header(run: Recorded) -> str:
+    end = ending(run)
+    word = "silent" if run.is_silent() else run.outcome
+    return (
+        f"<header><h1>{escaped(run.name)}</h1><span class='badge {end.kind}'>{escaped(word)}</span>"
+        f"<p>{escaped(described(run))}</p></header>"
+    )
+
+
+def described(run: Recorded) -> str:
+    """Return model, cluster and layout in a line."""
+    parts = [f"{run.text('run', 'model', 'name') or 'unknown model'}"]
+    if (size := parameters(run)) is not None:
+        parts.append(f"{short(size)} parameters")
+    world = number(run.planned("world", "world_size"))
+    if world is not None:
+        chip = run.text("world", "gpu") or f"{run.text('world', 'accelerator').upper()} rank"
+        per_node = number(run.planned("world", "local_world_size")) or world
+        nodes = f" on {count(world / per_node)} nodes" if 0 < per_node < world else ""
+        plural = "s" if world > 1 and chip.endswith("rank") else ""
+        parts.append(f"{count(world)} x {chip}{plural}{nodes}")
+    grid = run.planned("grid")
+    axes = ("pipeline", "tensor", "sequence", "expert")
+    split = [f"{axis} {n}" for axis in axes if (n := number(dig(grid, axis))) and n > 1]
+    if (stage := number(run.planned("zero_stage"))) is not None:
+        parts.append(", ".join([f"ZeRO {stage:.0f}", *split]))
+    parts.append(run.text("precision"))
+    return " \u00b7 ".join(part for part in parts if part)
+
+
+def parameters(run: Recorded) -> int | None:
+    """Return the parameters of a run's model; None for one that the planner does not know."""
+    config = run.planned("model_config")
+    try:
+        return num_parameters(Shape.from_hf(config)) if isinstance(config, dict) else None
+    except Exception:  # a record that anybody may have edited
+        return None
+
+
+def _tiles(run: Recorded) -> str:
+    best, evaluations = run.best(), run.evaluations()
+    tiles = []
+    if best is not None:
+        last = evaluations[-1][1]
+        now = f"perplexity {short(math.exp(min(best[1], 700)))}"
+        at = f"best, at step {best[0]:,}; {last:.3f} now" if last > best[1] else now
+        tiles.append(("Held-out loss", f"{best[1]:.3f}", at))
+    losses = [value for _, value in values_of(run.lines, "loss")]
+    if losses:
+        tiles.append(("Training loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f}"))
+    last_line = run.lines[-1] if run.lines else {}
+    tokens = f"{short(number(last_line.get('tokens')))} tokens" if last_line else ""
+    tiles.append(("Steps", progress(run), tokens))
+    if run.seconds:
+        tiles.append(("Time at work", duration(run.seconds[-1]), _attempts(run)))
+    rates = [value for _, value in values_of(run.lines, "tokens_per_s")]
+    if rates:
+        mfu = [value for _, value in values_of(run.lines, "mfu")]
+        used = f"MFU {median(mfu):.1%}" if mfu else f"{duration(_step_s(run))} a step"
+        tiles.append(("Throughput", f"{short(median(rates))} tokens/s", used))
+    rows = {point: (predicted, measured) for point, predicted, measured in memory_rows(run)}
+    if rows:
+        predicted, measured = (
+            rows.get("peak") or rows.get("between_steps") or next(iter(rows.values()))
+        )
+        tiles.append(("Memory of a rank", gib(measured), f"predicted {gib(predicted)}"))
+    items = "".join(
+        f"<div><span>{escaped(name)}</span><b>{escaped(value)}</b><small>{escaped(more)}</small></div>"
+        for name, value, more in tiles
+    )
+    return f"<section class=tiles>{items}</section>"
+
+
+def _step_s(run: Recorded) -> float:
+    return median([value for _, value in values_of(run.lines, "step_time_s")] or [0.0])
+
+
+def _attempts(run: Recorded) -> str:
+    attempts = number(run.status.get("attempt")) or 1
+    repeated = f", {run.metrics.repeated} steps taken again" if run.metrics.repeated else ""
+    return f"{attempts:.0f} attempt{'s' * (attempts > 1)}{repeated}"
+
+
+def _judged(run: Recorded) -> str:
+    judged = [ending(run), *verdicts(run), *(Verdict("warning", text) for text in run.problems)]
+    items = "".join(f"<li class={kind}>{escaped(text)}</li>" for kind, text in judged)
+    return (
+        "<section class=two><div class=card><h2>How it goes</h2>"
+        f"<ul class=verdicts>{items}</ul></div>"
+        f"<div class=card><h2>What to do next</h2>{_advice(advice(run))}</div></section>"
+    )
+
+
+def _advice(items: list[Advice]) -> str:
+    if not items:
+        return "<p>Nothing: it goes on by itself.</p>"
+    return "".join(
+        f"<p>{escaped(text)}</p>{f'<pre class=command>{escaped(line)}</pre>' if line else ''}"
+        for text, line in items
+    )
+
+
+def _axis_switch() -> str:
+    """Return radio buttons by which CSS shows one kind of x axis."""
+    buttons = "".join(
+        f'<label><input type=radio name=axis id="by-{axis}"{" checked" * (axis == "step")}>'
+        f"{escaped(text)}</label>"
+        for axis, text in AXES.items()
+    )
+    return f"<fieldset class=switch><legend>Curves over</legend>{buttons}</fieldset>"
+
+
+axis_switch = _axis_switch
+
+
+def _memory(run: Recorded) -> str:
+    """Return predicted beside measured memory, and the prediction of a step by its phases."""
+    rows = memory_rows(run)
+    most = max((max(pair[1:]) for pair in rows), default=0)
+    bars = "".join(
+        f"<tr><th>{escaped(point.replace('_', ' '))}</th><td class=bars>"
+        f"<div class=bar>{_piece(measured / most, 'var(--series-1)', 'measured')}</div>"
+        f"<div class=bar>{_piece(predicted / most, 'var(--faint)', 'predicted')}</div></td>"
+        f"<td>{gib(measured)}<small>predicted {gib(predicted)}, "
+        f"{predicted / max(measured, 1) - 1:+z.1%}</small></td></tr>"
+        for point, predicted, measured in rows
+        if most
+    )
+    measured_table = f"<table class=rows>{bars}</table>" if bars else ""
+    phases = run.planned("estimate", "phases")
+    stacks = _stacks(phases if isinstance(phases, dict) else {}, run)
+    if not measured_table and not stacks:
+        return ""
+    compared = f"<div class=card><h2>Memory, measured and predicted</h2>{measured_table}</div>"
+    return f"<section class=two>{compared if measured_table else ''}{stacks}</section>"
+
+
+def _stacks(phases: dict[str, Any], run: Recorded) -> str:
+    """Return a stacked bar for each phase of a step."""
+    sizes = {
+        name: grouped({part: size for part, value in parts.items() if (size := number(value))})
+        for name, parts in phases.items()
+        if isinstance(parts, dict)
+    }
+    most = max((sum(parts.values()) for parts in sizes.values()), default=0.0)
+    if not most:
+        return ""
+    rows = "".join(
+        f"<tr><th>{escaped(name.replace('_', ' '))}</th><td class=bars><div class=bar>"
+        + "".join(
+            _piece(size / most, f"var(--{group})", f"{group} {gib(size * 2**30)}")
+            for group, size in parts.items()
+            if size
+        )
+        + f"</div></td><td>{gib(sum(parts.values()) * 2**30)}</td></tr>"
+        for name, parts in sizes.items()
+    )
+    groups = [group for group in COMPONENTS if any(parts[group] for parts in sizes.values())]
+    legend = "".join(f'<li style="--c:var(--{group})">{group}</li>' for group in groups)
+    device = number(run.planned("estimate", "device_gib"))
+    room = f" of {device:.0f} GiB" if device else ""
+    return (
+        f"<div class=card><h2>Memory of a step, predicted</h2>"
+        f"<p class=note>Fullest rank{room}, phase by phase.</p>"
+        f"<ul class='legend blocks'>{legend}</ul><table class=rows>{rows}</table></div>"
+    )
+
+
+def _piece(share: float, colour: str, title: str) -> str:
+    return f'<i style="width:{100 * share:.2f}%;background:{colour}" title="{title}"></i>'
+
+
+def _time(run: Recorded) -> str:
+    parts = spent(run)
+    total = sum(part.seconds for part in parts)
+    if not total:
+        return ""
+    bar = "".join(_piece(seconds / total, colour, name) for name, seconds, colour in parts)
+    rows = "".join(
+        f'<li style="--c:{colour}">{name} <b>{seconds / total:.1%}</b> {duration(seconds)}</li>'
+        for name, seconds, colour in parts
+    )
+    return (
+        "<section class=card><h2>Where the time went</h2>"
+        f"<div class='bar tall'>{bar}</div><ul class='legend blocks'>{rows}</ul></section>"
+    )
+
+
+def _samples(run: Recorded) -> str:
+    samples = run.of_kind("sample")
+    if not samples:
+        return ""
+    shown = [samples[0], samples[-1]] if len(samples) > 1 else samples
+    cards = "".join(
+        f"<div class=card><h3>{_title(event)}</h3><pre class=sample><span>"
+        f"{escaped(event.get('prompt', ''))}</span>{escaped(event.get('text', ''))}</pre></div>"
+        for event in shown
+    )
+    return f"<h2>What it writes</h2><section class=two>{cards}</section>"
+
+
+def _title(event: Event) -> str:
+    return escaped(f"{event.get('title', 'sample')}, step {event.get('step')}".capitalize())
+
+
+def _plan(run: Recorded) -> str:
+    if not run.plan:
+        return ""
+    rows = "".join(
+        f"<tr><th>{escaped(name)}<td>{escaped(value)}</tr>"
+        for name, value in plan_rows(run)
+        if value
+    )
+    whole = cut(json.dumps(run.plan, indent=2), MOST_CHARACTERS)
+    return (
+        f"<section class=card><h2>Plan</h2><table class=plan>{rows}</table>"
+        f"<details><summary>plan.json</summary><pre>{escaped(whole)}</pre></details></section>"
+    )
+
+
+def plan_rows(run: Recorded) -> list[tuple[str, str]]:
+    """Return the settings that a reader asks for first."""
+    length = number(run.planned("run", "data", "seq_len"))
+    batch, micro = number(run.planned("global_batch")), number(run.planned("micro_batch"))
+    accumulated = number(run.planned("grad_accum"))
+    versions = run.planned("versions")
+    of = versions if isinstance(versions, dict) else {}
+    return [
+        (
+            "model",
+            ", ".join(
+                filter(None, (run.text("model_source"), run.text("model_config", "model_type")))
+            ),
+        ),
+        ("parameters", count(size) if (size := parameters(run)) is not None else ""),
+        ("DeepSpeed JSON", run.text("deepspeed_source")),
+        (
+            "batch",
+            f"{count(batch)} samples a step = micro-batch {count(micro)} x {count(accumulated)} "
+            f"accumulated x {count(number(run.planned('grid', 'data')))} data ranks, "
+            f"{count(length)} tokens each",
+        ),
+        (
+            "optimizer",
+            f"{run.text('run', 'optim', 'name')}, rate {run.text('run', 'optim', 'lr')} "
+            f"({run.text('run', 'optim', 'schedule')}, "
+            f"{run.text('run', 'optim', 'warmup_steps')} steps of warm-up)",
+        ),
+        (
+            "data",
+            ", ".join(
+                f"{count(amount)} {unit}"
+                for unit in ("documents", "tokens")
+                if (amount := number(run.planned("data", unit))) is not None
+            ),
+        ),
+        ("attention", run.text("run", "model", "attention")),
+        ("seed", run.text("run", "train", "seed")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in of.items())),
+        ("commit", run.text("git_commit")),
+    ]

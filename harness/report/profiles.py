@@ -1,0 +1,74 @@
+"""Charts by layer and by position, of a few probes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from harness.report.chart import Chart, Curve, Mark
+from harness.report.lines import number
+from harness.report.recorded import Recorded
+
+PROFILES = 4
+"""Most probes of one chart by layer or position."""
+
+
+def profiles(run: Recorded) -> Iterator[Chart]:
+    """Yield charts by layer and by position, of a few probes from the first to the last."""
+    for prefix, title, unit, note in (
+        (
+            "attention_entropy/",
+            "Attention entropy by layer",
+            "nats, mean over heads",
+            "0: a head looks at one token; high: at all alike. A fall to 0 precedes divergence.",
+        ),
+        ("attention_coverage/", "Attention coverage by layer", "share of the tokens", ""),
+    ):
+        names = {key.removeprefix(prefix) for line in run.lines for key in line if prefix in key}
+        layers = sorted(int(name) for name in names if name.isdecimal())
+        rows = [
+            (line["step"], [(layer, number(line.get(f"{prefix}{layer}"))) for layer in layers])
+            for line in run.lines
+            if layers and f"{prefix}{layers[-1]}" in line
+        ]
+        yield _profile(prefix[:-1].replace("_", "-"), title, unit, "layer", rows, note)
+    rows = [
+        (line["step"], [(place, number(value)) for place, value in enumerate(values)])
+        for line in run.lines
+        if isinstance(values := line.get("loss_by_position"), list)
+    ]
+    axis, marks = "part of the window, from its beginning to its end", list[Mark]()
+    trained = number(run.planned("run", "data", "seq_len"))
+    longest = number(run.planned("run", "eval", "seq_len"))
+    note = "It falls to the right as far as the model makes use of the text before."
+    if rows and trained and longest:
+        axis = f"part of a window of {longest:,.0f} tokens"
+        place = len(rows[-1][1]) * trained / longest - 0.5
+        marks = [Mark({axis: place}, "var(--warning)", "length of the training samples")]
+        note += f" The line is where training samples end, at {trained:,.0f} tokens."
+    chart = _profile(
+        "loss-by-position", "Loss by position", "nats per token, held-out", axis, rows, note
+    )
+    yield replace(chart, marks=marks)
+
+
+def _profile(
+    name: str,
+    title: str,
+    unit: str,
+    axis: str,
+    rows: list[tuple[int, list[tuple[int, float | None]]]],
+    note: str,
+) -> Chart:
+    """Return a chart with a curve for each of a few probes, the last one in full colour."""
+    last = len(rows) - 1
+    places = {last * n // (PROFILES - 1) for n in range(PROFILES)} if rows else set()
+    shown = [rows[at] for at in sorted(places)]
+    curves = []
+    for place, (step, pairs) in enumerate(shown):
+        xs = [float(x) for x, value in pairs if value is not None]
+        share = 25 + 75 * (place + 1) // len(shown)
+        colour = f"color-mix(in srgb,var(--series-1) {share}%,var(--grid))"
+        values = [value for _, value in pairs if value is not None]
+        curves.append(Curve(f"step {step:,}", colour, {axis: xs}, values))
+    return Chart(name, title, unit, curves, note=note, axes={axis: axis})

@@ -1,0 +1,315 @@
+"""Verdicts on a run's records, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from harness.config.assignments import value_as_text
+from harness.errors import ExitCode
+from harness.report.lines import number
+from harness.report.recorded import Recorded, values_of
+from harness.report.words import count, duration, moment, short
+
+MEMORY_ERROR = 0.1  # as run/live_memory.py warns
+
+
+class Verdict(NamedTuple):
+    """One judgement."""
+
+    kind: str
+    """good | warning | bad."""
+    text: str
+
+
+class Advice(NamedTuple):
+    """Something to do."""
+
+    text: str
+    command: str = ""
+
+
+def verdicts(run: Recorded) -> list[Verdict]:
+    """Return what the records say about loss, norm, steps, memory and speed."""
+    checks = (
+        _losing,
+        _generalising,
+        _baselines,
+        _norm,
+        _bad_steps,
+        _replicas,
+        _memory,
+        _speed,
+        _entropy,
+    )
+    return [verdict for check in checks if (verdict := check(run)) is not None]
+
+
+def _losing(run: Recorded) -> Verdict | None:
+    values = _even(run, "loss")
+    if len(values) < 20:
+        return None
+    tail = max(5, len(values) // 10)
+    before, last = fmean(values[-2 * tail : -tail]), fmean(values[-tail:])
+    change = f"{before:.3f} to {last:.3f} over the last {tail} of {len(values)} points"
+    if last > before * 1.02:
+        return Verdict("warning", f"Training loss rises: {change}.")
+    return Verdict("good", f"Training loss {'falls' if last < before else 'is level'}: {change}.")
+
+
+def _generalising(run: Recorded) -> Verdict | None:
+    best, evaluations = run.best(), run.evaluations()
+    if best is None or len(evaluations) < 3:
+        return None
+    step, last = evaluations[-1]
+    if last > best[1] * 1.01:
+        return Verdict(
+            "warning",
+            f"Held-out loss was best at step {best[0]:,} ({best[1]:.3f}) and is {last:.3f} at step "
+            f"{step:,}: the model learns its training data by heart.",
+        )
+    return Verdict("good", f"Held-out loss is at its best, or close: {last:.3f}.")
+
+
+def _baselines(run: Recorded) -> Verdict | None:
+    """Compare with models that count tokens (data/baselines.py)."""
+    event, best = run.last_event("baselines") or {}, run.best()
+    unigram, bigram = number(event.get("unigram_nats")), number(event.get("bigram_nats"))
+    if best is None or unigram is None or bigram is None:
+        return None
+    names = f"a bigram model's {bigram:.2f} and a unigram model's {unigram:.2f}"
+    if best[1] >= unigram:
+        return Verdict("warning", f"Held-out loss {best[1]:.2f} is above {names}.")
+    where = "below" if best[1] < bigram else "between"
+    return Verdict("good", f"Held-out loss {best[1]:.2f} is {where} {names}.")
+
+
+def _norm(run: Recorded) -> Verdict | None:
+    values = _even(run, "grad_norm")
+    if len(values) < 20:
+        return None
+    quarter = len(values) // 4
+    early, late = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+    text = f"median {short(early)} in the second quarter, {short(late)} in the last"
+    if late > 3 * early:
+        return Verdict("warning", f"Gradient norm grows: {text}.")
+    return Verdict("good", f"Gradient norm is stable: {text}.")
+
+
+def _bad_steps(run: Recorded) -> Verdict | None:
+    names = {"spike": "spike", "skipped_step": "skipped step", "rollback": "rollback"}
+    counts = [
+        f"{n} {name}{'s' * (n > 1)}"
+        for kind, name in names.items()
+        if (n := len(run.of_kind(kind)))
+    ]
+    if not run.trained:
+        return None
+    if not counts:
+        return Verdict("good", "No spike, no skipped step, no rollback.")
+    kind = "bad" if run.of_kind("rollback") else "warning"
+    return Verdict(kind, f"{', '.join(counts)}: see the events.")
+
+
+def _replicas(run: Recorded) -> Verdict | None:
+    if run.of_kind("replicas_differ"):
+        return Verdict("bad", "Ranks hold different copies of the same state: see the events.")
+    return None
+
+
+def memory_rows(run: Recorded) -> list[tuple[str, float, float]]:
+    """Return point, predicted and measured bytes of the worst rank, from the first steps."""
+    rows = (run.last_event("memory") or {}).get("rows")
+    worst: dict[str, tuple[str, float, float]] = {}
+    for row in rows if isinstance(rows, list) else ():
+        fields = row if isinstance(row, dict) else {}
+        predicted, measured = number(fields.get("predicted")), number(fields.get("measured"))
+        if predicted is None or measured is None:
+            continue
+        point = str(fields.get("point"))
+        if point not in worst or measured > worst[point][2]:
+            worst[point] = (point, predicted, measured)
+    return list(worst.values())
+
+
+def _memory(run: Recorded) -> Verdict | None:
+    rows = memory_rows(run)
+    if not rows:
+        return None
+    errors = {point: predicted / max(measured, 1) - 1 for point, predicted, measured in rows}
+    point = max(errors, key=lambda name: abs(errors[name]))
+    text = f"predicted {errors[point]:+.1%} ({point.replace('_', ' ')})"
+    if abs(errors[point]) > MEMORY_ERROR:
+        return Verdict("warning", f"Memory is not as predicted: {text}.")
+    return Verdict("good", f"Memory is as predicted: {text}.")
+
+
+def _speed(run: Recorded) -> Verdict | None:
+    values = [value for _, value in values_of(run.lines, "step_time_s")]
+    if len(values) < 20:
+        return None
+    usual = median(values)
+    slow = sum(value > 2 * usual for value in values)
+    text = f"a step takes {duration(usual)}"
+    if slow > len(values) / 20:
+        return Verdict("warning", f"Speed is uneven: {text}, and {slow} take more than twice that.")
+    return Verdict("good", f"Speed is steady: {text}.")
+
+
+def _entropy(run: Recorded) -> Verdict | None:
+    lines = [
+        line for line in run.lines if any(key.startswith("attention_entropy/") for key in line)
+    ]
+    if len(lines) < 2:
+        return None
+    fallen = [
+        key.removeprefix("attention_entropy/")
+        for key in lines[0]
+        if key.startswith("attention_entropy/")
+        and (first := number(lines[0][key])) is not None
+        and (last := number(lines[-1].get(key))) is not None
+        and last < 0.1 * first
+    ]
+    if fallen:
+        return Verdict("warning", f"Attention has collapsed in layers {', '.join(fallen[:12])}.")
+    return Verdict("good", "Attention entropy is moderate in every layer.")
+
+
+def _even(run: Recorded, key: str) -> list[float]:
+    """Return the values that may enter a mean."""
+    return [
+        value
+        for line, is_even in zip(run.lines, run.metrics.is_even, strict=True)
+        if is_even and (value := number(line.get(key))) is not None
+    ]
+
+
+def ending(run: Recorded) -> Verdict:
+    """Return how the run ended, or how it stands."""
+    step, total = run.step, run.total_steps
+    of = f" of {total:,}" if total else ""
+    message = run.status.get("message")
+    why = f": {message}" if message else ""
+    if run.outcome == "done":
+        return Verdict("good", f"Done at step {step:,}{of}.")
+    if run.is_silent():
+        since = moment(run.last_sign)
+        return Verdict("bad", f"Nothing was written since {since}: the run may be gone.")
+    if run.outcome == "running":
+        return Verdict("good", f"Running: step {step:,}{of}{_left(run)}.")
+    if run.outcome == "stopped":
+        return Verdict("warning", f"Stopped cleanly at step {step:,}{of}{why}.")
+    if run.outcome in ("failed", "diverged"):
+        code = run.status.get("code")
+        return Verdict("bad", f"{run.outcome.capitalize()} at step {step:,}{of}, code {code}{why}.")
+    return Verdict("warning", "No status is on record.")
+
+
+def _left(run: Recorded) -> str:
+    seconds, total = _even(run, "step_time_s")[-50:], run.total_steps
+    if not seconds or not total:
+        return ""
+    return f", {duration(fmean(seconds) * max(0, total - run.step))} left"
+
+
+def advice(run: Recorded) -> list[Advice]:
+    """Return what to do next, the likeliest first, with commands that can be copied."""
+    return [*_by_outcome(run), *_by_curve(run)]
+
+
+def _by_outcome(run: Recorded) -> list[Advice]:
+    folder, code = shlex.quote(str(run.path)), run.status.get("code")
+    best = run.best()
+    if run.of_kind("out_of_memory"):
+        message = str((run.last_event("out_of_memory") or {}).get("message", ""))
+        helps = message.rpartition("; ")[2]
+        return [Advice(f"It ran out of memory. {helps}", command(run))]
+    if run.outcome == "stopped":
+        return [
+            Advice("Resume: the same command goes on from the newest checkpoint.", command(run))
+        ]
+    if run.outcome == "diverged" or code == ExitCode.DIVERGED:
+        saved = [step for e in run.of_kind("saved") if (step := number(e.get("step"))) is not None]
+        lower = (number(run.planned("run", "optim", "lr")) or 0.0) / 2
+        if not saved:
+            text = "No checkpoint was saved: begin again with a lower rate, and save.every."
+            return [Advice(text, command(run, dir=f"{run.path}-2", changes={"optim.lr": lower}))]
+        changes = {"resume.from": f"{run.path}@{int(saved[-1])}", "optim.lr": lower}
+        text = "Branch off a checkpoint from before it, with a lower rate."
+        return [Advice(text, command(run, dir=f"{run.path}-2", changes=changes))]
+    if code == ExitCode.CANNOT_SAVE:
+        return [Advice("Make room on the disk, then run the same command again.", command(run))]
+    if code == ExitCode.NO_CHECKPOINT:
+        return [Advice("Branch off another run's checkpoint, or begin in a new run.dir.")]
+    if code == ExitCode.HANG:
+        text = "Read heartbeats/ for the rank that the others waited for; then resume."
+        return [Advice(text, f"ls {folder}/heartbeats"), Advice("Resume:", command(run))]
+    if run.outcome == "failed":
+        return [Advice("Mend the cause above, then resume with the same command.", command(run))]
+    if run.is_silent():
+        text = "See whether its job still runs; the same command resumes it."
+        return [Advice(text, command(run))]
+    if run.outcome == "done":
+        exported = (run.path / "export").is_dir()
+        end = f"held-out loss {best[1]:.3f} at step {best[0]:,}" if best else "all steps are done"
+        what = "Try the model" if exported else "Export the weights"
+        tool = "chat.py" if exported else "export_hf.py"
+        return [Advice(f"{what}: {end}.", f"python tools/{tool} {folder}")]
+    return []
+
+
+def _by_curve(run: Recorded) -> list[Advice]:
+    """Return advice from the held-out losses."""
+    evaluations, best = run.evaluations(), run.best()
+    total = run.total_steps
+    if run.outcome != "done" or len(evaluations) < 3 or best is None or not total:
+        return []
+    (_, before), (_, last) = evaluations[-2:]
+    if last > best[1] * 1.01:
+        text = f"The best weights are those of step {best[0]:,}: save.keep_best keeps them."
+        return [Advice(text)]
+    if before - last > 0.005 * before:
+        text = (
+            f"Held-out loss still fell by {before - last:.3f} in the last evaluation: train longer."
+        )
+        longer = {"train.steps": 2 * total}
+        return [Advice(text, command(run, dir=f"{run.path}-longer", changes=longer))]
+    return []
+
+
+def command(run: Recorded, dir: str | None = None, changes: dict[str, Any] | None = None) -> str:
+    """Return the command of the run, with what its user set; "" if plan.json does not tell it."""
+    source = run.text("deepspeed_source")
+    if not source:
+        return ""
+    values = {}
+    set_keys = run.planned("run_set")
+    for key in set_keys if isinstance(set_keys, dict) else ():
+        value = run.planned("run", *key.split("."))
+        if value is not None and key != "run.dir":
+            values[key] = value
+    values |= {"run.dir": dir or str(run.path), **(changes or {})}
+    pairs = " ".join(shlex.quote(f"{key}={_written(value)}") for key, value in values.items())
+    return f"deepspeed harness/train.py --deepspeed {shlex.quote(source)} {pairs}"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else value_as_text(_without_none(value))
+
+
+def _without_none(value: Any) -> Any:
+    """Return a value of plan.json without the keys of its tables that are null, as TOML has none."""
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def progress(run: Recorded) -> str:
+    """Return "step 50 of 100"."""
+    total = run.total_steps
+    return f"{count(run.step)} of {count(total)}" if total else count(run.step)

@@ -1,0 +1,87 @@
+"""Keeps report.html in the run folder up to date, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness.errors import CannotSave
+from harness.runfolder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+BETWEEN_S = 60.0
+"""Least seconds between two pages of a running run."""
+PATIENCE_S = 60.0
+"""Most seconds that the end of a run waits for its last page."""
+
+
+class Pages:
+    """The page of a run, on rank 0; on other ranks, and with log.report=false, it does nothing.
+
+    A page is written by a process at the lowest priority: it shares neither the loop's interpreter
+    lock nor its memory, and the loop does not wait for it. At most one is under way; it never
+    outlives the run. A failure is an event.
+    """
+
+    def __init__(self, folder: RunFolder, enabled: bool) -> None:
+        self._folder = folder
+        self._enabled = enabled
+        self._process: subprocess.Popen[str] | None = None
+        self._last: float | None = None
+
+    def update(self) -> None:
+        """Begin a page, unless one is under way or is young."""
+        if self._process is not None and self._process.poll() is not None:
+            self._ended(PATIENCE_S)
+        now = time.monotonic()
+        if self._process is None and (self._last is None or now - self._last >= BETWEEN_S):
+            self._begin()
+            self._last = now
+
+    def finish(self, patience_s: float = PATIENCE_S) -> Path | None:
+        """Write the last page, and wait for it: so long at most. Return its path if it is there."""
+        self._ended(patience_s)  # it has begun before the run ended
+        self._begin()
+        return self._folder.path / "report.html" if self._ended(patience_s) else None
+
+    def _begin(self) -> None:
+        if not self._enabled:
+            return
+        command = [sys.executable, "-m", "harness.report.write", str(self._folder.path.absolute())]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+        except OSError as error:
+            self._note(str(error))
+
+    def _ended(self, patience_s: float) -> bool:
+        """Wait for the page under way; record a failure. Return True if it was written."""
+        process, self._process = self._process, None
+        if process is None:
+            return False
+        try:
+            _, problem = process.communicate(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            self._note(f"it took longer than {patience_s:g} s")
+            return False
+        if process.returncode:
+            last_line = problem.strip().rpartition("\n")[2]
+            self._note(last_line or f"exit code {process.returncode}")
+        return process.returncode == 0
+
+    def _note(self, problem: str) -> None:
+        with contextlib.suppress(CannotSave):  # a page is never the reason why a run ends
+            self._folder.append_event("no_report", message=f"report.html: {problem}")

@@ -1,0 +1,127 @@
+"""Decisions that the data of a run makes: its steps and attention, and whether it will do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from harness.config.data_section import REHEARSED
+from harness.data.data import Data
+from harness.data.padded import Padded
+from harness.errors import ConfigError
+from harness.plan.plan import Plan
+from harness.plan.text import row
+from harness.run.attention import settle_attention
+from harness.run.progress import Progress
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The plan of a run whose data is known."""
+
+    plan: Plan
+    total_steps: int
+    events: list[dict[str, Any]]
+
+
+def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress) -> Settled:
+    """Say what the data is; return what follows from it. Collective.
+
+    Raises ConfigError, on every rank, if a run cannot be made of it.
+    """
+    for line in data.summary():
+        progress.say(row("data", line))
+    _require_targets(plan, data)
+    _require_whole_samples(plan, data)
+    plan, attention = settle_attention(plan, data.train.document_mask, device)
+    for event in attention:
+        progress.say(row("attention", event["message"]))
+    total_steps = _total_steps(plan, data)
+    for line in data.shares(_samples_of(plan, data, total_steps)):
+        progress.say(row("mixture", line))
+    batched = _batched(plan, data, total_steps)
+    for event in batched:
+        progress.say(row("batches", event["message"]))
+    more = [*_vocabulary(plan, data), *attention, *_uncounted_sources(plan, data), *batched]
+    return Settled(plan, total_steps, [*data.events(), *more])
+
+
+def _require_targets(plan: Plan, data: Data) -> None:
+    """Raise ConfigError if the held-out samples have no target: their mean would be undefined."""
+    old = {} if data.old is None else {REHEARSED: data.old}
+    for name, stream in {"": data.held_out, **data.eval_sets, **old}.items():
+        samples = min(plan.config.eval.samples, stream.samples)
+        if not stream.targets_in(0, samples):
+            of = f" of {name}" if name else ""
+            raise ConfigError(
+                f"the {samples} held-out samples{of} hold no target, only prompts: raise "
+                f"eval.samples (now {plan.config.eval.samples}), data.held_out or data.seq_len"
+            )
+
+
+def _require_whole_samples(plan: Plan, data: Data) -> None:
+    """Raise ConfigError if ramp.* would cut samples whose documents are to be whole."""
+    if data.train.holds_whole_documents and plan.config.ramp.length_from is not None:
+        raise ConfigError(
+            f"ramp.length_from is {plan.config.ramp.length_from}, which cuts samples, but they "
+            "hold whole documents (data.packing, the default where prompts are masked): remove "
+            "ramp.length_from, or set data.packing=stream"
+        )
+
+
+def _batched(plan: Plan, data: Data, steps: int) -> list[dict[str, Any]]:
+    """Return an event with the padding of micro-batches of documents, beside that of others."""
+    if not isinstance(data.train, Padded) or not steps:
+        return []
+    how = plan.curriculum, plan.micro_batch, plan.share.data_ranks, steps
+    shares = data.train.padding_shares(*how)
+    return [
+        {
+            "kind": "batched",
+            "message": f"{plan.config.data.batching}: {shares.text()}",
+            **asdict(shares),
+        }
+    ]
+
+
+def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
+    """Return an event where given weights have many more rows than the tokenizer has ids."""
+    source, rows = plan.config.model.init_from, plan.model_config.get("vocab_size")
+    if source is None or not isinstance(rows, int) or data.vocab_size > 0.9 * rows:
+        return []
+    message = f"{data.vocab_size:,} of {rows:,} rows of the vocabulary are used"
+    advice = "set data.tokenizer to the one that belongs to the weights, if it is another"
+    return [{"kind": "unused_rows", "message": f"{message}: {advice}"}]
+
+
+def _total_steps(plan: Plan, data: Data) -> int:
+    if plan.steps is not None:
+        return plan.steps
+    assert plan.config.train.epochs is not None
+    samples = math.ceil(plan.config.train.epochs * data.train.samples)
+    steps = plan.curriculum.steps_for(samples)
+    if problems := plan.config.profile.problems(steps):
+        raise ConfigError(problems)
+    return steps
+
+
+def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:
+    """Return the samples of the run. Raises ConfigError if the data ends before."""
+    samples, length = plan.curriculum.samples_after(total_steps), data.train.length
+    if length is not None and samples > length:
+        raise ConfigError(
+            f"data.mix: every source reaches its epochs after {length:,} samples, but the run of "
+            f"{total_steps:,} steps reads {samples:,}: raise the epochs, or lower train.steps"
+        )
+    return samples
+
+
+def _uncounted_sources(plan: Plan, data: Data) -> list[dict[str, Any]]:
+    """Return an event where the sources' losses are not seen."""
+    if not data.names or plan.config.model.kernels != "liger":
+        return []
+    why = "model.kernels=liger gives the sum of the losses of all sources alone: no loss/NAME"
+    return [{"kind": "sources_unseen", "message": why}]

@@ -1,0 +1,166 @@
+"""Metrics lines for TensorBoard, Weights & Biases and MLflow: named as the run, by steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from harness.config.conduct import LogConfig
+from harness.runfolder import Outcome, RunFolder
+
+Values = dict[str, float]
+_COUNTERS = ("step", "attempt", "unix_time_s")
+
+
+class Tracker(Protocol):
+    """One curve of a run, which goes on where the run does."""
+
+    def write(self, values: Values, step: int, unix_time_s: float) -> None:
+        """Add the values of a step."""
+
+    def close(self, outcome: Outcome) -> None:
+        """Write what is left."""
+
+
+def metrics_of(line: Mapping[str, Any]) -> Values:
+    """Return the numbers of a metrics line by their names in a tracker: eval/loss, train/loss."""
+    values = {}
+    for name, value in line.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and name not in _COUNTERS:
+            values[_name(name)] = float(value)
+    return values
+
+
+def _name(name: str) -> str:
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
+    return name if name.startswith(("attention_", "loss/")) else f"train/{name}"
+
+
+class Trackers:
+    """Those that log.* asks for, on rank 0. One that fails is left out: the run goes on."""
+
+    def __init__(self, event: Callable[..., None]) -> None:
+        """`event`: records an event."""
+        self._event = event
+        self._trackers: dict[str, Tracker] = {}
+
+    def open(self, log: LogConfig, folder: RunFolder, plan: dict[str, Any], step: int) -> None:
+        """Open them in a run folder, after `step` steps."""
+        for name, opened in _OPENED.items():
+            if asked := getattr(log, name):
+                with self._leaving_out(name):
+                    self._trackers[name] = opened(asked, folder, plan, step)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Pass on a metrics line."""
+        values = metrics_of(line)
+        for name, tracker in [*self._trackers.items()]:
+            with self._leaving_out(name):
+                tracker.write(values, line["step"], line["unix_time_s"])
+
+    def close(self, outcome: Outcome) -> None:
+        """Write what is left."""
+        for name, tracker in [*self._trackers.items()]:
+            with self._leaving_out(name):
+                tracker.close(outcome)
+        self._trackers.clear()
+
+    @contextlib.contextmanager
+    def _leaving_out(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of a network, a server, a disk; metrics.jsonl has everything
+            self._trackers.pop(name, None)
+            message = f"log.{name} is off from here on: {type(error).__name__}: {error}"
+            self._event("tracker_failed", message=message)
+
+
+class _TensorBoard:
+    def __init__(self, _: bool, folder: RunFolder, plan: dict[str, Any], step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter
+        # Steps that are done again replace those of before.
+        self._writer = writer(folder.path / "tensorboard", purge_step=step + 1, flush_secs=10)
+        self._writer.add_text("plan", f"```\n{json.dumps(plan, indent=2)}\n```", step)
+
+    def write(self, values: Values, step: int, unix_time_s: float) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, walltime=unix_time_s)
+
+    def close(self, _: Outcome) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, project: str, folder: RunFolder, plan: dict[str, Any], _: int) -> None:
+        import wandb
+
+        entity, _slash, name = project.rpartition("/")
+        ids = folder.read_trackers()
+        identity = ids.get("wandb") or secrets.token_hex(4)
+        self._run: Any = wandb.init(
+            project=name,
+            entity=entity or None,
+            name=folder.path.resolve().name,
+            id=identity,
+            resume="allow",
+            dir=str(folder.path),
+            config=plan,
+            # It would put pipes in the place of the terminal.
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # Its own count of steps never goes back, as that of a resumed run does.
+        self._run.define_metric("*", step_metric="step")
+        folder.write_trackers({**ids, "wandb": identity})
+
+    def write(self, values: Values, step: int, unix_time_s: float) -> None:
+        self._run.log({**values, "step": step, "unix_time_s": unix_time_s})
+
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=0 if outcome in ("done", "stopped") else 1)
+
+
+class _MLflow:
+    def __init__(self, experiment: str, folder: RunFolder, plan: dict[str, Any], _: int) -> None:
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if address is None:
+            address = (folder.path / "mlflow").absolute().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        import mlflow
+        from mlflow.entities import Metric
+
+        self._metric, self._client = Metric, mlflow.MlflowClient(tracking_uri=address)
+        ids = folder.read_trackers()
+        if "mlflow" in ids:
+            self._id = ids["mlflow"]
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            there = self._client.get_experiment_by_name(experiment)
+            number = there.experiment_id if there else self._client.create_experiment(experiment)
+            name = folder.path.resolve().name
+            self._id = self._client.create_run(number, run_name=name).info.run_id
+            self._client.log_dict(self._id, plan, "plan.json")
+            folder.write_trackers({**ids, "mlflow": self._id})
+
+    def write(self, values: Values, step: int, unix_time_s: float) -> None:
+        milliseconds = round(1000 * unix_time_s)
+        metrics = [self._metric(name, v, milliseconds, step) for name, v in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self, outcome: Outcome) -> None:
+        status = {"done": "FINISHED", "stopped": "KILLED"}.get(outcome, "FAILED")
+        self._client.set_terminated(self._id, status)
+
+
+_OPENED: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+}

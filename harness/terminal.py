@@ -1,0 +1,85 @@
+"""Text for a terminal: wrapped to its width, verdicts in colour. Standard library alone.
+
+Pipes and files get texts as they are, so that they can be searched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Mapping
+from typing import TextIO
+
+COLUMNS = 80
+"""Width of a terminal that does not tell its own."""
+_LEAST = 20
+_RED, _YELLOW, _GREEN, _PLAIN = "\x1b[31;1m", "\x1b[33m", "\x1b[32m", "\x1b[0m"
+# In the texts of tools alone: words of a corpus or a model are no verdicts.
+_VERDICTS = (
+    (_RED, re.compile(r"^cannot [a-z]+(?=:)|\bdoes not fit\b|\bFAIL(?:ED)?\b|^(?:diverged)\b")),
+    (_YELLOW, re.compile(r"(?<=\s)warn(?=\s{2})|(?<=: )tight(?=:)|(?<=\s)tight(?= <-|$)")),
+    (_GREEN, re.compile(r"(?<=\s)(?:ok|held)(?=\s{2})|(?<=: )ok to start\b|\bcan hold it$")),
+)
+# The start of a line after which its text begins: a label and spaces, or a number.
+_LABEL = re.compile(r"\s*(?:\d+\. |-> |\S+(?: \S+)*  +)")
+
+
+def columns(stream: TextIO) -> int | None:
+    """Return the width of a terminal as it is now; None for what is no terminal."""
+    if not stream.isatty():
+        return None
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        width = 0
+    return max(width or COLUMNS, _LEAST)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return a text whose lines are broken between words, and continue below where they began."""
+    return "\n".join(part for line in text.split("\n") for part in _wrapped_line(line, width))
+
+
+def _wrapped_line(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    label = _LABEL.match(line)
+    indent = len(label[0]) if label else len(line) - len(line.lstrip()) + 2
+    if indent > 0.3 * width:
+        indent = 4
+    parts = textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * indent,
+        replace_whitespace=False,
+        break_long_words=False,  # a path can still be copied
+        break_on_hyphens=False,
+    )
+    return parts or [""]
+
+
+def coloured(text: str) -> str:
+    """Return a text with its verdicts in colour."""
+    lines = []
+    for line in text.split("\n"):
+        for colour, verdict in _VERDICTS:
+            line = verdict.sub(rf"{colour}\g<0>{_PLAIN}", line)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def takes_colour(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True for a terminal, unless NO_COLOR (no-color.org) or a dumb one says otherwise."""
+    return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print the text of a tool, and flush it."""
+    stream = stream or sys.stdout
+    if (width := columns(stream)) is not None:
+        text = wrapped(text, width)
+        if takes_colour(stream):
+            text = coloured(text)
+    print(text, file=stream, flush=True)

@@ -1,0 +1,137 @@
+"""Small tokenizers of five chat styles, trained here, and conversations for them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from harness.data.chat_tokens import set_template
+
+WORDS = [
+    "the",
+    "answer",
+    "of",
+    "a",
+    "question",
+    "is",
+    "what",
+    "tools",
+    "say:",
+    "42,",
+    "naïve",
+    "🙂",
+    "{",
+    "}",
+    "[x]",
+    "\n\n",
+    "ok",
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds two numbers",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
+
+
+@dataclass(frozen=True)
+class Style:
+    eos: str
+    special: tuple[str, ...]
+    end: str
+    """Last token of an assistant turn."""
+    is_metaspace: bool = False
+
+
+STYLES = {
+    "chatml": Style("<|im_end|>", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "llama3": Style(
+        "<|end_of_text|>",
+        ("<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
+    ),
+    "gemma": Style("<eos>", ("<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", True),
+    "mistral": Style("</s>", ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"), "</s>", True),
+    "phi": Style(
+        "<|endoftext|>",
+        ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        "<|end|>",
+    ),
+}
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of a style, with its template."""
+    style = STYLES[name]
+    special = ["<bos>", "<unk>", *style.special]
+    backend = Tokenizer(models.BPE(unk_token="<unk>" if style.is_metaspace else None))
+    if style.is_metaspace:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        backend.decoder = decoders.Metaspace()
+        alphabet = sorted({*"".join(WORDS), *map(chr, range(32, 127)), "\n", "▁"})
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    texts = (" ".join(map(str, chat)) for chat in chats(50, tools=True, seed=1))
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token=style.eos, unk_token="<unk>"
+    )
+    set_template(tokenizer, name)
+    return tokenizer
+
+
+def chats(count: int, *, tools: bool, seed: int = 0) -> Iterator[list[dict[str, Any]]]:
+    """Conversations of one to four questions, some with a system turn and with calls of tools."""
+    chooser = random.Random(seed)
+
+    def said() -> str:
+        words = " ".join(chooser.choice(WORDS) for _ in range(chooser.randint(1, 12))).strip()
+        return words or "yes"
+
+    for _ in range(count):
+        turns: list[dict[str, Any]] = []
+        if chooser.random() < 0.5:
+            turns.append({"role": "system", "content": said()})
+        for _ in range(chooser.randint(1, 4)):
+            turns.append({"role": "user", "content": said()})
+            if tools and chooser.random() < 0.5:
+                call = {"name": "add", "arguments": {"a": chooser.randint(0, 9), "b": "é\n"}}
+                calls = [{"type": "function", "function": call}] * chooser.randint(1, 2)
+                content = chooser.choice(["", said()])
+                turns.append({"role": "assistant", "content": content, "tool_calls": calls})
+                turns += [{"role": "tool", "content": json.dumps({"sum": said()})}] * len(calls)
+            turns.append({"role": "assistant", "content": said()})
+        yield turns
+
+
+def write_chats(path: Path, count: int, *, tools: bool) -> list[dict[str, Any]]:
+    """Write conversations as JSON lines; arguments of calls are JSON text, as OpenAI has them."""
+    records = []
+    with path.open("w") as file:
+        for turns in chats(count, tools=tools):
+            record = {"messages": turns, **({"tools": TOOLS} if tools else {})}
+            records.append(record)
+            text = json.loads(json.dumps(record))
+            for turn in text["messages"]:
+                for call in turn.get("tool_calls", []):
+                    function = call["function"]
+                    function["arguments"] = json.dumps(function["arguments"])
+            file.write(json.dumps(text) + "\n")
+    return records

@@ -1,0 +1,305 @@
+"""Chats are rendered and masked as transformers' apply_chat_template does it, turn by turn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from harness.config.data_section import DataConfig
+from harness.data.build import build_data
+from harness.data.chat_tokens import ChatEncoder, divided_control_tokens
+from harness.data.data import Data
+from harness.data.indexed import IndexedTokens
+from harness.data.masks import load_masks
+from harness.data.spec import DataSpec
+from harness.data.special_ids import SpecialIds
+from harness.errors import ConfigError
+from harness.files.chat import Chat
+from tests.data.chat_tokenizers import STYLES, TOOLS, chats, tokenizer_of, write_chats
+
+style = pytest.mark.parametrize("style", STYLES)
+tokenizer_of_style = cache(tokenizer_of)
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerFast, chat: Chat, learn: str = "assistant"
+) -> tuple[list[int], list[int]]:
+    """Ids, and 1 for each that is learned."""
+    encoder = ChatEncoder(tokenizer, learn)
+    text, spans = encoder.render(chat)
+    (result,) = encoder.encode([text], [spans])
+    mask = np.zeros(len(result.ids), dtype=int)
+    for start, stop in result.learned:
+        mask[start:stop] = 1
+    return result.ids, mask.tolist()
+
+
+def by_transformers(
+    tokenizer: PreTrainedTokenizerFast, turns: list[dict[str, Any]], tools: object
+) -> tuple[list[int], list[int]]:
+    result = tokenizer.apply_chat_template(
+        turns, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return result["input_ids"], result["assistant_masks"]
+
+
+def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer, whose template does not say which part of a turn is the assistant's."""
+    copy = tokenizer_of(next(name for name in STYLES if STYLES[name].eos == tokenizer.eos_token))
+    template, marks = re.subn(r"\{%-?\s*(end)?generation\s*-?%\}", "", tokenizer.chat_template)
+    assert marks == 2
+    copy.chat_template = re.sub(r"\n\s*\n", "\n", template)
+    return copy
+
+
+@style
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_tokens_and_masks_are_those_of_transformers(
+    style: str, tools: object, has_marks: bool
+) -> None:
+    tokenizer = tokenizer_of_style(style)
+    masked = tokenizer if has_marks else without_marks(tokenizer)
+    end = tokenizer.convert_tokens_to_ids(STYLES[style].end)
+    for turns in chats(60, tools=tools is not None):
+        ids, mask = by_transformers(tokenizer, turns, tools)
+        assert encoded(masked, Chat(turns, tools)) == (ids, mask)
+        # Each of the assistant's turns is one run, which ends with the end of the turn.
+        ends = [i for i in range(len(ids)) if mask[i] and (i + 1 == len(ids) or not mask[i + 1])]
+        answers = [turn for turn in turns if turn["role"] == "assistant"]
+        assert len(ends) == len(answers)
+        assert all(ids[i] == end for i in ends)
+        for turn, place in zip(answers, ends, strict=True):
+            start = place
+            while start and mask[start - 1]:
+                start -= 1
+            assert turn["content"].strip() in tokenizer.decode(ids[start:place])
+
+
+@style
+def test_a_run_reads_what_transformers_gives(tmp_path: Path, style: str) -> None:
+    tokenizer = tokenizer_of_style(style)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    records = write_chats(tmp_path / "chats.jsonl", 40, tools=True)
+    data = opened(tmp_path / "chats.jsonl", tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+    ids, mask = stored(tmp_path)
+    expected = [by_transformers(tokenizer, record["messages"], TOOLS) for record in records]
+    assert ids == [chat[0] for chat in expected]  # no second end token either
+    assert mask == [chat[1] for chat in expected]
+    share = sum(map(sum, mask)) / sum(map(len, mask))
+    assert f"({share:.1%}) are learned" in data.summary()[0]
+    batch = data.train.batch(0, data.train.samples)
+    assert (batch.labels != -100).sum() == data.train.targets_in(0, data.train.samples)
+    assert 0 < (batch.labels != -100).sum() < batch.labels.numel()
+    assert batch.position_ids is not None  # conversations do not see each other
+
+
+def opened(path: Path, tmp_path: Path, **options: Any) -> Data:
+    options = {"seq_len": 512, "held_out": 0.2, "cache_dir": str(tmp_path / "cache"), **options}
+    return build_data(DataSpec(DataConfig(path=str(path), **options)))
+
+
+def stored(tmp_path: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Ids and learned tokens of each document in the cache."""
+    (folder,) = (tmp_path / "cache").glob("tokens-????????????????")
+    tokens, masks = IndexedTokens(folder / "tokens"), load_masks(folder / "masks.npy")
+    places = np.arange(len(tokens.ids))
+    learned = 1 - masks.at(places)
+    cuts = tokens.document_starts()[1:-1]
+    ids = np.split(tokens.ids.block(0, len(tokens.ids)), cuts)
+    return [run.tolist() for run in ids], [run.tolist() for run in np.split(learned, cuts)]
+
+
+@style
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_the_last_turn_alone_or_all_are_learned(style: str, has_marks: bool) -> None:
+    tokenizer = tokenizer_of_style(style)
+    masked = tokenizer if has_marks else without_marks(tokenizer)
+    for turns in chats(20, tools=True):
+        ids, mask = by_transformers(tokenizer, turns, TOOLS)
+        last = len(mask) - mask[::-1].index(1)
+        first = last
+        while first and mask[first - 1]:
+            first -= 1
+        expected = [int(first <= i < last) for i in range(len(ids))]
+        assert encoded(masked, Chat(turns, TOOLS), "last") == (ids, expected)
+        assert encoded(masked, Chat(turns, TOOLS), "all") == (ids, [1] * len(ids))
+
+
+@style
+def test_generation_ends_with_a_turn(style: str) -> None:
+    ids = SpecialIds.of(tokenizer_of_style(style))
+    end = tokenizer_of_style(style).convert_tokens_to_ids(STYLES[style].end)
+    after = ids.in_place_of({"eos_token_id": None})["eos_token_id"]
+    assert after == (ids.eos if ids.eos == end else [ids.eos, end])
+    plain = tokenizer_of(style)
+    plain.chat_template = None
+    assert SpecialIds.of(plain).in_place_of({})["eos_token_id"] == ids.eos
+
+
+THINKING = """
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{{- m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+
+def test_a_template_that_drops_earlier_thinking_is_refused_but_for_its_last_turn() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = THINKING
+    turn = {"role": "assistant", "content": "<think>so</think>yes"}
+    user = {"role": "user", "content": "ok"}
+    chat = Chat([user, turn, user, turn])
+    with pytest.raises(ValueError, match=r"cannot be masked exactly: .* drops earlier thinking"):
+        encoded(tokenizer, chat)
+    ids, mask = encoded(tokenizer, chat, "last")
+    learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
+    assert tokenizer.decode(learned) == "<think>so</think>yes<|im_end|>"
+    encoded(tokenizer, Chat([user, turn]))
+    tokenizer.chat_template = THINKING.replace("{{- '<|im_start|>assistant", "{{- '<|bot|>")
+    with pytest.raises(ValueError, match="does not begin with its generation prompt"):
+        encoded(tokenizer, Chat([user, turn]))
+
+
+def test_turns_that_the_template_does_not_mark_are_refused() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    encoded(tokenizer, Chat([USER, BOT]))
+    with pytest.raises(ValueError, match="has assistant turns outside"):
+        encoded(tokenizer, Chat([USER, BOT] * 2))
+
+
+@style
+def test_no_control_token_of_the_own_template_is_divided(style: str) -> None:
+    assert divided_control_tokens(tokenizer_of(style), Chat([USER, BOT])) == {}
+
+
+def test_a_separator_ends_what_no_special_token_ends() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ':\\n' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+    )
+    turns = [{"role": "user", "content": "ok?"}, {"role": "assistant", "content": "ok."}]
+    ids, mask = encoded(tokenizer, Chat(turns))
+    assert tokenizer.decode(ids) == "user:\nok?\nassistant:\nok.\n<|im_end|>"
+    learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
+    assert tokenizer.decode(learned) == "ok.\n<|im_end|>"
+
+
+def test_the_runs_tokenizer_carries_the_template(
+    tmp_path: Path, tokenizer_dir: str, write_jsonl: Callable[..., Path]
+) -> None:
+    chat = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "that."}]
+    path = write_jsonl(*({"messages": chat} for _ in range(20)))
+    options = {"tokenizer": tokenizer_dir, "seq_len": 64}
+    with pytest.raises(ConfigError, match=r"no chat template: set data.template=chatml"):
+        opened(path, tmp_path, **options)
+    with pytest.raises(ConfigError, match=r"data.template: cannot read alpaca: .* chatml, gemma"):
+        opened(path, tmp_path, **options, template="alpaca")
+    data = opened(path, tmp_path, **options, template="chatml")
+    (event,) = data.events()[-1:]
+    assert event["kind"] == "divided_control_tokens"
+    assert "<|im_start|> (" in event["message"]
+    assert event["message"] in data.summary()
+    data.tokenizer.save_pretrained(tmp_path / "run")
+    again = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert "<|im_start|>" in again.apply_chat_template(chat, tokenize=False)
+    # Another template or share of what is learned is other data; the same is the same.
+    mine = tmp_path / "mine.jinja"
+    mine.write_text(again.chat_template)
+    same = opened(path, tmp_path, **options, template=str(mine))
+    assert same.fingerprint == data.fingerprint
+    mine.write_text(again.chat_template.replace("im_end", "im_over"))
+    others = [
+        opened(path, tmp_path, **options, template=str(mine)),
+        opened(path, tmp_path, **options, template="chatml", learn="all"),
+    ]
+    assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
+
+
+USER, BOT = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
+RAISING = "{{ raise_exception('no ' + messages[0].role + ' here') }}"
+
+
+@pytest.mark.parametrize(
+    ("turns", "template", "message"),
+    [
+        ([USER, {"role": "assistant", "content": " "}], None, "has an empty assistant turn"),
+        ([BOT, USER], None, "roles out of order: assistant at the beginning"),
+        ([USER, BOT, BOT], None, "roles out of order: assistant after assistant, where user or"),
+        ([USER, {"role": "tool", "content": "1"}, BOT], None, "tool after user"),
+        ([USER], None, "has no assistant turn: nothing to learn"),
+        ([USER, {"role": "bot", "content": "b"}], None, "has the role 'bot', which is none of"),
+        ([USER, {"role": "assistant", "content": 3}], None, "must be a string, not int"),
+        ([USER, {"role": "assistant", "content": [{"type": "image"}]}], None, "but image"),
+        ([USER, {**BOT, "tool_calls": [3]}], None, "a tool call must be an object, not int"),
+        (
+            [USER, {**BOT, "tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]}],
+            None,
+            "surrogates not allowed",
+        ),
+        ("a? b.", None, "messages must be an array of turns, not str"),
+        ([USER, BOT], RAISING, "is refused by the chat template: TemplateError: no user here"),
+    ],
+)
+def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    turns: object,
+    template: str | None,
+    message: str,
+) -> None:
+    good = {"messages": [{"role": "system", "content": "s"}, USER, BOT]}
+    path = write_jsonl(good, *({"messages": turns} for _ in range(30)), good)
+    tokenizer = tokenizer_of("chatml")
+    if template:
+        tokenizer.chat_template = "{% if messages[0].role == 'user' %}" + template + "{% endif %}x"
+        if "learn" not in template:
+            tokenizer.chat_template += "{% generation %}y{% endgeneration %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError) as caught:
+        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"data.path: {path}:2: ")
+    assert message in problem
+    assert problem.endswith("(30 of 32 lines read; this is the first)")
+    assert not [file for file in (tmp_path / "cache").rglob("*") if file.suffix != ".lock"]
+
+
+def test_conversations_are_not_mixed_with_other_text(tmp_path: Path) -> None:
+    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "README.md").write_text("About these chats.")
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": [USER, BOT]}) + "\n")
+    with pytest.raises(ConfigError) as caught:
+        opened(folder, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+    assert caught.value.problems == [
+        f"data.path: {folder}/chats.jsonl:1: holds a conversation, but {folder}/README.md:1 holds "
+        "other text: name one of them, or move it"
+    ]
+
+
+def test_a_conversation_of_a_hundred_megabytes_is_named(
+    tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    long = {"role": "assistant", "content": "word " * (20 << 20)}
+    path = write_jsonl({"messages": [USER, BOT]}, {"messages": [USER, long]})
+    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match=r":2: is a conversation of more than 16,777,216 char"):
+        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"))

@@ -1,0 +1,286 @@
+"""Mixtures of sources, and held-out sets of their own, through build_data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.config.curriculum import Curriculum
+from harness.config.data_section import DataConfig
+from harness.config.run_config import RunConfig
+from harness.config.run_file import load_run_config
+from harness.data.batch import Batch
+from harness.data.build import build_data, cached_fingerprint
+from harness.data.data import Data
+from harness.data.mixture import Mixture
+from harness.data.spec import DataSpec
+from harness.errors import ConfigError
+
+WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
+
+
+@pytest.fixture
+def sources(write_jsonl: Callable[..., Path]) -> dict[str, Path]:
+    """Texts, short texts and pairs, told apart by their first word."""
+    draw = random.Random(0)
+
+    def text(first: str, most: int) -> str:
+        return " ".join([first, *(draw.choice(WORDS) for _ in range(draw.randrange(4, most)))])
+
+    texts = {name: [text(name, 60) for _ in range(80)] for name in ("long", "other")}
+    paths = {
+        name: write_jsonl(*({"text": line} for line in lines), name=f"{name}.jsonl")
+        for name, lines in texts.items()
+    }
+    pairs = [{"prompt": text("pairs", 9), "completion": text("so", 7)} for _ in range(60)]
+    return {**paths, "pairs": write_jsonl(*pairs, name="pairs.jsonl")}
+
+
+def spec_of(tokenizer: str, cache: Path, *words: str) -> DataSpec:
+    settings = ["data.seq_len=24", f"data.cache_dir={cache}", f"data.tokenizer={tokenizer}"]
+    if not any("data.eval_path" in word for word in words):
+        settings.append("data.held_out=0.2")
+    return DataSpec.of_run(load_run_config(None, [*settings, *words]), {})
+
+
+def mix(sources: dict[str, Path], **settings: str) -> str:
+    """The argument for some of the sources, each with settings in TOML."""
+    entries = [f'{{path="{sources[name]}", {text}}}' for name, text in settings.items()]
+    return f"data.mix=[{', '.join(entries)}]"
+
+
+@pytest.fixture
+def mixed(sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path) -> Data:
+    argument = mix(sources, long="share=0.5", other="share=0.3", pairs="share=0.2")
+    return build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
+
+
+def test_samples_are_those_of_the_sources_in_their_shares(mixed: Data) -> None:
+    stream = mixed.train
+    assert isinstance(stream, Mixture)
+    assert mixed.names == ["long", "other", "pairs"]
+    read = [0, 0, 0]
+    for index in range(200):
+        sample = stream.sample(index)
+        alone = stream.streams[sample.source].sample(read[sample.source])
+        read[sample.source] += 1
+        assert torch.equal(sample.batch.input_ids, alone.batch.input_ids)
+        assert (sample.window, sample.epoch, sample.spans) == (
+            *(alone.window, alone.epoch),
+            alone.spans,
+        )
+        shares = np.array(read) / (index + 1)
+        assert (abs(shares - [0.5, 0.3, 0.2]) * (index + 1) < 1).all()
+    assert read == [100, 60, 40]
+    assert mixed.mixture() == [[0, [5, 3, 2]]]
+    assert mixed.shares(200)[0].startswith("long: 50.00% of the samples, ")
+
+
+def test_batches_are_their_samples(mixed: Data) -> None:
+    stream = mixed.train
+    batch = stream.batch(13, 30)
+    for row in range(30):
+        alone = stream.sample(13 + row).batch
+        for name in ("input_ids", "labels", "position_ids"):
+            assert torch.equal(getattr(batch, name)[row], getattr(alone, name)[0])
+    targets = stream.targets_by_source(13 + np.arange(30))
+    assert sum(targets) == stream.targets_in(13, 30) == int((batch.labels != -100).sum())
+    for source in range(3):
+        rows = [row for row in range(30) if stream.sample(13 + row).source == source]
+        assert targets[source] == int((batch.labels[rows] != -100).sum())
+
+
+def test_each_source_has_the_packing_of_its_data(mixed: Data) -> None:
+    assert isinstance(mixed.train, Mixture)
+    assert [s.holds_whole_documents for s in mixed.train.streams] == [False, False, True]
+    assert mixed.train.holds_whole_documents
+    assert mixed.train.document_mask  # of all, since prompts are masked in one
+
+
+def taken(data: Data, consumed: int, ranks: int, micro: int, steps: int) -> list[torch.Tensor]:
+    """The ids of each step's samples in their order, put together from all ranks."""
+    curriculum = Curriculum(12)
+    generators = [
+        data.train.steps(
+            consumed, curriculum=curriculum, micro_batch=micro, data_rank=rank, data_ranks=ranks
+        )
+        for rank in range(ranks)
+    ]
+
+    def rows() -> Iterator[torch.Tensor]:
+        for _ in range(steps):
+            of_ranks: list[list[Batch]] = [next(generator).batches for generator in generators]
+            rounds = zip(*of_ranks, strict=True)
+            yield torch.cat([batch.input_ids for batches in rounds for batch in batches])
+
+    read = [*rows()]
+    for generator in generators:
+        generator.close()
+    return read
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 12), (2, 3), (3, 2), (4, 1)])
+def test_resume_and_other_layouts_read_the_same(mixed: Data, ranks: int, micro: int) -> None:
+    whole = taken(mixed, 0, 1, 4, 8)
+    resumed = taken(mixed, 36, ranks, micro, 5)
+    assert all(torch.equal(*pair) for pair in zip(whole[3:], resumed, strict=True))
+
+
+def test_the_fingerprint_is_that_of_all_sources(
+    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    def spec(**shares: str) -> DataSpec:
+        return spec_of(tokenizer_dir, tmp_path / "cache", mix(sources, **shares))
+
+    both = spec(long="share=1", pairs="share=1")
+    assert cached_fingerprint(both) is None
+    first = build_data(both).fingerprint
+    assert cached_fingerprint(both) == first
+    assert build_data(spec(long="share=1", pairs="share=2")).fingerprint == first
+    assert build_data(spec(long="share=1", other="share=1")).fingerprint != first
+    write_jsonl(*({"text": f"{n} else"} for n in range(99)), name="long.jsonl")
+    assert build_data(both).fingerprint != first
+
+
+def test_sizes_are_the_shares_without_any(
+    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
+) -> None:
+    def drawn(*words: str) -> list[float]:
+        argument = mix(sources, long='format="jsonl"', pairs='name="b"')
+        data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument, *words))
+        assert isinstance(data.train, Mixture)
+        sizes = [stream.samples for stream in data.train.streams]
+        pairs = zip(data.train.order.drawn_before(10**6), sizes, strict=True)
+        return [count / 10**6 / (size / sum(sizes)) for count, size in pairs]
+
+    assert drawn() == pytest.approx([1, 1], abs=1e-4)
+    flat = drawn("data.mix_temperature=4")
+    assert flat[0] < 1 < flat[1]
+    by_tokens = drawn("data.mix_by=tokens")
+    assert by_tokens == pytest.approx([1, 1], abs=1e-4)
+
+
+def test_shares_of_tokens_leave_out_padding(
+    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
+) -> None:
+    argument = mix(sources, long="share=0.5", pairs="share=0.5")
+    words = (argument, "data.mix_by=tokens", "data.seq_len=40")
+    data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
+    assert isinstance(data.train, Mixture)
+    counts = data.train.order.drawn_before(10**6)
+    per_sample = [stream.tokens_per_sample for stream in data.train.streams]
+    assert per_sample[0] == 40 > per_sample[1]
+    read = [float(count * each) for count, each in zip(counts, per_sample, strict=True)]
+    assert read[0] == pytest.approx(read[1], rel=1e-3)
+
+
+def test_shares_change_during_the_run(
+    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
+) -> None:
+    argument = mix(sources, long="share=0.9, then=0.5", other="share=0.1, then=0.5")
+    sizes = ("train.global_batch=10", "train.steps=50")
+    for until in ("0.8", "40"):
+        words = (argument, *sizes, f"data.mix_until={until}")
+        data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
+        assert data.mixture() == [[0, [9, 1]], [400, [1, 1]]]
+        assert data.shares(500)[1].startswith("other: 18.00% of the samples")
+
+
+def test_a_source_is_read_for_its_epochs_at_most(
+    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
+) -> None:
+    argument = mix(sources, long="share=0.5, epochs=1.5", other="share=0.5")
+    data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
+    assert isinstance(data.train, Mixture)
+    assert data.train.length is None
+    long = data.train.streams[0].samples
+    assert data.train.order.drawn_before(10**6)[0] == int(1.5 * long)
+    argument = mix(sources, long="epochs=1", other="epochs=1")
+    data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
+    assert data.train.length == data.train.samples
+    with pytest.raises(ConfigError, match="its sources end after"):
+        data.train.batch(data.train.samples - 1, 2)
+
+
+def test_held_out_sets_replace_the_split(
+    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
+) -> None:
+    path = f"data.path={sources['long']}"
+
+    def opened(*words: str) -> Data:
+        return build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
+
+    split, single = opened(path), opened(path, f"data.eval_path={sources['other']}")
+    assert single.train.tokens == split.train.tokens + split.held_out.tokens
+    assert single.fingerprint == split.fingerprint
+    other = opened(f"data.path={sources['other']}", "data.held_out=0.3")
+    assert single.held_out.tokens == other.train.tokens + other.held_out.tokens
+    assert single.eval_sets == {}
+    sets = f'{{pairs="{sources["pairs"]}", other="{sources["other"]}"}}'
+    named = opened(path, f"data.eval_path={sets}")
+    assert [*named.eval_sets] == ["pairs", "other"]
+    assert named.held_out is named.eval_sets["pairs"]
+    assert named.train.document_mask
+    assert torch.equal(
+        named.eval_sets["other"].batch(0, 3).input_ids, single.held_out.batch(0, 3).input_ids
+    )
+    assert named.summary()[1].startswith("held-out set pairs: ")
+
+
+def test_a_tokenizer_is_trained_on_all_sources(sources: dict[str, Path], tmp_path: Path) -> None:
+    words = [f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=24", "data.held_out=0.2"]
+    argument = mix(sources, long="share=1", pairs="share=1")
+    run = load_run_config(None, [*words, argument])
+    data = build_data(DataSpec.of_run(run, {}))
+    alone = build_data(
+        DataSpec.of_run(load_run_config(None, [*words, f"data.path={sources['long']}"]), {})
+    )
+    pieces = data.tokenizer.get_vocab()
+    assert any("pairs" in piece for piece in pieces)
+    assert not any("pairs" in piece for piece in alone.tokenizer.get_vocab())
+
+
+def test_all_unreadable_sources_are_named_at_once(tokenizer_dir: str, tmp_path: Path) -> None:
+    argument = f'data.mix=[{{path="{tmp_path}/a"}}, {{path="{tmp_path}/b"}}]'
+    words = (argument, f"data.eval_path={tmp_path}/c")
+    with pytest.raises(ConfigError) as caught:
+        build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
+    for name, problem in zip("abc", caught.value.problems, strict=True):
+        assert f"{tmp_path}/{name} does not exist" in problem
+
+
+MISTAKES = {
+    'data.mix=[{path="a", share=1}, {path="b"}]': "b without share",
+    'data.mix=[{path="x/a"}, {path="y/a"}]': "2 sources of data.mix are named 'a'",
+    'data.mix=[{path="a b"}]': "'a b' is no name",
+    'data.mix=[{path="a", share=0}]': "share is 0 for every source",
+    "data.mix_by=tokens": "data.mix_by without data.mix",
+    'data.mix=[{path="a", share=1, then=1}]': "data.mix_until and the share `then`",
+    'data.eval_path={"a b"="c"}': "'a b' is no name",
+    'data.mix=[{path="a", share=1, then=1}]|data.mix_until=1.5': "above 1 it is a whole number",
+}
+
+
+@pytest.mark.parametrize("word", MISTAKES)
+def test_mistakes_are_sentences(word: str) -> None:
+    with pytest.raises(ConfigError, match=MISTAKES[word]):
+        load_run_config(None, word.split("|"))
+
+
+def test_everything_that_does_not_fit_is_said_at_once() -> None:
+    words = ['data.mix=[{path="a", share=1}]', "data.path=x", "data.mix_temperature=2"]
+    with pytest.raises(ConfigError, match=r"exclude each other.*makes shares of sizes"):
+        load_run_config(None, [*words, "data.eval_path=e", "data.held_out=0.1"])
+
+
+def test_a_recorded_mixture_is_read_again() -> None:
+    argument = 'data.mix=[{path="a", share=1}, {path="b", share=2, epochs=3, name="c"}]'
+    run = load_run_config(None, [argument, 'data.eval_path={x="y"}'])
+    assert RunConfig.model_validate(run.model_dump(mode="json")).data == run.data
+    assert isinstance(run.data, DataConfig)
+    assert [*run.data.sources()] == ["a", "c"]

@@ -1,0 +1,167 @@
+"""A uniform sample of what was read, a function of how much that was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.config.data_section import DataConfig
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.indexed import IndexedTokens
+from harness.data.masks import load_masks
+from harness.data.reservoir import reservoir, write_documents
+from harness.data.spec import DataSpec
+from harness.data.tokenizer import tokenizer_hash
+from harness.errors import ConfigError
+from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, masks_of
+
+
+def test_all_are_kept_of_fewer() -> None:
+    assert reservoir(8, 5, "a").tolist() == [0, 1, 2, 3, 4]
+    assert reservoir(8, 8, "a").tolist() == [*range(8)]
+
+
+def test_every_sample_is_kept_as_often() -> None:
+    """2,000 draws of 20 of 200: each sample 200 times, within five standard deviations."""
+    counts = np.zeros(200)
+    for key in range(2000):
+        kept = reservoir(20, 200, str(key))
+        assert len(set(kept.tolist())) == 20
+        counts[kept] += 1
+    assert np.abs(counts - 200).max() < 5 * np.sqrt(2000 * 0.1 * 0.9)
+
+
+def test_what_was_kept_stays_or_is_replaced_by_later_samples() -> None:
+    before = set(reservoir(64, 1000, "a").tolist())
+    for seen in range(1001, 3000):
+        after = set(reservoir(64, seen, "a").tolist())
+        assert after - before <= {seen - 1}
+        before = after
+    assert (reservoir(64, 10**9, "a") < 10**9).all()
+
+
+@pytest.fixture
+def pairs(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> Callable[..., Data]:
+    path = write_jsonl(
+        *({"prompt": f"what is {n}?", "completion": f"it is {n}, in words"} for n in range(200))
+    )
+
+    def build(**options: object) -> Data:
+        settings = {"path": str(path), "seq_len": 48, "held_out": 0.2, "tokenizer": tokenizer_dir}
+        config = DataConfig(**{**settings, "cache_dir": str(tmp_path / "cache"), **options})
+        return build_data(DataSpec(config))
+
+    return build
+
+
+@pytest.mark.parametrize("packing", ["stream", "whole", None])
+def test_kept_samples_have_the_documents_and_masks_of_the_data(
+    pairs: Callable[..., Data], packing: str | None, tmp_path: Path
+) -> None:
+    options = {"packing": packing} if packing else {"batching": "length_grouped"}
+    stream = pairs(**options).train
+    kept = [stream.documents_of(index) for index in range(stream.samples)]
+    prefix = tmp_path / "kept"
+    count = write_documents(prefix, 8192, [document for of in kept for document in of])
+    tokens, masks = IndexedTokens(prefix), load_masks(masks_of(prefix))
+    starts = tokens.document_starts()
+    assert len(starts) - 1 == count
+    learned = ~masks.at(np.arange(len(tokens.ids)))
+    flat = np.concatenate([ids for of in kept for ids, _ in of])
+    assert (tokens.ids.read(np.arange(len(flat))[None])[0] == flat).all()
+    assert (learned == np.concatenate([mask for of in kept for _, mask in of])).all()
+    # Every target of the data is a learned token of a kept document that is not its first.
+    targets = stream.targets_in(0, stream.samples)
+    firsts = sum(int(mask[0]) for of in kept for _, mask in of)
+    across = 0 if packing != "stream" else sum(len(of) - 1 for of in kept)
+    assert int(learned.sum()) - firsts <= targets <= int(learned.sum()) - firsts + across
+
+
+def write_run(folder: Path, data: Data, samples: int, tokens: int | None = None) -> Path:
+    """Write a run folder with a sample of some data."""
+    (folder / "reservoir").mkdir(parents=True)
+    for side, stream in ((TRAIN, data.train), (HELD_OUT, data.held_out)):
+        documents = [document for n in range(samples) for document in stream.documents_of(n)]
+        write_documents(folder / "reservoir" / side, data.vocab_size, documents)
+    facts = {"tokenizer": tokenizer_hash(data.tokenizer), "train_tokens": tokens}
+    (folder / "reservoir" / FACTS).write_text(json.dumps(facts))
+    return folder
+
+
+def test_samples_are_read_as_the_run_read_them(
+    pairs: Callable[..., Data], tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    """Windows that were no neighbours are none: not a token of one is in another."""
+    first = pairs(packing="stream")
+    run = write_run(tmp_path / "run", first, 20, first.train.seq_len + 1)
+    path = tmp_path / "new.jsonl"
+    path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
+    again = pairs(path=str(path), rehearse=str(run))
+    old = again.train.streams[1]
+    assert old.samples == 20
+    as_read = {bytes(first.train.batch(n, 1).input_ids.numpy()) for n in range(20)}
+    assert {bytes(old.batch(n, 1).input_ids.numpy()) for n in range(20)} == as_read
+    labels = {bytes(first.train.batch(n, 1).labels.numpy()) for n in range(20)}
+    assert {bytes(old.batch(n, 1).labels.numpy()) for n in range(20)} == labels
+    # A held-out set of its own, as in the third run of a chain.
+    both = {"new": str(path), "first": str(run / "reservoir" / HELD_OUT)}
+    chained = pairs(path=str(path), eval_path=both, held_out=0.02)
+    documents = sum(len(first.held_out.documents_of(index)) for index in range(20))
+    assert chained.eval_sets["first"].documents == documents
+    # Of another length, whole parts of documents: none is continued by what did not follow it.
+    longer = pairs(path=str(path), rehearse=str(run), seq_len=64)
+    assert longer.train.streams[1].holds_whole_documents
+
+
+@pytest.mark.parametrize("batching", ["packed", "length_grouped"])
+def test_the_sample_of_a_run_is_mixed_in(
+    pairs: Callable[..., Data], batching: str, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    run = write_run(tmp_path / "run", pairs(), 20)
+    path = tmp_path / "new.jsonl"
+    path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
+    data = pairs(path=str(path), rehearse=str(run), rehearse_share=0.25, batching=batching)
+    assert data.names == ["new", "rehearsed"]
+    new = pairs(path=str(path), batching=batching).train.samples
+    assert data.train.samples == round(new / 0.75)
+    targets = data.train.targets_by_source(np.arange(96))
+    assert all(targets)
+    if batching == "packed":
+        shares = np.bincount(data.train.batch(0, 100).sources.numpy())
+        assert shares.tolist() == [75, 25]
+    assert data.old is not None
+    assert data.old.targets_in(0, data.old.samples) > 0
+    only_measured = pairs(path=str(path), rehearse=str(run), rehearse_share=0, batching=batching)
+    assert only_measured.names == []
+    assert only_measured.old is not None
+
+
+def test_old_data_can_be_a_path(pairs: Callable[..., Data], tmp_path: Path) -> None:
+    path = tmp_path / "new.jsonl"
+    path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
+    old = pairs().sources[0].corpus.path
+    data = pairs(path=str(path), rehearse=str(old), document_mask=True)
+    assert data.old is not None
+    assert data.old.documents == pairs().held_out.documents
+
+
+def test_a_run_without_a_sample_or_with_another_tokenizer_is_refused(
+    pairs: Callable[..., Data], tmp_path: Path
+) -> None:
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="a run that has kept no sample"):
+        pairs(rehearse=str(tmp_path / "none"))
+    run = write_run(tmp_path / "run", pairs(), 2)
+    (run / "reservoir" / FACTS).write_text('{"tokenizer": "another"}')
+    with pytest.raises(ConfigError, match=r"with another tokenizer: set data.tokenizer="):
+        pairs(rehearse=str(run))
+    with pytest.raises(ValueError, match=r"data.rehearse_share without data.rehearse"):
+        DataConfig(rehearse_share=0.5)

@@ -1,0 +1,235 @@
+"""A corpus in shards becomes the very bytes that one process writes, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from harness.data.chat_tokens import set_template
+from harness.data.corpus import Corpus, find_corpus
+from harness.data.prepare import MASKS, TOKENS, write_tokens
+from harness.data.shards import ShardedTokens, shards_of
+from harness.data.tokenizer import load_tokenizer, train_tokenizer
+from harness.errors import ConfigError
+from tools.workers import run_workers
+
+FILES = (f"{TOKENS}.bin", f"{TOKENS}.idx", MASKS)
+WORDS = "the model reads a text and learns which word follows another, naïvely".split()  # noqa: SIM905
+LEAST = 1500
+
+
+def words(number: int) -> str:
+    return " ".join(WORDS[(number * 7 + place) % len(WORDS)] for place in range(3 + number % 40))
+
+
+def a_text(number: int) -> dict[str, object]:
+    return {"text": words(number)}
+
+
+def a_pair(number: int) -> dict[str, object]:
+    return {"prompt": words(number), "completion": f" {number} {words(number + 1)}"}
+
+
+def a_chat(number: int) -> dict[str, object]:
+    turns = [
+        {"role": "user", "content": words(number)},
+        {"role": "assistant", "content": f"{number} {words(number + 2)}"},
+        {"role": "user", "content": f"{number}?"},
+        {"role": "assistant", "content": words(number + 3)},
+    ]
+    return {"messages": turns}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.txt").write_text("\n".join(map(words, range(200))))
+    train_tokenizer(find_corpus(str(folder / "text.txt")), folder, 320)
+    tokenizer = load_tokenizer(folder)
+    set_template(tokenizer, "chatml")
+    return tokenizer
+
+
+def expected(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[bytes]:
+    folder.mkdir()
+    write_tokens(corpus, tokenizer, "assistant", folder, lambda line: None)
+    return [(folder / name).read_bytes() for name in FILES]
+
+
+def nothing(_: object) -> None:
+    pass
+
+
+def sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> ShardedTokens:
+    return ShardedTokens(corpus, tokenizer, "assistant", folder, LEAST)
+
+
+@pytest.mark.parametrize("record", [a_text, a_pair, a_chat])
+def test_lines_in_shards_are_the_same_tokens(
+    record: Callable[[int], object],
+    write_jsonl: Callable[..., Path],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> None:
+    corpus = find_corpus(str(write_jsonl(*map(record, range(200)))))
+    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    assert len(tokens.shards) > 8
+    for number in reversed(tokens.missing()):  # in any order
+        tokens.write(number, nothing)
+    tokens.join(nothing)
+    assert tokens.missing() == []
+    whole = expected(corpus, tokenizer, tmp_path / "whole")
+    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+    assert not [path for path in tmp_path.iterdir() if "shards" in path.name]
+
+
+def test_row_groups_of_one_file_are_the_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """A row without its text is named by its place in the file, whichever shard it is in."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [a_text(number) for number in range(200)]
+    table = pyarrow.Table.from_pylist(rows)
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(table, file, row_group_size=7, compression="none", use_dictionary=False)
+    corpus = find_corpus(str(file))
+    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    assert len(tokens.shards) > 5
+    for number in tokens.missing():
+        tokens.write(number, nothing)
+    tokens.join(nothing)
+    whole = expected(corpus, tokenizer, tmp_path / "whole")
+    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+
+    rows[150] = {"text": None}
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=7, compression="none")
+    damaged = sharded(find_corpus(str(file)), tokenizer, tmp_path / "damaged")
+    for number in damaged.missing():
+        damaged.write(number, nothing)
+    with pytest.raises(ConfigError, match=r"rows\.parquet:151: "):
+        damaged.join(nothing)
+
+
+def test_files_are_put_together_and_large_ones_divided(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"a{number:02}.txt").write_text(words(number))
+    (folder / "b.jsonl").write_text("".join(json.dumps(a_text(n)) + "\n" for n in range(90)))
+    (folder / "c.json").write_text(json.dumps([a_text(n) for n in range(90)]))  # not by lines
+    (folder / "d.csv").write_text("text\n" + "".join(f"{words(n)[:9]}\n" for n in range(9)))
+    corpus = find_corpus(str(folder))
+    shards = shards_of(corpus, LEAST)
+    assert sum(shard.num_bytes for shard in shards) == corpus.num_bytes()
+    assert {len(shard.files) > 1 for shard in shards} == {True, False}
+    assert len([shard for shard in shards if shard.between]) > 3
+    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    for number in tokens.missing():
+        tokens.write(number, nothing)
+    tokens.join(nothing)
+    whole = expected(corpus, tokenizer, tmp_path / "whole")
+    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+
+
+def test_workers_that_are_killed_leave_work_that_goes_on(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    corpus = find_corpus(str(write_jsonl(*map(a_pair, range(400)))))
+    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    counts = []
+    for finished in (1, 4, 9):
+        child = os.fork()
+        if not child:  # the tool, which dies with its workers
+            run_workers(until(tokens, finished), tokens.missing(), 2, nothing)
+            os._exit(0)
+        deadline = time.monotonic() + 300
+        while len(tokens.shards) - len(tokens.missing()) < finished:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        counts.append(len(tokens.missing()))
+    assert len(tokens.shards) > counts[0] > counts[1] > counts[2] > 0
+    time.sleep(0.2)
+    left = len(tokens.missing())
+    time.sleep(0.3)
+    assert left == len(tokens.missing())  # no worker outlived its parent
+    run_workers(tokens.write, tokens.missing(), 2, nothing)
+    tokens.join(nothing)
+    whole = expected(corpus, tokenizer, tmp_path / "whole")
+    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+
+
+def until(tokens: ShardedTokens, finished: int) -> Callable[[int, Callable[[int], None]], None]:
+    """Work that stops in the middle of a shard once so many are finished."""
+
+    def write(number: int, progress: Callable[[int], None]) -> None:
+        def slowly(count: int) -> None:
+            while len(tokens.shards) - len(tokens.missing()) >= finished:
+                time.sleep(0.01)
+
+        tokens.write(number, slowly)
+
+    return write
+
+
+def test_what_another_task_has_joined_is_not_done_again(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    corpus = find_corpus(str(write_jsonl(*map(a_text, range(200)))))
+    ours, theirs = (sharded(corpus, tokenizer, tmp_path / "joined") for _ in range(2))
+    for number in ours.missing():
+        ours.write(number, nothing)
+    assert theirs.missing() == []
+    ours.join(nothing)
+    theirs.join(nothing)  # shards that are gone
+    assert theirs.missing() == []
+    ours.remove()
+    assert len(theirs.missing()) == len(ours.shards)
+    assert [path.name for path in tmp_path.iterdir() if "joined" in path.name] == []
+
+
+def test_bad_lines_are_those_that_one_process_reports(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lines = [json.dumps(a_text(n)) for n in range(300)]
+    lines[3] = "{"
+    lines[150] = '{"texts": "a"}'
+    lines[151] = ""
+    lines[152] = '{"text": 5}'
+    lines[299] = '{"text": 6}'
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(lines))
+    corpus = find_corpus(str(path))
+    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    for number in tokens.missing():
+        tokens.write(number, nothing)
+    with pytest.raises(ConfigError) as by_shards:
+        tokens.join(nothing)
+    with pytest.raises(ConfigError) as at_once:
+        expected(corpus, tokenizer, tmp_path / "whole")
+    assert by_shards.value.problems == at_once.value.problems
+    assert "bad.jsonl:151" in str(by_shards.value)
+
+
+def test_a_conversation_among_other_text_is_seen_in_any_shard(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    records = [a_text(n) for n in range(200)]
+    corpus = find_corpus(str(write_jsonl(*records[:150], a_chat(1), *records[150:])))
+    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    for number in tokens.missing():
+        tokens.write(number, nothing)
+    with pytest.raises(ConfigError, match=r"data.jsonl:151: holds a conversation, but .*:1 holds"):
+        tokens.join(nothing)

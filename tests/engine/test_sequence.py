@@ -1,0 +1,40 @@
+"""Divided rows on two ranks: the undivided model's logits, losses and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+Result = Callable[[str], list[Any]]
+
+
+def test_logits_losses_and_an_evaluation_are_the_undivided_models(result: Result) -> None:
+    for apart in result("row_logits"):
+        assert apart["logits"] < 1e-6
+        assert apart["sums"] < 1e-4  # of some hundred tokens, nats
+        assert apart["losses"] < 1e-5
+        assert apart["later"] < 1e-4
+        assert apart["moved"] > 0.01
+
+
+def test_shorter_rows_at_the_start_of_a_ramp_are_divided_too(result: Result) -> None:
+    assert all(apart < 1e-4 for apart in result("short_rows"))
+
+
+def test_tokens_attend_within_their_document_across_ranks(result: Result) -> None:
+    for found in result("documents_kept"):
+        assert found["apart"] == 0
+        assert found["together"] > 1e-4
+
+
+def test_a_micro_batch_sends_what_the_documents_say(result: Result) -> None:
+    """docs/layouts.md: queries, keys, values and outputs, there and back, of a rank's tokens."""
+    for found in result("row_traffic"):
+        assert found["calls"] == found["micro_batches"] * 8 * found["layers"]
+        states = 2 * (2 * found["q"] + 2 * found["kv"])
+        own = found["tokens"] // 2
+        assert found["bytes"] == found["micro_batches"] * found["layers"] * own * states * 4

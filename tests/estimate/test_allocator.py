@@ -1,0 +1,134 @@
+"""The model of torch's allocator: rounding, segments, splits, streams; and what a run reserves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.config.run_config import RunConfig
+from harness.estimate.allocator import Allocator
+from harness.estimate.driver import GENERATIONS, communicators, driver_bytes, generation_of
+from harness.estimate.hardware import GPUS
+from harness.estimate.inputs import GIB
+from harness.estimate.timeline import Estimate, estimate_memory
+from harness.layout.grid import Grid
+from harness.layout.world import World
+from harness.plan.make import make_plan
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("size", "segment"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (33 * MIB, 34 * MIB),
+    ],
+)
+def test_a_segment_is_as_large_as_torch_makes_it(size: int, segment: int) -> None:
+    allocator = Allocator()
+    block = allocator.allocate(size)
+    assert (allocator.reserved, block.asked) == (segment, max(512, -(-size // 512) * 512))
+    allocator.free(block)
+    assert (allocator.reserved, allocator.allocated) == (segment, 0)
+
+
+def test_the_smallest_block_that_is_large_enough_is_split() -> None:
+    allocator = Allocator()
+    blocks = [allocator.allocate(size * MIB) for size in (100, 40)]
+    for block in blocks:
+        allocator.free(block)
+    first, second = allocator.allocate(30 * MIB), allocator.allocate(90 * MIB)
+    assert allocator.reserved == 140 * MIB
+    third = allocator.allocate(10 * MIB)  # of either rest
+    assert allocator.reserved == 140 * MIB
+    assert allocator.allocate(20 * MIB)
+    assert allocator.reserved == 160 * MIB
+    for block in (first, second, third):
+        allocator.free(block)
+    assert allocator.allocate(100 * MIB)  # whose parts have merged
+    assert allocator.reserved == 160 * MIB
+
+
+def test_a_stream_gets_nothing_that_another_has_left() -> None:
+    allocator = Allocator()
+    allocator.free(allocator.allocate(64 * MIB, "gathers"))
+    allocator.allocate(64 * MIB)
+    assert allocator.reserved == 128 * MIB
+
+
+def test_segments_that_grow_put_freed_blocks_together() -> None:
+    sizes = [64 * MIB] * 4
+    reserved = []
+    for expandable in (False, True):
+        allocator = Allocator(expandable)
+        blocks = [allocator.allocate(size) for size in sizes]
+        for block in blocks:
+            allocator.free(block)
+        allocator.allocate(sum(sizes))
+        reserved.append(allocator.reserved)
+    assert reserved == [512 * MIB, 260 * MIB]  # in pages of 20 MiB each time that it grows
+
+
+def test_every_gpu_has_a_generation() -> None:
+    named = [gpu for generation in GENERATIONS.values() for gpu in generation.gpus]
+    assert sorted(named) == sorted(GPUS)
+    assert generation_of(None) == GENERATIONS["hopper"]
+    for generation in GENERATIONS.values():
+        for low, high in (generation.context, generation.first, generation.more):
+            assert 0 < low < high
+
+
+def test_each_axis_has_communicators_of_its_own() -> None:
+    assert communicators(Grid(1)) == 1
+    assert communicators(Grid(8)) == 2
+    assert communicators(Grid(64, pipeline=4, tensor=2)) == 6
+    alone, together = (driver_bytes(Grid(ranks), "a100-80") for ranks in (1, 8))
+    assert alone == ((450 + 250) * MIB, (950 + 1500) * MIB)
+    assert together == ((450 + 270) * MIB, (950 + 1800) * MIB)
+
+
+def estimated(gpu: str, allocators: str | None = None, **run: dict[str, Any]) -> Estimate:
+    world = World(8, accelerator="cuda", gpu=gpu, allocators=allocators)
+    world = replace(world, rank=0, world_size=8, local_world_size=8)
+    ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    plan = make_plan(RunConfig.model_validate({"model": {"name": "llama-1b"}} | run), ds, world)
+    assert plan.estimate is not None
+    return plan.estimate
+
+
+LONG = {"data": {"seq_len": 8192}, "train": {"micro_batch": 4, "global_batch": 32}}
+
+
+def test_reserved_is_between_what_is_allocated_and_what_nothing_shares() -> None:
+    ours, plain = (estimated("h100-80", how, **LONG) for how in (None, "PYTORCH_ALLOC_CONF=x"))
+    for estimate in (ours, plain):
+        rank = estimate.worst
+        assert rank.peak <= rank.reserved.low <= rank.reserved.high <= 1.5 * rank.peak
+        assert rank.shown == rank.reserved.plus(rank.driver)
+    assert ours.worst.peak == plain.worst.peak
+    assert ours.worst.reserved.high < plain.worst.reserved.high
+
+
+def test_fits_is_said_of_the_upper_end_and_tight_between() -> None:
+    made = estimated("h100-80", **LONG)
+    shown = made.worst.shown
+    sizes = (shown.high, shown.high - 1, made.needed, made.needed - 1)
+    verdicts = [estimate_memory(made.inputs, size).verdict for size in sizes]
+    assert verdicts == ["fits", "tight", "tight", "does not fit"]
+
+
+def test_the_json_names_all_of_it() -> None:
+    report = estimated("h100-80", **LONG).to_json()
+    rank = estimated("h100-80", **LONG).worst
+    assert report["allocated_gib"] == pytest.approx(rank.peak / GIB, abs=1e-3)
+    for name in ("reserved", "driver", "shown"):
+        low, high = report[f"{name}_gib"]
+        assert (low, high) == pytest.approx([end / GIB for end in getattr(rank, name)], abs=1e-3)
+    assert report["verdict"] in ("fits", "tight")

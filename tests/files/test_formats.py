@@ -1,0 +1,112 @@
+"""Values of data.format: a file of harness/files/formats/ each, and nothing besides."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.files import file_kinds, formats
+from harness.files.file_kinds import FORMATS, format_of, kind_of
+
+ROOT = Path(__file__).parents[2]
+
+# All there is to a new format: one text a line, and no second column.
+PSV = '''
+"""Bar-separated values with one column: each line is a document."""
+
+from harness.files.data_format import DataFormat
+from harness.files.first_bytes import count_lines, first_line
+from harness.files.pieces import begins, pieces_of
+
+
+def _pieces(file, bad_lines):
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if "|" in line:
+                bad_lines.add(file, "has a second column", number)
+            elif line.strip():
+                yield from pieces_of(line.strip())
+
+
+FORMAT = DataFormat(
+    name="psv",
+    suffixes=frozenset({".psv"}),
+    pieces=_pieces,
+    begin=lambda file: begins(first_line(file)),
+    count=count_lines,
+)
+'''
+READ = """
+import sys
+from pathlib import Path
+from harness.config.data_section import DataConfig
+from harness.data.build import DataSpec, build_data
+from harness.errors import ConfigError
+for path, named in (("rows.psv", None), ("rows.dat", "psv"), ("bad.psv", None)):
+    try:
+        config = DataConfig(path=path, format=named, seq_len=4, held_out=0.2, cache_dir="cache")
+        data = build_data(DataSpec(config))
+    except ConfigError as error:
+        print(error)
+    else:
+        print(*data.summary())
+"""
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Return a command's output in a folder, also if it fails."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
+    """In a copy of the library a dry run, the key and the tokens know it."""
+    for room in ("harness", "ds_configs"):
+        shutil.copytree(ROOT / room, tmp_path / room)
+    (tmp_path / "harness/files/formats/bar_separated.py").write_text(PSV)
+    rows = "".join(f"row {number} of a table\n" for number in range(100))
+    for name in ("rows.psv", "rows.dat", "bad.psv"):
+        (tmp_path / name).write_text(rows + ("a|b\n" if name == "bad.psv" else ""))
+
+    printed = run(tmp_path, "harness/train.py", "--dry-run", "data.path=rows.psv")
+    assert "rows.psv: 100 documents, " in printed
+    assert "the first begins 'row 0 of a table'" in printed
+    printed = run(tmp_path, "harness/train.py", "--dry-run", "data.format=pvs")
+    assert "data.format is 'pvs' (command line): it must be 'text', " in printed
+    assert "'psv'" in printed
+    by_suffix, named, bad = run(tmp_path, "-c", READ).splitlines()[-3:]
+    assert by_suffix.startswith("rows.psv: 100 documents, ")
+    assert named.removeprefix("rows.dat") == by_suffix.removeprefix("rows.psv")
+    assert bad == "data.path: bad.psv:101: has a second column"
+
+
+def test_every_file_is_a_format_of_its_own() -> None:
+    files = {path.stem for path in Path(formats.__path__[0]).glob("*.py")} - {"__init__"}
+    assert len(FORMATS) == len(files)
+    assert next(iter(FORMATS)) == "text"  # what errors list first, and what has no suffix
+    assert "jsonl" in FORMATS
+
+
+def test_no_two_formats_claim_a_suffix() -> None:
+    suffixes = Counter(suffix for format in FORMATS.values() for suffix in format.suffixes)
+    assert [suffix for suffix, claims in suffixes.items() if claims > 1] == []
+    assert all(suffix in ("", suffix.lower()) for suffix in suffixes)
+
+
+def test_a_format_claims_a_longer_suffix_from_the_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zipped = replace(FORMATS["text"], name="txt.gz", suffixes=frozenset({".txt.gz"}))
+    monkeypatch.setitem(file_kinds._OF_SUFFIX, ".txt.gz", zipped)
+    assert format_of(tmp_path / "a.b.TXT.gz", None) is zipped
+    assert kind_of(tmp_path / "a.txt.gz", None) == ("documents", "")
+    for name in ("a.md.gz", "a.gz", "txt.gz"):
+        kind, advice = kind_of(tmp_path / name, None)
+        assert (kind, advice[:13]) == ("data", "is compressed")

@@ -1,0 +1,81 @@
+"""States that are carried, against single long windows and transformers' own cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from harness.models.carried import WINDOWS
+from harness.models.initialize import materialize
+from harness.models.skeleton import hf_config, skeleton
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "eos_token_id": 0}
+MODELS: dict[str, dict[str, Any]] = {
+    "lstm": {"model_type": "recurrent", "cell": "lstm", "recurrent_size": 24, **SIZES},
+    "gru": {"model_type": "recurrent", "cell": "gru", **SIZES},
+    "mamba2": {
+        "model_type": "mamba2",
+        "state_size": 8,
+        "num_heads": 4,
+        "head_dim": 8,
+        **SIZES,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+    },
+}
+ROWS, TOKENS = 3, 20
+
+
+def model_of(kind: str) -> Any:
+    model = skeleton(hf_config(MODELS[kind]), torch.float32, "eager")
+    materialize(model, 0, torch.device("cpu"))
+    return model.train()
+
+
+def text() -> torch.Tensor:
+    return torch.randint(64, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def window_of(model: Any, states: torch.Tensor) -> Any:
+    return WINDOWS[model.config.model_type](model.config, states, torch.float32)
+
+
+def begin(model: Any) -> torch.Tensor:
+    return torch.zeros(ROWS, WINDOWS[model.config.model_type].numbers(model.config))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_windows_are_one_long_window(kind: str) -> None:
+    model, ids = model_of(kind), text()
+    states, parts = begin(model), []
+    for ids_of_window in ids.split(7, dim=1):  # which no chunk of a scan divides
+        window = window_of(model, states)
+        logits = model(input_ids=ids_of_window, use_cache=False, **window.keywords).logits
+        parts.append(logits)
+        states = window.after
+        assert states.shape == begin(model).shape
+        assert not states.requires_grad
+    long = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), long, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_layers_that_are_computed_again_read_the_same_states(kind: str) -> None:
+    gradients = []
+    for again in (False, True):
+        model = model_of(kind)
+        if again:
+            model.activation_checkpointing_enable()
+        first = window_of(model, begin(model))
+        model(input_ids=text()[:, :9], use_cache=False, **first.keywords)
+        second = window_of(model, first.after)
+        logits = model(input_ids=text()[:, 9:], use_cache=False, **second.keywords).logits
+        logits.logsumexp(-1).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.abs().sum() > 0

@@ -1,0 +1,213 @@
+"""Head and cross-entropy over parts of the vocabulary against all logits at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from harness.layout.loss_chunk import loss_chunk
+from harness.models.by_source import recording
+from harness.models.chunked_loss import ChunkedLoss
+from harness.models.initialize import materialize
+from harness.models.logits import Operations, operations_on_logits
+from harness.models.loss import forward
+from harness.models.skeleton import DTYPES, hf_config, skeleton
+from tests.models.head_alone import HeadAlone, Peak
+from tools.proofs.memory.live import rise
+from tools.proofs.models import ATTENTION, LEARNED
+
+FAMILIES: dict[str, Any] = {
+    **LEARNED,
+    "cohere": {**LEARNED["llama"], "model_type": "cohere", "pad_token_id": 0, "logit_scale": 0.3},
+    "granite": {**LEARNED["llama"], "model_type": "granite", "logits_scaling": 3.0},
+    "phi": {**LEARNED["llama"], "model_type": "phi", "pad_token_id": 0},  # its head has a bias
+}
+CHUNK = 48  # of 128: the last one is smaller
+
+
+def built(family: str, precision: str = "fp32", chunk: int = CHUNK) -> PreTrainedModel:
+    """A drawn model with its loss in chunks, unless `chunk` is 0."""
+    attention = ATTENTION.get(family, "sdpa")
+    model = skeleton(hf_config(FAMILIES[family]), DTYPES[precision], attention)
+    operations = operations_on_logits(model)
+    materialize(model, 0, torch.device("cpu"))
+    if chunk:
+        model.chunked_loss = ChunkedLoss(model, chunk, operations)  # type: ignore[assignment]
+    return model
+
+
+def loss_and_gradients(
+    model: PreTrainedModel, smoothing: float = 0.0
+) -> tuple[float, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(0, 128, (2, 32), generator=generator) for _ in range(2))
+    labels[0, :5] = -100
+    torch.manual_seed(1)  # a model may drop out
+    loss, auxiliary = forward(model.train(), ids, labels, smoothing=smoothing)
+    (loss / 59 + (0 if auxiliary is None else auxiliary)).backward()
+    return float(loss.detach()), {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Largest relative distance of two gradients."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[n].float() - g.float()).norm() / g.float().norm()) for n, g in theirs.items()
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_all_logits_at_once(family: str) -> None:
+    expected, theirs = loss_and_gradients(built(family, chunk=0))
+    loss, ours = loss_and_gradients(built(family))
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_backward_pass_goes_through_the_models_output_first(family: str) -> None:
+    """DeepSpeed clears the last micro-batch's gradients in a hook on it (BF16_Optimizer)."""
+    model, order = built(family), list[str]()
+
+    def watch(_model: Any, _args: Any, outputs: Any) -> None:
+        outputs.logits.register_hook(lambda gradient: order.append("output"))
+
+    model.register_forward_hook(watch)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+    loss_and_gradients(model)
+    assert order[:2] == ["output", "gradient"]
+    assert order.count("output") == 1
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma2", "granite", "phi"])
+def test_in_bf16_they_are_as_far_from_the_truth(family: str) -> None:
+    _, truth = loss_and_gradients(built(family, chunk=0))
+    expected, whole = loss_and_gradients(built(family, "bf16", chunk=0))
+    loss, chunked = loss_and_gradients(built(family, "bf16"))
+    assert loss == pytest.approx(expected, rel=1e-4)
+    assert distance(chunked, truth) < 1.2 * distance(whole, truth)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_smoothed_targets(family: str) -> None:
+    expected, theirs = loss_and_gradients(built(family, chunk=0), smoothing=0.1)
+    loss, ours = loss_and_gradients(built(family), smoothing=0.1)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert distance(ours, theirs) < 1e-5
+
+
+def test_losses_are_recorded_by_source() -> None:
+    sources, sums = torch.tensor([1, 0]), torch.zeros(2, dtype=torch.float64)
+    with recording(sums, sources):
+        expected, _ = loss_and_gradients(built("llama", chunk=0))
+    expected_sums = sums.clone()
+    with recording(sums.zero_(), sources):
+        loss, _ = loss_and_gradients(built("llama"))
+    assert sums.tolist() == pytest.approx(expected_sums.tolist(), rel=1e-6)
+    assert float(sums.sum()) == pytest.approx(loss, rel=1e-6)
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_weight_that_is_not_trained_has_no_gradient() -> None:
+    model = built("phi")
+    head: Any = model.get_output_embeddings()
+    head.weight.requires_grad_(False)
+    _, gradients = loss_and_gradients(model)
+    assert "lm_head.weight" not in gradients
+    assert float(gradients["lm_head.bias"].norm()) > 0
+
+
+def test_without_labels_the_model_has_all_its_logits() -> None:
+    ids = torch.arange(8)[None]
+    model, plain = built("gemma2").eval(), built("gemma2", chunk=0).eval()
+    with torch.no_grad():
+        loss, _ = forward(model, ids, ids)
+        assert float(loss) == pytest.approx(float(forward(plain, ids, ids)[0]), rel=1e-6)
+        assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_a_loss_that_the_model_fuses_has_priority() -> None:
+    """As under model.kernels=liger: its forward pass in training never calls the head."""
+    model, ids = built("llama"), torch.arange(8)[None]
+    fused = SimpleNamespace(logits=None, loss=torch.tensor(7.0))
+    with mock.patch.object(model, "forward", return_value=fused):
+        assert float(forward(model.train(), ids, ids)[0]) == 7
+    with torch.no_grad():  # which it does in evaluation
+        expected, _ = forward(built("llama", chunk=0).eval(), ids, ids)
+        assert float(forward(model.eval(), ids, ids)[0]) == pytest.approx(float(expected))
+
+
+def operations_with(change: Any) -> Operations:
+    """Of a Llama whose logits are changed once more."""
+    model = skeleton(hf_config(LEARNED["llama"]), torch.float32)
+    own = model.forward
+
+    def changed(**keywords: Any) -> Any:
+        outputs = own(**keywords)
+        outputs.logits = change(outputs.logits)
+        return outputs
+
+    model.forward = changed
+    return operations_on_logits(model)
+
+
+def test_logits_that_depend_on_one_another_are_not_computed_in_parts() -> None:
+    assert [len(o.args) for o in operations_with(lambda x: torch.tanh(x / 3).double())] == [1, 0, 0]
+    for change in (
+        lambda x: x.log_softmax(-1),
+        lambda x: x - x.mean(-1, keepdim=True),
+        lambda x: x.index_fill(-1, torch.zeros(1, dtype=torch.int64, device="meta"), 0.0),
+        lambda x: x * torch.ones(x.shape[-1], device="meta"),
+        lambda x: x.mul_(2),
+        lambda x: x[..., :64],
+    ):
+        with pytest.raises(ValueError, match="LlamaForCausalLM computes its logits with aten"):
+            operations_with(change)
+    with pytest.raises(ValueError, match="are not those of its output head"):
+        operations_with(lambda x: torch.empty(1, 4, 128, device="meta"))
+
+
+def test_other_heads_are_named() -> None:
+    model = skeleton(hf_config(LEARNED["llama"]), torch.float32)
+    model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))
+    with pytest.raises(ValueError, match="output head of LlamaForCausalLM is no Linear"):
+        operations_on_logits(model)
+
+
+def test_a_chunk_is_used_where_logits_are_large() -> None:
+    assert loss_chunk(None, 128_256, 2048) == 0  # 0.98 GiB
+    assert loss_chunk(None, 128_256, 8192) == 8192  # 256 MiB
+    assert loss_chunk(None, 128_256, 2**20) == 128
+    assert loss_chunk(0, 128_256, 8192) == 0
+    assert loss_chunk(5, 10, 1) == 5
+
+
+GIB = 2**30
+
+
+def test_the_peak_of_8192_tokens_and_a_vocabulary_of_128256() -> None:
+    tokens, hidden, vocab = 8192, 4096, 128_256
+    head = HeadAlone(tokens, hidden, vocab, loss_chunk(None, vocab, tokens), "meta")
+    with Peak() as peak:
+        head.run()
+    beside = peak.most - 2 * vocab * hidden - 2 * tokens * hidden  # both gradients
+    assert 0.3 * GIB < beside < 0.6 * GIB
+
+
+def test_live_bytes_on_a_cpu() -> None:
+    """An eighth of each of those."""
+    tokens, hidden, vocab = 1024, 512, 16_032
+    head = HeadAlone(tokens, hidden, vocab, 1024)
+    with rise() as rose:
+        head.run()
+    beside = rose.bytes - 2 * vocab * hidden - 2 * tokens * hidden
+    assert 0 < beside < 1.5 * GIB / 64

@@ -1,0 +1,196 @@
+"""Efficient attention: causal, within documents, equal to exact attention at its largest sizes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from harness.layout.attentions import ATTENTIONS
+from harness.models.attention_sums import AttentionSums
+from harness.models.efficient.kinds import KINDS, function_name
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 16
+SMALL = {
+    "longformer": {"window": 24, "global": 3},
+    "strided": {"window": 24},
+    "linformer": {"window": 24, "features": 4},
+    "performer": {"features": 48},
+    "reformer": {"buckets": 4, "window": 8},
+}
+"""Of which 200 tokens are several pieces."""
+EXACT = {
+    "longformer": {"window": 200, "global": 0},
+    "strided": {"window": 200},
+    "linformer": {"window": 24, "features": 24},
+    "reformer": {"buckets": 1, "window": 200},
+}
+MODULE = SimpleNamespace(layer_idx=1)
+
+
+def states(
+    tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = 1
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, heads, tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    ]
+
+
+def attend(kind: str, sizes: dict[str, int], *qkv: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """(batch, heads, tokens, head_dim) each -> (batch, tokens, heads, head_dim)."""
+    function = ALL_ATTENTION_FUNCTIONS[function_name(kind, sizes, keywords.pop("seed", 0))]
+    output: torch.Tensor = function(MODULE, *qkv, None, **keywords)[0]
+    return output
+
+
+def exact(*qkv: torch.Tensor) -> torch.Tensor:
+    output = functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+    return output.transpose(1, 2)
+
+
+def gradients(output: torch.Tensor, qkv: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return torch.autograd.grad(output, qkv, weights)
+
+
+def test_every_kind_is_a_row() -> None:
+    assert {name for name, row in ATTENTIONS.items() if not row.is_exact} == {*KINDS}
+    assert {*SMALL} == {*KINDS}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_with_its_largest_sizes_it_is_exact_attention(kind: str) -> None:
+    qkv = states(200, batch=2)
+    output, expected = attend(kind, EXACT[kind], *qkv), exact(*qkv)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    for own, other in zip(gradients(output, qkv), gradients(expected, qkv), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_position_reads_the_future(kind: str) -> None:
+    """Neither a gradient nor a single bit of an output comes from later tokens."""
+    qkv = states(200)
+    output = attend(kind, SMALL[kind], *qkv)
+    for place in (0, 23, 24, 63, 64, 127, 128, 150):
+        for gradient in torch.autograd.grad(output[:, place].sum(), qkv, retain_graph=True):
+            assert not gradient[:, :, place + 1 :].any()
+            assert gradient[:, :, : place + 1].any() or place == 0
+        changed = [
+            torch.cat([state[:, :, : place + 1], 5 * other[:, :, place + 1 :]], 2)
+            for state, other in zip(qkv, states(200, seed=1), strict=True)
+        ]
+        again = attend(kind, SMALL[kind], *changed)
+        assert torch.equal(again[:, : place + 1], output[:, : place + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_is_computed_as_if_it_were_alone(kind: str) -> None:
+    """Nor does it matter which batch it lies in, nor beside which others."""
+    qkv = states(100, batch=2)
+    bounds = [0, 37, 100, 101, 200]
+    output = attend(kind, SMALL[kind], *qkv, cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32))
+    assert output.shape == (2, 100, HEADS, WIDTH)
+    for start, stop in itertools.pairwise(bounds):
+        row, first = divmod(start, 100)
+        alone = [s[row : row + 1, :, first : first + stop - start] for s in qkv]
+        expected = attend(kind, SMALL[kind], *alone)[0]
+        torch.testing.assert_close(output.flatten(0, 1)[start:stop], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_finite_differences(kind: str) -> None:
+    """In fp64 where the kind computes in it."""
+    qkv = states(70, torch.float32 if kind == "performer" else torch.float64)
+    output = attend(kind, SMALL[kind], *qkv)
+    torch.manual_seed(0)
+    due = torch.randn_like(output)
+    own = torch.autograd.grad(output, qkv, due)
+    step, tolerance = (1e-2, 1e-2) if kind == "performer" else (1e-5, 1e-5)
+    for number, gradient in enumerate(own):
+        direction = torch.randn_like(gradient)
+        sides = []
+        for sign in (1, -1):
+            moved = [s.detach() for s in qkv]
+            moved[number] = moved[number] + sign * step * direction
+            sides.append(float((attend(kind, SMALL[kind], *moved).double() * due).sum()))
+        expected = (sides[0] - sides[1]) / (2 * step)
+        along = float((gradient * direction).sum())
+        assert along == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+def test_the_window_and_the_global_tokens_are_those_of_the_paper() -> None:
+    qkv, places = states(200), torch.arange(200)
+    distance = places[:, None] - places
+    seen = {
+        "longformer": (distance < 24) | (places < 3),
+        "strided": (distance < 24) | (distance % 24 == 0),
+    }
+    for kind, pattern in seen.items():
+        expected = functional.scaled_dot_product_attention(
+            *qkv, pattern & (distance >= 0), enable_gqa=True
+        )
+        output = attend(kind, SMALL[kind], *qkv)
+        torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_the_error_of_random_features_falls_with_the_root_of_their_number() -> None:
+    with torch.no_grad():
+        qkv = [state / 2 for state in states(150)]
+        expected = exact(*qkv)
+
+        def error(features: int) -> float:
+            apart = [
+                (attend("performer", {"features": features}, *qkv, seed=seed) - expected).square()
+                for seed in range(12)
+            ]
+            return math.sqrt(float(torch.stack(apart).mean()))
+
+        few, many = error(64), error(4096)
+    assert 4 < few / many < 16  # 8 of 64 times as many
+
+
+def test_draws_are_a_function_of_seed_and_layer() -> None:
+    qkv = states(100)
+    for kind in ("performer", "reformer"):
+        first, again, other = (attend(kind, SMALL[kind], *qkv, seed=seed) for seed in (0, 0, 1))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
+def test_weights_that_were_not_computed_are_not_reported() -> None:
+    sums = AttentionSums(1, torch.ones(1, dtype=torch.bool))
+    for name in ("sdpa", function_name("strided", SMALL["strided"], 0)):
+        assert not sums.sums.any()
+        with sums.recorded():
+            ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
+    assert sums.sums.isnan().all()
+
+
+def test_large_and_small_keys_do_not_overflow() -> None:
+    query, key, value = states(300)
+    for factor in (20.0, 1e-3):
+        output = attend("performer", SMALL["performer"], factor * query, factor * key, value)
+        assert output.isfinite().all()
+        assert all(g.isfinite().all() for g in gradients(output, [query, key, value]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_rounded_fp32(kind: str) -> None:
+    if kind == "reformer":
+        pytest.skip("rounded states have other hashes")
+    halves = states(200, torch.bfloat16)
+    whole = [state.detach().float().requires_grad_() for state in halves]
+    output, expected = (attend(kind, SMALL[kind], *qkv) for qkv in (halves, whole))
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+    for own, other in zip(gradients(output, halves), gradients(expected, whole), strict=True):
+        assert float((own.float() - other).norm() / other.norm()) < 0.02

@@ -1,0 +1,183 @@
+"""Layers and MLPs that are computed again: the same gradients, from as little as was kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from harness.models.depth import drop_layers
+from harness.models.draws import draw_by_place
+from harness.models.initialize import materialize
+from harness.models.loss import forward
+from harness.models.recompute import Keep, Reuse, checkpoint_layers
+from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.tiles import tile_mlps
+from tests.models.gradients import gradients
+
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+_GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 16,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3),
+}
+_BLOOM = {"model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_layer": 3, "n_head": 4}
+_ATTENTION = {"bloom": "eager"}
+_LAYERS = 3
+
+
+def built(config: dict[str, Any], precision: str = "fp32", attention: str = "") -> PreTrainedModel:
+    attention = attention or _ATTENTION.get(config["model_type"], "sdpa")
+    model = skeleton(hf_config(config), DTYPES[precision], attention)
+    materialize(model, 0, torch.device("cpu"))
+    return model.train()
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+WAYS = list(itertools.product(("full", "selective", 2), (False, True)))
+
+
+@pytest.mark.parametrize(("checkpointing", "offload"), WAYS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [_LLAMA, _GPT2, _BLOOM], ids=["llama", "gpt2", "bloom"])
+def test_what_is_computed_again_is_bit_for_bit_the_same(config, precision, checkpointing, offload):
+    """GPT-2 draws dropout in its attention and after it: the same numbers the second time."""
+    expected, model = gradients(built(config, precision)), built(config, precision)
+    checkpoint_layers(model, checkpointing, offload)
+    actual = gradients(model)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_layers_left_out_and_own_draws_are_the_same_the_second_time():
+    models = [built(_GPT2), built(_GPT2)]
+    for model in models:
+        draw_by_place(model, 1)
+        drop_layers(model, 0.5)
+    checkpoint_layers(models[1], "selective", to_host=True)
+    expected, actual = map(gradients, models)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_selective_runs_no_product_twice_and_full_all_but_the_last_of_a_layer():
+    counts = {}
+    for checkpointing in ("none", "selective", "full", 2):
+        model = built(_LLAMA)
+        checkpoint_layers(model, checkpointing)
+        with Counted() as counted:
+            gradients(model)
+        fused = [
+            n for name, n in counted.counts.items() if "attention" in name and "back" not in name
+        ]
+        counts[checkpointing] = counted.counts["aten::mm"], sum(fused)
+    products, attention = counts["none"]
+    assert attention == _LAYERS
+    assert counts["selective"] == counts["none"]
+    assert counts["full"] == (products + 6 * _LAYERS, 2 * attention)  # q, k, v, o, gate, up
+    assert counts[2] == (products + 6 * 2, attention + 2)  # layers 0 and 2
+
+
+def test_scores_that_are_written_out_are_computed_again():
+    model = built(_LLAMA, attention="eager")
+    checkpoint_layers(model, "selective")
+    with Counted() as counted:
+        gradients(model)
+    plain = built(_LLAMA, attention="eager")
+    with Counted() as before:
+        gradients(plain)
+    assert counted.counts["aten::mm"] == before.counts["aten::mm"]
+    assert counted.counts["aten::bmm"] == before.counts["aten::bmm"] + 2 * _LAYERS
+
+
+def test_a_result_that_is_changed_in_place_afterwards_is_computed_again():
+    """ZeRO 3 adds a bias so, to a product behind whose back the sum is a view."""
+    results: Any = Reuse.__init__.__globals__["deque"]()
+    x, weight = torch.randn(2, 3, 4), torch.randn(4, 5)
+    with Keep(results, attention=True, to_host=False):
+        kept = x.matmul(weight)
+        changed = x.matmul(weight)
+        changed += 1
+    assert results[1] is None
+    with Reuse(results, attention=True):
+        assert torch.equal(x.matmul(weight), kept)
+        assert torch.equal(x.matmul(weight), kept)
+    assert not results
+
+
+def test_offloaded_inputs_are_copies():
+    """The layer's input may be overwritten before the backward pass, as a GPU reuses its memory."""
+    layer = torch.nn.Linear(4, 4)
+    model: Any = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([layer])
+    from harness.models import recompute
+
+    recompute._checkpoint(layer, {}, to_host=True)
+    x = torch.randn(2, 4, requires_grad=True)
+    hidden = x * 1
+    loss = layer(hidden).square().sum()
+    expected = torch.autograd.grad(
+        torch.nn.functional.linear(hidden.detach(), layer.weight, layer.bias).square().sum(),
+        layer.weight,
+    )[0]
+    hidden.data.zero_()
+    loss.backward()
+    assert torch.equal(layer.weight.grad, expected)
+
+
+def test_evaluation_keeps_nothing():
+    model = built(_LLAMA).eval()
+    checkpoint_layers(model, "full", to_host=True)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with torch.no_grad():
+        assert forward(model, ids, ids)[0].isfinite()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("tiles", [2, 5])
+@pytest.mark.parametrize("config", [_LLAMA, _BLOOM], ids=["llama", "bloom"])
+def test_tiles_add_up_to_the_whole_mlp(config, tiles, checkpointing):
+    expected, model = gradients(built(config)), built(config)
+    checkpoint_layers(model, checkpointing)
+    tile_mlps(model, tiles)
+    actual = gradients(model)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        ids = torch.zeros(1, 3, dtype=torch.int64)  # fewer tokens than tiles
+        assert forward(model.eval(), ids, ids)[0].isfinite()
+
+
+def test_a_layer_without_a_module_for_its_mlp_is_refused():
+    opt = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2}
+    model = skeleton(hf_config({**opt, "num_attention_heads": 4}), torch.float32)
+    with pytest.raises(ValueError, match="the MLP of OPTDecoderLayer is not a module 'mlp'"):
+        tile_mlps(model, 2)

@@ -1,0 +1,127 @@
+"""Screenshots of every page, for a person to look at: `python -m tests.pictures build/pictures`.
+
+Each at the widths of a laptop and of a phone, light and dark. Runs are those of runs/ where there
+are some, else one as a run leaves it, with every kind of chart and event.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.report.compare import compare_page_of
+from harness.report.page import page_of
+from harness.report.recorded import is_run, read
+from tests.browser import WIDTHS, Browser, missing
+from tests.report.runs import line_at, plan, write_run
+from tests.two_ranks import REPOSITORY, environment
+
+
+def main(out: Path) -> int:
+    """Write the pictures; a page with an error of the console, or wider than its window, fails."""
+    if reason := missing():
+        print(f"no picture: it {reason}", file=sys.stderr)
+        return 1
+    out.mkdir(parents=True, exist_ok=True)
+    failures = 0
+    with tempfile.TemporaryDirectory() as scratch, Browser() as browser:
+        pages = dict(_reports(Path(scratch)))
+        with _studio(Path(scratch)) as address:
+            if address:
+                from tools.studio_app.catalogue import PAGES
+
+                pages |= {f"studio-{page.slug}": f"{address}{page.slug}" for page in PAGES}
+            for name, url in pages.items():
+                failures += sum(_taken(browser, name, url, out))
+    return int(bool(failures))
+
+
+def _taken(browser: Browser, name: str, url: str, out: Path) -> Iterator[bool]:
+    """Write a page's pictures; yield for each whether it has a problem."""
+    for width in WIDTHS:
+        for dark in (False, True):
+            page = browser.open(url, width, dark=dark)
+            page.wait_for("document.querySelectorAll('svg, canvas, table').length")
+            browser.listen(1.0)  # what is drawn after loading
+            path = out / f"{name}-{width}{'-dark' * dark}.png"
+            page.screenshot(path)
+            problems = [*page.errors, *(["wider than its window"] * page.overflows)]
+            print(path, *problems, sep="\n  ", flush=True)
+            page.close()
+            yield bool(problems)
+
+
+def _reports(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and address of the page of one run, and of several."""
+    runs = sorted(path for path in (REPOSITORY / "runs").glob("*") if is_run(path))
+    paths = [*runs[-4:], _made(folder / "every-kind", 3e-4), _made(folder / "lower-rate", 1e-4)]
+    recorded = [read(path) for path in paths]
+    pages = {f"report-{run.name}": page_of(run) for run in recorded}
+    pages["report-several"] = compare_page_of(recorded, "Several runs")
+    for name, page in pages.items():
+        path = folder / f"{name}.html"
+        path.write_text(page)
+        yield name, path.as_uri()
+
+
+def _made(folder: Path, rate: float) -> Path:
+    lines = [line_at(step, learning_rate=rate * min(1, step / 40)) for step in range(1, 201)]
+    for line in lines:
+        line |= {"loss": line["loss"] + 3e-5 / rate, "loss/code": line["loss"] - 0.3}
+        line |= {"peak_allocated_gib": 2.3, "expert_load_max": 1 + 40 / (20 + line["step"])}
+        line |= {"global_batch": 8 + 8 * (line["step"] > 60)}
+    for line in lines[9::10]:
+        line |= {f"attention_entropy/{n}": 3 - n / 9 + line["step"] / 400 for n in range(12)}
+        line |= {f"attention_coverage/{n}": 0.2 + n / 30 for n in range(12)}
+        line |= {"param_norm": 40 + line["step"] / 20, "update_ratio": 0.1 / (20 + line["step"])}
+    for line in lines[24::25]:
+        line["eval_loss"] = line["loss"] + 0.12
+        line["loss_by_position"] = [line["loss"] + 2 / (1 + place) for place in range(16)]
+    lines[110]["loss"] = 6.5
+    memory = [
+        {"rank": 0, "point": "built", "predicted": 1.1e9, "measured": 1.08e9},
+        {"rank": 0, "point": "between_steps", "predicted": 1.9e9, "measured": 1.9e9},
+        {"rank": 0, "point": "peak", "predicted": 2.6e9, "measured": 2.45e9},
+    ]
+    events = [
+        {"kind": "sample", "step": 0, "title": "sample before training", "text": "the of of the"},
+        {"kind": "memory", "step": 3, "rows": memory},
+        {"kind": "saved", "step": 100, "path": "step-00000100", "seconds": 2.0, "stall_s": 0.1},
+        {"kind": "spike", "step": 111, "loss": 6.5, "policy": "log"},
+        {"kind": "rollback", "from_step": 150, "to_step": 100, "why": "a spike of loss"},
+        {"kind": "resumed", "step": 100, "path": "step-00000100"},
+        {"kind": "baselines", "step": 200, "unigram_nats": 6.6, "bigram_nats": 3.8},
+        {
+            "kind": "sample",
+            "step": 200,
+            "title": "sample after training",
+            "prompt": "def area(radius):",
+            "text": "\n    return math.pi * radius ** 2\n",
+        },
+    ]
+    return write_run(folder, lines, events, plan(lr=rate))
+
+
+@contextmanager
+def _studio(made: Path) -> Iterator[str]:
+    """Serve the studio on any port, if NiceGUI is there; yield its address, or ""."""
+    runs = REPOSITORY / "runs"
+    command = [sys.executable, str(REPOSITORY / "tools" / "studio.py"), "--port", "0"]
+    command += ["--runs", str(runs if any(map(is_run, runs.glob("*"))) else made)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().partition("studio: ")[2].strip()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

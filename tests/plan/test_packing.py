@@ -1,0 +1,68 @@
+"""The packing of a run that goes on is that of the run before it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint.resume import recorded_run, resume_problems
+from harness.config.run_file import load_run_config
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+
+
+def planned(*words: str) -> Plan:
+    return make_plan(load_run_config(None, words), {}, World(0, 1, 0, 1))
+
+
+def begun(folder: Path, *words: str, earlier: bool = False) -> dict[str, object]:
+    """Write the plan.json of a run; of an `earlier` version it has no data.packing."""
+    record = planned(*words).to_json()
+    if earlier:
+        del record["run"]["data"]["packing"], record["run"]["data"]["too_long"]
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(record))
+    return record
+
+
+@pytest.mark.parametrize("how", ["run.dir", "resume.from"])
+def test_a_run_of_an_earlier_version_stays_a_stream(how: str, tmp_path: Path) -> None:
+    record = begun(tmp_path / "run", earlier=True)
+    plan = planned(f"{how}={tmp_path / 'run'}")
+    assert plan.config.data.packing == "stream"
+    assert "data.packing is stream" in next(
+        e["message"] for e in plan.events if e["kind"] == "kept"
+    )
+    assert resume_problems(record, plan.to_json(), []) == []
+    assert recorded_run(record["run"]).data.packing == "stream"
+
+
+@pytest.mark.parametrize("packing", ["whole", "stream", None])
+def test_a_run_keeps_its_packing(packing: str | None, tmp_path: Path) -> None:
+    words = [] if packing is None else [f"data.packing={packing}"]
+    record = begun(tmp_path / "run", *words)
+    plan = planned(f"run.dir={tmp_path / 'run'}")
+    assert plan.config.data.packing == packing
+    assert not [event for event in plan.events if event["kind"] == "kept"]
+    assert resume_problems(record, plan.to_json(), []) == []
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_another_packing_takes_the_users_word(earlier: bool, tmp_path: Path) -> None:
+    words = [] if earlier else ["data.packing=stream"]
+    record = begun(tmp_path / "run", *words, earlier=earlier)
+    plan = planned(f"run.dir={tmp_path / 'run'}", "data.packing=whole")
+    (problem,) = resume_problems(record, plan.to_json(), [])
+    assert "data.packing is 'whole', but the run in this folder has 'stream'" in problem
+    assert resume_problems(record, plan.to_json(), ["data.packing"]) == []
+
+
+def test_a_damaged_record_is_no_packing(tmp_path: Path) -> None:
+    for number, text in enumerate(("", "[1]", '{"run": 3}', '{"run": {"data": {"packing": 7}}}')):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "plan.json").write_text(text)
+        assert planned(f"run.dir={folder}").config.data.packing is None

@@ -1,0 +1,22 @@
+"""The preflight after something was done to its rank: CODE, then the tool's own arguments."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from tests.two_ranks import REPOSITORY
+
+TOOL = str(REPOSITORY / "tools" / "preflight.py")
+
+
+def main() -> None:
+    code, *arguments = sys.argv[1:]
+    sys.argv = [TOOL, *arguments]
+    exec(code, {"rank": int(os.environ["RANK"]), "os": os, "sys": sys})
+    runpy.run_path(TOOL, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

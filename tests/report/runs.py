@@ -1,0 +1,86 @@
+"""Run folders as a run leaves them, without the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+BEGIN_S = 1_790_000_000
+
+
+def line_at(step: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
+    """A metrics line, its keys in the order in which a run writes them."""
+    line: dict[str, Any] = {
+        "attempt": attempt,
+        "unix_time_s": BEGIN_S + 0.5 * step,
+        "step": step,
+        "samples": 8 * step,
+        "tokens": 1024 * step,
+        "loss_scale": 1.0,
+        "skipped_steps": 0,
+        "learning_rate": 3e-4,
+        "peak_allocated_gib": None,
+        "loss": 2 + 7 * math.exp(-step / 40) + 0.01 * math.sin(step),
+        "grad_norm": 0.5 + 0.1 * math.cos(step),
+        "step_time_s": 0.5,
+        "tokens_per_s": 2048.0,
+        "mfu": 0.4,
+    }
+    return line | changes
+
+
+def plan(**optim: Any) -> dict[str, Any]:
+    """As much of plan.json as a page shows."""
+    return {
+        "run": {
+            "model": {"name": "tiny", "attention": "sdpa"},
+            "data": {"seq_len": 128},
+            "train": {"seed": 0},
+            "optim": {"name": "adamw", "lr": 3e-4, "schedule": "cosine", "clip_norm": 1.0} | optim,
+            "log": {"every": 1},
+        },
+        "run_set": {"optim.lr": "command line", "run.dir": "command line"},
+        "deepspeed_source": "ds_configs/zero1.json",
+        "world": {"world_size": 8, "local_world_size": 8, "accelerator": "cuda", "gpu": "H100"},
+        "grid": {"data": 4, "pipeline": 1, "tensor": 2, "sequence": 1, "expert": 1},
+        "zero_stage": 1,
+        "precision": "bf16",
+        "global_batch": 8,
+        "micro_batch": 1,
+        "grad_accum": 2,
+        "total_steps": 200,
+        "predicted_step_s": 0.45,
+        "estimate": {
+            "peak_allocated_gib": 2.5,
+            "phases": {
+                "forward": {"parameters": 1.0, "logits and loss": 0.5},
+                "step": {"moments": 2},
+            },
+        },
+    }
+
+
+def write_run(
+    folder: Path,
+    lines: list[dict[str, Any]] | None = None,
+    events: list[dict[str, Any]] | None = None,
+    the_plan: dict[str, Any] | None = None,
+    **status: Any,
+) -> Path:
+    """A run of 200 steps that is done, but for what is named."""
+    folder.mkdir(parents=True)
+    if lines is None:
+        lines = [line_at(step) for step in range(1, 201)]
+        for line in lines[49::50]:
+            line["eval_loss"] = line["loss"] + 0.1
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "plan.json").write_text(json.dumps(plan() if the_plan is None else the_plan))
+    end = {"outcome": "done", "code": 0, "step": 200, "attempt": 1, "message": None}
+    end |= {"time": "2026-09-21T14:15:00.000+00:00", **status}
+    (folder / "status.json").write_text(json.dumps(end))
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps({"time": end["time"], "attempt": 1, **e}) + "\n" for e in events or [])
+    )
+    return folder

@@ -1,0 +1,347 @@
+"""Pages of runs in every state, read as text; tests/test_report.py opens them in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.report.chart import smoothed
+from harness.report.compare import compare_page_of, differences
+from harness.report.page import page_of
+from harness.report.recorded import read
+from harness.report.spent import spent
+from harness.report.verdicts import advice, ending, verdicts
+from tests.report.runs import line_at, plan, write_run
+
+HOSTILE = '<script>window.hacked=1</script>"><img src=x onerror=window.hacked=1>'
+
+
+class Elements(HTMLParser):
+    """Tags and attributes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+
+def values_of(page: str) -> dict[str, Any]:
+    """The numbers that the page's script shows."""
+    (text,) = re.findall(r"<script type=application/json id=values>(.*?)</script>", page, re.S)
+    values: dict[str, Any] = json.loads(text)
+    return values
+
+
+def test_a_page_shows_what_was_measured(tmp_path):
+    page = page_of(read(write_run(tmp_path / "run")))
+    values = values_of(page)
+    assert {"loss", "perplexity", "learning-rate", "grad-norm", "tokens-per-s", "mfu"} <= set(
+        values
+    )
+    held_out = values["loss"]["curves"][1]
+    assert held_out["label"] == "held-out"
+    assert held_out["x"]["step"] == [50, 100, 150, 200]
+    assert held_out["x"]["tokens"] == [1024 * step for step in (50, 100, 150, 200)]
+    assert held_out["x"]["hours"] == pytest.approx([25, 50, 75, 100])
+    assert held_out["y"][-1] == pytest.approx(line_at(200)["loss"] + 0.1, rel=1e-5)
+    assert values["mfu"]["curves"][0]["y"][0] == pytest.approx(40)
+    assert ">predicted 0.45</b>" in page
+    assert "8 x H100 \u00b7 ZeRO 1, tensor 2 \u00b7 bf16" in page
+
+
+def test_a_page_needs_no_network(tmp_path):
+    page = page_of(read(write_run(tmp_path / "run")))
+    elements = Elements(page)
+    assert not {"link", "img", "iframe", "object"} & set(elements.tags)
+    assert not {"src", "href"} & set(elements.attributes)
+    assert "default-src 'none'" in page
+
+
+def test_nothing_in_a_record_becomes_html(tmp_path):
+    bad = plan(name=HOSTILE)
+    bad["run"]["model"]["name"] = bad["deepspeed_source"] = bad["world"]["gpu"] = HOSTILE
+    bad["estimate"]["phases"] = {HOSTILE: {HOSTILE: 1.0}}
+    events = [
+        {"kind": HOSTILE, "step": 3, "message": HOSTILE},
+        {"kind": "sample", "step": HOSTILE, "title": HOSTILE, "prompt": HOSTILE, "text": HOSTILE},
+        {"kind": "saved", "step": 5, "path": HOSTILE, HOSTILE: HOSTILE},
+        {"kind": "memory", "rows": [{"point": HOSTILE, "predicted": 1, "measured": 2}]},
+    ]
+    lines = [
+        line_at(step, **{f"loss/{HOSTILE}": 3.0, f"eval_loss/{HOSTILE}": 3.0}) for step in (1, 2)
+    ]
+    run = read(
+        write_run(
+            tmp_path / HOSTILE.replace("/", "-"),
+            lines,
+            events,
+            bad,
+            message=HOSTILE,
+            outcome="failed",
+        )
+    )
+    clean = Elements(page_of(read(write_run(tmp_path / "clean"))))
+    for page in (page_of(run), compare_page_of([run, run], HOSTILE)):
+        elements = Elements(page)
+        assert elements.tags.count("script") == clean.tags.count("script")
+        assert not {"img", "onerror"} & {*elements.tags, *elements.attributes}
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {},
+        {
+            "status.json": "{",
+            "plan.json": "[1]",
+            "metrics.jsonl": "nothing\n",
+            "events.jsonl": "\0\0",
+        },
+        {"metrics.jsonl": '{"step": 1, "loss": 3.0}\n{"step": 2, "lo'},
+        {"metrics.jsonl": '{"step": 0, "eval_loss": 9.0}\n'},
+        {"metrics.jsonl": '{"step": "x"}\n{"step": true}\n{"step": 1e999}\n'},
+        {"plan.json": '{"run": 3, "world": [], "model_config": {"model_type": "llama"}}'},
+        {"plan.json": '{"estimate": {"phases": {"a": 1, "b": {"c": "d"}}}, "run_set": 7}'},
+        {"events.jsonl": '{"kind": 3}\n{"kind": "memory", "rows": [3, {"point": 1}]}\n'},
+        {"events.jsonl": '{"kind": "spike", "step": "x"}\n{"kind": "saved", "time": 5}\n'},
+        {"status.json": '{"outcome": [], "attempt": 1, "step": 1, "time": "yesterday"}'},
+    ],
+)
+def test_any_folder_gives_a_page(tmp_path, records):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name, text in records.items():
+        (folder / name).write_text(text)
+    run = read(folder)
+    for page in (page_of(run), compare_page_of([run, run], "runs")):
+        assert page.startswith("<!doctype html>")
+        assert page.endswith("</html>\n")
+        values_of(page)
+
+
+def test_what_could_not_be_read_is_said(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "status.json").write_text("{")
+    (folder / "metrics.jsonl").write_text('garbage\n{"step": 1, "loss": 2.0}\n')
+    page = page_of(read(folder))
+    assert "status.json" in page
+    assert "1 damaged lines are left out" in page
+
+
+def test_losses_that_are_not_finite_leave_gaps(tmp_path):
+    lines = [line_at(step) for step in range(1, 101)]
+    for line in lines[60:]:
+        line |= {"loss": "nan", "grad_norm": "inf"}
+    page = page_of(read(write_run(tmp_path / "run", lines, outcome="diverged", code=76)))
+    (curve,) = values_of(page)["loss"]["curves"]
+    assert curve["x"]["step"][-1] == 60
+    assert "40 drawn steps have a loss that is not finite" in page
+    assert "nan" not in json.dumps(values_of(page))
+
+
+def test_steps_taken_again_replace_those_before(tmp_path):
+    lines = [line_at(step) for step in range(1, 81)]
+    lines += [line_at(step, attempt=2, loss=1.0) for step in range(61, 101)]
+    run = read(write_run(tmp_path / "run", lines, attempt=2))
+    assert [line["step"] for line in run.lines] == list(range(1, 101))
+    assert run.lines[60]["loss"] == 1.0
+    assert run.metrics.repeated == 20
+
+
+def test_an_evaluation_after_a_stop_completes_its_line(tmp_path):
+    lines = [line_at(1), line_at(2), {"attempt": 2, "step": 2, "eval_loss": 4.0}]
+    run = read(write_run(tmp_path / "run", lines))
+    assert run.lines[-1]["loss"] == line_at(2)["loss"]
+    assert run.evaluations() == [(2, 4.0)]
+
+
+def test_events_lie_on_the_axis(tmp_path):
+    events = [
+        {"kind": "spike", "step": 77, "loss": 9.0},
+        {"kind": "rollback", "from_step": 80, "to_step": 60},
+        {"kind": "saved", "step": 60},
+    ]
+    page = page_of(read(write_run(tmp_path / "run", events=events)))
+    for title in ("spike, step 77", "rollback, step 80"):
+        assert page.count(f"<title>{title}</title>") > 5  # in each chart, on each axis
+    assert page.count("<title>checkpoint, step 60</title>") == 3  # in the first one alone
+
+
+def test_time_is_accounted_for(tmp_path):
+    lines = [line_at(step) for step in range(1, 101)]
+    lines += [line_at(step, attempt=2) for step in range(101, 201)]
+    for line in lines[100:]:
+        line["unix_time_s"] += 1000
+    began = "2026-09-21T14:13:10+00:00"  # 10 s before the line of step 0 would have been written
+    events = [{"kind": "engine", "time": began}, {"kind": "saved", "step": 100, "stall_s": 3.0}]
+    run = read(write_run(tmp_path / "run", lines, events, outcome="running", attempt=2))
+    run.events[1]["time"] = run.events[0]["time"]
+    parts = {part.name: part.seconds for part in spent(run)}
+    assert parts["training steps"] == pytest.approx(99 * 0.5 + 50 - 0.5, abs=1)
+    assert parts["not running, between attempts"] == pytest.approx(1000.5)
+    assert parts["saving"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("status", "events", "text", "command"),
+    [
+        ({"outcome": "stopped", "code": 75, "message": "Ctrl-C"}, [], "Ctrl-C", "run.dir="),
+        ({"outcome": "diverged", "code": 76}, [{"kind": "saved", "step": 60}], "", "@60"),
+        ({"outcome": "diverged", "code": 76}, [], "", "optim.lr=0.00015"),
+        ({"outcome": "failed", "code": 74, "message": "disk full"}, [], "disk full", "run.dir="),
+        ({"outcome": "failed", "code": 78, "message": "rank 3"}, [], "rank 3", "heartbeats"),
+        ({"outcome": "failed", "code": 1, "message": "KeyError"}, [], "KeyError", "run.dir="),
+        ({"outcome": "done", "code": 0}, [], "Done", "export_hf.py"),
+    ],
+)
+def test_every_end_says_how_and_what_to_do(tmp_path, status, events, text, command):
+    run = read(write_run(tmp_path / "run", events=events, **status))
+    assert text in ending(run).text
+    assert any(command in item.command for item in advice(run))
+
+
+def test_a_command_repeats_lists_and_tables(tmp_path):
+    mix = [{"path": "a.txt", "share": 0.5, "name": None}, {"path": "b c.txt"}]
+    the_plan = plan()
+    the_plan["run"] |= {"eval": {"needle_lengths": [128, 256]}, "data": {"mix": mix}}
+    the_plan["run_set"] = {"eval.needle_lengths": "command line", "data.mix": "command line"}
+    words = shlex.split(command(read(write_run(tmp_path / "run", the_plan=the_plan))))
+    values = dict(map(parse_assignment, words[4:]))
+    assert values["eval.needle_lengths"] == [128, 256]
+    assert values["data.mix"] == [{"path": "a.txt", "share": 0.5}, {"path": "b c.txt"}]
+
+
+def test_a_silent_run_may_be_gone(tmp_path):
+    run = read(write_run(tmp_path / "run", outcome="running"))
+    assert run.is_silent(run.last_sign + 3600)
+    assert not run.is_silent(run.last_sign + 60)
+    assert "may be gone" in ending(run).text
+    assert "refresh" not in page_of(run)
+
+
+def test_a_running_run_loads_itself_again(tmp_path):
+    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    run = read(write_run(tmp_path / "run", outcome="running", time=now))
+    assert "http-equiv=refresh" in page_of(run)
+
+
+def test_verdicts_see_what_went_wrong(tmp_path):
+    lines = [line_at(step) for step in range(1, 201)]
+    for line in lines[150:]:
+        line |= {"loss": line["loss"] * 1.5, "grad_norm": 9.0, "step_time_s": 3.0}
+    for line, loss in zip(lines[49::50], (5.0, 3.0, 3.4, 3.9), strict=True):
+        line["eval_loss"] = loss
+    events = [
+        {"kind": "spike", "step": 160},
+        {"kind": "memory", "rows": [{"point": "peak", "predicted": 10, "measured": 20}]},
+    ]
+    judged = {v.kind: "" for v in verdicts(read(write_run(tmp_path / "run", lines, events)))}
+    texts = " ".join(v.text for v in verdicts(read(tmp_path / "run")))
+    assert judged == {"warning": ""} | judged
+    for text in ("best at step 100", "norm grows", "1 spike:", "not as predicted", "uneven"):
+        assert text in texts
+
+
+def test_verdicts_are_good_where_all_went_well(tmp_path):
+    assert {v.kind for v in verdicts(read(write_run(tmp_path / "run")))} == {"good"}
+
+
+def test_probes_are_drawn_where_they_were_made(tmp_path):
+    lines = [line_at(step) for step in range(1, 201)]
+    for line in lines[9::10]:
+        line |= {f"attention_entropy/{layer}": 3.0 - layer / 10 for layer in range(12)}
+        line |= {"param_norm": 10.0 + line["step"], "update_ratio": 1e-3 / line["step"]}
+    lines[-1]["loss_by_position"] = [4.0, 3.5, 3.2]
+    values = values_of(page_of(read(write_run(tmp_path / "run", lines))))
+    entropy = values["attention-entropy"]["curves"][-1]
+    assert entropy["x"]["layer"] == list(range(12))
+    assert entropy["y"][11] == pytest.approx(1.9)
+    assert values["loss-by-position"]["curves"][0]["y"] == [4.0, 3.5, 3.2]
+    assert {"param-norm", "update-ratio"} <= set(values)
+
+
+def test_needles_are_a_heat_map_of_lengths_and_depths(tmp_path):
+    lines = [line_at(step) for step in range(1, 51)]
+    assert "id=needles" not in page_of(read(write_run(tmp_path / "none", lines)))
+    lines[-1] |= {"needle/4096": [0.5, None, 0.5, 0.25, 1.0], "needle/512": [1.0] * 5}
+    lines[-1]["needle/<b>"] = [1.0]
+    page = page_of(read(write_run(tmp_path / "run", lines)))
+    (card,) = re.findall(r"<section class=card id=needles>.*?</section>", page, re.S)
+    assert "<th></th><th>512</th><th>4,096</th>" in card
+    assert re.findall(r">([\d.]*)</td>", card) == (
+        ["1.00", "0.50", "1.00", "", "1.00", "0.50", "1.00", "0.25", "1.00", "1.00"]
+    )
+    assert "var(--good) 25%" in card
+    assert [*re.findall(r"<th>(\d+) %", card)] == ["0", "25", "50", "75", "100"]
+
+
+def test_the_length_of_training_samples_is_marked_where_longer_ones_are_evaluated(tmp_path):
+    lines = [line_at(step) for step in range(1, 51)]
+    lines[-1]["loss_by_position"] = [4.0, 3.5, 3.2, 6.0]
+    record = plan()
+    record["run"]["eval"] = {"seq_len": 256}
+    page = page_of(read(write_run(tmp_path / "run", lines, the_plan=record)))
+    assert "part of a window of 256 tokens" in page
+    assert "<title>length of the training samples</title>" in page
+
+
+def test_runs_are_ranked_and_their_differences_listed(tmp_path):
+    runs = []
+    for name, rate, loss in (("a", 1e-4, 4.0), ("b", 3e-4, 3.0)):
+        lines = [line_at(step) for step in range(1, 51)]
+        lines[-1]["eval_loss"] = loss
+        runs.append(read(write_run(tmp_path / name, lines, the_plan=plan(lr=rate))))
+    page = compare_page_of(runs, "two")
+    assert "b \u2605 best" in page
+    assert page.index('data-run="b"') < page.index('data-run="a"')
+    assert differences(runs) == [("optim.lr", ["0.0001", "0.0003"])]
+
+
+def test_a_run_of_no_step_beside_a_whole_one(tmp_path):
+    runs = [read(write_run(tmp_path / "none", [])), read(write_run(tmp_path / "whole"))]
+    page = compare_page_of(runs, "two")
+    assert page.index(">whole") < page.index(">none")
+
+
+def test_the_page_comes_to_the_folder_at_once_or_not_at_all(tmp_path):
+    from harness.report.write import main
+
+    folder = write_run(tmp_path / "run")
+    assert main(str(folder)) == 0
+    assert (folder / "report.html").read_text().endswith("</html>\n")
+    assert not list(folder.glob(".report*"))
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    assert main(str(folder)) == 1
+    assert not list(folder.glob(".report*"))
+
+
+def test_reports_import_neither_torch_nor_what_needs_installing():
+    import subprocess
+    import sys
+
+    code = "import sys, harness.report.write, harness.report.compare; print(*sys.modules)"
+    root = Path(__file__).parents[2]
+    modules = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "numpy", "pydantic", "deepspeed", "matplotlib"} & set(modules)
+
+
+def test_means_follow_a_slope_and_are_calm_at_both_ends():
+    slope = [3.0 * step for step in range(100)]
+    assert smoothed(slope, 11)[5:95] == pytest.approx(slope[5:95])
+    noisy = [5.0 + (-1) ** step for step in range(99)] + [9.0]
+    assert max(smoothed(noisy, 41)) < 5.5
+    assert smoothed([7.0], 5) == [7.0]

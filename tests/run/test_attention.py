@@ -1,0 +1,161 @@
+"""The attention of a run: compared as it starts, replaced where it differs, kept by a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config.run_file import load_run_config
+from harness.errors import ConfigError
+from harness.layout.world import World
+from harness.models import varlen
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+from harness.run import attention as settling
+from harness.run.attention_proof import Different, compare
+from harness.runfolder import RunFolder
+from tests.two_ranks import events, run_ranks, train_command
+from tools.proofs.models import LEARNED
+
+CPU = torch.device("cpu")
+GPU = World(accelerator="cuda", gpu="h100-80")
+WINDOWS = ("model.overrides.model_type=mistral", "model.overrides.sliding_window=64")
+in_turn = varlen._in_turn
+
+
+def late(q: Any, k: Any, v: Any, bounds: torch.Tensor, *more: Any, **how: Any) -> Any:
+    """The kernel with documents that begin one token late."""
+    bounds = torch.cat([bounds[:1], bounds[1:-1] + 1, bounds[-1:]])
+    return in_turn(q, k, v, bounds, *more, **how)
+
+
+def wide(*states: Any, before: int, **how: Any) -> Any:
+    """The kernel without windows."""
+    return in_turn(*states, before=-1, **how)
+
+
+def one_more(*states: Any, before: int, **how: Any) -> Any:
+    """The kernel with windows of a token more."""
+    return in_turn(*states, before=before + (before >= 0), **how)
+
+
+def planned(*words: str, precision: str = "bf16") -> Plan:
+    """A plan for a GPU, whose kernel is the CPU's here."""
+    ds: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+    ds |= {} if precision == "fp32" else {precision: {"enabled": True}}
+    world = World() if precision == "fp32" else GPU
+    return make_plan(load_run_config(None, words), ds, world)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """One rank without a process group; the plan.json of its run folder."""
+    saved: dict[str, Any] = {}
+    monkeypatch.setattr(settling, "problem_of_any", lambda problem: problem)
+    monkeypatch.setattr(settling, "saved_plan", lambda plan: saved or None)
+    return saved
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("defect", [late, wide, one_more])
+def test_a_kernel_that_is_wrong_differs(
+    defect: Any, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(*WINDOWS, "model.attention=varlen", precision=precision)
+    compare(plan, "varlen", "sdpa", CPU)
+    monkeypatch.setattr(varlen, "_in_turn", defect)
+    with pytest.raises(Different, match="where rounding explains"):
+        compare(plan, "varlen", "sdpa", CPU)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "mixtral", "phi3", "qwen2", "qwen3"])
+def test_every_kind_of_family_is_compared(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, kernel, layers = planned("model.attention=sdpa"), varlen._in_turn, list[int]()
+    object.__setattr__(plan, "model_config", LEARNED[family])
+
+    def seen(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        layers.append(len(layers))
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(varlen, "_in_turn", seen)
+    compare(plan, "varlen", "sdpa", CPU)
+    assert layers  # both were computed: what is equal is not one and the same
+
+
+def test_what_differs_falls_back_with_an_event(
+    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(*WINDOWS)
+    assert plan.config.model.attention == "varlen"
+    assert settling.settle_attention(plan, False, CPU) == (plan, [])
+    monkeypatch.setattr(varlen, "_in_turn", wide)
+    masked, (event,) = settling.settle_attention(plan, False, CPU)
+    assert masked.config.model.attention == "sdpa"
+    assert masked.to_json()["run"]["model"]["attention"] == "sdpa"
+    assert event["kind"] == "fallback"
+    assert "varlen was not equal to sdpa on this device" in event["message"]
+
+
+def test_the_users_own_choice_is_refused_where_it_differs(
+    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "_in_turn", wide)
+    with pytest.raises(ConfigError, match=r"model\.attention=varlen: varlen was not equal to sdpa"):
+        settling.settle_attention(planned(*WINDOWS, "model.attention=varlen"), False, CPU)
+
+
+def test_a_kernel_that_fails_falls_back_too(
+    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    monkeypatch.setattr(varlen, "_in_turn", broken)
+    masked, (event,) = settling.settle_attention(planned(*WINDOWS), False, CPU)
+    assert masked.config.model.attention == "sdpa"
+    assert "only supports Ampere" in event["message"]
+
+
+def test_documents_that_only_the_data_shows_count(alone: dict[str, Any]) -> None:
+    plan = planned()
+    assert plan.config.model.attention == "sdpa"
+    settled, (event,) = settling.settle_attention(plan, True, CPU)
+    assert settled.config.model.attention == "varlen"
+    assert "model.attention=varlen: tokens attend within their document" in event["message"]
+
+
+def test_a_resumed_run_keeps_its_attention(alone: dict[str, Any]) -> None:
+    alone["run"] = {"model": {"attention": "eager"}}
+    settled, (event,) = settling.settle_attention(planned(*WINDOWS), False, CPU)
+    assert settled.config.model.attention == "eager"
+    assert event == {"kind": "attention", "message": "model.attention=eager: as the run began"}
+    own = planned(*WINDOWS, "model.attention=sdpa")
+    assert settling.settle_attention(own, False, CPU) == (own, [])
+    alone["run"] = {"model": {"attention": "flash_attention_9"}}
+    assert settling.settle_attention(planned(*WINDOWS), False, CPU)[1] == []
+
+
+@pytest.mark.slow
+def test_stages_with_varlen_learn_the_same_and_keep_it(tmp_path: Path, data: list[str]) -> None:
+    masked, bounded = RunFolder(tmp_path / "masked" / "run"), RunFolder(tmp_path / "own" / "run")
+    shared = (*data, "data.document_mask=true", "train.steps=4", "save.every=2")
+    run_ranks(train_command(*shared, f"run.dir={masked.path}"), masked.path.parent, 1).succeeded()
+    words = (*shared, f"run.dir={bounded.path}", "ds.pipeline.stages=2", "model.checkpointing=full")
+    command = train_command(*words, "model.attention=varlen")
+    run_ranks(command, bounded.path.parent).succeeded()
+    own, whole = (
+        [m["loss"] for m in run.read_metrics() if "loss" in m] for run in (bounded, masked)
+    )
+    assert own == pytest.approx(whole, rel=1e-5)
+    assert len(own) == 4
+    assert events(bounded, "verified")
+    again = train_command(*words, "train.steps=6")
+    run_ranks(again, bounded.path.parent).succeeded()
+    plan = bounded.read_plan()
+    assert plan is not None
+    assert plan["run"]["model"]["attention"] == "varlen"
+    assert plan["attention_why"] == "as the run began"

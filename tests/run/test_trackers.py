@@ -1,0 +1,163 @@
+"""Trackers with their real packages: a run's curve, which goes on after a stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.conduct import LogConfig
+from harness.run.trackers import Trackers, metrics_of
+from harness.runfolder import RunFolder
+from tests.run.test_meter import LINE
+from tests.two_ranks import Ended, run_ranks, train_command
+
+Scalars = dict[str, list[tuple[int, float]]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    run = RunFolder(tmp_path / "first")
+    run.open()
+    yield run
+    run.close()
+
+
+def line(step: int, loss: float, **more: Any) -> dict[str, Any]:
+    return {**LINE, "step": step, "loss": loss, "unix_time_s": 1e9 + step, **more}
+
+
+def write(folder: RunFolder, log: LogConfig, after: int, steps: range, loss: float) -> list[str]:
+    """One attempt at a run: its steps, and the problems that it met."""
+    problems: list[str] = []
+    trackers = Trackers(lambda kind, message: problems.append(message))
+    trackers.open(log, folder, {"run": {"train": {"steps": 8}}}, after)
+    for step in steps:
+        trackers.write(line(step, loss, eval_loss=step / 2))
+    trackers.close("stopped")
+    return problems
+
+
+def two_attempts(folder: RunFolder, log: LogConfig) -> None:
+    """Steps 1 to 5, of which 3 were saved; then from 4 on."""
+    assert write(folder, log, 0, range(1, 6), loss=1.0) == []
+    assert write(folder, log, 3, range(4, 9), loss=2.0) == []
+
+
+LOSSES = [(step, 1.0) for step in (1, 2, 3)] + [(step, 2.0) for step in (4, 5, 6, 7, 8)]
+
+
+def read_tensorboard(path: Path) -> Scalars:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(path))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in names}
+
+
+def test_tensorboard_shows_steps_done_again_once(folder: RunFolder) -> None:
+    pytest.importorskip("tensorboard")
+    two_attempts(folder, LogConfig(tensorboard=True))
+    scalars = read_tensorboard(folder.path / "tensorboard")
+    assert scalars["train/loss"] == LOSSES
+    assert scalars["eval/loss"][-1] == (8, 4.0)
+
+
+def test_mlflow_goes_on_with_the_same_run(folder: RunFolder, monkeypatch: Any) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    two_attempts(folder, LogConfig(mlflow="trials"))
+    client = mlflow.MlflowClient(tracking_uri=(folder.path / "mlflow").absolute().as_uri())
+    experiment = client.get_experiment_by_name("trials")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "first"
+    assert folder.read_trackers() == {"mlflow": run.info.run_id}
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert {(m.step, m.value) for m in history} > set(LOSSES)
+    assert max(history, key=lambda m: (m.step, m.timestamp)).value == 2.0
+
+
+def test_weights_and_biases_goes_on_with_the_same_run(folder: RunFolder, monkeypatch: Any) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    two_attempts(folder, LogConfig(wandb="trials"))
+    identity = folder.read_trackers()["wandb"]
+    runs = sorted((folder.path / "wandb").glob("offline-run-*"))
+    assert runs
+    assert all(run.name.endswith(identity) for run in runs)
+    assert all(list(run.glob("*.wandb")) for run in runs)
+
+
+def test_a_tracker_that_fails_is_an_event_and_the_run_goes_on(folder: RunFolder) -> None:
+    pytest.importorskip("tensorboard")
+    (folder.path / "tensorboard").write_text("a file where the folder would be")
+    (problem,) = write(folder, LogConfig(tensorboard=True), 0, range(1, 3), loss=1.0)
+    assert problem.startswith("log.tensorboard is off from here on: ")
+
+
+def test_names_of_a_line() -> None:
+    values = metrics_of(
+        {
+            **LINE,
+            "eval_loss": 2.0,
+            "eval_loss/pairs": 3.0,
+            "loss/books": 4.0,
+            "attention_entropy/0": 1.0,
+            "loss_by_position": [1.0, None],
+        }
+    )
+    assert values["train/loss"] == 2.5
+    assert values["eval/loss"] == 2.0
+    assert values["eval/loss/pairs"] == 3.0
+    assert values["loss/books"] == 4.0
+    assert values["attention_entropy/0"] == 1.0
+    assert not {"train/mfu", "train/step", "train/loss_by_position"} & set(values)
+
+
+@pytest.fixture(scope="module")
+def ran(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[Ended]]:
+    """A run of a JSON with a monitor, stopped by its length and resumed, on one rank."""
+    there = tmp_path_factory.mktemp("tracked")
+    run = RunFolder(there / "run")
+    asked = [f"run.dir={run.path}", "ds.tensorboard.enabled=true", "eval.every=2"]
+    asked += ["log.weights_every=2", "log.attention_every=4", "resume.allow=train.steps"]
+    command = train_command(*data, *asked)
+    ended = [
+        run_ranks([*command, f"train.steps={steps}"], there / f"log-{steps}", ranks=1)
+        for steps in (4, 6)
+    ]
+    return run, ended
+
+
+@pytest.mark.slow
+def test_a_real_run_writes_its_measurements(ran: tuple[RunFolder, list[Ended]]) -> None:
+    run, ended = ran
+    assert [attempt.codes for attempt in ended] == [[0], [0]], ended
+    lines = {entry["step"]: entry for entry in run.read_metrics()}
+    assert [step for step in lines if "param_norm" in lines[step]] == [2, 4, 6]
+    assert all(0 < lines[step]["update_ratio"] < 0.5 for step in (2, 4, 6))
+    assert [step for step in lines if "attention_entropy/1" in lines[step]] == [4]
+    assert 0 < lines[4]["attention_entropy/0"] < 3.5
+    assert 0 < lines[4]["attention_coverage/0"] <= 1
+    by_position = [entry["loss_by_position"] for entry in lines.values() if "eval_loss" in entry]
+    assert len(by_position) == 4
+    assert all(len(losses) == 32 and None not in losses for losses in by_position)
+    assert by_position[-1][0] != by_position[-1][-1]
+
+
+@pytest.mark.slow
+def test_a_real_run_continues_its_curve(ran: tuple[RunFolder, list[Ended]]) -> None:
+    run, _ = ran
+    scalars = read_tensorboard(run.path / "tensorboard")
+    assert [step for step, _ in scalars["train/loss"]] == [1, 2, 3, 4, 5, 6]
+    lines = {entry["step"]: entry for entry in run.read_metrics()}
+    for step, value in scalars["eval/loss"]:
+        assert value == pytest.approx(lines[step]["eval_loss"])
+    assert [step for step, _ in scalars["train/param_norm"]] == [2, 4, 6]
+    plan = json.loads(run.plan_path.read_text())
+    assert plan["deepspeed"]["tensorboard"]["enabled"] is False
+    assert not [*run.path.parent.rglob("DeepSpeedJobName")]

@@ -1,0 +1,61 @@
+"""A studio that serves, as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.two_ranks import REPOSITORY, environment
+
+
+@dataclass(frozen=True)
+class Studio:
+    """A running studio. `address` ends with a slash, or with its token."""
+
+    address: str
+    runs: Path
+
+    @property
+    def port(self) -> int:
+        return int(re.findall(r":(\d+)/", self.address)[0])
+
+
+@contextmanager
+def serving(runs: Path, *arguments: str) -> Iterator[Studio]:
+    """`python tools/studio.py --port 0 arguments` in a folder of its own, ended afterwards."""
+    command = [sys.executable, REPOSITORY / "tools/studio.py", "--cold"]
+    command += ["--port", "0", "--runs", runs]
+    process = subprocess.Popen(
+        [*map(str, command), *arguments],
+        cwd=runs.parent,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        address = re.fullmatch(r"studio: (http://\S+)\n", line)
+        assert address, f"{line!r}, exit code {process.poll()}"
+        yield Studio(address[1], runs)
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
+    """A studio on 127.0.0.1, shared by all tests; its folder of runs is empty at first."""
+    pytest.importorskip("nicegui", reason="needs NiceGUI: pip install 'decoder-harness[studio]'")
+    runs = tmp_path_factory.mktemp("studio") / "runs"
+    runs.mkdir()
+    with serving(runs) as running:
+        yield running

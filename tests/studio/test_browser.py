@@ -1,0 +1,111 @@
+"""Every page in a real Chromium: no error, its figures, and controls that move them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser import WIDTHS, Browser, needs_browser
+from tests.browser import Page as Tab
+from tests.studio.conftest import Studio
+from tests.studio.test_pages import figures_of, number
+from tools.studio_app.catalogue import PAGES
+from tools.studio_app.page import Chart
+
+pytestmark = needs_browser
+SHOWN = """
+!!document.querySelector(".figures .card, .figures .number") &&
+[...document.querySelectorAll(".nicegui-echart")].every((chart) => {
+  const drawn = chart.querySelector("svg");
+  return drawn?.querySelector("path") &&
+    Math.abs(drawn.getAttribute("width") - chart.clientWidth) < 3;
+})
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as running:
+        yield running
+
+
+def figure(tab: Tab, label: str) -> str:
+    """The text of the figure with a label, as the page shows it."""
+    script = f"document.querySelector('[data-figure={json.dumps(label)}]')?.textContent"
+    return str(tab.evaluate(script))
+
+
+def opened(browser: Browser, studio: Studio, path: str, **how: object) -> Tab:
+    tab = browser.open(studio.address + path, **how)  # type: ignore[arg-type]
+    tab.wait_for(SHOWN)
+    return tab
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.slug)
+def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
+    """At both widths, light and dark, from this machine alone."""
+    slug = page.slug  # type: ignore[attr-defined]
+    tab = opened(browser, studio, slug)
+    for width in WIDTHS:
+        for dark in (False, True):
+            tab.resize(width)
+            tab.color_scheme(dark)
+            browser.listen(0.2)
+            assert not tab.overflows, (width, dark)
+    tab.wait_for(SHOWN)
+    figures = figures_of(slug)
+    charts = tab.evaluate("document.querySelectorAll('.nicegui-echart svg').length")
+    assert charts == sum(isinstance(figure, Chart) for figure in figures)
+    text = tab.evaluate("document.body.innerText")
+    for name in page.computed_by:  # type: ignore[attr-defined]
+        assert name in text
+    assert tab.errors == []
+    elsewhere = [url for url in tab.requests if not url.startswith((studio.address, "data:"))]
+    assert [url for url in elsewhere if not url.startswith("ws://127.0.0.1")] == []
+    tab.call("Page.close")
+
+
+def test_a_slider_moves_the_numbers_and_the_address(browser: Browser, studio: Studio) -> None:
+    """By keyboard; the numbers are those of the Python call, and the address brings them back."""
+    tab = opened(browser, studio, "memory?json=zero1&model=gpt2-124m&seq_len=1024")
+    query = {"json": "zero1", "model": "gpt2-124m", "seq_len": "1024"}
+    label = "Peak on a GPU"
+    assert figure(tab, label) == number(figures_of("memory", **query), label)
+    tab.evaluate("document.querySelector('[data-control=micro_batch] [tabindex]').focus()")
+    tab.press("ArrowRight")
+    tab.press("ArrowRight")
+    tab.wait_for("location.search.includes('micro_batch=4')")
+    expected = number(figures_of("memory", **query, micro_batch="4"), label)
+    tab.wait_for(
+        f"document.querySelector('[data-figure]').closest('.figures').innerText.includes({json.dumps(expected)})"
+    )
+    assert figure(tab, label) == expected
+    address = str(tab.evaluate("location.href"))
+    again = browser.open(address)
+    again.wait_for(SHOWN)
+    assert figure(again, label) == expected
+    assert tab.errors + again.errors == []
+
+
+def test_colours_follow_the_readers_setting(browser: Browser, studio: Studio) -> None:
+    colour = "getComputedStyle(document.body).backgroundColor"
+    tab = opened(browser, studio, "memory")
+    light = tab.evaluate(colour)
+    tab.color_scheme(dark=True)
+    browser.listen(0.3)
+    assert (light, tab.evaluate(colour)) == ("rgb(246, 245, 242)", "rgb(15, 15, 14)")
+
+
+def test_keys_lead_through_the_pages(browser: Browser, studio: Studio) -> None:
+    tab = opened(browser, studio, PAGES[0].slug)
+    tab.press("]")
+    tab.wait_for(f"location.pathname === '/{PAGES[1].slug}'")
+    tab.wait_for(SHOWN)
+    assert tab.evaluate("document.querySelector('h1').textContent") == PAGES[1].title
+    tab.press("[")
+    tab.wait_for(f"location.pathname === '/{PAGES[0].slug}'")
+    tab.wait_for(SHOWN)
+    assert tab.evaluate("document.querySelector('h1').textContent") == PAGES[0].title
+    assert tab.errors == []

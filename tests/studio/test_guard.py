@@ -1,0 +1,158 @@
+"""Requests that a studio must refuse, sent over real sockets."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.studio.conftest import Studio, serving
+
+PAGE, SOCKET = "/memory", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
+
+
+def ask(
+    port: int, path: str = PAGE, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], str]:
+    """(status, headers, body) of one request; `sec_fetch_site` is the header Sec-Fetch-Site."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, headers=named)
+    answer = connection.getresponse()
+    body = answer.read().decode("utf-8", "replace")
+    connection.close()
+    return answer.status, {k.lower(): v for k, v in answer.getheaders()}, body
+
+
+def upgrade(port: int, **headers: str) -> int:
+    """The status of an attempt to open a websocket, as browsers do."""
+    key = base64.b64encode(b"0" * 16).decode()
+    return ask(
+        port,
+        "/_nicegui_ws/socket.io/?EIO=4&transport=websocket",
+        **{
+            "Upgrade": "websocket",
+            "Connection": "Upgrade",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": key,
+            **headers,
+        },
+    )[0]
+
+
+def test_its_own_pages_are_answered(studio: Studio) -> None:
+    own = f"http://127.0.0.1:{studio.port}"
+    assert ask(studio.port)[0] == 200
+    assert ask(studio.port, Host="localhost:9000")[0] == 200  # as through a forwarded port
+    assert ask(studio.port, SOCKET, Origin=own)[0] == 200
+    # Followed from a page of another site, or typed.
+    assert ask(studio.port, sec_fetch_site="cross-site", sec_fetch_mode="navigate")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+def test_a_name_that_resolves_here_is_refused(studio: Studio, host: str) -> None:
+    """DNS rebinding."""
+    status, _, body = ask(studio.port, Host=host)
+    assert (status, "not the studio's" in body) == (403, True)
+    assert ask(studio.port, SOCKET, Host=host)[0] == 403
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:8888"])
+def test_another_origin_is_refused(studio: Studio, origin: str) -> None:
+    assert ask(studio.port, SOCKET, Origin=origin)[0] == 403
+    assert ask(studio.port, SOCKET, "POST", Origin=origin)[0] == 403
+    assert ask(studio.port, Origin=origin)[0] == 403
+    assert upgrade(studio.port, Origin=origin) == 403
+
+
+def test_its_own_socket_opens(studio: Studio) -> None:
+    """So that a refusal above is no accident of the request."""
+    own = f"http://127.0.0.1:{studio.port}"
+    with socket.create_connection(("127.0.0.1", studio.port), timeout=60) as connection:
+        lines = [
+            "GET /_nicegui_ws/socket.io/?EIO=4&transport=websocket HTTP/1.1",
+            f"Host: 127.0.0.1:{studio.port}",
+            f"Origin: {own}",
+            "Upgrade: websocket",
+            "Connection: Upgrade",
+            "Sec-WebSocket-Version: 13",
+            f"Sec-WebSocket-Key: {base64.b64encode(b'0' * 16).decode()}",
+        ]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 101")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_what_another_site_embeds_is_refused(studio: Studio, site: str) -> None:
+    """A script or an image that names an address here sends no Origin."""
+    assert ask(studio.port, SOCKET, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
+
+
+def test_nothing_is_framed_or_read_by_others(studio: Studio) -> None:
+    _, headers, _ = ask(studio.port)
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert "default-src 'self'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_it_only_reads(studio: Studio, method: str) -> None:
+    assert ask(studio.port, PAGE, method)[0] == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../../../etc/passwd",
+        "/..%2f..%2f..%2fetc%2fpasswd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/_nicegui/3.0/static/../../../../../../etc/passwd",
+        "/_nicegui/3.0/static/%2e%2e%2f%2e%2e%2f%2e%2e%2fetc%2fpasswd",
+        "//etc/passwd",
+        "/static/..%5c..%5cetc%5cpasswd",
+        "/memory/../../pyproject.toml",
+        "/docs",
+        "/openapi.json",
+    ],
+)
+def test_no_path_leads_out(studio: Studio, path: str) -> None:
+    status, _, body = ask(studio.port, path)
+    assert status == 404, body[:200]
+    assert "root:x:" not in body
+    assert "decoder-harness" not in body
+
+
+def test_another_address_asks_for_a_token(tmp_path: Path) -> None:
+    pytest.importorskip("nicegui")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with serving(runs, "--host", "0.0.0.0") as studio:
+        address, _, token = studio.address.partition("?token=")
+        assert len(token) >= 32
+        assert address.startswith("http://0.0.0.0:")
+        for attempt in (
+            PAGE,
+            f"{PAGE}?token=",
+            f"{PAGE}?token=x",
+            f"{PAGE}?token={token}x",
+            SOCKET,
+        ):
+            assert ask(studio.port, attempt)[0] == 403, attempt
+        assert upgrade(studio.port) == 403
+        assert ask(studio.port, PAGE, Cookie="studio_token=x; ;;=")[0] == 403
+        status, headers, _ = ask(studio.port, f"{PAGE}?gpus=8&token={token}")
+        assert (status, headers["location"]) == (303, f"{PAGE}?gpus=8")  # out of the address
+        cookie = headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert ask(studio.port, PAGE, Cookie=cookie.partition(";")[0])[0] == 200
+        elsewhere = {"Cookie": cookie.partition(";")[0], "Origin": "http://evil.example"}
+        assert ask(studio.port, SOCKET, **elsewhere)[0] == 403
+        where = ask(studio.port, f"//evil.example/%0d%0aX-Bad:1?token={token}")[1]
+        assert where["location"].startswith("/evil.example")
+        assert "x-bad" not in where

@@ -1,0 +1,436 @@
+"""Each page's function, without a browser: its settings, its figures, and what they come from."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.estimate.step_time.step import StepTime
+from harness.report.recorded import Recorded
+from tools.studio_app.catalogue import PAGES
+from tools.studio_app.page import (
+    Chart,
+    Choice,
+    Drawing,
+    Figure,
+    Page,
+    Slider,
+    Typed,
+    query_of,
+    read_values,
+)
+
+ROOT = Path(__file__).parents[2]
+BY_SLUG = {page.slug: page for page in PAGES}
+every_page = pytest.mark.parametrize("page", PAGES, ids=list(BY_SLUG))
+
+
+def figures_of(slug: str, **query: str) -> list[Figure]:
+    page = BY_SLUG[slug]
+    return page.figures(read_values(page.controls, query))
+
+
+def number(figures: list[Figure], label: str) -> str:
+    """The text of the figure with a label."""
+    return next(n.text for f in figures for n in getattr(f, "numbers", ()) if n.label == label)
+
+
+@every_page
+def test_a_page_has_what_its_reader_needs(page: Page) -> None:
+    assert page.sees.endswith(".")
+    assert page.formula.endswith(".")
+    assert page.sources
+    assert all(address.startswith("https://") for _, address in page.sources)
+    for control in page.controls:
+        match control:
+            case Slider():
+                assert control.default in control.values, control.name
+                assert list(control.values) == sorted(control.values), control.name
+                if 1 in control.values and re.fullmatch(r"[\w-]+s", control.unit):
+                    assert control.one, f"1 {control.unit}"
+            case Choice():
+                assert control.default in control.options, control.name
+            case Typed():
+                assert len(control.default) <= control.most
+
+
+@every_page
+def test_the_functions_that_a_page_names_exist(page: Page) -> None:
+    assert page.computed_by
+    for name in page.computed_by:
+        module, _, function = name.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), function)), name
+
+
+@every_page
+def test_an_address_brings_the_same_values_back(page: Page) -> None:
+    values: dict[str, Any] = {}
+    for control in page.controls:
+        match control:
+            case Slider():
+                values[control.name] = control.values[-1]
+            case Choice():
+                values[control.name] = control.options[-1]
+            case Typed():
+                values[control.name] = "a & b = <c>"
+    assert read_values(page.controls, query_of(page.controls, values)) == values
+    assert query_of(page.controls, read_values(page.controls, {})) == {}
+
+
+@every_page
+def test_nonsense_in_an_address_is_the_default(page: Page) -> None:
+    for control in page.controls:
+        if not isinstance(control, Typed):
+            query = dict.fromkeys((control.name,), "<script>")
+            assert read_values(page.controls, query)[control.name] == control.default
+        if isinstance(control, Slider):
+            for text, value in (("-1e999", control.values[0]), ("nan", control.default)):
+                assert read_values(page.controls, {control.name: text})[control.name] == value
+
+
+@every_page
+def test_the_figures_can_be_sent(page: Page) -> None:
+    figures = page.figures(read_values(page.controls, {}))
+    assert figures
+    for figure in figures:
+        if isinstance(figure, Chart):
+            assert "NaN" not in json.dumps(figure.options), figure.title
+            assert "Infinity" not in json.dumps(figure.options), figure.title
+        if isinstance(figure, Drawing):
+            assert not re.search(r"\b(nan|inf)\b", figure.svg), figure.title
+
+
+def _slower(step: StepTime) -> StepTime:
+    return replace(step, terms={name: 2 * seconds for name, seconds in step.terms.items()})
+
+
+def _larger_batch(estimate_memory: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda inputs, *rest: estimate_memory(replace(inputs, micro_batch=3), *rest)
+
+
+def _twice(function: Callable[..., float]) -> Callable[..., float]:
+    return lambda *args: 2 * function(*args)
+
+
+# By page, a function that it names, where that is looked up, and how its result is changed.
+CHANGES: dict[str, tuple[str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    "memory": (
+        "harness.estimate.timeline.estimate_memory",
+        "harness.plan.memory.estimate_memory",
+        _larger_batch,
+    ),
+    "plan": (
+        "harness.plan.duration.step_time",
+        "tools.studio_pages.plan.step_time",
+        lambda function: lambda plan: _slower(function(plan)),
+    ),
+    "checkpointing": (
+        "harness.layout.recompute.flops_again",
+        "tools.studio_pages.checkpointing.flops_again",
+        lambda function: lambda *args: [2 * flops for flops in function(*args)],
+    ),
+    "zero": (
+        "harness.estimate.timeline.estimate_memory",
+        "tools.studio_pages.zero.estimate_memory",
+        _larger_batch,
+    ),
+    "data": (
+        "tools.studio_pages.data.trained_step",
+        "tools.studio_pages.data.trained_step",
+        lambda function: lambda ranks, samples, micro: function(ranks, samples, 4),
+    ),
+    "tensor": (
+        "tools.studio_pages.tensor.multiplied",
+        "tools.studio_pages.tensor.multiplied",
+        lambda function: lambda size, ranks, tokens: function(size, 4, tokens),
+    ),
+    "pipeline": (
+        "harness.layout.stages.schedule",
+        "tools.studio_pages.pipeline.schedule",
+        lambda function: lambda stages, batches: function(stages, batches + 1),
+    ),
+    "hybrid": (
+        "harness.estimate.timeline.estimate_memory",
+        "harness.plan.memory.estimate_memory",
+        _larger_batch,
+    ),
+    "optimizers": (
+        "tools.studio_pages.optimizers.trajectory",
+        "tools.studio_pages.optimizers.trajectory",
+        lambda function: lambda *args: function(*args)[::-1],
+    ),
+    "precision": (
+        "tools.studio_pages.precision.rounded",
+        "tools.studio_pages.precision.rounded",
+        lambda function: lambda values, name: function(values, "fp32"),
+    ),
+    "sizes": (
+        "harness.layout.shape.flops_per_token",
+        "tools.studio_pages.sizes.flops_per_token",
+        _twice,
+    ),
+    "experts": (
+        "tools.studio_pages.experts.trained",
+        "tools.studio_pages.experts.trained",
+        lambda function: lambda top, balance: function(top, balance)[::-1],
+    ),
+    "tokenizers": (
+        "tools.studio_pages.tokenizers.pieces",
+        "tools.studio_pages.tokenizers.pieces",
+        lambda function: lambda text, size: function(text, 512),
+    ),
+    "cleaning": (
+        "tools.studio_pages.cleaning.cleaned",
+        "tools.studio_pages.cleaning.cleaned",
+        lambda function: lambda strictness: function(min(100, strictness + 20)),
+    ),
+    "runs": (
+        "tools.studio_app.runs.read_run",
+        "tools.studio_pages.runs.read_run",
+        lambda function: (
+            lambda name: replace(
+                function(name), records=Recorded(Path(name), status={"outcome": "failed"})
+            )
+        ),
+    ),
+    "problems": (
+        "tools.studio_pages.problems.seen_in_runs",
+        "tools.studio_pages.problems.seen_in_runs",
+        lambda function: lambda: {"spike": Counter(planted=3)},
+    ),
+    "schedules": (
+        "harness.config.optim_and_schedule.Schedule",
+        "tools.studio_pages.schedules.Schedule",
+        lambda schedule: lambda optim, total: schedule(optim, 2 * total),
+    ),
+}
+
+
+def test_every_page_is_among_those_whose_function_is_changed() -> None:
+    assert set(CHANGES) == set(BY_SLUG)
+
+
+@pytest.mark.parametrize("slug", CHANGES)
+def test_a_page_shows_what_its_function_returns(
+    slug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.setattr("tools.studio_app.runs._roots", [tmp_path])
+    name, where, change = CHANGES[slug]
+    assert name in BY_SLUG[slug].computed_by
+    before = figures_of(slug)
+    assert figures_of(slug) == before, "the same settings give the same figures"
+    module, _, attribute = where.rpartition(".")
+    function = getattr(importlib.import_module(module), attribute)
+    monkeypatch.setattr(where, change(function))
+    assert figures_of(slug) != before
+
+
+def test_the_memory_is_that_of_the_planner() -> None:
+    from harness.config.ds_file import load_ds_json
+    from harness.config.run_config import RunConfig
+    from harness.layout.world import World
+    from harness.plan.make import make_plan
+
+    ds, problems = load_ds_json(ROOT / "ds_configs/zero1.json", ["gradient_accumulation_steps=8"])
+    assert not problems
+    run = RunConfig.model_validate(
+        {
+            "model": {"name": "gpt2-124m"},
+            "data": {"seq_len": 1024},
+            "train": {"micro_batch": 4},
+        }
+    )
+    world = World(world_size=8, local_world_size=8, accelerator="cuda", gpu="a100-40")
+    estimate = make_plan(run, ds, world, estimating=True).estimate
+    assert estimate is not None
+    shown = figures_of(
+        "memory",
+        model="gpt2-124m",
+        json="zero1",
+        gpu="a100-40",
+        gpus="8",
+        seq_len="1024",
+        micro_batch="4",
+    )
+    assert number(shown, "Peak on a GPU") == f"{estimate.worst.peak / 2**30:,.2f} GiB"
+    assert number(shown, "Verdict") == estimate.verdict
+
+
+def test_a_json_of_ones_own_is_planned_and_its_mistakes_are_shown() -> None:
+    from tools.studio_app.view import figures_of as shown_by
+
+    page = BY_SLUG["plan"]
+    values = read_values(page.controls, {"own_json": '{"zero_optimization": {"stage": 1}}'})
+    shipped = number(page.figures(read_values(page.controls, {"json": "zero2"})), "Peak on a GPU")
+    assert number(page.figures(values), "Peak on a GPU") != shipped
+    for own_json in ("{", "[1]", '{"zero_optimization": {"stagee": 1}}', "[" * 100_000):
+        (note, *_) = shown_by(page, {**values, "own_json": own_json})
+        assert getattr(note, "verdict", None) == "bad", own_json[:20]
+    (note, *_) = shown_by(page, {**values, "own_json": '{"zero_optimization": {"stagee": 1}}'})
+    assert "did you mean zero_optimization.stage?" in getattr(note, "text", "")
+
+
+@pytest.mark.parametrize(("stages", "batches"), [(4, 4), (2, 6), (8, 3)])
+def test_both_schedules_wait_for_the_bubble_and_1f1b_keeps_less(stages: int, batches: int) -> None:
+    from harness.layout.stages import bubble, in_flight, schedule
+    from tools.layout.timing import spans, waiting
+    from tools.studio_pages.pipeline import gpipe, peak_in_flight
+
+    for rows in (schedule(stages, batches), gpipe(stages, batches)):
+        assert waiting(spans(rows, [(1, 2)] * stages)) == pytest.approx(bubble(stages, batches))
+    kept = [peak_in_flight(row) for row in schedule(stages, batches)]
+    assert kept == [in_flight(stages, stage, batches) for stage in range(stages)]
+    assert [peak_in_flight(row) for row in gpipe(stages, batches)] == [batches] * stages
+
+
+def test_gpipe_sends_nothing_before_it_is_there() -> None:
+    from tools.studio_pages.pipeline import gpipe
+
+    rows = gpipe(4, 3)
+    ticks = {
+        (stage, work): tick
+        for stage, row in enumerate(rows)
+        for tick, work in enumerate(row)
+        if work
+    }
+    assert len(ticks) == 4 * 2 * 3
+    for (stage, (kind, batch)), tick in ticks.items():
+        before = stage - 1 if kind == "forward" else stage + 1
+        assert ticks.get((before, (kind, batch)), -1) < tick
+        assert kind == "forward" or ticks[stage, ("forward", batch)] < tick
+
+
+def test_a_divided_product_is_the_whole_one() -> None:
+    import torch
+
+    from tools.studio_pages.tensor import multiplied, parts_of
+
+    for ranks in (1, 2, 8):
+        product = multiplied(256, ranks, 3)
+        assert len(product.summands) == ranks
+        torch.testing.assert_close(product.added, product.whole, rtol=1e-4, atol=1e-5)
+    assert parts_of(4096, 2) == [((0, 2048), (0, 2048)), ((2048, 4096), (2048, 4096))]
+
+
+def test_gradients_of_all_ranks_are_those_of_one() -> None:
+    import torch
+
+    from tools.studio_pages.data import trained_step
+
+    for ranks, samples, micro_batch in ((4, 16, 2), (3, 8, 4), (8, 8, 4)):
+        step = trained_step(ranks, samples, micro_batch)
+        assert sorted(n for rank in step.ranks for n in rank.samples) == list(range(samples))
+        torch.testing.assert_close(step.reduced, step.whole)
+    page = BY_SLUG["data"]
+    figures = page.figures(read_values(page.controls, {}))
+    assert float(number(figures, "Difference")) < 1e-6
+    assert float(number(figures, "Mean of means").removesuffix("% off")) > 1
+
+
+def test_traffic_of_the_stages_is_that_of_the_paper() -> None:
+    """2 x, 2 x and 3 x the parameters with one micro-batch (arXiv 1910.02054, section 7)."""
+    from harness.estimate.changes import with_stage
+    from tools.studio_pages.zero import _inputs, traffic
+
+    page = BY_SLUG["zero"]
+    inputs, _ = _inputs(read_values(page.controls, {"accumulation": "1"}))
+    inputs = replace(inputs, zero=replace(inputs.zero, comm_bytes=2))
+    psi = 2 * inputs.parameters * 7 / 8
+    totals = [traffic(with_stage(inputs, stage)).total / psi for stage in range(4)]
+    assert totals == pytest.approx([2, 2, 2, 3])
+    assert 12.9e9 < inputs.parameters < 13.1e9
+
+
+def test_checkpointing_holds_what_autograd_saves() -> None:
+    """The sum over the layers is the estimate's, which is compared with real models elsewhere."""
+    from harness.estimate.activations import activations
+    from tools.studio_pages.checkpointing import _inputs, kept_bytes
+
+    page = BY_SLUG["checkpointing"]
+    for way in ("none", "selective", "full", 3):
+        inputs = _inputs(read_values(page.controls, {}), way)  # type: ignore[arg-type]
+        layers = ("layer inputs", "kept results", "attention", "mlp", "norms", "layers")
+        names = {f"activations: {name}" for name in layers}
+        parts = [p for p in activations(inputs) if p.component in names and "loss" in p.phases]
+        assert sum(kept_bytes(inputs)) == pytest.approx(sum(p.bytes for p in parts), rel=1e-6)
+
+
+def test_the_schedules_are_those_of_the_run() -> None:
+    from harness.config.optim_and_schedule import OptimConfig, Schedule
+    from tools.studio_pages.schedules import rates
+
+    values = read_values(BY_SLUG["schedules"].controls, {"steps": "300"})
+    schedule = Schedule(OptimConfig(schedule="wsd", warmup_steps=15), 300)
+    assert all(rate == schedule.lr(step) for step, rate in rates("wsd", values))
+
+
+def test_a_rank_is_where_the_grid_says() -> None:
+    shown = figures_of("hybrid", rank="5")
+    (rank,) = (n for f in shown for n in getattr(f, "numbers", ()) if n.label == "Rank")
+    assert rank.note == "data 1, pipeline 0, tensor 1"
+    assert number(shown, "Its tensor group") == "4, 5, 6, 7"
+
+
+def test_optimizers_step_as_their_references_do() -> None:
+    """One step from the start of the saddle, without noise, by hand."""
+    import torch
+
+    from tools.studio_pages.optimizers import SURFACES, trajectory
+
+    name, rate = "saddle between two minima", 0.1
+    x, y = SURFACES[name].start
+    a, b = SURFACES[name].gradient(x, y)
+    length = (a * a + b * b) ** 0.5
+    expected = {
+        "sgd": (x - rate * a, y - rate * b),
+        "lion": (x - rate * (a > 0) + rate * (a < 0), y - rate),
+        "adam": (x - rate * (1 if a > 0 else -1), y - rate),
+        "adamw": (x - rate * (1 if a > 0 else -1), y - rate),
+    }
+    for optimizer, point in expected.items():
+        path = trajectory(optimizer, name, rate, 0.0, 0.0)
+        assert path[1] == pytest.approx(point, abs=1e-5), optimizer
+    # Muon: 0.2 sqrt(2) of the direction, whose length five Newton-Schulz steps give roughly.
+    muon = torch.tensor(trajectory("muon", name, rate, 0.0, 0.0)[1]) - torch.tensor([x, y])
+    direction = -torch.tensor([a, b]) / length
+    assert float(muon @ direction / muon.norm()) > 0.999
+    assert 0.6 < float(muon.norm()) / (rate * 0.2 * 2**0.5) < 1.3
+
+
+@pytest.mark.parametrize("name", ["four minima (Himmelblau / 100)", "curved valley (Rosenbrock)"])
+def test_gradients_of_surfaces_are_their_slopes(name: str) -> None:
+    from tools.studio_pages.optimizers import SURFACES
+
+    surface, step = SURFACES[name], 1e-5
+    for x, y in ((0.3, -0.7), (1.4, 1.9), surface.start):
+        slope = (surface.value(x + step, y) - surface.value(x - step, y)) / (2 * step)
+        rise = (surface.value(x, y + step) - surface.value(x, y - step)) / (2 * step)
+        assert surface.gradient(x, y) == pytest.approx((slope, rise), rel=1e-4, abs=1e-6)
+
+
+def test_a_loss_scale_saves_what_fp16_would_lose() -> None:
+    def lost(**query: str) -> float:
+        return float(number(figures_of("precision", **query), "Lost in fp16").rstrip("%"))
+
+    assert lost(tokens="0.001") > lost(tokens="0.001", scale="8") > lost(tokens="0.001", scale="16")
+    table = figures_of("precision", number="0.1")[3]
+    assert [row[1] for row in table.rows] == ["0.1000000015", "0.1000976562", "0.09997558594"]  # type: ignore[union-attr]
+
+
+def test_the_fit_is_that_of_the_paper() -> None:
+    """Chinchilla's own size and tokens: arXiv 2203.15556, section 3.3, gives the constants."""
+    from tools.studio_pages.sizes import loss, optimum
+
+    assert loss(70e9, 1.4e12) == pytest.approx(1.69 + 0.0835 + 0.1634, abs=2e-3)
+    parameters, tokens = optimum(6 * 70e9 * 1.4e12)
+    assert (parameters, tokens) == pytest.approx((70e9, 1.4e12))

@@ -1,0 +1,230 @@
+"""Runs as the studio reads them: hostile names, links, half-written files, and what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from harness.runfolder import RunFolder
+from tests.browser import Browser, needs_browser
+from tests.studio.conftest import Studio
+from tests.studio.test_guard import ask
+from tests.studio.test_pages import BY_SLUG, figures_of, number
+from tools.studio_app.drawn import html_of
+from tools.studio_app.page import Chart, Code, Note, Table
+from tools.studio_app.runs import logs, names, read_run, read_runs_of, thinned
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = "<img src=x onerror=window.hacked=1>"
+
+
+def write_run(path: Path, steps: int = 12, loss: float = 5.0) -> RunFolder:
+    """A run's records, written by the class that writes those of real runs."""
+    folder = RunFolder(path)
+    with contextlib.closing(folder):
+        folder.open()
+        plan = {"steps": 20, "run": {"model": {"name": "tiny"}, "data": {"seq_len": 64}}}
+        folder.write_plan({**plan, "estimate": {"peak_allocated_gib": 0.5}})
+        for step in range(1, steps + 1):
+            folder.append_metrics(
+                {
+                    "step": step,
+                    "loss": loss - 0.1 * step,
+                    "grad_norm": 1.0,
+                    "learning_rate": 1e-3,
+                    "tokens": 64 * step,
+                    "step_time_s": 0.5,
+                    "tokens_per_s": 128.0,
+                    "mfu": None,
+                    "peak_allocated_gib": 0.4,
+                    "attention_entropy/0": 2.0,
+                }
+            )
+        folder.append_event("spike", step=3, loss=9.0, policy="log")
+        folder.write_status("stopped", 75, steps)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Path]:
+    root = tmp_path / "runs"
+    root.mkdir()
+    read_runs_of(root)
+    yield root
+    read_runs_of(Path("runs"))
+
+
+def test_no_folder_is_no_runs(runs: Path) -> None:
+    runs.rmdir()
+    assert names() == []
+    (note,) = figures_of("runs")
+    assert isinstance(note, Note)
+
+
+def test_a_run_is_shown_with_its_targets(runs: Path) -> None:
+    write_run(runs / "first")
+    shown = figures_of("runs")
+    assert number(shown, "Run") == "stopped"
+    assert number(shown, "Step") == "12"
+    assert number(shown, "Loss") == "3.8000"
+    targets = ("loss falls", "norm stable", "entropy moderate")
+    assert [number(shown, f"Target: {name}") for name in targets] == ["yes"] * 3
+    titles = [figure.title for figure in shown if isinstance(figure, Chart)]
+    assert "Memory held at most, GiB" in titles
+    (memory,) = (f for f in shown if isinstance(f, Chart) and f.title.startswith("Memory"))
+    assert memory.options["series"][0]["markLine"]["data"][0]["yAxis"] == 0.5
+
+
+def test_two_runs_are_compared(runs: Path) -> None:
+    write_run(runs / "first")
+    write_run(runs / "second", loss=6.0)
+    shown = figures_of("runs", run="first", beside="second")
+    (loss,) = (f for f in shown if isinstance(f, Chart) and f.title.startswith("Loss"))
+    assert [curve["name"] for curve in loss.options["series"]] == ["first: loss", "second: loss"]
+    plan = json.loads((runs / "second/plan.json").read_text())
+    plan["run"]["model"]["name"] = "gpt2-124m"
+    (runs / "second/plan.json").write_text(json.dumps(plan))
+    shown = figures_of("runs", run="first", beside="second")
+    (table,) = (f for f in shown if isinstance(f, Table) and f.title.startswith("What differs"))
+    assert list(table.rows) == [("model.name", "tiny", "gpt2-124m")]
+
+
+def test_trials_below_a_sweep_are_runs(runs: Path) -> None:
+    write_run(runs / "sweep/trial-1")
+    assert names() == ["sweep/trial-1"]
+    assert read_run("sweep/trial-1") is not None
+
+
+@pytest.mark.parametrize("name", ["..", "../secret", "/etc", "first/..", "first/../../secret", ""])
+def test_no_name_leads_out(runs: Path, name: str) -> None:
+    write_run(runs / "first")
+    write_run(runs.parent / "secret")
+    assert read_run(name) is None
+    assert logs(name) == []
+    assert number(figures_of("runs", run=name), "Run") == "stopped"  # the newest, first
+
+
+def test_no_link_leads_out(runs: Path) -> None:
+    write_run(runs / "first")
+    secret = runs.parent / "secret"
+    write_run(secret, loss=77.0)
+    (secret / "key.txt").write_text("password")
+    (runs / "linked").symlink_to(secret)
+    assert names() == ["first"]
+    for file in ("metrics.jsonl", "events.jsonl", "plan.json", "status.json"):
+        (runs / "first" / file).unlink()
+        (runs / "first" / file).symlink_to(secret / file)
+    (runs / "first/key.txt").symlink_to(secret / "key.txt")
+    (runs / "first/logs").symlink_to(secret)
+    run = read_run("first")
+    assert run is not None
+    records = run.records
+    assert (records.lines, records.events, records.plan, records.status) == ([], [], {}, {})
+    assert len(records.problems) == 4
+    text = "".join(html_of(f) for f in figures_of("runs") if not isinstance(f, Chart))
+    assert "password" not in text
+    assert str(runs.parent) not in text
+
+
+def test_half_written_and_damaged_records_are_survived(runs: Path) -> None:
+    write_run(runs / "first")
+    folder = runs / "first"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('not json\n{"step": "x", "loss": 1}\n[1]\n{"step": 13, "loss": "nan"}\n{"st')
+    (folder / "plan.json").write_text('{"steps": ')
+    (folder / "status.json").write_text("[]")
+    (folder / "events.jsonl").write_bytes(b"\xff\xfe\x00\n{}\n")
+    (folder / "heartbeats").mkdir(exist_ok=True)
+    (folder / "heartbeats/rank-0.json").write_bytes(b"\xff\x00half")
+    run = read_run("first")
+    assert run is not None
+    assert run.records.lines[-1]["step"] == 13
+    assert len(run.records.problems) == 3
+    shown = figures_of("runs")
+    assert number(shown, "Run") == "unknown"
+    assert any(isinstance(figure, Code) and "half" in figure.text for figure in shown)
+    assert str(runs) not in "".join(html_of(f) for f in shown if not isinstance(f, Chart))
+
+
+def test_records_that_are_no_files_are_survived(runs: Path) -> None:
+    (runs / "first/metrics.jsonl").mkdir(parents=True)
+    (runs / "first/events.jsonl").mkdir()
+    (runs / "first/plan.json").mkdir()
+    assert figures_of("runs")
+
+
+def test_names_and_messages_are_text(runs: Path) -> None:
+    write_run(runs / HOSTILE.replace("/", ""))
+    with (runs / HOSTILE / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": HOSTILE, "step": HOSTILE, "message": HOSTILE}) + "\n")
+    (runs / HOSTILE / "rank.log").write_text(HOSTILE)
+    shown = [*figures_of("runs"), *figures_of("problems")]
+    html = "".join(html_of(figure) for figure in shown if not isinstance(figure, Chart))
+    assert "&lt;img" in html
+    assert "<img" not in html
+
+
+def test_many_points_keep_their_extremes() -> None:
+    points = [(float(n), 1.0) for n in range(100_000)]
+    points[777], points[90_001] = (777.0, 50.0), (90_001.0, -50.0)
+    kept = thinned(points)
+    assert len(kept) <= 800
+    assert {(777.0, 50.0), (90_001.0, -50.0)} <= set(kept)
+    assert kept == sorted(kept)
+
+
+def test_problems_are_found_by_words_and_linked_to_events(runs: Path) -> None:
+    write_run(runs / "first")
+    (_, table, _) = figures_of("problems", search="spike rollback")
+    assert isinstance(table, Table)
+    assert [row[0] for row in table.rows] == ["Loss spike"]
+    assert table.rows[0][4] == "first (1 x)"
+    assert table.links == ["/runs?run=first"]
+    (note,) = figures_of("problems", search="xyzzy")
+    assert isinstance(note, Note)
+
+
+def test_every_event_of_a_problem_is_one_that_train_py_writes() -> None:
+    from tools.studio_pages.problems import PROBLEMS
+
+    source = "".join(path.read_text() for path in (ROOT / "harness").rglob("*.py"))
+    kinds = {kind for problem in PROBLEMS for kind in problem.events}
+    assert [kind for kind in sorted(kinds) if f'"{kind}"' not in source] == []
+    assert {problem.page for problem in PROBLEMS} - {""} <= set(BY_SLUG)
+
+
+@needs_browser
+def test_a_script_in_a_name_is_not_executed(studio: Studio) -> None:
+    """And a run that goes on is followed."""
+    folder = write_run(studio.runs / HOSTILE)
+    with (folder.path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": HOSTILE, "message": f"<script>{HOSTILE}</script>"}) + "\n")
+    with Browser() as browser:
+        tab = browser.open(f"{studio.address}runs")
+        tab.wait_for("document.querySelector('[data-figure=Step]')?.textContent === '12'")
+        tab.wait_for("!!document.querySelector('.nicegui-echart svg path')")
+        tab.hover(".nicegui-echart")
+        browser.listen(0.5)
+        assert HOSTILE in tab.evaluate("document.body.innerText")
+        with (folder.path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 13, "loss": 3.5}\n')
+        tab.wait_for("document.querySelector('[data-figure=Step]')?.textContent === '13'")
+        assert tab.evaluate("window.hacked") is None
+        assert tab.errors == []
+    for path in ("/runs?run=../../etc", "/runs?run=%2e%2e%2f%2e%2e%2fetc", "/runs?beside=/etc"):
+        status, _, body = ask(studio.port, path)
+        assert (status, "root:x:" in body) == (200, False)
+        assert not re.search(r"<img src=x", body)
+    name = quote(folder.path.name, safe="")
+    status, _, body = ask(studio.port, f"/report?run={name}")
+    assert (status, "Training loss" in body) == (200, True)
+    assert "<img src=x" not in body
+    for wrong in ("..", "%2e%2e%2fsecret", "/etc", ""):
+        assert ask(studio.port, f"/report?run={wrong}")[0] == 404
+    assert ask(studio.port, f"/runs/{quote(folder.path.name)}/metrics.jsonl")[0] == 404

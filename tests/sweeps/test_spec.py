@@ -1,0 +1,139 @@
+"""Files of sweeps: what they describe, and every mistake in one report."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.run_tools import run_tool
+from tools.sweeps.space import Range, Values, corners, draws, grid, read_space
+from tools.sweeps.spec import PruneSection, read_sweep
+
+SHIPPED = Path(__file__).parents[2] / "docs" / "sweep.toml"
+
+
+def test_the_shipped_sweep_is_listed_with_its_cost() -> None:
+    lines = run_tool("sweep", SHIPPED, "--dry-run").stdout.splitlines()
+    assert lines[0].split() == ["trial", "steps", "tokens", "lr"]
+    assert len([line for line in lines if re.match(r"\s+\d{3} ", line)]) == 40
+    assert "40 trials: 2,400 steps, 1,228,800 tokens if none is stopped early" in lines
+    assert "budget: 240 steps" in lines
+
+
+def test_all_problems_are_one_report(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(
+        """
+        [sweep]
+        methods = "random"
+        trials = -3
+        metric = "eval_los"
+        [search]
+        optim.lrs = [1, 2]
+        optim.lr = {from = 1.0, to = 0.1, logs = true}
+        optim.eps = 3
+        train.seed = [1, -2]
+        train.steps = [10, 20]
+        [train]
+        steps = 5
+        [run]
+        dir = "x"
+        [ds]
+        zero_optimization.stagee = 2
+        """
+    )
+    stderr = run_tool("sweep", file, "--dry-run", code=2).stderr
+    for problem in (
+        "sweep.methods (",
+        "did you mean sweep.method?",
+        "sweep.trials is -3",
+        "logs is not a key of a range; did you mean log?",
+        "search.optim.eps is 3",
+        "train.steps is in [search] as well",
+        "run.dir is each trial's own",
+        "train.seed is -2",
+        f"optim.lrs ({file}) is not a key of the run config; did you mean optim.lr?",
+        "did you mean zero_optimization.stage?",
+    ):
+        assert problem in stderr
+    assert "command line" not in stderr
+    assert run_tool("sweep", tmp_path / "none.toml", code=2).stderr.count("there is no file") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_run_could_but_a_trial_could_not(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(
+        "[sweep]\nmethod = 'tpe'\ntrials = 2\nprune = true\nmetric = 'eval_los'\n"
+        "[search]\noptim.lr = [1e-3, 1e-2]\n[train]\nsteps = 40\n[data]\nheld_out = 0\n"
+    )
+    stderr = run_tool("sweep", file, "--dry-run", code=2).stderr
+    assert "eval.every is 50, but sweep.prune decides at evaluations" in stderr
+    assert "set it to 4" in stderr
+    assert "sweep.metric is 'eval_los'" in stderr
+    assert "data.held_out is 0" in stderr
+    file.write_text("[sweep]\nmethod = 'tpe'\ntrials = 2\nbudget.steps = 39\n[train]\nsteps = 40\n")
+    stderr = run_tool("sweep", file, "--dry-run", code=2).stderr
+    assert "names no key" in stderr
+    assert "sweep.budget.steps is 39" in stderr
+    assert "one trial takes 40" in stderr
+
+
+def test_ranges_are_even_and_stay_within(tmp_path: Path) -> None:
+    assert Range(1e-4, 1e-1, log=True, points=4).grid() == ["0.0001", "0.001", "0.01", "0.1"]
+    assert Range(0, 10, points=5).grid() == ["0", "2", "5", "8", "10"]
+    assert Range(1, 3, points=10).grid() == ["1", "2", "3"]
+    drawn = [float(Range(1e-4, 1e-2, log=True).draw(random.Random(n))) for n in range(300)]
+    assert min(drawn) >= 1e-4
+    assert max(drawn) <= 1e-2
+    assert 120 < sum(value < 1e-3 for value in drawn) < 180
+
+
+def test_values_are_what_a_user_would_type() -> None:
+    problems: list[str] = []
+    tree = {"optim": {"name": ["adamw", "true"], "betas": [[0.9, 0.95]]}, "ds.x": [True, 1e-3]}
+    space = read_space(tree, False, "ours.toml", problems)
+    assert problems == []
+    assert space == {
+        "optim.name": Values(("adamw", '"true"')),
+        "optim.betas": Values(("[0.9, 0.95]",)),
+        "ds.x": Values(("true", "0.001")),
+    }
+    assert len([*grid(space)]) == 4
+    assert [*draws(space, 3, seed=1)] == [*draws(space, 9, seed=1)][:3]
+    assert {choice["optim.name"] for choice in corners(space)} == {"adamw", '"true"'}
+
+
+def test_a_trial_keeps_no_export_and_no_sample_unless_asked(tmp_path: Path) -> None:
+    file = tmp_path / "ours.toml"
+    file.write_text("[sweep]\ntrials = 2\n[search]\noptim.lr = [1e-3]\n")
+    sweep = read_sweep(file, [])
+    quiet = {"save.export=false", "sample.tokens=0", "data.reservoir=0"}
+    assert quiet <= {*sweep.command({}, tmp_path / "trial").assignments}
+    assert not quiet & {*sweep.command({}).assignments}
+    file.write_text(f"{file.read_text()}[data]\nreservoir = 5\n")
+    asked = read_sweep(file, []).command({}, tmp_path / "trial").assignments
+    assert "data.reservoir=0" not in asked
+    assert "data.reservoir=5" in asked
+
+
+@pytest.mark.parametrize("written", ["true", "{}", "{after = 0.1, factor = 3}"])
+def test_early_stopping_has_defaults(written: str, tmp_path: Path) -> None:
+    file = tmp_path / "ours.toml"
+    file.write_text(f"[sweep]\ntrials = 2\nprune = {written}\n[search]\noptim.lr = [1e-3]\n")
+    sweep = read_sweep(file, [])
+    assert sweep.settings.prune == PruneSection()
+
+
+def test_a_grid_without_end_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "ours.toml"
+    ranges = (f"train.a{n} = {{from = 0, to = 9999, points = 9999}}" for n in range(9))
+    lines = "\n".join(ranges)
+    file.write_text(f"[sweep]\nmethod = 'grid'\nname = '..'\n[search]\n{lines}\n")
+    problems: list[str] = []
+    read_sweep(file, problems)
+    assert "sweep.name is '..'" in problems[0]
+    assert "more than 10,000" in problems[1]

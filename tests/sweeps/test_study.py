@@ -1,0 +1,134 @@
+"""Trials of a sweep in Optuna's journal, without runs: a formula stands for the loss."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from harness.errors import ConfigError
+from tools.sweeps.budget import Budget
+from tools.sweeps.folder import keep_file
+from tools.sweeps.record import Record, Used
+from tools.sweeps.spec import Sweep, read_sweep
+from tools.sweeps.study import JOURNAL, OpenTrial, Study, cut_torn_line
+
+_SEARCH = """
+[search]
+optim.lr = {from = 1e-4, to = 1.0, log = true}
+optim.name = ["adamw", "lion"]
+train.global_batch = {from = 4, to = 64}
+"""
+
+
+def sweep_of(tmp_path: Path, settings: str, search: str = _SEARCH) -> Sweep:
+    path = tmp_path / "ours.toml"
+    path.write_text(f"[sweep]\n{settings}\n{search}\n[train]\nsteps = 100\n")
+    problems: list[str] = []
+    sweep = read_sweep(path, problems)
+    assert problems == []
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    return sweep
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def loss(trial: OpenTrial) -> float:
+    name = 0.5 if trial.choice["optim.name"] == "lion" else 0.0
+    return abs(math.log10(float(trial.choice["optim.lr"])) + 2) + name
+
+
+def finish(study: Study, numbers: range) -> None:
+    for number in numbers:
+        trial = study.take(number)
+        trial.done(loss(trial), Used(100, 1000, 0.1))
+
+
+@pytest.mark.parametrize("method", ["random", "tpe"])
+def test_a_sweep_that_was_killed_goes_on_with_the_same_trials(method: str, tmp_path: Path) -> None:
+    settings = f'method = "{method}"\ntrials = 16\nseed = 7'
+    whole = Study(sweep_of(tmp_path, f'{settings}\nname = "whole"'))
+    finish(whole, range(16))
+    sweep = sweep_of(tmp_path, f'{settings}\nname = "killed"')
+    first = Study(sweep)
+    finish(first, range(9))
+    interrupted = first.take(9)
+    interrupted.report(0.5, 3.0)
+    again = Study(sweep)
+    assert [of.state for of in again.records()] == ["done"] * 9 + ["running"] + ["waiting"] * 6
+    finish(again, range(9, 16))
+    assert [of.choice for of in again.records()] == [of.choice for of in whole.records()]
+
+
+def test_tpe_learns_from_the_trials_before(tmp_path: Path) -> None:
+    study = Study(sweep_of(tmp_path, 'method = "tpe"\ntrials = 30'))
+    finish(study, range(30))
+    losses = [of.value for of in study.records()]
+    assert sum(losses[20:]) / 10 < sum(losses[:10]) / 10 - 0.5
+
+
+def test_a_third_of_the_trials_goes_on_at_each_share_of_a_run(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, "trials = 9\nprune = {after = 0.1, factor = 3}")
+    study = Study(sweep)
+    trials = [study.take(number) for number in range(9)]
+    assert not any(trial.report(0.05, 9.0 - trial.number) for trial in trials)
+    # The later ones are better: each is the best when it comes.
+    assert not any(trial.report(0.1, 9.0 - trial.number) for trial in trials)
+    late = [Study(sweep).take(number) for number in range(9)]
+    stops = [trial.report(0.31, 1.0 + trial.number) for trial in late]
+    assert stops == [False, True, True, True, True, True, True, True, True]
+
+
+def test_failed_trials_wait_again_with_the_same_values(tmp_path: Path) -> None:
+    study = Study(sweep_of(tmp_path, "trials = 3"))
+    before = [of.choice for of in study.records()]
+    study.take(1).failed(Used(5, 50, 0.1), "the disk was full")
+    study.take(0).done(math.inf, Used(7, 70, 0.1), "the loss is not finite")
+    assert [of.state for of in study.records()] == ["diverged", "failed", "waiting"]
+    assert study.retry() == [1]
+    assert [of.state for of in study.records()] == ["diverged", "waiting", "waiting"]
+    finish(study, range(1, 2))
+    assert [of.choice for of in study.records()] == before
+
+
+def test_a_torn_line_of_the_journal_is_cut(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, "trials = 3")
+    finish(Study(sweep), range(2))
+    journal = sweep.folder / JOURNAL
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"op_code": 5, "wor')
+    cut_torn_line(sweep.folder)
+    assert journal.read_bytes() == whole
+    finish(Study(sweep), range(2, 3))
+
+
+def test_more_trials_and_another_budget_go_on_another_search_does_not(tmp_path: Path) -> None:
+    keep_file(sweep_of(tmp_path, "trials = 3"))
+    keep_file(sweep_of(tmp_path, "trials = 5\nbudget = {steps = 10}\nparallel = 2"))
+    with pytest.raises(ConfigError) as error:
+        keep_file(sweep_of(tmp_path, "trials = 5\nseed = 1", _SEARCH.replace("1.0", "2.0")))
+    assert "sweep.seed is 1" in str(error.value)
+    assert "search.optim.lr.to is 2.0" in str(error.value)
+
+
+def test_a_trial_starts_if_its_part_before_the_first_decision_fits(tmp_path: Path) -> None:
+    limits = "trials = 5\nbudget = {steps = 250, hours = 2}"
+    whole = sweep_of(tmp_path, limits)
+    choice = next(iter(whole.examples()))
+    stopped = Record(0, "pruned", choice, 3.0, Used(40, 400, 1.0), "")
+    running = Record(1, "running", choice, 3.0, Used(), "")
+    both, budget = [stopped, running], Budget(whole, None)
+    assert budget.is_over(both, {1: Used(110, 1, 0.5)}, choice) is None
+    assert "250 steps is used up" in (budget.is_over(both, {1: Used(111, 1, 0.5)}, choice) or "")
+    assert budget.is_over(both, {1: Used(209, 1, 0.5)}) is None
+    assert "250 steps is used up" in (budget.is_over(both, {1: Used(210, 1, 0.5)}) or "")
+    assert "2.0 hours is used up" in (budget.is_over(both, {1: Used(1, 1, 1.0)}) or "")
+    early = Budget(sweep_of(tmp_path, f"{limits}\nprune = {{after = 0.2}}"), None)
+    assert early.is_over(both, {1: Used(190, 1, 0.5)}, choice) is None
+    assert early.is_over(both, {1: Used(191, 1, 0.5)}, choice)

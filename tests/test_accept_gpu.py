@@ -1,0 +1,223 @@
+"""The acceptance: how its steps are run, ended and reported; and all of it on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.run_tools import run_tool
+from tests.two_ranks import REPOSITORY, environment, wait_for
+from tools.acceptance.bench import Bench
+from tools.acceptance.report import Check, Result, as_json, code, table
+from tools.acceptance.steps import STEPS
+from tools.bounded import run_bounded
+
+COMMAND = [sys.executable, "-m", "tests.planted_acceptance.command"]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def accept(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the planted steps."""
+    variables = environment(PLANTED_PIDS=str(folder / "pids"), TMPDIR=str(folder))
+    return subprocess.run(
+        [*COMMAND, *words], cwd=REPOSITORY, env=variables, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """(the ended command, its JSON, the folder) of all planted steps but the one that hangs."""
+    folder = tmp_path_factory.mktemp("planted")
+    names = ("good", "skipped", "failing", "raising", "rubbish")
+    done = accept("--only", *names, "--json", str(folder / "out.json"), folder=folder)
+    return done, json.loads((folder / "out.json").read_text()), folder
+
+
+def test_a_command_ends_with_all_of_its_processes(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    ignores = "trap '' TERM; while true; do sleep 1; done"
+    script = f"setsid sh -c \"$0\" & echo $! >> '{pids}'; echo $$ >> '{pids}'; exec sh -c \"$0\""
+    began = time.monotonic()
+    ended = run_bounded(["sh", "-c", script, ignores], 2.0, tmp_path / "log", tmp_path)
+    assert ended.code is None
+    assert 2.0 <= ended.seconds <= time.monotonic() - began
+    assert len(listed := pids.read_text().split()) == 2
+    assert all(gone(int(pid)) for pid in listed)
+
+
+def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
+    """Its own end is no reason to leave an orphan, of another session, alone."""
+    script = "setsid sleep 1000 & echo $!; exit 3"
+    ended = run_bounded(["sh", "-c", script], 60, tmp_path / "log", tmp_path)
+    assert ended.code == 3
+    wait_for(lambda: gone(int((tmp_path / "log").read_text())), "the orphan to be gone", 60)
+
+
+def test_other_children_of_the_caller_are_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        assert run_bounded(["true"], 60, tmp_path / "log", tmp_path).code == 0
+        assert other.poll() is None
+        other.kill()
+
+
+def test_each_verdict_has_its_reason(planted: tuple[Any, Any, Path]) -> None:
+    done, result, _ = planted
+    assert done.returncode == result["code"] == 1
+    steps = {step["step"]: step for step in result["steps"]}
+    assert {name: step["verdict"] for name, step in steps.items()} == {
+        "good": "held",
+        "skipped": "skipped",
+        "failing": "failed",
+        "raising": "failed",
+        "rubbish": "failed",
+    }
+    assert (result["ranks"], result["accelerator"]) == (2, "cpu")
+    assert steps["good"]["values"] == {"number": 1}
+    out = done.stdout
+    assert "FAILED: what does not: 1 is not 2" in out
+    assert "FAILED: what raises: ZeroDivisionError" in out
+    assert "needs CUDA: another" in out
+    assert "about to raise: OSError: no such thing" in steps["raising"]["problem"]
+    assert steps["rubbish"]["problem"] == "it ended without a result"
+    assert "1 of 5 steps held in" in out
+    assert "skipped: skipped; FAILED: failing, raising, rubbish" in out.replace("\n", " ")
+
+
+def test_the_table_fits_80_columns_whatever_a_step_prints(planted: tuple[Any, Any, Path]) -> None:
+    done, *_ = planted
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert done.stdout.replace("\n", "").isprintable()
+    assert "\x1b" not in done.stderr
+    assert "3/5 failing: failing?" in done.stderr
+
+
+def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
+    done = accept("--only", "good", "hanging", "--limit", "40", folder=tmp_path)
+    assert done.returncode == 1
+    said = " ".join(done.stdout.split())
+    assert "FAILED: it took longer than 40 s, and was ended, at: hanging" in said
+    assert "of at most 40 s: hanging" in done.stderr
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    assert all(gone(int(pid)) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT])
+def test_ctrl_c_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    pids, variables = tmp_path / "pids", environment(TMPDIR=str(tmp_path))
+    command = [*COMMAND, "--only", "good", "hanging", "--limit", "600"]
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**variables, "PLANTED_PIDS": str(pids)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, "the step", 300)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "interrupted; nothing of it runs any more" in err
+    assert "good           held" in out
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--only", "nothing"], "--only nothing: the steps are environment, optimizer"),
+        (["--ranks", "0"], None),
+        (["--ranks", "9"], "--ranks 9: it must be 1 to 8 here"),
+        (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
+    ],
+)
+def test_wrong_arguments_are_refused(words: list[str], problem: str | None) -> None:
+    refused = run_tool("accept_gpu", *words, code=2)
+    assert (problem or "--ranks 0: it must be 1 to 8 here") in " ".join(refused.stderr.split())
+
+
+def test_help_has_an_example_and_every_step() -> None:
+    text = run_tool("accept_gpu", "--help").stdout
+    assert "python tools/accept_gpu.py --ranks 2 --only joining parity --json" in text
+    assert all(f"  {step.name}" in text for step in STEPS)
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    """At most eight, as nvidia-smi lists them, or those that are visible."""
+    listed = "\n".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})" for n in range(10))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}\nEND\n")
+    tool.chmod(0o755)
+    code = "from tools import accept_gpu as a; import sys; print(a._gpus(), 'torch' in sys.modules)"
+    for visible, count in ((None, 8), ("2,3", 2)):
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        env = environment(PATH=path, CUDA_VISIBLE_DEVICES=visible, PYTHONPATH=str(REPOSITORY))
+        command = [sys.executable, "-c", code]
+        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+        assert out == f"{count} False\n"
+
+
+def test_verdicts_of_a_step() -> None:
+    held, failed, skipped = (Check(v, v) for v in ("held", "failed", "skipped"))
+    assert Result("s", 1.0, checks=(held, skipped)).verdict == "held"
+    assert Result("s", 1.0, checks=(held, failed)).verdict == "failed"
+    assert Result("s", 1.0, checks=(skipped, skipped)).verdict == "skipped"
+    assert Result("s", 1.0, problem="x", checks=(held,)).verdict == "failed"
+    assert Result("s", 1.0).verdict == "failed"  # which has looked at nothing
+    results = [Result("s", 1.0, checks=(held,)), Result("t", 2.0, checks=(skipped,))]
+    assert code(results) == as_json(results, {})["code"] == 0
+    assert code([*results, Result("u", 1.0)]) == 1
+
+
+def test_long_texts_are_wrapped() -> None:
+    text = "a figure of many words " * 30
+    lines = table([Result("step", 1.0, text, checks=(Check("c", "failed", text),))]).splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.slow
+def test_ranks_on_gpus_are_processes_of_their_own(tmp_path: Path) -> None:
+    """Started here on the CPU, since the environment says so."""
+    bench = Bench(tmp_path, tmp_path, 1, "cuda")
+    (tmp_path / "met").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        ended = bench.run("tools.acceptance.meeting", [str(tmp_path / "met")], "logs")
+    assert ended.codes == [0], ended.output
+    met = json.loads((tmp_path / "met" / "0.json").read_text())
+    assert (met["launcher"], met["gathered"]) == ("torch", [0])
+    assert bench._zygote is None
+
+
+@pytest.mark.gate
+def test_all_steps_hold_on_two_cpu_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))
+        done = run_tool("accept_gpu", "--ranks", "2", "--limit", "3000", "--json", out)
+    result = json.loads(out.read_text())
+    verdicts = {step["step"]: step["verdict"] for step in result["steps"]}
+    assert [*verdicts] == [step.name for step in STEPS]
+    assert {name for name, verdict in verdicts.items() if verdict != "held"} <= {"waits"}
+    why = {
+        check["text"]
+        for step in result["steps"]
+        for check in step["checks"]
+        if check["verdict"] == "skipped"
+    }
+    assert all("CUDA" in text or "GPU" in text for text in why), why
+    assert max(map(len, done.stdout.splitlines())) <= 80

@@ -1,0 +1,65 @@
+"""tools/chat.py: what it opens, what it answers, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.data.special_ids import SpecialIds
+from harness.models.skeleton import hf_config
+from tests.data.chat_tokenizers import tokenizer_of
+from tests.engine.small import MODEL
+from tests.run_tools import run_tool
+from tests.two_ranks import REPOSITORY, environment
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template, as an export is."""
+    folder = tmp_path_factory.mktemp("exported")
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    ids = SpecialIds.of(tokenizer).in_place_of(MODEL)
+    config = {**MODEL, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    AutoModelForCausalLM.from_config(hf_config(config)).save_pretrained(folder)
+    return folder
+
+
+def talk(folder: Path, *words: str, said: str = "") -> str:
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "tools" / "chat.py", folder, *words],
+        env=environment(),
+        input=said,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_lines_are_answered_until_the_end(exported: Path) -> None:
+    answers = talk(exported, "--tokens=4", said="what is this?\n\nand this?\n")
+    assert len(answers.splitlines()) >= 2
+    assert "<|im_end|>" not in answers
+
+
+def test_a_prompt_is_answered_alike_again(exported: Path) -> None:
+    drawn = ("--prompt=hello", "--tokens=8", "--temperature=1", "--seed=3")
+    assert talk(exported, *drawn) == talk(exported, *drawn)
+    assert talk(exported, *drawn) != talk(exported, *drawn[:-1], "--seed=4")
+
+
+def test_what_cannot_be_opened_is_named(exported: Path, tmp_path: Path) -> None:
+    assert "neither a run nor an exported" in run_tool("chat", tmp_path, code=2).stderr
+    refused = run_tool("chat", exported, "--before", "--prompt=x", code=2)
+    assert "no weights that it began with" in refused.stderr
+    (tmp_path / "plan.json").write_text("{}")
+    assert "python tools/export_hf.py" in run_tool("chat", tmp_path, code=2).stderr

@@ -1,0 +1,71 @@
+"""Cleaning and tokenising on a real Slurm of two nodes write the bytes that this machine writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.data.shards import shards_of
+from tests.private_slurm import CannotStart, PrivateSlurm
+from tests.test_clean_data import prose, tree
+from tests.two_ranks import REPOSITORY
+from tools.clean_data import main as clean
+from tools.tokenize_data import main as tokenize
+
+pytestmark = [pytest.mark.gate]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSlurm]:
+    try:
+        started = PrivateSlurm(tmp_path_factory.mktemp("slurm"))
+    except CannotStart as error:
+        pytest.skip(str(error))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough for two tasks."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [f'{{"text": "{prose(seed % 4000, 25)}"}}\n' for seed in range(6000)]
+    (folder / "corpus.jsonl").write_text("".join(texts))
+    return folder / "corpus.jsonl"
+
+
+def test_cleaning(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
+    words = [str(corpus), str(tmp_path / "there"), "near_duplicates.num_buckets=3"]
+    command = [sys.executable, "tools/clean_data.py", *words, "--slurm", "slurm.mem_per_cpu_gb=1"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=slurm.env, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "submitted 6 arrays" in done.stdout
+    assert clean([str(corpus), str(tmp_path / "here"), *words[2:]]) == 0
+    assert tree(tmp_path / "there") == tree(tmp_path / "here")
+
+
+def test_tokenising(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
+    from harness.data.corpus import find_corpus
+
+    assert len(shards_of(find_corpus(str(corpus)))) >= 2
+    asked = [f"data.path={corpus}", "data.vocab_size=400", f"data.cache_dir={tmp_path}/cache"]
+    words = ["sbatch", "--parsable", "--array=0-1", f"--output={tmp_path}/%a.out"]
+    script = [str(REPOSITORY / "slurm" / "tokenize.sbatch"), *asked, "--workers=1"]
+    job = slurm.run(*words, *script, f"--out={tmp_path}/there")
+    deadline = time.monotonic() + 900
+    while slurm.state(job) != "DONE":
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    logs = "".join(file.read_text() for file in tmp_path.glob("*.out"))
+    assert "6,000 documents" in logs, logs
+    assert tokenize([*asked, f"--out={tmp_path}/here"]) == 0
+    for suffix in (".bin", ".idx"):
+        there, here = (tmp_path / f"{name}{suffix}" for name in ("there", "here"))
+        assert there.read_bytes() == here.read_bytes()

@@ -1,0 +1,254 @@
+"""The cluster planner: what it counts is what train.py plans, and it says why layouts lose."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.estimate.inputs import GIB
+from harness.estimate.step_time.calibration import Site
+from harness.estimate.step_time.step import estimate_time
+from harness.estimate.timeline import estimate_memory
+from harness.plan.command import Command, plan_from
+from tests.run_tools import run_tool
+from tools.cluster.ask import question_of
+from tools.cluster.count import SHOWN, SMALLER_SHOWN, Counted, best_of_each_way, front
+from tools.cluster.job import accepted
+from tools.cluster.layouts import Layout, layouts
+from tools.cluster.search import Search, count_all
+from tools.cluster.what_if import _changes
+from tools.plan_cluster import _parser
+
+SMALL = ("--model", "gpt2-124m", "--gpus", 4, "--gpu", "a100-40", "--seq-len", 1024)
+JOB = (*SMALL, "--global-batch", 64)
+
+
+def arguments(*words: object) -> Any:
+    return _parser().parse_intermixed_args([*map(str, words)])
+
+
+def answer(*words: object, code: int = 0) -> dict[str, Any]:
+    return json.loads(run_tool("plan_cluster", *words, "--json", code=code).stdout)
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    return answer(*JOB, "--price", 2)
+
+
+def test_layouts_are_ranked_and_every_one_has_its_numbers(planned: dict[str, Any]) -> None:
+    rows = planned["layouts"]
+    fit = [row for row in rows if row["fits"]]
+    assert rows[: len(fit)] == fit
+    rates = [row["tokens_per_s_per_gpu"] for row in fit]
+    assert rates == sorted(rates, reverse=True)
+    assert planned["counted"] == len(rows) > 200
+    for row in rows:
+        assert row["peak_gib"][0] <= row["peak_gib"][1]
+        assert min(row["step_time_s"], row["mfu"], row["cost"]) > 0
+        assert row["mfu"] < 1
+        assert sum(row["terms_s"].values()) == pytest.approx(row["step_time_s"], rel=0.01)
+    assert not rows[0]["why_not"]
+    assert all(row["why_not"] for row in rows[1:])
+
+
+def test_rates_of_another_gpu_or_precision_are_refused(tmp_path: Path) -> None:
+    site, preflight = tmp_path / "site.json", tmp_path / "preflight.json"
+    Site("a100-40", "bf16", 0, {"products": 0.5}, 4, 0.1).write(site)
+    rates = {"gpu": "NVIDIA A100-SXM4-40GB", "precision": "bf16", "nodes": 1, "ranks": 4}
+    rates |= {"matmul_tflops": 200.0, "all_reduce_gb_per_s": 200.0, "within_node_gb_per_s": None}
+    preflight.write_text(json.dumps({"rates": rates}))
+    usual = question_of(arguments(*JOB)).machine
+    for flag, path in (("--rates", site), ("--measured", preflight)):
+        assert question_of(arguments(*JOB, flag, path)).machine.products != usual.products
+        with pytest.raises(ConfigError, match=f"{flag} .* on a100-40 in bf16, and this is h200"):
+            question_of(arguments(*JOB, "--gpu", "h200", flag, path))
+        changes = {change.gpu: change for _, change in _changes(arguments(*JOB, flag, path))}
+        assert (changes["a100-40"].rates or changes["a100-40"].measured) == path
+        assert changes["h200"].rates is changes["h200"].measured is None
+    preflight.write_text(json.dumps({"rates": {**rates, "gpu": None, "precision": "fp32"}}))
+    with pytest.raises(ConfigError, match="measured on cpu in fp32"):
+        question_of(arguments(*JOB, "--measured", preflight))
+
+
+def test_every_kind_of_layout_is_accepted_by_the_plan_with_the_same_bytes() -> None:
+    """One of each ZeRO stage, offload and set of axes, of a dense model and of a mixture."""
+    for model in ("gpt2-124m", "mixtral-8x7b"):
+        args = arguments("--model", model, *SMALL[2:], "--global-batch", 64)
+        question = question_of(args)
+        shape = question.base[1, "none"].shape
+        kinds: dict[object, Layout] = {}
+        for layout in layouts(shape, 4, 4, 1024, 64, lora=False):
+            kinds.setdefault((layout.way, layout.checkpointing), layout)
+        assert len(kinds) > 40
+        for layout in [*kinds.values()][::4]:
+            plan, (counted,) = accepted(args, layout), Search(question).count([layout])
+            assert plan.estimate is not None
+            assert counted.memory.worst.peak == plan.estimate.worst.peak, layout.text
+            assert plan.grad_accum == counted.memory.inputs.grad_accum
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("gpt2-124m", 8, "a100-40", 1024, 64),
+        ("mixtral-8x7b", 16, "h100-80", 16384, 64),
+        ("gemma-2-9b", 16, "h100-80", 8192, 32),
+        ("olmo2-7b", 16, "v100-32", 2048, 64),
+        ("llama-3.1-70b", 128, "h100-80", 32768, 512),
+    ],
+)
+def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
+    job: tuple[str, int, str, int, int],
+) -> None:
+    """Every axis, offload, precision and window: of each way to divide one layout."""
+    model, gpus, gpu, seq_len, batch = job
+    words = ("--model", model, "--gpus", gpus, "--gpu", gpu, "--seq-len", seq_len)
+    question = question_of(arguments(*words, "--global-batch", batch))
+    shape = question.base[1, "none"].shape
+    every = [*layouts(shape, gpus, question.machine.gpus_per_node, seq_len, batch, lora=False)]
+    some = {each.layout.way: each for each in Search(question).count(every[::7])}
+    assert len(some) > 40
+    for counted in some.values():
+        memory = estimate_memory(counted.inputs, question.device_bytes)
+        worst, text = memory.worst, counted.layout.text
+        assert (counted.worst.peak, counted.worst.stage) == (worst.peak, worst.stage), text
+        assert counted.host_bytes_per_node == memory.host_bytes_per_node, text
+        assert counted.driver == worst.driver
+        assert counted.terms == estimate_time(counted.inputs, question.machine).terms, text
+        if counted.fits is None:
+            continue  # its allocator decides, and is not asked here
+        assert counted.fits == (memory.verdict == "fits" and not counted.missing_host_bytes)
+
+
+@pytest.mark.slow  # its class is traced
+def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> None:
+    config = {
+        "model_type": "smollm3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    words = ("--model", path, "--gpus", 4, "--gpu", "a100-40", "--seq-len", 64)
+    args = arguments(*words, "--global-batch", 32)
+    question = question_of(args)
+    best = count_all(args, question)[0]
+    assert best.fits
+    assert best.inputs.layers_by == "traced"
+    again = accepted(args, best.layout).estimate
+    assert again is not None
+    assert again.worst.peak == pytest.approx(best.worst.peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "gpu", "seq_len"),
+    [("gpt2-124m", 4, "t4", 1024), ("llama-1b", 8, "a100-40", 2048), ("olmo2-7b", 1, "l40s", 2048)],
+)
+def test_a_search_that_asks_few_allocators_answers_as_one_that_asks_all(
+    model: str, gpus: int, gpu: str, seq_len: int
+) -> None:
+    args = arguments(
+        *("--model", model, "--gpus", gpus, "--gpu", gpu, "--seq-len", seq_len),
+        *("--global-batch", 32),
+    )
+    question = question_of(args)
+    few, every = count_all(args, question), count_all(args, question, everything=True)
+    assert all(each.fits is not None for each in every)
+    assert every[0].fits
+    asked = [sum("memory" in vars(each) for each in counted) for counted in (few, every)]
+    assert asked[0] < asked[1]
+
+    def shown(counted: list[Counted]) -> list[Layout]:
+        best = [each for each in best_of_each_way(counted) if each.fits]
+        smaller = front(counted)[: SMALLER_SHOWN + 1]
+        return [each.layout for each in (*best[:SHOWN], *smaller)]
+
+    assert shown(few) == shown(every)
+    assert sum(bool(each.fits) for each in few) <= sum(bool(each.fits) for each in every)
+
+
+def test_the_winner_is_written_and_planned(tmp_path: Path) -> None:
+    folder, page = tmp_path / "plan", tmp_path / "plan.html"
+    done = run_tool("plan_cluster", *JOB, "--write", folder, "--html", page)
+    assert f"written: {folder / 'ds.json'}" in done.stdout
+    assert f"written: {page}" in done.stdout
+    html = page.read_text()
+    for words in ("Quickest layout", "Ways to divide", "Slower and smaller", "matrix products"):
+        assert words in html
+    assert "http://" not in html.replace("http://www.w3.org", "")
+    command = Command(folder / "ds.json", folder / "run.toml")
+    plan = plan_from(command, world=accepted(arguments(*JOB), _first()).world)
+    assert (plan.global_batch, plan.config.data.seq_len) == (64, 1024)
+    script = (folder / "job.sh").read_text()
+    assert script.startswith("deepspeed --num_gpus 4 harness/train.py --deepspeed ")
+    subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
+
+
+def _first() -> Layout:
+    return Layout(1, "none", 1, 1, 1, 1, 1, "none")
+
+
+def test_text_fits_80_columns_and_has_time_cost_and_reasons() -> None:
+    text = run_tool("plan_cluster", *JOB, "--data-tokens", "300B", "--price", 2).stdout
+    prose = [line for line in text.splitlines() if not line.startswith("  ds.json")]
+    prose = [
+        line for line in prose if not line.startswith(("  run.toml", "  deepspeed", "  sbatch"))
+    ]
+    assert max(map(len, prose)) <= 80
+    for words in ("Quickest:", "GPU-hours", "kWh", "cost ", "with failures", "% of a step"):
+        assert words in text
+
+
+def test_a_model_that_nothing_holds_is_code_1_with_the_nearest() -> None:
+    small = ("--gpus", 1, "--gpu", "a100-40", "--seq-len", 4096, "--global-batch", 8)
+    done = run_tool("plan_cluster", "--model", "llama-3-70b", *small, code=1)
+    assert "Nothing fits. The nearest:" in done.stdout
+    assert "GiB too much" in done.stdout
+
+
+def test_one_card_of_24_gib_trains_7b_offloaded_or_with_adapters() -> None:
+    job = ("--gpus", 1, "--gpu", "rtx-4090", "--seq-len", 2048, "--global-batch", 8)
+    offloaded = answer("--model", "olmo2-7b", *job)["layouts"][0]
+    assert offloaded["fits"]
+    assert "offload" in json.dumps(offloaded["deepspeed"])
+    adapters = answer("--model", "olmo2-7b", *job, "--lora", 16)["layouts"][0]
+    assert adapters["fits"]
+    assert adapters["tokens_per_s_per_gpu"] > offloaded["tokens_per_s_per_gpu"]
+
+
+def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
+    rows = answer(*JOB, "--host-memory", 5)["layouts"]
+    for row in rows:
+        if row["fits"]:
+            assert row["host_gib"] * GIB <= 5 * GIB
+    assert any("for a node's host" in row["why_not"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "h9000"), "--gpu: unknown GPU 'h9000'"),
+        (("--gpus", 12), "--gpus 12 do not fill nodes of 8"),
+        (("--model", "no/such"), "no/such"),
+        (("--global-batch", 3, "--lora", 8), "--global-batch 3 does not divide"),
+        (("optim.lrr=3",), "optim.lr"),
+    ],
+)
+def test_wrong_arguments_are_one_message(words: tuple[object, ...], message: str) -> None:
+    done = run_tool("plan_cluster", *JOB, *words, code=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,236 @@
+"""tools/report.py: pages in a real browser, pictures, a million lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import resource
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.report.lines import WHOLE_BYTES, read_lines
+from tests.browser import WIDTHS, Browser, needs_browser
+from tests.report.runs import line_at, plan, write_run
+from tests.report.test_page import HOSTILE
+from tests.run_tools import run_tool
+from tests.two_ranks import REPOSITORY, environment
+
+STEPS = 1_000_000
+SPIKES = {"loss": (654_321, 55.5), "grad_norm": (123_456, 77.5), "step_time_s": (777_777, 99.5)}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory) -> Path:
+    """A million lines, 340 MB; three of them far from all others, three evaluated."""
+    folder = write_run(tmp_path_factory.mktemp("long") / "run", [], step=STEPS)
+    values = {
+        key: line_at(1)[key] for key in ("learning_rate", "mfu", "loss_scale", "skipped_steps")
+    }
+    rest = json.dumps(values | {"peak_allocated_gib": 61.25})[1:-1]
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, STEPS + 1):
+            noise = math.sin(step * 12.9898)
+            loss, norm, seconds = 2.5 + 0.05 * noise, 0.5 + 0.123 * noise, 1.2 + 0.011 * noise
+            if step in (at for at, _ in SPIKES.values()):
+                named = {at: (key, value) for key, (at, value) in SPIKES.items()}
+                key, value = named[step]
+                loss = value if key == "loss" else loss
+                norm = value if key == "grad_norm" else norm
+                seconds = value if key == "step_time_s" else seconds
+            evaluated = f', "eval_loss": {3 - step / STEPS}' if step % 300_000 == 0 else ""
+            file.write(
+                f'{{"attempt": 1, "unix_time_s": {1_790_000_000 + step}, "step": {step}, '
+                f'"samples": {step * 512}, "tokens": {step * 1_048_576}, {rest}, '
+                f'"loss": {loss}, "grad_norm": {norm}, "step_time_s": {seconds}'
+                f"{evaluated}}}\n"
+            )
+    return folder
+
+
+@pytest.mark.slow
+def test_a_million_lines_are_a_page_in_seconds(long_run):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run_tool("report", long_run)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    # Under 3 s where nothing else runs; beside other tests a core does half as much in a second.
+    lines = (long_run / "metrics.jsonl").read_bytes()[:20_000_000].splitlines()
+    begin = time.process_time()
+    for line in lines[: STEPS // 20]:
+        json.loads(line)
+    decoding_all = 20 * (time.process_time() - begin)
+    assert seconds < decoding_all
+    page = (long_run / "report.html").read_text()
+    assert len(page) < 5_000_000
+    (text,) = re.findall(r"<script type=application/json id=values>(.*?)</script>", page, re.S)
+    values = json.loads(text)
+    assert [3 - n * 0.3 for n in (1, 2, 3)] == pytest.approx(values["loss"]["curves"][-1]["y"])
+    assert "55.5" in page  # cut off from the picture, and named
+
+
+@pytest.mark.slow
+def test_no_spike_of_a_long_run_is_lost(long_run):
+    lines = read_lines(long_run / "metrics.jsonl")
+    assert not lines.is_whole
+    with ThreadPoolExecutor(3) as pool:
+        assert read_lines(long_run / "metrics.jsonl", pool.map) == lines
+    assert 2_000 < len(lines.lines) < 20_000
+    by_step = {line["step"]: line for line in lines.lines}
+    for key, (step, value) in SPIKES.items():
+        assert by_step[step][key] == value
+    assert all(step in by_step for step in (1, STEPS, 300_000, 600_000, 900_000))
+
+
+@pytest.mark.parametrize("change", [{}, {"grad_norm": None}, {"loss": 1e-07}, {"loss/code": 2.0}])
+def test_long_files_keep_extremes_whatever_their_lines_look_like(tmp_path, change):
+    """Also where the quick search of plain numbers does not apply."""
+    lines = [json.dumps(line_at(step, attempt=1, **change)) for step in range(1, 30_001)]
+    lines[12_344] = json.dumps(line_at(12_345, loss=44.5, grad_norm=2e-09))
+    lines[20_000] = json.dumps(line_at(20_001, loss="nan"))
+    lines[25_000] = '{"step": 25001, "loss": 3.0, "grad_n'  # a write cut short, then gone on
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines) + '\n{"step": 30001, "lo')
+    assert path.stat().st_size > WHOLE_BYTES
+    read = read_lines(path)
+    by_step = {line["step"]: line for line in read.lines}
+    assert by_step[12_345]["loss"] == 44.5
+    assert by_step[20_001]["loss"] == "nan"
+    assert 30_000 in by_step
+    assert 30_001 not in by_step
+
+
+def test_a_long_run_that_went_back_shows_the_last_attempt(tmp_path):
+    steps = [*range(1, 20_001), *range(15_001, 40_001)]
+    lines = [line_at(step, attempt=1 + (at >= 20_000)) for at, step in enumerate(steps)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = read_lines(path)
+    kept = [line["step"] for line in read.lines]
+    assert kept == sorted(set(kept))
+    assert all(line["attempt"] == 2 for line in read.lines if line["step"] > 15_000)
+
+
+def test_a_page_is_written_and_named(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert run_tool("report", folder).stdout.strip() == str(folder / "report.html")
+    out = run_tool("report", folder, folder, "--out", tmp_path / "both.html").stdout.strip()
+    assert Path(out).read_text().startswith("<!doctype html>")
+
+
+def test_without_a_name_all_runs_are_shown(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name)
+    (tmp_path / "runs" / "empty").mkdir()
+    command = [sys.executable, REPOSITORY / "tools" / "report.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "runs/report.html"
+    assert (tmp_path / "runs/report.html").read_text().count("data-run=") >= 2
+
+
+def test_what_is_no_run_is_an_error(tmp_path):
+    done = run_tool("report", tmp_path, tmp_path / "nothing", code=2)
+    assert "2 problems" in done.stderr
+    folder = write_run(tmp_path / "run")
+    assert "no folder" in run_tool("report", folder, "--out", "/nowhere/a.html", code=2).stderr
+    assert ".svg or .png" in run_tool("report", folder, "--plot", "a.gif", code=2).stderr
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_pictures_of_one_run_and_of_several(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    lines = [line_at(step) for step in range(1, 30)]
+    folders = [write_run(tmp_path / name) for name in "ab"]
+    folders.append(write_run(tmp_path / "none", []))
+    folders.append(write_run(tmp_path / "short", lines, the_plan=plan(lr=1.0)))
+    for number, chosen in enumerate((folders[:1], folders[2:3], folders)):
+        path = tmp_path / f"{number}.{suffix}"
+        run_tool("report", *chosen, "--plot", path)
+        assert path.stat().st_size > 5_000
+    if suffix == "svg":
+        assert "8 x H100" in (tmp_path / "0.svg").read_text()
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_page_in_a_browser(browser, tmp_path, dark):
+    events = [{"kind": "spike", "step": 77, "loss": 9.0}, {"kind": "saved", "step": 60}]
+    folder = write_run(tmp_path / "run", events=events)
+    run_tool("report", folder)
+    for width in WIDTHS:
+        page = browser.open((folder / "report.html").as_uri(), width, dark=dark)
+        assert page.errors == []
+        assert len(page.requests) == 1
+        assert not page.overflows
+        drawn = "document.querySelectorAll('figure.chart .on-step svg path:not(.grid)').length"
+        assert page.evaluate(drawn) > 8
+        background = page.evaluate("getComputedStyle(document.body.parentNode).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == dark
+
+
+@needs_browser
+def test_values_axes_and_keys_answer(browser, tmp_path):
+    folder = write_run(tmp_path / "run")
+    run_tool("report", folder)
+    page = browser.open((folder / "report.html").as_uri())
+    page.hover("#chart-loss .area")
+    tip = page.evaluate("document.querySelector('#chart-loss .tip').innerText")
+    assert re.search(r"step (99|100|101)\b", tip)
+    assert f"{line_at(100)['loss']:.1f}" in tip
+    shown = "getComputedStyle(document.querySelector('#chart-loss .on-{}')).display"
+    assert (page.evaluate(shown.format("step")), page.evaluate(shown.format("hours"))) == (
+        "block",
+        "none",
+    )
+    page.click("label:has(#by-hours)")
+    assert (page.evaluate(shown.format("step")), page.evaluate(shown.format("hours"))) == (
+        "none",
+        "block",
+    )
+    page.evaluate("document.querySelector('#chart-loss').focus()")
+    page.press("ArrowLeft")
+    assert "time at work" in page.evaluate("document.querySelector('#chart-loss .tip').innerText")
+    assert page.errors == []
+
+
+@needs_browser
+def test_runs_are_shown_and_hidden(browser, tmp_path):
+    folders = [write_run(tmp_path / name) for name in "ab"]
+    run_tool("report", *folders, "--out", tmp_path / "both.html")
+    page = browser.open((tmp_path / "both.html").as_uri())
+    count = "document.querySelectorAll('#chart-loss path[data-curve=b]:not(.hidden)').length"
+    assert page.evaluate(count) > 0
+    page.click("input[data-run=b]")
+    assert page.evaluate(count) == 0
+    assert page.errors == []
+
+
+@needs_browser
+def test_nothing_hostile_is_executed(browser, tmp_path):
+    bad = plan(name=HOSTILE)
+    bad["deepspeed_source"] = HOSTILE
+    events = [{"kind": HOSTILE, "message": HOSTILE}, {"kind": "sample", "text": HOSTILE}]
+    lines = [line_at(step, **{f"eval_loss/{HOSTILE}": 3.0, "eval_loss": 3.0}) for step in (1, 2)]
+    name = "<script>window.hacked=1<&script>'\""
+    folders = [write_run(tmp_path / (name + n), lines, events, bad, message=HOSTILE) for n in "ab"]
+    run_tool("report", folders[0], "--out", tmp_path / "one.html")
+    run_tool("report", *folders, "--out", tmp_path / "two.html")
+    for html in ("one.html", "two.html"):
+        page = browser.open((tmp_path / html).as_uri())
+        page.hover(".chart .area")
+        assert page.errors == []
+        assert page.evaluate("window.hacked") is None
+        assert len(page.requests) == 1

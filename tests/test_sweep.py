@@ -1,0 +1,127 @@
+"""tools/sweep.py on real runs: early stopping, kills, failures, its page."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("optuna")
+
+from tests.sweeps.launched import STEPS, ended, start, write_sweep
+from tests.two_ranks import wait_for
+from tools.sweeps.record import Record
+from tools.sweeps.spec import read_sweep
+from tools.sweeps.study import Study
+from tools.sweeps.text import best_of
+
+pytestmark = pytest.mark.slow
+
+RATES = "optim.lr = {from = 1e-4, to = 0.3, log = true, points = 8}"
+
+
+def records(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+    monkeypatch.chdir(path.parent)
+    return Study(read_sweep(Path(path.name), [])).records()
+
+
+def lines_of(trial: Path) -> int:
+    metrics = trial / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def test_random_rates_with_early_stopping_come_near_a_grid_at_a_third_of_its_steps(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exhaustive = write_sweep(tmp_path, "grid", "method = 'grid'\nparallel = 2", RATES, data)
+    whole = 8 * STEPS
+    few = f"trials = 40\nprune = true\nparallel = 2\nbudget.steps = {whole // 3}"
+    stopped = write_sweep(tmp_path, "random", few, RATES, data)
+    output = ended(start(exhaustive))
+    assert f"8 of 8 trials, {whole} steps" in output
+    output = ended(start(stopped), code=75)  # the budget ends it
+    assert "raise sweep.budget.steps" in output
+    by_grid, by_random = (records(path, monkeypatch) for path in (exhaustive, stopped))
+    steps = sum(record.used.steps for record in by_random)
+    assert whole / 6 < steps < whole / 3 + 4  # a step or two until the stop arrives
+    assert sum(record.state == "pruned" for record in by_random) >= 3
+    best_by_grid, best = best_of(by_grid), best_of(by_random)
+    assert best_by_grid
+    assert best
+    assert best.value < 1.3 * best_by_grid.value
+    # A rate that nobody should take is far from that.
+    assert max(record.value for record in by_grid) > 1.5 * best_by_grid.value
+    assert f"optim.lr={best.choice['optim.lr']}" in output.splitlines()[-3]
+    _page_shows(tmp_path / "runs" / "random" / "sweep.html", by_random)
+
+
+def _page_shows(path: Path, trials: list[Record]) -> None:
+    page = path.read_text()
+    ended_ = [record for record in trials if record.has_ended]
+    assert page.count("<polyline") == 2 * len(ended_)
+    assert page.count("<circle") == len(ended_)
+    assert all(
+        f"trial {record.number:03}: lr={record.choice['optim.lr']}" in page for record in ended_
+    )
+    assert not re.search(r"(?:src|href)=\"(?:https?:)?//", page)
+
+
+def test_killed_and_interrupted_it_finishes_the_same_set(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = "method = 'tpe'\ntrials = 4\nprune = {after = 0.5}"
+    undisturbed = write_sweep(tmp_path, "undisturbed", settings, RATES, data)
+    disturbed = write_sweep(tmp_path, "disturbed", settings, RATES, data)
+    ended(start(undisturbed))
+    folder = tmp_path / "runs" / "disturbed"
+
+    process = start(disturbed)
+    wait_for(lambda: lines_of(folder / "trial-001") > 2, "steps of the second trial")
+    ranks = psutil.Process(process.pid).children()
+    assert ranks
+    process.send_signal(signal.SIGKILL)
+    ended(process, code=-signal.SIGKILL)
+    assert [of.state for of in records(disturbed, monkeypatch)][:2] == ["done", "running"]
+    psutil.wait_procs(ranks, timeout=600)  # of their own accord
+    assert not any(rank.is_running() for rank in ranks)
+
+    process = start(disturbed)
+    wait_for(lambda: lines_of(folder / "trial-002") > 2, "steps of the third trial")
+    ranks = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    output = ended(process, code=75)
+    assert "trials save and end" in output
+    assert "the same command goes on: python tools/sweep.py disturbed.toml" in output
+    assert not any(rank.is_running() for rank in ranks)
+
+    ended(start(disturbed))
+    kept: Mapping[str, list[Any]] = {
+        path.stem: [(of.choice, of.state, of.value) for of in records(path, monkeypatch)]
+        for path in (undisturbed, disturbed)
+    }
+    assert kept["disturbed"] == kept["undisturbed"]
+    status = json.loads((folder / "trial-001" / "status.json").read_text())
+    assert status["attempt"] == 2
+
+
+def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = data[0].partition("=")[2]
+    search = f'data.path = ["{tmp_path}/missing.jsonl", "{corpus}"]'
+    path = write_sweep(tmp_path, "failing", "method = 'grid'", search, data[1:])
+    output = ended(start(path))
+    states = [record.state for record in records(path, monkeypatch)]
+    assert states == ["failed", "done"]
+    flat = " ".join(output.split())
+    assert "trial 000 failed: exit code 2:" in flat
+    assert "missing.jsonl" in flat.partition("trial 000 failed")[2]
+    (tmp_path / "missing.jsonl").write_text(json.dumps({"text": "word " * 4000}) + "\n")
+    ended(start(path, "--retry"))
+    assert [record.state for record in records(path, monkeypatch)] == ["done", "done"]

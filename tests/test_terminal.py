@@ -1,0 +1,171 @@
+"""Texts on a terminal: real commands in a pseudo-terminal of 80 columns, and of fewer."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.run.progress import Progress
+from harness.terminal import coloured, takes_colour, wrapped
+from tests.in_terminal import Terminal, shown_in
+from tests.run.test_meter import LINE
+from tests.two_ranks import TRAIN, train_command, write_corpus
+from tools.proofs.ranks import free_port
+
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+LAYOUT = ("tools/show_layout.py", "--model", "llama-3-8b")
+ESTIMATE = ("tools/estimate_memory.py", "--model", "llama-3-8b", "--gpus", "8", "--gpu")
+TOOLS = {
+    "keys": (TRAIN, "--keys"),
+    "plan": (TRAIN, "--dry-run", "model.name=llama-3-8b", "data.seq_len=4096"),
+    "mistakes": (TRAIN, "train.step=10", "optim.lr=-1", "ds.zero_optimization.stagee=2"),
+    "layout": (*LAYOUT, "--gpus", "64", "--deepspeed", "ds_configs/pipeline4.json"),
+    "estimate": (*ESTIMATE, "h100-80", "--seq-len", "8192"),
+    "sweep": (*ESTIMATE, "a100-40", "--sweep", "micro_batch=1..2", "seq_len=2048..4096"),
+    "schedule": ("tools/plot_schedule.py",),
+}
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("name", TOOLS)
+def test_no_line_of_a_tool_is_wider_than_the_terminal(name: str, columns: int) -> None:
+    text = ESCAPES.sub("", shown_in([sys.executable, *TOOLS[name]], columns))
+    assert text.strip()
+    wide = [line for line in text.split("\n") if len(line) > columns]
+    # What has no space in it is left whole, so that it can be copied.
+    assert not [line for line in wide if len(max(line.split(), key=len)) < columns // 2], wide
+
+
+def test_a_narrow_terminal_shows_fewer_ranks_and_ticks() -> None:
+    lines = shown_in([sys.executable, *TOOLS["layout"]]).split("\n")
+    stages = [line for line in lines if re.match(r"  stage \d +(on node|[F.])", line)]
+    assert len(stages) == 8
+    assert all("..." in line for line in stages)
+
+
+def test_verdicts_have_colours_unless_no_color_says_otherwise() -> None:
+    command = [sys.executable, *TOOLS["mistakes"]]
+    assert "\x1b[31;1mcannot train\x1b[0m:" in shown_in(command)
+    assert "\x1b" not in shown_in(command, env={"NO_COLOR": "1"})
+    assert "\x1b" not in shown_in(command, env={"TERM": "dumb"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "disk                FAIL     3 GiB are free",
+        "disk                ok       3 GiB are free",
+        "disk                warn     3 GiB are free",
+        "Verdict: does not fit: 120.00 GiB",
+        "preflight: ok to start, no warnings",
+        "preflight: FAIL, do not start: disk",
+    ],
+)
+def test_a_verdict_is_coloured_and_nothing_else_changes(text: str) -> None:
+    assert ESCAPES.sub("", coloured(text)) == text != coloured(text)
+
+
+def test_ordinary_words_have_no_colour() -> None:
+    for text in ("warn: it is ok to fail", "okapi  held-out", "it fits", "FAILURES.md"):
+        assert coloured(text) == text
+
+
+def test_pipes_get_no_colour_and_no_breaks() -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as stream:
+        assert not takes_colour(stream, {})
+    os.close(read)
+
+
+def test_a_broken_line_continues_below_its_text() -> None:
+    row = "memory         " + "word " * 20
+    first, *rest = wrapped(row.rstrip(), 50).split("\n")
+    assert first.startswith("memory         word")
+    assert rest
+    assert all(line.startswith(" " * 15 + "word") and len(line) <= 50 for line in rest)
+    numbered = wrapped("  1. " + "word " * 20, 50).split("\n")
+    assert numbered[1].startswith("     word")
+    assert wrapped("a/path/" + "x" * 90, 80) == "a/path/" + "x" * 90
+
+
+class _Stream:
+    """A terminal of so many columns, by a real pseudo-terminal."""
+
+    def __init__(self, columns: int) -> None:
+        self.terminal = Terminal(["sleep", "600"], columns)
+        self.stream = os.fdopen(os.dup(self.terminal._end), "w")
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+        self.terminal.close()
+
+
+def live_lines(progress: Progress, monkeypatch: pytest.MonkeyPatch, lines: Any) -> list[str]:
+    """Return what each metrics line writes."""
+    written: list[str] = []
+    monkeypatch.setattr(progress.stream, "write", lambda text: written.append(text))
+    for line in lines:
+        progress.step(line)
+    return written
+
+
+def test_the_width_is_asked_at_each_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _Stream(200) as wide:
+        progress = Progress(True, wide.stream)
+        progress.total_steps = 100
+        (text,) = live_lines(progress, monkeypatch, [LINE])
+        assert text.endswith("lr 1.00e-03")
+        for columns in (80, 40):
+            wide.terminal.resize(columns)
+            (text,) = live_lines(progress, monkeypatch, [LINE])
+            assert 1 < len(text.lstrip("\r")) < columns
+        assert "loss 2.5000" in text
+        assert "lr" not in text
+
+
+def test_a_line_stays_every_five_per_cent_and_every_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("harness.run.progress.time.monotonic", lambda: now[0])
+    with _Stream(80) as there:
+        progress = Progress(True, there.stream)
+        progress.total_steps = 100
+        steps = [{**LINE, "step": step} for step in range(1, 22)]
+        texts = live_lines(progress, monkeypatch, steps)
+        assert [n for n, text in enumerate(texts, 1) if text.endswith("\n")] == [6, 11, 16, 21]
+        now[0] = 601.0
+        (text,) = live_lines(progress, monkeypatch, [{**LINE, "step": 22}])
+        assert text.endswith("\n")
+
+
+@pytest.mark.slow
+def test_a_launched_run_at_80_columns_and_ctrl_c(tmp_path: Path) -> None:
+    """The launcher turns Ctrl-C into a SIGTERM for the ranks, which have had their SIGINT."""
+    corpus = write_corpus(tmp_path / "corpus")
+    run = tmp_path / "run"
+    words = train_command(f"data.path={corpus}", f"run.dir={run}", "train.steps=100000")
+    launcher = [Path(sys.executable).parent / "deepspeed", "-q", "--num_accelerators", "1"]
+    command = [*launcher, "--master_port", free_port(), *words[1:], "eval.every=0"]
+    terminal = Terminal(command)
+    try:
+        terminal.read(lambda text: "step     40/" in text)
+        terminal.press_ctrl_c()
+        terminal.ended()
+    finally:
+        terminal.close()
+    # DeepSpeed's launcher writes its own KeyboardInterrupt behind whichever line is there.
+    shown = terminal.text.replace("Traceback", "\nTraceback")
+    live = re.findall(r"\r(step +\d+/[^\r\n]*)", shown)
+    assert len(live) >= 30, terminal.text
+    assert not [line for line in live[1:] if len(line) >= 80 or " left" not in line]
+    assert re.search(r"stopped at step \d+: asked to stop by Ctrl-C;", terminal.text)
+    assert "asked to stop by Ctrl-C" in (run / "status.json").read_text()

@@ -1,0 +1,60 @@
+"""Workers: their errors arrive whole, and none outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from harness.errors import ConfigError
+from tools import workers
+from tools.workers import Progress, WorkerFailed, run_workers
+
+
+def nothing(_: object) -> None:
+    pass
+
+
+def test_an_error_larger_than_a_pipe_arrives() -> None:
+    def fail(item: int, progress: Progress) -> None:
+        raise ConfigError([f"{item}: {'x' * 1_000_000}"])
+
+    with pytest.raises(ConfigError) as raised:
+        run_workers(fail, range(4), 4, nothing)
+    assert len(raised.value.problems[0]) > 1_000_000
+
+
+def test_a_worker_that_is_killed_while_it_reports_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def send_half(self: workers.Connection, error: Exception) -> None:
+        os.write(self.fileno(), b"\0\0\1\0half")  # of 256 bytes
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail(item: int, progress: Progress) -> None:
+        if item:
+            time.sleep(60)
+        raise ConfigError("torn")
+
+    monkeypatch.setattr(workers.Connection, "send", send_half)
+    with pytest.raises(WorkerFailed, match="SIGKILL"):
+        run_workers(fail, range(2), 2, nothing)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_the_parent_may_be_process_1(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container, where a worker whose parent is dead has another one."""
+    ids = SimpleNamespace(getpid=lambda: 1, getppid=lambda: 4711 if is_dead else 1)
+    monkeypatch.setattr(workers, "os", ids)
+    worked = workers.multiprocessing.get_context("fork").Value("i", 0)
+
+    def work(item: int, progress: Progress) -> None:
+        worked.value += 1
+
+    with pytest.raises(WorkerFailed) if is_dead else nullcontext():
+        run_workers(work, range(1), 1, nothing)
+    assert worked.value == (0 if is_dead else 1)

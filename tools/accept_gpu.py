@@ -1,0 +1,164 @@
+"""Does everything work on this machine's GPUs? Ten steps, one table; run it first of all.
+
+    python tools/accept_gpu.py
+    python tools/accept_gpu.py --ranks 2 --only joining parity --json accepted.json
+
+Each step is a process of its own with a time limit, which ends all that it started; on GPUs all of
+them together end within ten minutes. On a machine without GPUs (or with DS_ACCELERATOR=cpu) the
+same steps run on two CPU ranks at smaller sizes; what needs CUDA is named. Exit code 0 if nothing
+failed, 1 if a step did, 2 for wrong arguments.
+
+steps:
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0] = str(REPOSITORY)
+
+from harness.layout.world import find_accelerator
+from harness.terminal import say
+from tools.acceptance.report import Check, Result, as_json, code, read_result, readable, table
+from tools.acceptance.steps import STEPS, Step
+from tools.bounded import run_bounded
+from tools.made_with import machine, versions
+
+MOST_RANKS = 8
+CPU_RANKS = 2
+TOTAL_S = 600.0  # of all steps on GPUs: what then has not begun is skipped
+CPU_LIMIT_S = 900.0  # of any step: CPU ranks may share their cores with anything
+_SAY_EVERY_S = 10.0
+_LEAST_S = 20.0  # that a step needs to find anything
+_INTERRUPTED = 130  # as shells have it
+
+
+def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
+    """argv -> progress and a table -> exit code."""
+    parser = _parser(steps)
+    args = parser.parse_args(argv)
+    by_name = {step.name: step for step in steps}
+    if unknown := [name for name in args.only or () if name not in by_name]:
+        parser.error(f"--only {' '.join(unknown)}: the steps are {', '.join(by_name)}")
+    accelerator = find_accelerator()
+    most = _gpus() if accelerator == "cuda" else MOST_RANKS
+    if not most:
+        parser.error("the driver is here, but no GPU: see nvidia-smi, or set DS_ACCELERATOR=cpu")
+    ranks = most if accelerator == "cuda" else CPU_RANKS
+    ranks = ranks if args.ranks is None else args.ranks
+    if not 1 <= ranks <= most:
+        parser.error(f"--ranks {ranks}: it must be 1 to {most} here")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+    folder = Path(tempfile.mkdtemp(prefix="accept-gpu-"))
+    about = {"accelerator": accelerator, "ranks": ranks, "versions": versions()}
+    about["machine"] = machine()
+    kind = "GPU" if accelerator == "cuda" else "CPU rank"
+    _say(f"{ranks} {kind}{'s' * (ranks > 1)}, {about['versions']}; logs in {folder}")
+    results: list[Result] = []
+    end_s = time.monotonic() + TOTAL_S if accelerator == "cuda" and not args.limit else math.inf
+    chosen = [step for step in steps if not args.only or step.name in args.only]
+    try:
+        for number, step in enumerate(chosen, 1):
+            _say(f"{number}/{len(chosen)} {step.name}: {step.question}")
+            left_s = end_s - time.monotonic()
+            if left_s < _LEAST_S:
+                results.append(_too_late(step))
+                continue
+            limit_s = args.limit or (step.limit_s if accelerator == "cuda" else CPU_LIMIT_S)
+            results.append(_done(step, folder, ranks, accelerator, min(limit_s, left_s)))
+    except KeyboardInterrupt:
+        _say("interrupted; nothing of it runs any more")
+        if results:
+            say(table(results))
+        return _INTERRUPTED
+    say(table(results))
+    if args.json:
+        args.json.write_text(json.dumps(as_json(results, about), indent=2), encoding="utf-8")
+    return code(results)
+
+
+def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float) -> Result:
+    """Run a step in a process of its own, and end all of its processes with it."""
+    own = folder / step.name
+    own.mkdir()
+    log, now = own / "log.txt", own / "now"
+    command = [sys.executable, "-m", "tools.acceptance.one_step", step.module, str(own)]
+    command += [f"--ranks={ranks}", f"--accelerator={accelerator}"]
+    began = said_at = time.monotonic()
+
+    def progress() -> None:
+        nonlocal said_at
+        if time.monotonic() > said_at + _SAY_EVERY_S:
+            said_at = time.monotonic()
+            what = readable(now.read_text(errors="replace")) if now.exists() else "starting"
+            _say(f"    {said_at - began:3.0f} of at most {limit_s:.0f} s: {what}")
+
+    env = {**os.environ, "DS_ACCELERATOR": accelerator, "PYTHONPATH": str(REPOSITORY)}
+    ended = run_bounded(command, limit_s, log, REPOSITORY, env, progress)
+    if ended.code == 0:
+        return read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
+    at = readable(now.read_text(errors="replace")) if now.exists() else "its start"
+    why = f"it took longer than {limit_s:.0f} s, and was ended, at: {at}"
+    if ended.code is not None:
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        why = f"it ended with code {ended.code}, at: {at}: {last}"
+    return Result(step.name, ended.seconds, problem=why, cpu_s=ended.cpu_s, log=str(log))
+
+
+def _too_late(step: Step) -> Result:
+    why = f"{TOTAL_S:.0f} s were over; --only {step.name} takes its own time"
+    return Result(step.name, 0.0, checks=(Check("all of it", "skipped", why),))
+
+
+def _gpus() -> int:
+    """Return the number of GPUs to use, at most MOST_RANKS, without importing torch."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return min(MOST_RANKS, len(visible.split(",")))
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return min(MOST_RANKS, sum(line.startswith("GPU") for line in listed.stdout.splitlines()))
+
+
+def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {step.name:13} {step.question}" for step in steps)
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
+    parser.add_argument("--ranks", type=int, help="default: all GPUs of this node, at most 8")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the results, for programs")
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="of each step, instead of its own"
+    )
+    return parser
+
+
+def _say(text: str) -> None:
+    say(text, sys.stderr)
+
+
+def _as_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _as_ctrl_c)
+    sys.exit(main(sys.argv[1:]))

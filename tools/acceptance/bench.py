@@ -1,0 +1,200 @@
+"""The bench of a step: ranks to start, a model and data for them, checks to fill in."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ExitCode
+from harness.runfolder import RunFolder
+from tools.acceptance.report import Check, readable
+from tools.proofs.ranks import ON_CPU, REPOSITORY, environment, start
+from tools.proofs.zygote import Outcome, Zygote
+
+NEEDS_CUDA = "needs CUDA"
+NEEDS_TWO = "needs two ranks"
+_PATIENCE_S = 90.0
+"""How long ranks may outlive one that failed: then they hang."""
+# A Llama of about a million parameters, most of them of 8,192 tokens, for CPU ranks.
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+ON_CUDA = {
+    "PYTHONWARNINGS": "ignore",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS has no deterministic products
+}
+"""Environment of ranks on GPUs."""
+
+
+class Failed(Exception):
+    """A check did not hold."""
+
+
+class Skipped(Exception):
+    """A check cannot be made here; the text says what it needs."""
+
+
+@dataclass
+class Bench:
+    """One step at work in `folder`; `shared` is a folder of all steps."""
+
+    folder: Path
+    shared: Path
+    ranks: int
+    accelerator: str
+    checks: list[Check] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    """What was measured, for programs."""
+    _zygote: Zygote | None = None
+
+    @property
+    def on_cuda(self) -> bool:
+        """True on GPUs."""
+        return self.accelerator == "cuda"
+
+    def say(self, text: str) -> None:
+        """Show what is being done."""
+        (self.folder / "now").write_text(text, encoding="utf-8")
+        print(text, flush=True)
+
+    def check(self, name: str, look: Callable[[], str]) -> None:
+        """Add a check: `look` returns what it measured, or raises Failed, Skipped, or anything."""
+        self.say(name)
+        try:
+            check = Check(name, "held", look())
+        except Skipped as skipped:
+            check = Check(name, "skipped", str(skipped))
+        except Failed as failed:
+            check = Check(name, "failed", str(failed))
+        except Exception as error:
+            traceback.print_exc()
+            check = Check(name, "failed", f"{type(error).__name__}: {error}")
+        self.checks.append(check)
+        print(f"  {check.verdict}: {check.text}", flush=True)
+
+    def cuda_only(self) -> None:
+        """Raise Skipped on CPU ranks."""
+        if not self.on_cuda:
+            raise Skipped(NEEDS_CUDA)
+
+    def not_on_cpu(self, name: str) -> None:
+        """Add what CPU ranks leave out, on them."""
+        if not self.on_cuda:
+            self.checks.append(Check(name, "skipped", NEEDS_CUDA))
+
+    def two_ranks(self) -> None:
+        """Raise Skipped on one rank."""
+        if self.ranks < 2:
+            raise Skipped(NEEDS_TWO)
+
+    @property
+    def power_of_two(self) -> int:
+        """Ranks that divide every batch of this tool: at most all of them."""
+        return 2 ** int(math.log2(self.ranks))
+
+    def run(
+        self,
+        module: str,
+        arguments: list[str],
+        name: str,
+        ranks: int | None = None,
+    ) -> Outcome:
+        """Run main(arguments) of `module` on so many ranks, and wait for all of them.
+
+        `name`: folder of the logs. CPU ranks are forks of one process: imports are most of what
+        they do. CUDA does not survive a fork.
+        """
+        logs, count = self.folder / name, ranks or self.ranks
+        if self.on_cuda:
+            command = [sys.executable, "-m", module, *arguments]
+            group = start(command, count, REPOSITORY, logs, ON_CUDA)
+        else:
+            self._zygote = self._zygote or Zygote()
+            group = self._zygote.start(
+                module, arguments, count, REPOSITORY, logs, environment(ON_CPU)
+            )
+        try:
+            codes: list[int | None] = [*group.wait(patience_s=_PATIENCE_S)]
+        finally:
+            group.end()
+        outputs = [path.read_text(encoding="utf-8", errors="replace") for path in group.logs]
+        return Outcome(codes, outputs, [])
+
+    def train(
+        self,
+        run: RunFolder,
+        *settings: str,
+        name: str,
+        json_name: str,
+        code: int = ExitCode.DONE,
+        ranks: int | None = None,
+        fault: dict[str, Any] | None = None,
+    ) -> Outcome:
+        """Train the tiny model on its data; all ranks must end with `code`."""
+        words = [f"--deepspeed={REPOSITORY / 'ds_configs' / json_name}.json", *self.settings]
+        words += [f"run.dir={run.path}", *settings]
+        module, arguments = "tools.acceptance.rank", [json.dumps(fault), *words]
+        ended = self.run(module, arguments, name, ranks)
+        if set(ended.codes) != {int(code)}:
+            raise Failed(f"{name}: ranks ended with {ended.codes}, not with {code}: {tail(ended)}")
+        return ended
+
+    @property
+    def settings(self) -> list[str]:
+        """Settings of a short run of a tiny model: the demo's on GPUs, a smaller one on CPUs."""
+        sizes = {} if self.on_cuda else _SMALL
+        corpus = self.shared / "corpus"
+        if not corpus.exists():
+            _write_corpus(corpus)
+        return [
+            *(f"model.overrides.{key}={value}" for key, value in sizes.items()),
+            f"data.path={corpus}",
+            f"data.cache_dir={self.shared / 'cache'}",
+            f"data.seq_len={256 if self.on_cuda else 32}",
+            f"train.global_batch={8 * self.ranks}",
+            "train.micro_batch=2",
+            "optim.schedule=constant",
+            "optim.warmup_steps=0",
+            "eval.samples=8",
+            "eval.every=0",
+            "log.every=1",
+            "sample.tokens=0",
+            "save.export=false",
+        ]
+
+    def close(self) -> None:
+        """End the process that forks ranks."""
+        if self._zygote is not None:
+            self._zygote.close()
+
+
+def tail(ended: Outcome) -> str:
+    """The last line of each rank."""
+    lines = [output.strip().rpartition("\n")[2] for output in ended.outputs]
+    return readable("; ".join(dict.fromkeys(filter(None, lines))))
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    """Raise Failed unless a condition holds."""
+    if not condition:
+        raise Failed(otherwise)
+
+
+def _write_corpus(folder: Path) -> None:
+    """This library's own source: real text, and little of it."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    for number, path in enumerate(sorted((REPOSITORY / "harness").rglob("*.py"))):
+        (partial / f"{number:04}.txt").write_bytes(path.read_bytes())
+    partial.rename(folder)

@@ -1,0 +1,132 @@
+"""The result of an acceptance: checks, the steps that they belong to, a table of 80 columns."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.errors import ExitCode
+
+Verdict = Literal["held", "failed", "skipped"]
+
+WIDTH = 80
+_STEP, _VERDICT, _SECONDS = 15, 8, 6
+_INDENT = " " * 4
+_MOST = 400
+"""Characters of a text; the log has the rest."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One of the things that a step looks at."""
+
+    name: str
+    verdict: Verdict
+    text: str = ""
+    """What was measured; why it failed, or was skipped."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a step."""
+
+    step: str
+    seconds: float
+    figure: str = ""
+    """The one figure that counts."""
+    problem: str = ""
+    """Why the step itself did not come to an end."""
+    checks: tuple[Check, ...] = ()
+    cpu_s: float = 0.0
+    """Processor seconds of all its processes."""
+    log: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What was measured, for programs."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Failed if anything did, skipped if everything was."""
+        verdicts = {check.verdict for check in self.checks}
+        if self.problem or "failed" in verdicts or not verdicts:
+            return "failed"
+        return "held" if "held" in verdicts else "skipped"
+
+
+def read_result(path: Path, step: str, seconds: float, cpu_s: float, log: Path) -> Result:
+    """Return the result that a step's process wrote; one with a `problem` where that is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        checks = tuple(Check(**check) for check in values.pop("checks"))
+        result = Result(step, seconds, checks=checks, cpu_s=cpu_s, log=str(log), **values)
+        result.verdict  # noqa: B018  # whose parts must be texts
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        problem = "it ended without a result"
+        return Result(step, seconds, problem=problem, cpu_s=cpu_s, log=str(log))
+    return result
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line for each step, and under it what failed or was skipped."""
+    lines = [f"{'step':{_STEP}}{'verdict':{_VERDICT}}{'s':>{_SECONDS}}  figure"]
+    lines.append("-" * WIDTH)
+    for result in results:
+        lines += _lines(result)
+    return "\n".join([*lines, "-" * WIDTH, conclusion(results)])
+
+
+def _lines(result: Result) -> list[str]:
+    start = f"{result.step:{_STEP}}{result.verdict:{_VERDICT}}{result.seconds:{_SECONDS}.0f}  "
+    figure = textwrap.wrap(readable(result.figure), WIDTH - len(start)) or [""]
+    lines = [(start + figure[0]).rstrip(), *(" " * len(start) + more for more in figure[1:])]
+    if result.problem:
+        lines += _wrapped(f"FAILED: {result.problem}")
+    for check in result.checks:
+        if check.verdict == "failed":
+            lines += _wrapped(f"FAILED: {check.name}: {check.text}")
+    if result.verdict == "failed" and result.log:
+        lines += _wrapped(f"see {result.log}")
+    skipped: dict[str, list[str]] = {}
+    for check in result.checks:
+        if check.verdict == "skipped":
+            skipped.setdefault(check.text, []).append(check.name)
+    for why, names in skipped.items():
+        lines += _wrapped(f"{why}: {', '.join(names)}")
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        readable(text), WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT + "  "
+    )
+
+
+def readable(text: str) -> str:
+    """Return a text of any process, on one line, without control characters, and not too long."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= _MOST else f"{line[: _MOST // 2]} ... {line[-_MOST // 2 :]}"
+
+
+def conclusion(results: Sequence[Result]) -> str:
+    """The verdict over all steps: a sentence, in lines of WIDTH."""
+    of = {v: [r.step for r in results if r.verdict == v] for v in ("held", "failed", "skipped")}
+    seconds, cpu_s = (sum(getattr(r, name) for r in results) for name in ("seconds", "cpu_s"))
+    time = f"{seconds:.0f} s, {cpu_s:.0f} s of processors"
+    parts = [f"{len(of['held'])} of {len(results)} steps held in {time}"]
+    parts += [f"skipped: {', '.join(of['skipped'])}"] if of["skipped"] else []
+    parts += [f"FAILED: {', '.join(of['failed'])}"] if of["failed"] else []
+    return textwrap.fill("; ".join(parts), WIDTH)
+
+
+def code(results: Sequence[Result]) -> int:
+    """DONE, or 1 if a step failed."""
+    return 1 if any(result.verdict == "failed" for result in results) else int(ExitCode.DONE)
+
+
+def as_json(results: Sequence[Result], about: dict[str, Any]) -> dict[str, Any]:
+    """The same, for programs."""
+    steps = [{"verdict": result.verdict, **asdict(result)} for result in results]
+    return {**about, "code": code(results), "steps": steps}

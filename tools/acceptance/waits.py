@@ -1,0 +1,63 @@
+"""Waits: in a step of the loop the host waits for the device only where DeepSpeed makes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+from tools.acceptance.bench import Bench, Failed, expect
+from tools.acceptance.report import readable
+from tools.proofs.ranks import REPOSITORY
+from tools.speed.cases import Case
+from tools.speed.launch import measured
+
+_JSONS = ("zero1", "zero2", "zero3")
+_SIMULATED = ("zero1", "zero3")
+_OWN = "harness/"
+
+
+def look(bench: Bench) -> str:
+    """Count the waits of one step for each JSON: on GPUs as torch reports them, else simulated."""
+    counts: dict[str, int] = {}
+    for name in _JSONS:
+        bench.check(name, lambda name=name: _counted(bench, name, counts))
+    if not bench.on_cuda:
+        bench.check("a simulated device", lambda: _simulated(bench))
+        return str(bench.values.get("simulated", [""])[-1])
+    return ", ".join(f"{name} {count} waits a step" for name, count in counts.items())
+
+
+def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
+    bench.cuda_only()
+    settings = dict(text.split("=", 1) for text in bench.settings)
+    settings.pop("train.global_batch")
+    settings.pop("log.every")  # whose line is the one place where the host is to wait
+    line: dict[str, Any] = measured(
+        Case(name, settings), REPOSITORY / "ds_configs" / f"{name}.json", bench.ranks, 3, 4
+    )
+    if "host_waits" not in line:
+        raise Failed(line.get("refused") or line.get("error") or "nothing was measured")
+    places = bench.values[name] = line["host_waits"]
+    own = [place for place in places if place.startswith(_OWN)]
+    expect(not own, f"the harness waits in {', '.join(own)}")
+    counts[name] = line["host_waits_per_step"]
+    return f"{counts[name]} waits a step: {', '.join(places)}"
+
+
+def _simulated(bench: Bench) -> str:
+    """Run CPU ranks whose device has streams: what races, or waits without need, fails."""
+    bench.two_ranks()
+    tool = REPOSITORY / "tools" / "proofs" / "check_streams.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), "--cells", *_SIMULATED],
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    lines = bench.values["simulated"] = [readable(line) for line in done.stdout.splitlines()]
+    expect(done.returncode == 0, f"it ended with code {done.returncode}: {'; '.join(lines)}")
+    return "; ".join(lines)

@@ -1,0 +1,189 @@
+"""Talk to what a run exported: answers as they are made, before and after training.
+
+    python tools/chat.py runs/NAME
+    python tools/chat.py runs/NAME --before --prompt "What is 3 plus 4?"
+
+A conversation is written by the tokenizer's chat template; a model without one continues the text.
+--before answers each prompt first with the weights that the run began with (model.init_from).
+Without --prompt it reads lines until Ctrl-D; an empty line begins a new conversation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ConfigError
+from harness.files.paths import option_path
+from harness.runfolder import RunFolder
+from harness.terminal import say
+
+ADAPTERS = "adapter_config.json"
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def main(argv: list[str]) -> int:
+    """argv -> answers on standard output -> exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        speakers = _speakers(arguments)
+    except ConfigError as error:
+        say(f"cannot chat: {error}", sys.stderr)
+        return int(error.code)
+    prompts = arguments.prompt or _lines()
+    try:
+        for prompt in prompts:
+            for speaker in speakers:
+                if not prompt:
+                    speaker.turns.clear()
+                    continue
+                if len(speakers) > 1:
+                    print(f"[{speaker.title}]")
+                speaker.answer(prompt, arguments)
+    except (KeyboardInterrupt, EOFError):
+        print()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=option_path, help="run folder, or an exported model")
+    parser.add_argument("--prompt", action="append", help="say this, and end; may be repeated")
+    parser.add_argument("--before", action="store_true", help="answer before training, too")
+    parser.add_argument("--tokens", type=int, default=256, help="longest answer; default: 256")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token; default: 0"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    parser.add_argument("--system", help="the system turn of each conversation")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    return parser
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed; the prompt is shown to people alone."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    while True:
+        yield input("> ").strip()
+
+
+@dataclass
+class Speaker:
+    """A model in a conversation."""
+
+    title: str
+    model: Any
+    tokenizer: Any
+    within: Context = contextlib.nullcontext
+    """Context in which it answers."""
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, prompt: str, arguments: argparse.Namespace) -> None:
+        """Print the answer to a prompt as it is made."""
+        import torch
+        from transformers import TextStreamer
+
+        if not self.turns and arguments.system:
+            self.turns.append({"role": "system", "content": arguments.system})
+        self.turns.append({"role": "user", "content": prompt})
+        ids = self._ids(prompt).to(self.model.device)
+        torch.manual_seed(arguments.seed)
+        drawn: dict[str, Any] = {"do_sample": False}
+        if arguments.temperature > 0:
+            drawn = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0}
+        with self.within(), torch.no_grad():
+            made = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=arguments.tokens,
+                pad_token_id=self.tokenizer.eos_token_id,
+                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                **drawn,
+            )
+        text = self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        self.turns.append({"role": "assistant", "content": text.strip()})
+
+    def _ids(self, prompt: str) -> Any:
+        """Return the ids (1, tokens) of the conversation so far, or of a text to continue."""
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)[
+                "input_ids"
+            ]
+        return self.tokenizer.apply_chat_template(
+            self.turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+
+
+def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
+    """Return who answers, in that order. Raises ConfigError if there is nothing to open."""
+    folder, source = _export(arguments.run)
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    remote = arguments.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+    if (folder / ADAPTERS).is_file():
+        from peft import PeftModel
+
+        source = json.loads((folder / ADAPTERS).read_text())["base_model_name_or_path"]
+        model = PeftModel.from_pretrained(_opened(source, remote), str(folder)).eval()
+        before = Speaker("before", model, tokenizer, model.disable_adapter)
+    else:
+        model = _opened(folder, remote)
+        before = None
+        if arguments.before:
+            if source is None:
+                raise ConfigError(
+                    f"{arguments.run} names no weights that it began with: no --before"
+                )
+            before = Speaker("before", _opened(source, remote), tokenizer)
+    after = Speaker("after", model, tokenizer)
+    return [before, after] if arguments.before and before else [after]
+
+
+def _export(run: Path) -> tuple[Path, str | None]:
+    """Return the exported model of a run, or the folder itself, and the run's initial weights."""
+    folder = RunFolder(run)
+    if not folder.plan_path.is_file():
+        if not any((run / name).is_file() for name in ("config.json", ADAPTERS)):
+            raise ConfigError(f"{run} is neither a run nor an exported model")
+        return run, None
+    if not folder.export_dir.is_dir():
+        raise ConfigError(f"{run} has no export yet: python tools/export_hf.py {run}")
+    plan = folder.read_plan() or {}
+    return folder.export_dir, plan.get("run", {}).get("model", {}).get("init_from")
+
+
+def _opened(source: Path | str, trust_remote_code: bool) -> Any:
+    """Return a model in the precision of its files, on the GPU if there is one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from harness.models import recurrent
+
+    recurrent.register()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype="auto", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} cannot be opened: {error}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

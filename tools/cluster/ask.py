@@ -1,0 +1,119 @@
+"""The question of a command line: a model's inputs under each ZeRO stage, and the machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness.config.assignments import value_as_text
+from harness.config.ds_json import DsJson
+from harness.config.run_config import RunConfig
+from harness.config.run_file import load_run_config
+from harness.errors import ConfigError
+from harness.estimate.hardware import find_gpu, known_gpu
+from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.step_time.calibration import Site
+from harness.estimate.step_time.machine import machine_of, measured, other_machine
+from harness.layout.world import World
+from harness.plan.elsewhere import cluster
+from harness.plan.make import make_plan
+from harness.plan.memory import memory_inputs, traced_inputs
+from harness.plan.plan import Plan
+from harness.plan.traced import Untraceable
+from tools.cluster.count import TOKENS_PER_PARAMETER, Question
+from tools.cluster.layouts import STATES, Layout, Offload, base_json
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """Return the question. Raises ConfigError with every problem of the command line."""
+    run, world = run_of(args), world_of(args)
+    base: dict[tuple[int, str], Inputs] = {}
+    for zero, offload in STATES:
+        base[zero, offload] = _inputs(args, run, world, zero, offload)
+    some = base[1, "none"]
+    # One object: what is kept by shape is then known again without comparing every tensor.
+    base = {key: replace(inputs, shape=some.shape) for key, inputs in base.items()}
+    machine = machine_of(args.gpu, world.local_world_size, some.precision, args.network)
+    planned = find_gpu(args.gpu).key, some.precision
+    if args.measured:
+        rates = _rates(args.measured)
+        gpu = known_gpu(rates.get("gpu"))
+        own = gpu.key if gpu else rates.get("gpu"), str(rates.get("precision"))
+        _refuse("--measured", args.measured, other_machine(own, planned))
+        machine = measured(machine, rates)
+    if args.rates:
+        site = Site.read(args.rates)
+        _refuse("--rates", args.rates, site.problem(*planned))
+        machine = site.machine(machine, world.local_world_size)
+    return Question(
+        base=base,
+        machine=machine,
+        gpus=args.gpus,
+        device_bytes=int(find_gpu(args.gpu).memory_gib * GIB),
+        host_bytes=int(host_gib(args, world) * GIB),
+        global_batch=args.global_batch,
+        data_tokens=args.data_tokens or TOKENS_PER_PARAMETER * some.shape.parameters,
+        price=args.price,
+    )
+
+
+def _refuse(flag: str, path: Path, why: str | None) -> None:
+    if why:
+        raise ConfigError(f"{flag} {path}: {why}")
+
+
+def _rates(path: Path) -> dict[str, Any]:
+    try:
+        rates = json.loads(path.read_text())["rates"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--measured {path}: not what preflight.py --json prints: {error}"
+        ) from None
+    if not isinstance(rates, dict):
+        raise ConfigError(f"--measured {path}: its rates are no table")
+    return rates
+
+
+def host_gib(args: argparse.Namespace, world: World) -> float:
+    """Return the memory of a node's host, GiB: as given, or as such nodes usually have."""
+    return args.host_memory or 256.0 * world.local_world_size
+
+
+def run_of(args: argparse.Namespace, **more: Any) -> RunConfig:
+    """Return the run config of a command line with more keys."""
+    keys = {"model.name": args.model, "data.seq_len": args.seq_len, **more}
+    return load_run_config(None, [*(f"{k}={value_as_text(v)}" for k, v in keys.items()), *args.assignments])
+
+
+def world_of(args: argparse.Namespace) -> World:
+    """Return the cluster. Raises ConfigError for GPUs that are not known, or do not fill nodes."""
+    return cluster(args.gpus, args.gpus_per_node, args.gpu)
+
+
+def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:
+    """Return the plan that train.py would make of a layout, adapters left out: they need weights
+    that the planner need not have.
+    """
+    more = {"train.global_batch": args.global_batch, **layout.overrides}
+    return make_plan(run_of(args, **more), DsJson(layout.deepspeed, "layout"), world_of(args))
+
+
+def _inputs(
+    args: argparse.Namespace, run: RunConfig, world: World, zero: int, offload: Offload
+) -> Inputs:
+    alone = run_of(args, **{"train.micro_batch": 1})
+    json = {**base_json(zero, offload), "gradient_accumulation_steps": 1}
+    plan = make_plan(alone, DsJson(json, "layout"), world, estimating=True)
+    try:
+        inputs = memory_inputs(plan) or traced_inputs(plan)
+    except Untraceable as error:
+        raise ConfigError(
+            f"{run.model.name}: its tensors are not known here, and {error}"
+        ) from None
+    if not args.lora:
+        return inputs
+    adapted = load_run_config(None, [f"model.lora.rank={args.lora}"])
+    return replace(inputs, adapters=adapted.model.lora.adapters)

@@ -1,0 +1,110 @@
+"""A site's rates from its own runs: their plans, and the steps that they measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness.config.ds_json import DsJson
+from harness.config.run_file import validated
+from harness.errors import ConfigError
+from harness.estimate.inputs import Inputs
+from harness.estimate.step_time.calibration import Measured, Site, calibrated
+from harness.estimate.step_time.machine import Machine, cpu_machine, machine_of
+from harness.layout.world import World
+from harness.plan.duration import has_even_steps
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+from harness.runfolder import RunFolder
+
+_LEAST = 3
+"""Metrics lines of a run, of which the first is left out."""
+
+
+def calibrate(folders: Sequence[Path], out: Path) -> str:
+    """Fit a site's rates to its runs, write them, and return a line about them.
+
+    Raises ConfigError for a folder that is no such run, and for runs on different machines.
+    """
+    problems, runs, kinds = [], list[Measured](), set[tuple[str, str, int]]()
+    for folder in folders:
+        try:
+            measured, cores = _measured(folder)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            problems.append(f"--calibrate {folder}: {error}")
+            continue
+        runs.append(measured)
+        kinds.add((measured.inputs.gpu or "cpu", measured.inputs.precision, cores))
+    if len(kinds) > 1:
+        others = "; ".join(
+            f"{gpu} in {precision}" + (f", {cores} cores" if cores else "")
+            for gpu, precision, cores in sorted(kinds)
+        )
+        problems.append(f"--calibrate: runs on different machines or precisions: {others}")
+    if problems:
+        raise ConfigError(problems)
+    ((_, _, cores),) = kinds
+    site = fitted(runs, cores)
+    site.write(out)
+    changed = ", ".join(f"{name} x {factor:.3g}" for name, factor in site.factors.items())
+    return (
+        f"{out}: {len(runs)} runs, median error {site.median_error:.1%} after the fit; "
+        f"{changed or 'nothing changed'}"
+    )
+
+
+def fitted(runs: Sequence[Measured], cores: int) -> Site:
+    """Return the site that runs of one kind of machine ask for. `cores`: of a node."""
+    nodes = {run.inputs.gpus_per_node: run.inputs for run in runs}
+    machines = {ranks: _listed(inputs, cores) for ranks, inputs in nodes.items()}
+    return calibrated(runs, machines, cores)
+
+
+def _listed(inputs: Inputs, cores: int) -> Machine:
+    if inputs.gpu is None:
+        return cpu_machine(inputs.gpus_per_node, cores)
+    return machine_of(inputs.gpu, inputs.gpus_per_node, inputs.precision)
+
+
+def _measured(folder: Path) -> tuple[Measured, int]:
+    """Return a run's inputs and step, and the cores of its node; 0 of nodes with GPUs, where they
+    compute nothing that is fitted to them.
+    """
+    run = RunFolder(folder)
+    record = run.read_plan()
+    if record is None:
+        raise ValueError("there is no plan.json")
+    plan = _plan_of(record)
+    if plan.estimate is None:
+        raise ValueError("its architecture is not counted")
+    inputs = plan.estimate.inputs
+    if not has_even_steps(plan):
+        raise ValueError("its steps differ in their tokens (ramp.*, data.batching)")
+    if plan.world.accelerator == "cuda" and inputs.gpu is None:
+        raise ValueError(f"its GPUs are not known: {plan.world.gpu}")
+    lines = run.read_metrics()
+    seconds = [float(line["step_time_s"]) for line in lines if line.get("step_time_s")]
+    if len(seconds) < _LEAST:
+        raise ValueError(f"{len(seconds)} metrics lines: at least {_LEAST} are needed (log.every)")
+    if "cores" not in record:
+        raise ValueError("its plan.json does not tell the cores of a node: an earlier version's")
+    cores = record["cores"] if inputs.gpu is None else 0
+    return Measured(inputs, median(seconds[1:])), cores
+
+
+def _plan_of(record: dict[str, Any]) -> Plan:
+    """Return a run's plan, made again from what its user set."""
+    tree: dict[str, Any] = {}
+    for key in record["run_set"]:
+        *sections, name = key.split(".")
+        place, value = tree, record["run"]
+        for section in sections:
+            place, value = place.setdefault(section, {}), value[section]
+        place[name] = value[name]
+    tree.get("run", {}).pop("dir", None)
+    tree.get("plan", {}).pop("rates", None)
+    config = validated(tree, record["run_set"])
+    ds = DsJson(record["deepspeed_given"], record["deepspeed_source"])
+    return make_plan(config, ds, World(**record["world"]), estimating=True)

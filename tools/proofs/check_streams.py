@@ -1,0 +1,67 @@
+"""Does a stream, or the host, overtake another? Does the host wait? On a simulated device.
+
+    python tools/proofs/check_streams.py                      # a few runs
+    python tools/proofs/check_streams.py --full --markdown docs/host_waits.md
+    python tools/proofs/check_streams.py --cells zero2-discard
+    python tools/proofs/check_streams.py --self-test          # without synchronize(): races show
+
+Real runs on CPU ranks, whose device has streams and events with vector clocks
+(tools/proofs/streams/). Exit code 1 if memory is used without an order or reused too early, or
+where the harness itself waits in a step without need.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[0] = str(REPOSITORY)
+
+from tools.proofs.matrix import chosen, matrix_arguments, same_versions, self_test_result
+from tools.proofs.streams.cells import CONTROLS, Cell, all_cells, covering_cells
+from tools.proofs.streams.report import markdown, terminal_line
+from tools.proofs.streams.trial import Failed, impossible, prepare, seen
+from tools.proofs.streams.verdict import Row
+from tools.proofs.zygote import Zygote
+
+
+def main() -> int:
+    """Command line -> exit code."""
+    args = matrix_arguments(__doc__, "the runs", "table of waits")
+    cells = chosen(args, all_cells(), covering_cells())
+    if args.self_test:
+        cells = [cell for cell in all_cells() if cell.name in CONTROLS]
+    with tempfile.TemporaryDirectory() as scratch, Zygote() as zygote:
+        folder = args.out or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        same_versions(folder, "runs")
+        prepare(folder)
+        rows = []
+        for cell in cells:
+            rows.append(_tried(zygote, cell, folder, synchronizes=not args.self_test))
+            print(terminal_line(rows[-1]), flush=True)
+    if args.self_test:
+        missed = [
+            f"no race without synchronize(): {row.cell.name}" for row in rows if not row.races
+        ]
+        return self_test_result(missed, f"{len(rows)} runs whose device is never waited for")
+    if args.markdown:
+        args.markdown.write_text(markdown(rows))
+    failed = [row for row in rows if row.problems]
+    print(f"{len(rows)} runs, {len(failed)} with races or waits of the harness")
+    return 1 if failed else 0
+
+
+def _tried(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool) -> Row:
+    if problem := impossible(cell):
+        return Row(cell, skipped=problem)
+    try:
+        return Row(cell, seen(zygote, cell, folder, synchronizes))
+    except Failed as failed:
+        return Row(cell, failure=str(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

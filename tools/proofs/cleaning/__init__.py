@@ -1,0 +1,1 @@
+"""Parts of benchmark_cleaning.py: planted text, timed jobs, tables."""

@@ -1,0 +1,1 @@
+"""Steps of real engines on CPU ranks, timed beside their estimates."""

@@ -1,0 +1,68 @@
+"""Runs cells under the simulator, each a group of ranks forked from one process."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+from harness.plan.swap_space import libaio_problems
+from tools.proofs.models import LEARNED
+from tools.proofs.streams.cells import MEASURED, STEPS, Cell
+from tools.proofs.streams.worker import Job, Seen
+from tools.proofs.zygote import Zygote
+
+LIMIT_S = 1800.0
+VOCAB_SIZE = 512
+_WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
+
+
+def prepare(folder: Path) -> None:
+    """Write the models and the text that all cells read."""
+    for name in ("llama", "mixtral"):
+        (folder / name).mkdir(exist_ok=True)
+        config = {**LEARNED[name], "vocab_size": VOCAB_SIZE}
+        (folder / name / "config.json").write_text(json.dumps(config))
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(_WORDS, k=draw.randrange(5, 60))) for _ in range(400)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+
+
+def impossible(cell: Cell) -> str:
+    """Return the reason why a cell cannot run on this machine; "" if it can."""
+    return "; ".join(libaio_problems()) if cell.needs_libaio else ""
+
+
+class Failed(Exception):
+    """A run did not end with code 0; with its output."""
+
+
+def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) -> list[Seen]:
+    """Run a cell, unless `folder` holds its results; return what each rank saw.
+
+    Raises Failed.
+    """
+    out = folder / (cell.name if synchronizes else f"{cell.name}-control")
+    results = [Path(f"{out}.{rank}.json") for rank in range(cell.ranks)]
+    if all(path.exists() for path in results):
+        return [Seen.read(path) for path in results]
+    run_dir = f"run.dir={out}-run"
+    shutil.rmtree(f"{out}-run", ignore_errors=True)  # of a run that was ended
+    lengths = [STEPS, STEPS + 3] if cell.resumes else [STEPS]
+    for steps in lengths:
+        measured = MEASURED if steps == STEPS else STEPS + 2
+        arguments = [*cell.command(folder, steps), run_dir]
+        job = Job(arguments, measured, cell.discards, synchronizes, str(out))
+        ended = zygote.run(
+            [str(job.write())],
+            folder / f"{out.name}-logs",
+            ranks=cell.ranks,
+            limit_s=LIMIT_S,
+            main="tools.proofs.streams.worker",
+            patience_s=30.0,
+        )
+        if any(code != 0 for code in ended.codes):  # None: it was ended at its limit
+            raise Failed(f"{cell.name} ended with {ended.codes}\n{ended.output}")
+    shutil.rmtree(f"{out}-run")
+    return [Seen.read(path) for path in results]

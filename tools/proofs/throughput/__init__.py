@@ -1,0 +1,1 @@
+"""Published runs, and how long the estimate says that they took."""

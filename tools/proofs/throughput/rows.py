@@ -1,0 +1,157 @@
+"""Published throughputs, as the inputs of an estimate."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness.config.ds_keys import value_of
+from harness.estimate.inputs import Inputs
+from harness.estimate.step_time.machine import Machine, machine_of
+from harness.estimate.step_time.step import StepTime, estimate_time
+from harness.estimate.zero_settings import ZeroSettings
+from harness.layout.grid import Grid
+from harness.layout.recompute import Checkpointing
+from harness.layout.shape import Shape
+from harness.layout.stages import split_evenly
+
+PUBLISHED = Path(__file__).with_name("published.csv")
+SOURCES = {
+    "foundry-h100": "MosaicML, llm-foundry, scripts/train/benchmarking/README.md: H100 80GB BF16",
+    "foundry-a100-80": "the same: A100 80GB with 1600 Gbps",
+    "foundry-a100-40": "the same: A100 40GB with 1600 Gbps",
+    "megatron-table1": "Narayanan et al., arXiv 2104.04473, table 1",
+    "megatron-table2-zero3": "the same, table 2: ZeRO-3 without model parallelism",
+    "megatron-table2-3d": "the same, table 2: PTD parallelism",
+    "megatron-2019": "Shoeybi et al., arXiv 1909.08053, section 5.1: 39 TFLOP/s, weak scaling",
+    "korthikanti-table5": "Korthikanti et al., arXiv 2205.05198, table 5: full recomputation",
+    "gpt-neox-20b": "Black et al., arXiv 2204.06745, section 3.2",
+    "bloom-176b": "BigScience, arXiv 2211.05100, section 3.4: 105 s a step",
+    **{
+        f"bigscience-{day}": "BigScience, bigscience, train/tr11-176B-ml/chronicles-prequel.md, "
+        f"tables of {day}"
+        for day in ("02-20", "02-21", "02-23", "02-25", "02-26", "02-28")
+    },
+    "hagemann-rms": "Hagemann et al., arXiv 2311.05610, llama_*_all_runs.xlsx: FlashAttention 2, "
+    "fused norms, no checkpointing",
+    "hagemann-flash": "the same: FlashAttention 2, norms that are not fused, no checkpointing",
+    "opt-175b": "Zhang et al., arXiv 2205.01068, section 2.4",
+    "torchtitan-2024": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3",
+}
+"""Where a row's figures stand."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run that somebody published."""
+
+    source: str
+    part: str
+    """fitted or judged: whether constants of rates.toml were fitted to it."""
+    setting: str
+    """yes, or what the source does not say or has other than we train."""
+    gpu: str
+    network_gb_per_s: float | None
+    inputs: Inputs
+    tokens_per_s_per_gpu: float
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that it ran on."""
+        nodes = self.inputs.gpus_per_node
+        return machine_of(self.gpu, nodes, self.inputs.precision, self.network_gb_per_s)
+
+    def time(self) -> StepTime:
+        """Return the estimate."""
+        return estimate_time(self.inputs, self.machine)
+
+    @property
+    def layout(self) -> str:
+        """The layout in a few words."""
+        grid = self.inputs.grid
+        axes = [
+            f"{name} {size}"
+            for name, size in (("pipeline", grid.pipeline), ("tensor", grid.tensor))
+            if size > 1
+        ]
+        return ", ".join([f"ZeRO {self.inputs.zero.stage}", *axes])
+
+
+def published() -> list[Row]:
+    """Return every row of published.csv."""
+    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+        return [_row(values) for values in csv.DictReader(file)]
+
+
+def _row(values: dict[str, str]) -> Row:
+    number = {
+        name: int(values[name])
+        for name in ("gpus", "per_node", "seq_len", "micro_batch", "grad_accum", "stage")
+    }
+    pipeline = int(values["pipeline"])
+    precision = "fp16" if values["gpu"].startswith("v100") else "bf16"
+    ds = {
+        "optimizer": {"type": "AdamW"},
+        precision: {"enabled": True},
+        "zero_optimization": {"stage": number["stage"]},
+    }
+    shape = _shape(values["model"], number["seq_len"])
+    inputs = Inputs(
+        shape=shape,
+        zero=ZeroSettings.read(partial(value_of, ds)),
+        precision=precision,  # type: ignore[arg-type]
+        grid=Grid(number["gpus"], pipeline=pipeline, tensor=int(values["tensor"])),
+        micro_batch=number["micro_batch"],
+        seq_len=number["seq_len"],
+        grad_accum=number["grad_accum"],
+        checkpointing=_checkpointing(values["checkpointing"]),
+        compiled=values["fused"] == "yes",
+        liger=values["fused"] == "norms",
+        attention=values["attention"],
+        activation="gelu",
+        gpus_per_node=number["per_node"],
+        bounds=split_evenly(shape.num_layers, pipeline) if pipeline > 1 else None,
+    )
+    network = values["network_gb_per_s"]
+    return Row(
+        source=values["source"],
+        part=values["part"],
+        setting=values["given"],
+        gpu=values["gpu"],
+        network_gb_per_s=float(network) if network else None,
+        inputs=inputs,
+        tokens_per_s_per_gpu=float(values["tokens_per_s_per_gpu"]),
+    )
+
+
+def _checkpointing(text: str) -> Checkpointing:
+    return int(text) if text.isdecimal() else text  # type: ignore[return-value]
+
+
+def _shape(model: str, seq_len: int) -> Shape:
+    """Return the shape of family:hidden:layers:heads:vocabulary[:key heads:width]."""
+    family, *sizes = model.split(":")
+    hidden, layers, heads, vocabulary, *more = map(int, sizes)
+    config: dict[str, Any] = {
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": seq_len,
+        "vocab_size": vocabulary,
+    }
+    if family == "llama":
+        config = {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "vocab_size": vocabulary,
+            "num_key_value_heads": more[0],
+            "intermediate_size": more[1],
+            "max_position_embeddings": seq_len,
+        }
+    return Shape.from_hf(config)

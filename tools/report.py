@@ -1,0 +1,93 @@
+"""Show runs: one as a page of its own, several beside each other, all of them.
+
+    python tools/report.py runs/first                    # writes runs/first/report.html
+    python tools/report.py runs/a runs/b --out ab.html   # overlaid; what differs; which is best
+    python tools/report.py                               # all of runs/, into runs/report.html
+    python tools/report.py runs/first --plot curve.svg   # a picture, .svg or .png
+
+The page is one file that opens anywhere, without a network. A run may be under way, cut off or
+damaged: what is there is shown. Exit code 0, or 2 where there is no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ConfigError, ExitCode
+from harness.report.compare import compare_page_of
+from harness.report.page import page_of
+from harness.report.recorded import Recorded, is_run, read
+from harness.report.write import NAME, write_page
+from tools.figure import plot_problems, write_plot
+
+ALL = Path("runs")
+
+
+def main(argv: list[str]) -> int:
+    """argv -> a page or a picture -> exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        forks = multiprocessing.get_context("fork")  # none before a file is long
+        with ProcessPoolExecutor(mp_context=forks) as pool:
+            runs = [read(path, pool.map) for path in _paths(args.runs)]
+        if problems := list(plot_problems(args.plot)):
+            raise ConfigError(problems)
+        if args.plot:
+            from tools.reports.plot import drawn
+
+            write_plot(args.plot, drawn(runs))
+            return int(ExitCode.DONE)
+        out = args.out or _place(args.runs, runs)
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+        write_page(out, _page(args.runs, runs))
+    except (ConfigError, OSError) as error:
+        print(f"cannot report: {error}", file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    print(out)
+    return int(ExitCode.DONE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders; none: all of runs/")
+    parser.add_argument("--out", type=Path, help="the page to write")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg|png", help="write a picture instead")
+    return parser
+
+
+def _paths(named: list[Path]) -> list[Path]:
+    """Return the folders of the runs. Raises ConfigError if one is none."""
+    if named:
+        if problems := [f"{path} is not a run folder" for path in named if not is_run(path)]:
+            raise ConfigError(problems)
+        return named
+    folders = sorted(path for path in ALL.glob("*") if is_run(path)) if ALL.is_dir() else []
+    if not folders:
+        raise ConfigError(f"there is no run in {ALL.absolute()}: name its folder")
+    return folders
+
+
+def _place(named: list[Path], runs: list[Recorded]) -> Path:
+    """Return the page's place: in the run's folder, or beside the runs."""
+    if len(named) == 1:
+        return named[0] / NAME
+    return (runs[0].path.parent if named else ALL) / NAME
+
+
+def _page(named: list[Path], runs: list[Recorded]) -> str:
+    if len(named) == 1:
+        return page_of(runs[0])
+    return compare_page_of(runs, f"{len(runs)} runs" if named else "All runs")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

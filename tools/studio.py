@@ -1,0 +1,67 @@
+"""Serve the studio: a page for every run and every idea, computed by the harness itself.
+
+    python tools/studio.py
+    python tools/studio.py --port 9000 --runs /scratch/runs
+    python tools/studio.py --host 0.0.0.0
+
+Listens on 127.0.0.1 and prints its address. Another --host asks everybody for a token, which is
+part of the address that is printed. It only reads, and nothing outside the folder of runs. Ends
+with Ctrl-C; exit code 0, or 2 if it cannot start. Needs `pip install 'decoder-harness[studio]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ExitCode
+from tools.studio_app.guard import LOOPBACK
+
+
+def main(argv: list[str]) -> int:
+    """argv -> an app that is served until Ctrl-C -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--port", type=int, default=8230, help="0 takes any that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="any but this asks for a token")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of runs")
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="train nothing before it is asked for; some pages then take seconds at first",
+    )
+    args = parser.parse_args(argv)
+    if importlib.util.find_spec("nicegui") is None:
+        print("the studio needs NiceGUI: pip install 'decoder-harness[studio]'", file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    try:
+        listening = socket.create_server((args.host, args.port))
+    except (OSError, OverflowError) as error:
+        print(f"cannot listen on {args.host}:{args.port}: {error}; try --port", file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    token = None if args.host in LOOPBACK else secrets.token_urlsafe(24)
+    port = listening.getsockname()[1]
+    address = f"http://{args.host}:{port}/" + (f"?token={token}" if token else "")
+    with tempfile.TemporaryDirectory(prefix="studio-") as scratch:
+        os.environ["NICEGUI_STORAGE_PATH"] = scratch  # NiceGUI's, which keeps nothing of ours
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for optimizers; nothing touches a GPU
+        from tools.studio_app.serve import serve
+
+        def announce() -> None:
+            print(f"studio: {address}", flush=True)
+
+        serve(listening, token, args.runs, announce, warm=not args.cold)
+    return int(ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

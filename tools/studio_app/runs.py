@@ -1,0 +1,149 @@
+"""The runs below one folder: read, never written, and no link out of it is followed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from harness.report.chart import reduced
+from harness.report.lines import number
+from harness.report.recorded import Recorded, read
+
+_DEPTH = 3
+"""Folders below the root, in which trials of sweeps lie, too."""
+_MOST_RUNS = 500
+_MOST_FOLDERS = 5_000
+_RECORDS = ("plan.json", "status.json", "metrics.jsonl", "events.jsonl")
+_LOGS = (".log", ".out", ".err", ".txt")
+_LOG_BYTES = 6_000
+_MOST_LOGS = 24
+_roots = [Path("runs")]
+
+
+def read_runs_of(root: Path) -> None:
+    """Read the runs of another folder from now on."""
+    _roots[0] = root
+
+
+def names() -> list[str]:
+    """Return the runs' paths below the root, the newest first."""
+    root = _roots[0]
+    aged = [(_age(folder), str(folder.relative_to(root))) for folder in _folders(root)]
+    return [name for _, name in sorted(aged)[:_MOST_RUNS]]
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    waiting, seen = [(root, 0)], 0
+    while waiting:
+        folder, depth = waiting.pop()
+        try:
+            inside = sorted(path for path in folder.iterdir() if path.is_dir())
+        except OSError:
+            continue
+        for path in inside:
+            seen += 1
+            if seen > _MOST_FOLDERS:
+                return
+            if path.is_symlink() or path.name.startswith("."):
+                continue
+            if any((path / name).exists() for name in _RECORDS):
+                yield path
+            elif depth + 1 < _DEPTH:
+                waiting.append((path, depth + 1))
+
+
+def _age(folder: Path) -> float:
+    """Seconds since a record of a run changed."""
+    times = []
+    for name in _RECORDS:
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return time.time() - max(times, default=0.0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its path below the root, its records, and seconds since one of them changed."""
+
+    name: str
+    records: Recorded
+    age_s: float
+
+    def series(self, key: str, x: str = "step") -> list[tuple[float, float]]:
+        """Return the finite values of a metric against step, tokens or hours."""
+        places = {
+            "step": lambda line, _: line["step"],
+            "tokens": lambda line, _: line.get("tokens"),
+        }
+        place_of = places.get(x, lambda _, seconds: seconds / 3600)
+        points = []
+        for line, seconds in zip(self.records.lines, self.records.seconds, strict=True):
+            place, value = number(place_of(line, seconds)), number(line.get(key))
+            if place is not None and value is not None:
+                points.append((place, value))
+        return points
+
+    def last(self, key: str) -> float | None:
+        """Return the last finite value of a metric."""
+        values = (number(line.get(key)) for line in reversed(self.records.lines))
+        return next((value for value in values if value is not None), None)
+
+
+def read_run(name: str) -> Run | None:
+    """Return a run of `names`; None for any other name."""
+    if name not in names():
+        return None
+    path = _roots[0] / name
+    stamps = tuple(_stamp(path / record) for record in _RECORDS)
+    return Run(name, _read(path.resolve(), _roots[0].resolve(), stamps), _age(path))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, root: Path, _stamps: object) -> Recorded:
+    """Return the records of a run, unless a link leads out of the root."""
+    leaving = [name for name in _RECORDS if not (path / name).resolve().is_relative_to(root)]
+    if leaving:
+        why = "is a link that leads out of the folder of runs"
+        return Recorded(path, problems=[f"{name} {why}" for name in leaving])
+    run = read(path)
+    run.problems = [problem.replace(f"{root}/", "") for problem in run.problems]
+    return run
+
+
+def logs(name: str) -> list[tuple[str, str]]:
+    """Return (file, its end) of logs and heartbeats of a run, of `names` alone."""
+    if name not in names():
+        return []
+    folder, root = _roots[0] / name, _roots[0].resolve()
+    texts = []
+    files = [*folder.glob("*"), *folder.glob("logs/*"), *folder.glob("heartbeats/*")]
+    for path in sorted(files):
+        is_log = path.suffix in _LOGS or path.parent.name == "heartbeats"
+        if not is_log or not path.is_file() or not path.resolve().is_relative_to(root):
+            continue
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+                text = file.read(_LOG_BYTES).decode("utf-8", "replace")
+        except OSError:
+            continue
+        texts.append((str(path.relative_to(folder)), text))
+    return texts[:_MOST_LOGS]
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = 800) -> list[tuple[float, float]]:
+    """Return at most so many points, extremes among them."""
+    return [points[place] for place in reduced([value for _, value in points], most)]

@@ -1,0 +1,208 @@
+"""The page of gradient checkpointing: memory that is saved, arithmetic that is repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from harness.estimate.activations import activations
+from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.layer_bytes import layer_activations
+from harness.layout.recompute import Checkpointing, flops_again, is_checkpointed
+from harness.layout.shape import flops_per_unit
+from harness.plan.memory import memory_inputs
+from tools.studio_app.charts import Axis, Line, lines
+from tools.studio_app.memory import gib
+from tools.studio_app.page import (
+    Chart,
+    Choice,
+    Drawing,
+    Figure,
+    Number,
+    Numbers,
+    Page,
+    Slider,
+    Values,
+    powers_of_two,
+)
+from tools.studio_app.plans import MODELS, planned
+from tools.studio_app.svg import Svg
+
+_EVERY = "every N-th layer"
+_WAYS = ("none", "selective", "full", _EVERY)
+_WIDTH, _HEIGHT = 760.0, 150.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One layer's turn in a step, and the bytes that are held in it."""
+
+    layer: int
+    forward: bool
+    bytes: int
+
+
+def figures(values: Values) -> list[Figure]:
+    """Return a step through all layers, with the memory that each way of checkpointing holds."""
+    way = _way(values)
+    inputs = _inputs(values, way)
+    chosen = passes(inputs)
+    others: dict[str, Checkpointing] = {"none": "none", "selective": "selective", "full": "full"}
+    curves = {name: passes(replace(inputs, checkpointing=other)) for name, other in others.items()}
+    curves[_name(way)] = chosen
+    now = round(values["progress"] / 100 * (len(chosen) - 1))
+    again, flops = extra_flops(inputs), sum(flops_per_unit(inputs.shape, inputs.seq_len))
+    peak, without = (max(turn.bytes for turn in turns) for turns in (chosen, curves["none"]))
+    count = sum(is_checkpointed(way, layer) for layer in range(inputs.shape.num_layers))
+    return [
+        Numbers(
+            [
+                Number("Most activations", gib(peak), f"of a micro-batch, {_name(way)}"),
+                Number("Without checkpointing", gib(without)),
+                Number("Saved", f"{1 - peak / without:.1%}", "of the activations of the layers"),
+                Number("Computed again", f"{again / flops:.1%}", "more operations in a step"),
+                Number("Checkpointed layers", f"{count} of {inputs.shape.num_layers}"),
+            ]
+        ),
+        Drawing(_caption(chosen[now], way), _picture(inputs, chosen, now)),
+        Chart(
+            "Activations held during one step, GiB",
+            lines(
+                [
+                    Line(name, [(n, turn.bytes / GIB) for n, turn in enumerate(turns)])
+                    for name, turns in curves.items()
+                ],
+                Axis("layers, forward and then backward"),
+                Axis("GiB", low=0),
+            ),
+        ),
+    ]
+
+
+def _way(values: Values) -> Checkpointing:
+    way = values["way"]
+    return int(values["every"]) if way == _EVERY else way
+
+
+def _name(way: Checkpointing) -> str:
+    return f"every {way}" if isinstance(way, int) else way
+
+
+def _inputs(values: Values, way: Checkpointing) -> Inputs:
+    plan = planned(
+        model=values["model"],
+        ds_json="zero1",
+        gpu=None,
+        gpus=1,
+        seq_len=values["seq_len"],
+        micro_batch=values["micro_batch"],
+        checkpointing=way,
+    )
+    inputs = memory_inputs(plan)
+    assert inputs is not None, "the tensors of every preset are known"
+    return inputs
+
+
+def kept_bytes(inputs: Inputs) -> list[int]:
+    """Return the bytes that each layer keeps from its forward to its backward pass."""
+    ways = range(inputs.shape.num_layers)
+    marked = [is_checkpointed(inputs.checkpointing, layer) for layer in ways]
+    names = ("activations: layer inputs", "activations: kept results")
+    boundary = sum(
+        part.bytes
+        for part in activations(inputs)
+        if part.component in names and "loss" in part.phases
+    )
+    each = boundary // (sum(marked) or 1)
+    return [each if marked[layer] else layer_activations(inputs, layer).total for layer in ways]
+
+
+def passes(inputs: Inputs) -> list[Pass]:
+    """Return every layer's forward and backward pass, with what is held at its end or begin."""
+    kept = kept_bytes(inputs)
+    turns, size_now = [], 0
+    for layer, size in enumerate(kept):
+        size_now += size
+        turns.append(Pass(layer, True, size_now))
+    for layer in reversed(range(len(kept))):
+        whole = layer_activations(inputs, layer).total
+        again = whole if is_checkpointed(inputs.checkpointing, layer) else 0
+        turns.append(Pass(layer, False, size_now + again))
+        size_now -= kept[layer]
+    return turns
+
+
+def extra_flops(inputs: Inputs) -> int:
+    """Return the operations per token that the backward pass repeats."""
+    return sum(flops_again(inputs.shape, inputs.seq_len, inputs.checkpointing, inputs.mlp_tiles))
+
+
+def _caption(turn: Pass, way: Checkpointing) -> str:
+    if turn.forward:
+        kept = "keeps its input alone" if is_checkpointed(way, turn.layer) else "keeps everything"
+        return f"Forward pass of layer {turn.layer}: it {kept}"
+    if is_checkpointed(way, turn.layer):
+        return f"Backward pass of layer {turn.layer}: its forward pass is computed again first"
+    return f"Backward pass of layer {turn.layer}: all that it needs was kept"
+
+
+def _picture(inputs: Inputs, turns: list[Pass], now: int) -> str:
+    """A column for each layer: what it holds now, within what it would hold whole."""
+    turn, kept = turns[now], kept_bytes(inputs)
+    wholes = [layer_activations(inputs, layer).total for layer in range(len(kept))]
+    picture = Svg(_WIDTH, _HEIGHT + 40, _caption(turn, inputs.checkpointing))
+    step, most = _WIDTH / len(kept), max(wholes)
+    for layer, whole in enumerate(wholes):
+        runs = layer == turn.layer and not turn.forward
+        here = kept[layer] if layer <= turn.layer else 0  # forward fills them, backward empties
+        if runs and is_checkpointed(inputs.checkpointing, layer):
+            here = whole
+        left, full = layer * step + step * 0.12, _HEIGHT * whole / most
+        picture.rect(left, _HEIGHT - full, step * 0.76, full, "grid", title=gib(whole))
+        size = _HEIGHT * here / most
+        colour = "gradients" if runs else "activations"
+        picture.rect(left, _HEIGHT - size, step * 0.76, size, colour, title=gib(here))
+        bold = layer == turn.layer
+        if len(kept) <= 32 or layer % 4 == 0:
+            middle = left + step * 0.38
+            picture.text(middle, _HEIGHT + 12, str(layer), anchor="middle", size=11, bold=bold)
+    for place, (colour, text) in enumerate(
+        (
+            ("activations", "held"),
+            ("gradients", "held, backward pass runs"),
+            ("grid", "thrown away, or done with"),
+        )
+    ):
+        picture.rect(place * 190, _HEIGHT + 24, 12, 12, colour)
+        picture.text(place * 190 + 17, _HEIGHT + 30, text, size=12, fill="muted")
+    return str(picture)
+
+
+PAGE = Page(
+    slug="checkpointing",
+    title="Gradient checkpointing",
+    group="Memory",
+    sees="The activations that each decoder layer keeps during one step, and the arithmetic that "
+    "is repeated where it keeps its input alone.",
+    controls=(
+        Choice("model", "Model", MODELS, "gpt2-124m"),
+        Choice("way", "Checkpointing", _WAYS, _EVERY),
+        Slider("every", "N", tuple(range(1, 13)), 3, "layers", "layer"),
+        Slider("seq_len", "Sequence length", powers_of_two(256, 32768), 1024, "tokens"),
+        Slider("micro_batch", "Micro-batch", powers_of_two(1, 64), 8, "samples", "sample"),
+        Slider("progress", "Place in the step", tuple(range(0, 101, 4)), 72, "%", plays=True),
+    ),
+    figures=figures,
+    computed_by=(
+        "harness.estimate.layer_bytes.layer_activations",
+        "harness.estimate.activations.activations",
+        "harness.layout.recompute.is_checkpointed",
+        "harness.layout.recompute.flops_again",
+    ),
+    formula="A checkpointed layer keeps bytes x width x tokens (its input) and repeats its forward "
+    "pass, a third of its operations; model.checkpointing=N does so in every N-th layer, "
+    "selective keeps the results of matrix products and attention and repeats the rest.",
+    sources=(
+        ("Chen et al., arXiv 1604.06174", "https://arxiv.org/abs/1604.06174"),
+        ("Korthikanti et al., arXiv 2205.05198", "https://arxiv.org/abs/2205.05198"),
+    ),
+)

@@ -1,0 +1,264 @@
+"""The page of mixtures of experts: a small mixture really trained, its routing and its load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from harness.layout.shape import active_parameters, num_parameters
+from harness.run.expert_load import expert_load
+from tools.studio_app.charts import Axis, Line, heat, lines, stacked
+from tools.studio_app.page import (
+    Chart,
+    Choice,
+    Drawing,
+    Figure,
+    Number,
+    Numbers,
+    Page,
+    Slider,
+    Typed,
+    Values,
+)
+from tools.studio_app.plans import planned
+from tools.studio_app.svg import Svg
+
+_EXPERTS, _HIDDEN, _CONTEXT = 8, 32, 4
+_STEPS, _EVERY, _BATCH = 100, 10, 256
+_LR = 5e-3
+_TOPS, _BALANCES = (2, 1, 4), (0.01, 0.0, 1.0)  # the default first: they are trained in this order
+_WIDTH, _ROW = 760.0, 26.0
+_PRESETS = ("mixtral-8x7b", "qwen3-30b-a3b")
+_KINDS = {
+    "small letters": str.islower,
+    "capitals": str.isupper,
+    "digits": str.isdigit,
+    "spaces": str.isspace,
+}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The mixture after some steps of training."""
+
+    step: int
+    loss: float
+    """Nats per byte, of the training batch."""
+    weights: dict[str, torch.Tensor]
+
+
+class Mixture(nn.Module):
+    """Predicts the next byte of text from the last four; its MLP is a mixture of experts.
+
+    Each byte goes to the `top` experts of its router, whose outputs are weighted by the softmax
+    over those (Mixtral, arXiv 2401.04088, section 2.1).
+    """
+
+    def __init__(self, top: int) -> None:
+        super().__init__()
+        self.top = top
+        self.embedding = nn.Embedding(256, _HIDDEN)
+        self.mix = nn.Linear(_CONTEXT * _HIDDEN, _HIDDEN)
+        self.router = nn.Linear(_HIDDEN, _EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, 2 * _HIDDEN) * _HIDDEN**-0.5)
+        self.down = nn.Parameter(torch.randn(_EXPERTS, 2 * _HIDDEN, _HIDDEN) * _HIDDEN**-0.5)
+        self.head = nn.Linear(_HIDDEN, 256)
+
+    def forward(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(tokens, 4) bytes -> logits (tokens, 256), router logits and the chosen experts."""
+        x = torch.tanh(self.mix(self.embedding(context).flatten(1)))
+        scores = self.router(x)  # (tokens, experts)
+        best, chosen = scores.topk(self.top)
+        share = torch.zeros_like(scores).scatter(1, chosen, best.softmax(-1))
+        hidden = functional.silu(torch.einsum("td,edf->tef", x, self.up))
+        out = torch.einsum("tef,efd->ted", hidden, self.down)
+        return self.head(x + torch.einsum("te,ted->td", share, out)), scores, chosen
+
+
+def figures(values: Values) -> list[Figure]:
+    """Return the routing of typed text, the load of the experts, and what is saved."""
+    top, balance = values["top"], values["balance"]
+    snapshots = trained(top, balance)
+    now = snapshots[values["step"] // _EVERY]
+    text = values["text"] or " "
+    chosen, shares = routed(now, top, text)
+    counts = torch.bincount(chosen.flatten(), minlength=_EXPERTS)[None]
+    load = {name: float(value) for name, value in expert_load(counts).items()}
+    plan = planned(
+        model=values["model"], ds_json="zero1", gpu=None, gpus=1, seq_len=512, micro_batch=1
+    )
+    assert plan.shape is not None, "the tensors of every preset are known"
+    whole, active = num_parameters(plan.shape), active_parameters(plan.shape)
+    names = [f"expert {place}" for place in range(_EXPERTS)]
+    losses = [(snapshot.step, snapshot.loss) for snapshot in snapshots]
+    loads = [(snapshot.step, _busiest(snapshot, top, text)) for snapshot in snapshots]
+    return [
+        Numbers(
+            [
+                Number("Loss", f"{now.loss:.3f}", f"nats per byte after {now.step} steps"),
+                Number(
+                    "Busiest expert",
+                    f"{load['expert_load_max']:.2f} x",
+                    "the mean of all",
+                    "good" if load["expert_load_max"] < 2 else "warning",
+                ),
+                Number("Evenness", f"{load['expert_load_entropy']:.3f}", "entropy; 1: all alike"),
+                Number("Arithmetic here", f"{top / _EXPERTS:.0%}", f"{top} of {_EXPERTS} experts"),
+                Number(
+                    values["model"],
+                    f"{active / 1e9:,.1f} of {whole / 1e9:,.1f} billion",
+                    f"weights multiply a token: {1 - active / whole:.0%} saved",
+                ),
+            ]
+        ),
+        Drawing("Each byte of the text, and its experts", _picture(text, chosen, shares)),
+        Chart(
+            "Bytes sent to each expert",
+            stacked(names, {"bytes": counts[0].tolist()}, Axis("bytes")),
+            260,
+        ),
+        Chart(
+            "Share of each kind of byte that goes to an expert, %",
+            heat([str(n) for n in range(_EXPERTS)], *_by_kind(text, chosen), x_name="expert"),
+            260,
+        ),
+        Chart(
+            "Training: loss, and the busiest expert's load over the mean",
+            lines(
+                [Line("loss, nats per byte", losses), Line("busiest expert", loads)],
+                Axis("step"),
+                Axis("", low=0),
+            ),
+            280,
+        ),
+    ]
+
+
+@lru_cache(maxsize=32)
+def trained(top: int, balance: float) -> tuple[Snapshot, ...]:
+    """Train the mixture on Python's own documentation; return it before and after every 10 steps.
+
+    The loss is cross-entropy and `balance` x Switch's balancing loss, experts x sum of (share of
+    tokens x mean probability) (arXiv 2101.03961, equation 4).
+    """
+    torch.manual_seed(0)
+    model = Mixture(top)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
+    contexts, targets = _corpus()
+    draws = torch.Generator().manual_seed(1)
+    snapshots: list[Snapshot] = []
+    for step in range(_STEPS + 1):
+        batch = torch.randint(len(targets), (_BATCH,), generator=draws)
+        logits, scores, chosen = model(contexts[batch])
+        loss = functional.cross_entropy(logits, targets[batch])
+        if step % _EVERY == 0:
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            snapshots.append(Snapshot(step, float(loss.detach()), weights))
+        share = functional.one_hot(chosen, _EXPERTS).float().mean((0, 1))
+        balancing = _EXPERTS * (share * scores.softmax(-1).mean(0)).sum()
+        optimizer.zero_grad()
+        (loss + balance * balancing).backward()
+        optimizer.step()
+    return tuple(snapshots)
+
+
+@torch.no_grad()
+def routed(snapshot: Snapshot, top: int, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts (bytes, top) that each byte of a text goes to, and their shares."""
+    model = Mixture(top)
+    model.load_state_dict(snapshot.weights)
+    ids = list(b"\n" * (_CONTEXT - 1) + text.encode())
+    contexts = torch.tensor([ids[n : n + _CONTEXT] for n in range(len(ids) - _CONTEXT + 1)])
+    _, scores, chosen = model(contexts)
+    return chosen, scores.gather(1, chosen).softmax(-1)
+
+
+@lru_cache
+def _corpus() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return contexts (bytes, 4) and the bytes that follow them."""
+    from pydoc_data.topics import topics
+
+    text = "".join(page for _, page in sorted(topics.items()))[:200_000].encode()
+    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, _CONTEXT + 1, 1)
+    return windows[:, :-1].contiguous(), windows[:, -1].contiguous()
+
+
+def _busiest(snapshot: Snapshot, top: int, text: str) -> float:
+    chosen, _ = routed(snapshot, top, text)
+    counts = torch.bincount(chosen.flatten(), minlength=_EXPERTS)[None]
+    return float(expert_load(counts)["expert_load_max"])
+
+
+def _by_kind(text: str, chosen: torch.Tensor) -> tuple[list[str], list[list[float]]]:
+    """Return kinds of bytes and, of each, the percentages of its bytes by expert."""
+    letters = [chr(byte) for byte in text.encode()]
+    rows, names = [], []
+    for name, belongs in _KINDS.items():
+        places = [place for place, letter in enumerate(letters) if belongs(letter)]
+        if places:
+            counts = torch.bincount(chosen[places].flatten(), minlength=_EXPERTS)
+            rows.append([round(100 * n / int(counts.sum())) for n in counts.tolist()])
+            names.append(name)
+    return names or ["none"], rows or [[0.0] * _EXPERTS]
+
+
+def _picture(text: str, chosen: torch.Tensor, shares: torch.Tensor) -> str:
+    """A column for each of the first bytes, a row for each expert."""
+    letters = [chr(byte) if 32 < byte < 127 else "·" for byte in text.encode()][:60]
+    height = _EXPERTS * _ROW
+    picture = Svg(_WIDTH, height + 34, "The experts of each byte")
+    label, each = 66.0, (_WIDTH - 66.0) / max(len(letters), 20)
+    for expert in range(_EXPERTS):
+        y = 30 + expert * _ROW
+        picture.text(0, y + _ROW / 2, f"expert {expert}", size=12, fill="muted")
+        picture.line([(label, y + _ROW), (_WIDTH, y + _ROW)], "grid", width=1)
+    for place, letter in enumerate(letters):
+        x = label + place * each
+        picture.text(x + each / 2, 14, letter, anchor="middle", size=13)
+        pairs = zip(chosen[place].tolist(), shares[place].tolist(), strict=True)
+        for expert, share in pairs:
+            y = 30 + expert * _ROW
+            title = f"{letter}: {share:.0%} by expert {expert}"
+            colour = f"series-{expert + 1}"
+            opacity = 0.25 + 0.75 * share
+            picture.rect(x + 1, y + 2, each - 2, _ROW - 4, colour, opacity=opacity, title=title)
+    return str(picture)
+
+
+PAGE = Page(
+    slug="experts",
+    title="Mixture of experts",
+    group="Parallelism",
+    sees="A mixture of 8 experts, really trained on Python's documentation while you wait: which "
+    "experts each byte of a text goes to, how evenly they are loaded, and what that saves.",
+    controls=(
+        Slider("top", "Experts of a byte", sorted(_TOPS), 2),
+        Slider("balance", "Weight of the balancing loss", sorted(_BALANCES), 0.01),
+        Slider("step", "After", tuple(range(0, _STEPS + 1, _EVERY)), _STEPS, "steps", plays=True),
+        Choice("model", "Compare the arithmetic of", _PRESETS, _PRESETS[0]),
+        Typed(
+            "text", "Text", "Mixtures route 2 of 8 experts. The Python Language, version 3.", 400
+        ),
+    ),
+    figures=figures,
+    computed_by=(
+        "tools.studio_pages.experts.trained",
+        "tools.studio_pages.experts.routed",
+        "harness.run.expert_load.expert_load",
+        "harness.layout.shape.active_parameters",
+    ),
+    formula="Out = sum over the top experts of softmax(their router scores) x expert(in). "
+    "Balancing loss = experts x sum of (share of tokens x mean probability), 1 if even. Load = "
+    "tokens of the busiest expert over the mean.",
+    sources=(
+        ("Mixtral, arXiv 2401.04088", "https://arxiv.org/abs/2401.04088"),
+        ("Switch, arXiv 2101.03961, equation 4", "https://arxiv.org/abs/2101.03961"),
+    ),
+    slow_at_first=[
+        {"top": str(top), "balance": str(balance)} for top in _TOPS for balance in _BALANCES
+    ],
+)

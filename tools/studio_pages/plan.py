@@ -1,0 +1,165 @@
+"""The page that plans a run: does it fit, how long does it take, which layout needs least."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from functools import lru_cache
+
+from harness.estimate.step_time.job import Job
+from harness.estimate.step_time.step import TERMS, StepTime
+from harness.layout.shape import num_parameters
+from harness.plan.duration import step_time
+from harness.plan.plan import NOT_TRAINED, Plan
+from tools.cluster.ask import question_of
+from tools.cluster.count import SHOWN, best_of_each_way
+from tools.cluster.search import count_all
+from tools.studio_app.charts import Axis, stacked
+from tools.studio_app.memory import gib
+from tools.studio_app.page import (
+    Chart,
+    Choice,
+    Code,
+    Figure,
+    Note,
+    Number,
+    Numbers,
+    Page,
+    Slider,
+    Table,
+    Typed,
+    Values,
+    powers_of_two,
+)
+from tools.studio_app.plans import PLAN_CONTROLS, plan_of, shipped_json
+from tools.studio_pages.memory import by_phase, numbers_of
+
+_THIS, _ALL = "this JSON", "every layout, ranked"
+_CONTROLS = (
+    *PLAN_CONTROLS,
+    Slider("tokens", "Tokens to train on", powers_of_two(1, 16384), 256, "billion"),
+    Choice("compare", "Layouts", (_THIS, _ALL), _THIS),
+    Typed("own_json", "Your own DeepSpeed JSON, in place of a shipped one", "", 8_000, lines=4),
+)
+
+
+def figures(values: Values) -> list[Figure]:
+    """Return the verdict, the time, the memory by phase, the layouts, the JSON and the command."""
+    plan = plan_of(values, values["own_json"])
+    assert plan.estimate is not None, "the tensors of every preset are known"
+    refusals = [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
+    step = step_time(plan)
+    assert step is not None, "every GPU and preset of the page is known"
+    job = (*(values[name] for name in ("model", "gpu", "gpus", "seq_len")), plan.global_batch)
+    ranking = [_ranking(*job, values["tokens"])] if values["compare"] == _ALL else []
+    return [
+        Numbers([*numbers_of(plan.estimate), *_time(step, plan, values["tokens"])]),
+        *(Note(f"train.py would refuse this: {message}", "bad") for message in refusals),
+        Chart("Memory in each phase of a step, GiB", by_phase(plan.estimate), 380),
+        _spent(step),
+        *ranking,
+        Code("The command", command(values)),
+        Code("Its DeepSpeed JSON", values["own_json"] or shipped_json(values["json"])),
+        Code("The JSON as DeepSpeed gets it", json.dumps(plan.deepspeed, indent=2)),
+        *(
+            Note(event["message"])
+            for event in plan.events
+            if "message" in event and event["kind"] != NOT_TRAINED
+        ),
+    ]
+
+
+def command(values: Values) -> str:
+    """Return the command that starts this run on its cluster."""
+    json_name = "own" if values["own_json"].strip() else values["json"]
+    parts = [
+        f"deepspeed harness/train.py --deepspeed ds_configs/{json_name}.json",
+        f"model.name={values['model']} data.seq_len={values['seq_len']}",
+        f"train.micro_batch={values['micro_batch']}",
+        f"ds.gradient_accumulation_steps={values['accumulation']}",
+    ]
+    if values["checkpointing"] != "none":
+        parts.append(f"model.checkpointing={values['checkpointing']}")
+    return " \\\n  ".join(parts)
+
+
+def _time(step: StepTime, plan: Plan, billions: int) -> list[Number]:
+    """Speed, and the whole job."""
+    assert plan.shape is not None, "the tensors of every preset are known"
+    steps, gpus = billions * 1e9 / step.tokens, plan.world.world_size
+    job = Job(steps * step.seconds, gpus, step.machine.watts)
+    count = num_parameters(plan.shape)
+    hours = f"{job.gpu_hours:,.0f} GPU-hours, {job.days_with_failures:,.1f} days with failures"
+    return [
+        Number("Parameters", f"{count / 1e9:,.2f} billion", f"{count:,}, {plan.precision}"),
+        Number("A step", f"{step.seconds:,.2f} s", f"{step.tokens:,} tokens; most: {step.bound}"),
+        Number("Speed", f"{step.tokens_per_s_per_gpu:,.0f}", "tokens/s of a GPU"),
+        Number("MFU", f"{step.mfu:.1%}", f"estimated; rates: {step.machine.evidence}"),
+        Number("Days", f"{job.days:,.2f}", hours),
+        Number("Steps", f"{steps:,.0f}", f"{billions:,} billion tokens"),
+    ]
+
+
+def _spent(step: StepTime) -> Chart:
+    parts = {TERMS[name]: [seconds] for name, seconds in step.terms.items() if seconds > 0}
+    return Chart("Where a step's time goes, seconds", stacked([""], parts, Axis("s")), 300)
+
+
+@lru_cache(maxsize=16)
+def _ranking(
+    model: str, gpu: str, gpus: int, seq_len: int, global_batch: int, billions: int
+) -> Table:
+    """Every layout of the job, the quickest that fits first, as tools/plan_cluster.py ranks."""
+    args = Namespace(
+        model=model,
+        gpus=gpus,
+        gpu=gpu,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        data_tokens=billions * 1e9,
+        assignments=[],
+        **dict.fromkeys(
+            ("gpus_per_node", "network", "host_memory", "price", "lora", "measured", "rates")
+        ),
+    )
+    question = question_of(args)
+    counted = count_all(args, question)
+    best = counted[0] if counted and counted[0].fits else None
+    rows = [
+        (
+            each.layout.text,
+            f"{each.time.seconds:,.2f}",
+            f"{each.time.mfu:.1%}",
+            f"{question.job(each).days:,.1f}",
+            gib(each.worst.peak),
+            "quickest" if each is best else each.why_not(best),
+        )
+        for each in best_of_each_way(counted)[:SHOWN]
+    ]
+    title = f"{len(counted):,} layouts of {global_batch:,} samples a step; the best of each way"
+    return Table(title, ("layout", "s a step", "MFU", "days", "peak", "verdict"), rows)
+
+
+PAGE = Page(
+    slug="plan",
+    title="Plan a run",
+    group="Start",
+    sees="The plan that train.py would make: whether it fits, how long it takes, what each phase "
+    "of a step holds, and the command that starts it.",
+    controls=_CONTROLS,
+    figures=figures,
+    computed_by=(
+        "harness.plan.make.make_plan",
+        "harness.estimate.timeline.estimate_memory",
+        "harness.plan.duration.step_time",
+        "tools.cluster.search.count_all",
+    ),
+    formula="A step = micro-batches x (products / reached peak + bytes moved / reached bandwidth "
+    "+ exchanges that nothing hides) + bubble + optimizer, of the slowest stage; MFU = model "
+    "operations / (time x peak). Rates were fitted to published runs, not measured here. "
+    "Memory: see GPU memory anatomy.",
+    sources=(
+        ("PaLM, arXiv 2204.02311, appendix B", "https://arxiv.org/abs/2204.02311"),
+        ("ZeRO, arXiv 1910.02054", "https://arxiv.org/abs/1910.02054"),
+    ),
+)

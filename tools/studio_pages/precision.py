@@ -1,0 +1,214 @@
+"""The page of mixed precision: rounding of a number, and of real gradients with a loss scale."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+from tools.studio_app.charts import Axis, Line, lines
+from tools.studio_app.page import (
+    Chart,
+    Figure,
+    Number,
+    Numbers,
+    Page,
+    Slider,
+    Table,
+    Typed,
+    Values,
+)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MODEL = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_SAMPLES, _SEQ_LEN = 4, 256
+_LOWEST_POWER = 160  # below that of fp32's smallest number
+
+
+def figures(values: Values) -> list[Figure]:
+    """Return the formats' rounding of a number, and of the gradients of a small model."""
+    scale = 2.0 ** values["scale"]
+    grads = gradients() * values["tokens"]
+    rows = [_kept(name, grads, scale) for name in _DTYPES]
+    fp16 = rows[2]
+    finest = torch.finfo(torch.float16)
+    return [
+        Numbers(
+            [
+                Number("Gradients", f"{grads.numel():,}", "elements that are not 0 in fp32"),
+                Number("Lost in fp16", fp16[1], f"rounded to 0 at loss scale {scale:,.0f}"),
+                Number("Overflow in fp16", fp16[2], "infinite: the step is skipped"),
+                Number("Lost in bf16", rows[1][1], "it has the range of fp32"),
+            ]
+        ),
+        Chart(
+            "Gradients of a Llama of 2 layers, by size; all times the loss scale",
+            _histogram(grads, scale),
+            320,
+        ),
+        Table(
+            "The same gradients in each format",
+            ("format", "become 0", "become infinite", "subnormal", "mean rounding error"),
+            rows,
+        ),
+        _number(values["number"]),
+        _update(values["weight"]),
+        Table(
+            "The formats",
+            (
+                "format",
+                "bits: exponent, fraction",
+                "largest",
+                "smallest normal",
+                "smallest",
+                "step at 1",
+            ),
+            [_described(name) for name in _DTYPES],
+        ),
+        Numbers(
+            [
+                Number(
+                    "fp16 ends at", f"2^{math.log2(finest.smallest_normal) - 10:.0f}", "below: 0"
+                ),
+                Number("and at", f"{finest.max:,.0f}", "above: infinite"),
+            ]
+        ),
+    ]
+
+
+@lru_cache
+def gradients() -> torch.Tensor:
+    """Return every element, not 0, of the gradient of a Llama's mean loss over text, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    from harness.models.loss import forward
+    from harness.models.skeleton import hf_config
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_config(dict(_MODEL), None), dtype=torch.float32)
+    text = (math.__doc__ or "").encode()
+    text += (Typed.__doc__ or "").encode() + __doc__.encode()
+    need = _SAMPLES * (_SEQ_LEN + 1)
+    ids = torch.tensor(list((text * (need // len(text) + 1))[:need]))
+    ids = ids.view(_SAMPLES, _SEQ_LEN + 1)
+    loss, _ = forward(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    (loss / (_SAMPLES * _SEQ_LEN)).backward()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return flat[flat != 0]
+
+
+def rounded(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Return fp32 numbers after a round trip through a format."""
+    return values.to(_DTYPES[name]).float()
+
+
+def _kept(name: str, grads: torch.Tensor, scale: float) -> tuple[str, ...]:
+    scaled = grads * scale
+    after = rounded(scaled, name)
+    finite = torch.isfinite(after) & (after != 0)
+    error = ((after[finite] - scaled[finite]) / scaled[finite]).abs().mean()
+    tiny = torch.finfo(_DTYPES[name]).smallest_normal
+    shares = (after == 0, torch.isinf(after), (after != 0) & (after.abs() < tiny))
+    return (name, *(f"{float(part.float().mean()):.3%}" for part in shares), f"{error:.2g}")
+
+
+def _histogram(grads: torch.Tensor, scale: float) -> dict[str, object]:
+    """Shares of gradients by their power of two, before and after the formats."""
+    scaled = grads * scale
+    curves = []
+    for name in _DTYPES:
+        after = rounded(scaled, name)
+        after = after[torch.isfinite(after) & (after != 0)]
+        powers = torch.frexp(after).exponent.long() + _LOWEST_POWER  # 2^(exponent - 1) and more
+        counts = torch.bincount(powers.clamp(min=0), minlength=2 * _LOWEST_POWER).tolist()
+        shares = [(place - _LOWEST_POWER - 1, n / len(grads)) for place, n in enumerate(counts)]
+        points = [share for share in shares if -44 <= share[0] < 20]
+        curves.append(Line(name, points, dashed=name == "bf16"))
+    return lines(curves, Axis("power of two", low=-44, high=20), Axis("share"))
+
+
+def _number(text: str) -> Table:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.1
+    value = torch.tensor([number], dtype=torch.float64)
+    rows = []
+    for name, dtype in _DTYPES.items():
+        there = float(value.to(dtype).double())
+        bits = torch.tensor([number]).to(dtype).view(torch.int32 if name == "fp32" else torch.int16)
+        width = 32 if name == "fp32" else 16
+        pattern = f"{int(bits) % 2**width:0{width}b}"
+        split = {"fp32": 9, "bf16": 9, "fp16": 6}[name]
+        error = abs(there - number) / abs(number) if number and math.isfinite(there) else 0.0
+        shown = f"{pattern[0]} {pattern[1:split]} {pattern[split:]}"
+        rows.append((name, f"{there:.10g}", f"{error:.3g}", shown))
+    return Table(
+        f"{number:.10g} in each format",
+        ("format", "becomes", "relative error", "bits: sign, exponent, fraction"),
+        rows,
+    )
+
+
+def _update(power: int) -> Table:
+    """A weight of 1 and a small update: the reason for fp32 master weights."""
+    update = 2.0**-power
+    rows = []
+    for name, dtype in _DTYPES.items():
+        weight = torch.tensor(1.0, dtype=dtype)
+        for _ in range(100):
+            weight = weight + torch.tensor(update, dtype=dtype)
+        rows.append((name, f"{float(weight):.8g}", f"{1 + 100 * update:.8g}"))
+    return Table(
+        f"A weight of 1 after 100 updates of 2^-{power} = {update:.3g}",
+        ("format", "becomes", "exactly"),
+        rows,
+    )
+
+
+def _described(name: str) -> tuple[str, ...]:
+    info = torch.finfo(_DTYPES[name])
+    bits = {"fp32": "8, 23", "bf16": "8, 7", "fp16": "5, 10"}[name]
+    least = info.smallest_normal * info.eps
+    numbers = (info.max, info.smallest_normal, least, info.eps)
+    return (name, bits, *(f"{number:.4g}" for number in numbers))
+
+
+PAGE = Page(
+    slug="precision",
+    title="Mixed precision",
+    group="Optimization",
+    sees="What fp32, bf16 and fp16 make of a number, of small updates, and of the real gradients "
+    "of a small Llama, and how a loss scale moves them into fp16's range.",
+    controls=(
+        Slider("scale", "Loss scale, power of two", tuple(range(25)), 0),
+        Slider("tokens", "Size of the gradients", (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0), 0.01, "x"),
+        Slider("weight", "Small update, power of two", tuple(range(4, 25)), 9),
+        Typed("number", "A number", "0.1", 40),
+    ),
+    figures=figures,
+    computed_by=(
+        "tools.studio_pages.precision.gradients",
+        "tools.studio_pages.precision.rounded",
+        "harness.models.loss.forward",
+    ),
+    formula="A format with e exponent and f fraction bits rounds by at most 2^-(f + 1) of a number "
+    "and to 0 below 2^(2 - 2^(e - 1) - f - 1). Gradients x scale are rounded, summed, and divided "
+    "by the scale in fp32; a weight takes no update below half its step, so it is kept in fp32.",
+    sources=(
+        ("Micikevicius et al., arXiv 1710.03740", "https://arxiv.org/abs/1710.03740"),
+        ("bfloat16, Kalamkar et al., arXiv 1905.12322", "https://arxiv.org/abs/1905.12322"),
+    ),
+    slow_at_first=({},),
+)

@@ -1,0 +1,187 @@
+"""The page of ZeRO's stages: memory of a GPU, and traffic of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.estimate.changes import with_stage
+from harness.estimate.dividable import division_problems
+from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.timeline import Estimate, estimate_memory
+from harness.plan.memory import memory_inputs
+from tools.look.palette import COMPONENTS
+from tools.memory.text import paper_bytes
+from tools.studio_app.charts import Axis, stacked
+from tools.studio_app.memory import VERDICTS, gib, grouped_gib
+from tools.studio_app.page import (
+    Chart,
+    Choice,
+    Figure,
+    Number,
+    Numbers,
+    Page,
+    Slider,
+    Table,
+    Values,
+    powers_of_two,
+)
+from tools.studio_app.plans import (
+    ACCUMULATION,
+    CHECKPOINTING,
+    GPU,
+    LLAMA_13B,
+    MICRO_BATCH,
+    MODELS,
+    SEQ_LEN,
+    planned,
+)
+
+_STAGES = range(4)
+_DIVIDES = ("nothing", "optimizer states", "gradients, too", "weights, too")
+_LLAMA_13B = "llama-13b"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one GPU sends in a step."""
+
+    gradients: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of both."""
+        return self.gradients + self.weights
+
+
+def figures(values: Values) -> list[Figure]:
+    """Return memory and traffic of the four stages, all else equal."""
+    inputs, device = _inputs(values)
+    estimates = [_estimate(inputs, stage, device) for stage in _STAGES]
+    flows = [traffic(with_stage(inputs, stage)) for stage in _STAGES]
+    names = [f"ZeRO {stage}" for stage in _STAGES]
+    peaks = [grouped_gib(e.worst.phase(e.worst.peak_phase)) for e in estimates]
+    return [
+        Numbers(
+            [
+                Number(
+                    name,
+                    gib(estimate.worst.peak),
+                    f"divides {_DIVIDES[stage]}; {estimate.verdict}",
+                    VERDICTS.get(estimate.verdict),
+                )
+                for stage, (name, estimate) in enumerate(zip(names, estimates, strict=True))
+            ]
+        ),
+        Chart(
+            f"The fullest of {inputs.grid.world_size} GPUs at its peak, GiB",
+            stacked(
+                names,
+                {group: [peak[group] for peak in peaks] for group in COMPONENTS},
+                Axis("GiB"),
+                colours={group: group for group in COMPONENTS},
+                limits={f"device, {gib(device)}": device / GIB},
+            ),
+            360,
+        ),
+        Chart(
+            "Sent by each GPU in one step, GiB",
+            stacked(
+                names,
+                {
+                    "gradients": [flow.gradients / GIB for flow in flows],
+                    "weights": [flow.weights / GIB for flow in flows],
+                },
+                Axis("GiB"),
+                colours={"gradients": "gradients", "weights": "weights"},
+            ),
+            300,
+        ),
+        _table(inputs, estimates, flows),
+    ]
+
+
+def traffic(inputs: Inputs) -> Traffic:
+    """Return the bytes that a ring sends of each GPU's in a step (arXiv 1910.02054, section 7).
+
+    A reduce-scatter or an all-gather of n elements over r ranks sends n (r - 1) / r of each. Stages
+    0 and 1 reduce gradients once a step, 2 and 3 in every micro-batch; 1 and 2 gather the stepped
+    weights once, 3 gathers them in both passes of every micro-batch.
+    """
+    zero, ranks = inputs.zero, inputs.shards
+    share = inputs.parameters * (ranks - 1) / ranks
+    reductions = inputs.grad_accum if zero.stage >= 2 else 1
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * inputs.grad_accum}[zero.stage]
+    gradients = share * inputs.comm_bytes * reductions * (2 if zero.stage == 0 else 1)
+    return Traffic(gradients, share * inputs.element_bytes * gathers)
+
+
+def _inputs(values: Values) -> tuple[Inputs, int]:
+    is_llama = values["model"] == _LLAMA_13B
+    plan = planned(
+        model="llama-3-8b" if is_llama else values["model"],
+        overrides=LLAMA_13B if is_llama else None,
+        ds_json="zero1",
+        gpu=values["gpu"],
+        gpus=values["gpus"],
+        seq_len=values["seq_len"],
+        micro_batch=values["micro_batch"],
+        accumulation=values["accumulation"],
+        checkpointing=values["checkpointing"],
+    )
+    inputs = memory_inputs(plan)
+    assert inputs is not None, "the tensors of every preset are known"
+    assert plan.estimate is not None, "the tensors of every preset are known"
+    return inputs, plan.estimate.device_bytes or 0
+
+
+def _estimate(inputs: Inputs, stage: int, device: int) -> Estimate:
+    staged = with_stage(inputs, stage)
+    if problems := division_problems(staged):
+        raise ValueError("; ".join(problems))
+    return estimate_memory(staged, device)
+
+
+def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic]) -> Table:
+    rows = [
+        (
+            str(stage),
+            f"{paper_bytes(inputs.parameters, stage, inputs.shards) / GIB:,.2f}",
+            f"{estimate.worst.peak / GIB:,.2f}",
+            estimate.worst.peak_phase,
+            f"{flow.total / GIB:,.2f}",
+            f"{flow.total / flows[1].total:.2f} x" if flows[1].total else "",
+        )
+        for stage, (estimate, flow) in enumerate(zip(estimates, flows, strict=True))
+    ]
+    head = ("stage", "states by the paper", "peak", "in phase", "sent a step", "of stage 1's")
+    return Table("All four, GiB", head, rows)
+
+
+PAGE = Page(
+    slug="zero",
+    title="ZeRO stages compared",
+    group="Memory",
+    sees="The memory that each ZeRO stage leaves on a GPU, and the bytes that it sends instead.",
+    controls=(
+        Choice("model", "Model", (_LLAMA_13B, *MODELS), _LLAMA_13B),
+        GPU,
+        Slider("gpus", "GPUs", powers_of_two(1, 1024), 8),
+        SEQ_LEN,
+        MICRO_BATCH,
+        ACCUMULATION,
+        CHECKPOINTING,
+    ),
+    figures=figures,
+    computed_by=(
+        "harness.estimate.timeline.estimate_memory",
+        "harness.estimate.changes.with_stage",
+        "tools.studio_pages.zero.traffic",
+        "tools.memory.text.paper_bytes",
+    ),
+    formula="States by the paper: parameters x (2 weights + 2 gradients + 12 optimizer) bytes, "
+    "each part divided by the ranks from stages 3, 2 and 1 on. Sent by a GPU: (r - 1) / r x "
+    "parameters x bytes for every reduce-scatter and all-gather; with one micro-batch 2 of "
+    "them in stages 0 to 2 and 3 in stage 3. Stage 0 in bf16 or fp16 is run as stage 1.",
+    sources=(("ZeRO, arXiv 1910.02054, sections 5 and 7", "https://arxiv.org/abs/1910.02054"),),
+)

@@ -1,0 +1,184 @@
+"""Sweep: many runs that differ in a few keys, compared by their held-out loss.
+
+    python tools/sweep.py docs/sweep.toml --dry-run
+    python tools/sweep.py docs/sweep.toml
+
+The file is a run config with two tables more: [sweep] says how (grid, random, or tpe; early
+stopping; a budget), [search] which keys vary:
+
+    [sweep]
+    method = "random"
+    trials = 12
+    prune = {after = 0.15, factor = 3}
+    budget = {steps = 600}
+
+    [search]
+    optim.lr = {from = 1e-4, to = 1e-1, log = true}
+    optim.name = ["adamw", "lion"]
+
+    [train]
+    steps = 60
+
+Every trial is a run of its own in runs/NAME/trial-000 and so on. The plans of all are checked
+before the first starts. Killed or stopped by Ctrl-C, the same command goes on with the same trials.
+It ends with a ranked table, the command of the best, and runs/NAME/sweep.html. Exit code 0; 1 if no
+trial came to a result; 2 for a file with problems; 75 if it was stopped, or the budget ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ConfigError, ExitCode
+from harness.files.folder_lock import release, take_lock
+from harness.terminal import say
+from tools.sweeps.cost import Cost, costs
+from tools.sweeps.folder import keep_file
+from tools.sweeps.lanes import lane_problems
+from tools.sweeps.page import write_page
+from tools.sweeps.screen import Screen
+from tools.sweeps.slurm import follow, slurm_problems, slurm_world, submit
+from tools.sweeps.spec import Sweep, read_sweep
+from tools.sweeps.text import best_command, best_of, ending, listing, ranking
+from tools.workers import on_stop
+
+if TYPE_CHECKING:  # Optuna, which a dry run does without
+    from tools.sweeps.local import Queue
+    from tools.sweeps.record import Record
+    from tools.sweeps.study import Study
+
+
+INTERRUPTED = 130
+
+
+def main(argv: list[str]) -> int:
+    """argv -> trials -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="SWEEP.toml")
+    parser.add_argument("--slurm", action="store_true", help="trials as one array (sweep.slurm)")
+    parser.add_argument("--dry-run", action="store_true", help="list trials and cost, and stop")
+    parser.add_argument("--retry", action="store_true", help="try failed trials again")
+    parser.add_argument("--report", action="store_true", help="only write table and page again")
+    parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)  # of slurm/sweep.sbatch
+    args = parser.parse_args(argv)
+    try:
+        sweep, planned = _checked(args)
+        if args.dry_run:
+            say(listing(sweep, planned))
+            return int(ExitCode.DONE)
+        if args.trial is not None:
+            from tools.sweeps.study import Study
+            from tools.sweeps.task import run_task
+
+            return run_task(sweep, Study(sweep), args.trial, Screen().say)
+        keep_file(sweep)
+        with _alone(sweep):
+            return _conduct(sweep, args)
+    except KeyboardInterrupt:  # the second one
+        say("interrupted: what was not saved is lost; the same command goes on", sys.stderr)
+        return INTERRUPTED
+    except ConfigError as error:
+        say(f"cannot sweep: {error}", sys.stderr)
+        return int(error.code)
+
+
+def _checked(args: argparse.Namespace) -> tuple[Sweep, list[Cost]]:
+    """Return the sweep and its trials' costs. Raises ConfigError with every problem."""
+    problems: list[str] = []
+    sweep = read_sweep(args.file, problems)
+    is_array = args.slurm or args.trial is not None
+    planned = costs(sweep, slurm_world(sweep) if is_array else None, problems)
+    if not args.dry_run:
+        problems += slurm_problems() if is_array else lane_problems(sweep)
+        if importlib.util.find_spec("optuna") is None:
+            problems.append("sweeps need the package optuna: pip install optuna")
+    if problems:
+        raise ConfigError(problems)
+    return sweep, planned
+
+
+def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
+    """Run what is left of the sweep; show the result."""
+    from tools.sweeps.study import Study, cut_torn_line
+
+    if not args.slurm:  # whose tasks may be writing
+        cut_torn_line(sweep.folder)
+    study, screen = Study(sweep), Screen()
+    if args.retry:
+        screen.say(f"{len(study.retry())} failed trials wait again")
+    if not args.report:
+        (_run_array if args.slurm else _run_here)(sweep, study, screen)
+    records = study.records()
+    page = write_page(sweep, records)
+    screen.say(ranking(sweep, records))
+    if (best := best_of(records)) is not None:
+        print(best_command(sweep, best))  # unbroken, to be copied
+    screen.say(f"report: {page}")
+    if any(not record.has_ended for record in records):
+        again = f"python tools/sweep.py {sweep.path}{' --slurm' * args.slurm}"
+        screen.say(f"not all trials have ended; the same command goes on: {again}")
+        return int(ExitCode.STOPPED)
+    return int(ExitCode.DONE) if any(record.state == "done" for record in records) else 1
+
+
+def _run_here(sweep: Sweep, study: Study, screen: Screen) -> None:
+    """Run trials on this machine until all have ended or the sweep is stopped."""
+    from tools.sweeps.budget import Budget
+    from tools.sweeps.local import Queue
+
+    queue = Queue(sweep, study, Budget(sweep, None), screen.say)
+    with _stopping(queue, screen):
+        queue.run(screen.show, lambda record: _ended(sweep, study, screen, record))
+
+
+def _run_array(sweep: Sweep, study: Study, screen: Screen) -> None:
+    """Submit trials to Slurm and wait for them; Ctrl-C ends only the waiting."""
+    job = submit(sweep, study, screen.say)
+    try:
+        if job is not None:
+            follow(job, study, lambda record: _ended(sweep, study, screen, record))
+    except KeyboardInterrupt:
+        screen.say(f"job {job} goes on; `scancel {job}` ends it")
+
+
+def _ended(sweep: Sweep, study: Study, screen: Screen, record: Record) -> None:
+    screen.say(ending(sweep, record))
+    write_page(sweep, study.records())
+
+
+@contextlib.contextmanager
+def _alone(sweep: Sweep) -> Iterator[None]:
+    """Keep a second process from the same sweep. Raises ConfigError if there is one."""
+    file, _ = take_lock(sweep.folder / "lock")
+    try:
+        yield
+    finally:
+        release(file)
+
+
+@contextlib.contextmanager
+def _stopping(queue: Queue, screen: Screen) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the queue; a second one ends it at once."""
+
+    def stop(name: str) -> None:
+        if queue.is_stopped:
+            raise KeyboardInterrupt
+        queue.is_stopped = True
+        screen.say(f"{name}: trials save and end; once more ends them now")
+
+    with on_stop(stop):
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""The cost of trials, from the plans that train.py would make of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness.config.assignments import COMMAND_LINE, did_you_mean, listed
+from harness.errors import ConfigError, worded
+from harness.layout.world import World
+from harness.plan.command import plan_from
+from harness.plan.plan import Plan
+from tools.proofs.ranks import place_of
+from tools.sweeps.space import Choice
+from tools.sweeps.spec import Sweep
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A trial that is not stopped."""
+
+    steps: int
+    """Optimizer steps."""
+    tokens: int
+    """Tokens that they read."""
+    peak_gib: float | None
+    """Memory in tensors of the fullest rank; None for an unknown architecture."""
+
+
+def costs(sweep: Sweep, world: World | None, problems: list[str]) -> list[Cost]:
+    """Return the cost of every example of a sweep; add the problems of all plans to `problems`.
+
+    `world`: the machines of a trial, None for `sweep.ranks` processes of this one.
+    """
+    trials_of: dict[str, list[int]] = {}
+    results = []
+    for number, choice in enumerate(sweep.examples()):
+        try:
+            results.append(cost(sweep, choice, world))
+        except ConfigError as error:
+            for problem in error.problems:
+                of_file = problem.replace(f"({COMMAND_LINE})", f"({sweep.path})")
+                trials_of.setdefault(of_file, []).append(number)
+    total = number + 1
+    for problem, numbers in trials_of.items():
+        # Random values and corners have no numbers that a reader knows.
+        which = "" if len(numbers) == total else f" [{len(numbers)} of {total} that were planned]"
+        if sweep.settings.method == "grid" and which:
+            which = f" [trials {listed(map(str, numbers))}]"
+        problems.append(problem + which)
+    for name in ("steps", "tokens"):
+        limit = getattr(sweep.settings.budget, name)
+        most = max((getattr(of, name) for of in results), default=0)
+        if limit is not None and limit < most:
+            problems.append(
+                worded(f"sweep.budget.{name}", limit, str(sweep.path), f"one trial takes {most:,}")
+            )
+    return results
+
+
+def cost(sweep: Sweep, choice: Choice, world: World | None) -> Cost:
+    """Return a trial's cost. Raises ConfigError with every problem of its plan."""
+    command = sweep.command(choice)
+    environ: Mapping[str, str] = os.environ
+    if world is None:
+        environ = {**os.environ, **place_of(0, sweep.settings.ranks, 0)}
+    plan = plan_from(command, environ, world)
+    if problems := _problems(sweep, plan):
+        raise ConfigError(problems)
+    assert plan.steps is not None
+    samples = plan.curriculum.samples_after(plan.steps)
+    peak = plan.estimate.worst.peak / _GIB if plan.estimate else None
+    return Cost(plan.steps, samples * plan.config.data.seq_len, peak)
+
+
+def _problems(sweep: Sweep, plan: Plan) -> list[str]:
+    """Return what keeps a run that could be trained from being a trial."""
+    settings, config, problems = sweep.settings, plan.config, list[str]()
+    metrics = ["eval_loss", *(f"eval_loss/{name}" for name in config.data.eval_path if name)]
+    if settings.metric not in metrics:
+        hint = did_you_mean(settings.metric, metrics) or f": it must be {' or '.join(metrics)}"
+        problems.append(f"sweep.metric is {settings.metric!r} ({sweep.path}){hint}")
+    if not config.data.held_out and not config.data.eval_path:
+        problems.append("data.held_out is 0: trials are compared by their held-out loss")
+    if not plan.steps:
+        problems.append(
+            "a trial's length must be known and above 0: set train.steps or train.tokens"
+        )
+    elif settings.prune and not 0 < config.eval.every < plan.steps:
+        problems.append(
+            f"eval.every is {config.eval.every}, but sweep.prune decides at evaluations, and a "
+            f"trial has {plan.steps} steps: set it to "
+            f"{max(1, int(plan.steps * settings.prune.after))}"
+        )
+    return problems

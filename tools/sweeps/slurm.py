@@ -1,0 +1,106 @@
+"""Trials as one Slurm array: its submission and its progress."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from harness.errors import ConfigError
+from harness.layout.world import World
+from tools.proofs.ranks import REPOSITORY
+from tools.sweeps.record import Record
+from tools.sweeps.spec import Sweep
+
+if TYPE_CHECKING:  # Optuna
+    from tools.sweeps.study import Study
+
+_POLL_S = 1.0
+_JOB = "slurm_job"
+"""Name of the file with the number of the sweep's newest array."""
+Say = Callable[[str], None]
+
+
+def slurm_world(sweep: Sweep) -> World:
+    """Return the machines of a trial. Raises ConfigError for options that say too little."""
+    options = sweep.settings.slurm
+    nodes, gpus = options.get("nodes", 1), options.get("gpus-per-node", 0)
+    cpu_ranks = os.environ.get("CPU_RANKS_PER_NODE", "1")
+    if not isinstance(nodes, int) or not isinstance(gpus, int) or not cpu_ranks.isdecimal():
+        raise ConfigError(f"sweep.slurm ({sweep.path}): nodes and gpus-per-node must be numbers")
+    per_node = gpus or int(cpu_ranks)
+    return World(
+        world_size=nodes * per_node,
+        local_world_size=per_node,
+        accelerator="cuda" if gpus else "cpu",
+    )
+
+
+def slurm_problems() -> list[str]:
+    """Return what is missing on this machine."""
+    missing = [name for name in ("sbatch", "squeue") if shutil.which(name) is None]
+    return [f"--slurm needs {name}: start it where jobs are submitted" for name in missing]
+
+
+def submit(sweep: Sweep, study: Study, say: Say) -> str | None:
+    """Submit what is left of a sweep, unless it is in the queue; return the array's number.
+
+    None if nothing is left. Raises ConfigError with Slurm's reason for a refusal.
+    """
+    file = sweep.folder / _JOB
+    if file.exists() and _is_queued(job := file.read_text().strip()):
+        say(f"job {job} is in the queue")
+        return job
+    left = [record.number for record in study.records() if not record.has_ended]
+    if not left:
+        return None
+    options = {f"--{key}": value for key, value in sweep.settings.slurm.items()}
+    words = [
+        *("sbatch", "--parsable", f"--array={ranges(left)}%{sweep.settings.parallel}"),
+        *(f"--job-name={sweep.folder.name}", f"--output={sweep.folder}/slurm-%A_%a.out"),
+        *(f"{name}={value}" for name, value in options.items()),
+        *(str(REPOSITORY / "slurm" / "sweep.sbatch"), str(REPOSITORY), str(sweep.path)),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"sbatch refused the sweep: {done.stderr.strip()}")
+    job = done.stdout.strip().partition(";")[0]
+    file.write_text(f"{job}\n")
+    say(f"submitted {len(left)} trials as job {job}")
+    return job
+
+
+def follow(job: str, study: Study, ended: Callable[[Record], None]) -> None:
+    """Wait until no task of an array is left; `ended` is called with every trial that has ended."""
+    seen = {record.number for record in study.records() if record.has_ended}
+    while True:
+        is_queued = _is_queued(job)
+        for record in study.records():
+            if record.has_ended and record.number not in seen:
+                seen.add(record.number)
+                ended(record)
+        if not is_queued:
+            return
+        time.sleep(_POLL_S)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as sbatch takes them: 0-3,7."""
+    texts, first = [], numbers[0]
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        if following != number + 1:
+            texts.append(str(first) if first == number else f"{first}-{number}")
+            first = following if following is not None else first
+    return ",".join(texts)
+
+
+def _is_queued(job: str) -> bool:
+    """Return True while a task of the array waits or runs; a Slurm that does not answer counts."""
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%i"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return True
+    return bool(done.stdout.strip())

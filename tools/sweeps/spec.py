@@ -1,0 +1,199 @@
+"""A sweep's file: a run config with two tables more, [sweep] and [search], and perhaps [ds]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from harness.config.assignments import did_you_mean, flat, value_as_text
+from harness.config.ds_file import PREFIX as DS_PREFIX
+from harness.config.run_file import read_toml
+from harness.config.sections import Count, CountOrZero, PathText, Positive, Section, Text
+from harness.errors import ConfigError, worded
+from harness.plan.command import DEFAULT_DS_JSON, Command
+from tools.sweeps.space import Choice, Dimension, corners, draws, grid, read_space
+
+_OURS = ("run.dir", "resume.from")  # a trial's own
+_QUIET = {"save.export": False, "sample.tokens": 0, "data.reservoir": 0}
+"""Defaults of trials: one of many is only looked at."""
+MOST_TRIALS = 10_000
+_TABLES = ("sweep", "search", "ds")
+
+
+class PruneSection(Section):
+    """Early stopping by successive halving (ASHA, arXiv 1810.05934)."""
+
+    after: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of its run before which no trial is stopped."""
+    factor: Annotated[int, Field(ge=2, le=100)] = 3
+    """Of so many trials that came equally far one goes on; the next decision comes when it is so
+    many times as far."""
+
+
+class BudgetSection(Section):
+    """Limits of all trials together."""
+
+    steps: Count | None = None
+    """Optimizer steps."""
+    tokens: Count | None = None
+    """Tokens read."""
+    hours: Positive | None = None
+    """Hours that the trials take, added up."""
+
+
+def _prune(value: object) -> object:
+    return {} if value is True else None if value is False else value
+
+
+class SweepSection(Section):
+    """Settings of a sweep: method, trials, limits."""
+
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]{0,63}$")] | None = None
+    """Folder of the sweep under runs/; None: the file's name."""
+    method: Literal["grid", "random", "tpe"] = "random"
+    """grid: all combinations; random; tpe: tree-structured Parzen estimator, which learns from the
+    trials before (arXiv 2304.11127)."""
+    trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)] | None = None
+    """Number of trials, which a grid has by itself."""
+    seed: CountOrZero = 0
+    """Random seed of what is tried."""
+    metric: Text = "eval_loss"
+    """Key of metrics.jsonl that is to become small: eval_loss, or eval_loss/NAME."""
+    deepspeed: PathText = str(DEFAULT_DS_JSON)
+    """DeepSpeed JSON."""
+    config: PathText | None = None
+    """A run config under this one."""
+    ranks: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Ranks of a trial on this machine; under --slurm its nodes and GPUs decide."""
+    parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Trials at a time."""
+    slurm: dict[str, str | int] = Field(default_factory=dict)
+    """Options of sbatch for a trial, under --slurm: {nodes = 1, gpus-per-node = 8}."""
+    prune: Annotated[PruneSection | None, BeforeValidator(_prune)] = None
+    """Early stopping of trials; true for the defaults."""
+    budget: BudgetSection = Field(default_factory=BudgetSection)
+    """Limits of all trials together."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as its file describes it."""
+
+    path: Path
+    tree: Mapping[str, Any]
+    """The file."""
+    settings: SweepSection
+    space: Mapping[str, Dimension]
+    fixed: tuple[str, ...]
+    """key=value of what all trials share."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the sweep."""
+        return Path("runs") / (self.settings.name or self.path.stem)
+
+    @property
+    def number_of_trials(self) -> int:
+        """Trials, stopped ones among them."""
+        if self.settings.method == "grid":
+            return math.prod(len(dimension.grid()) for dimension in self.space.values())
+        assert self.settings.trials is not None
+        return self.settings.trials
+
+    def choices(self) -> Iterator[Choice | None]:
+        """Yield each trial's values; None for those that the trials before decide."""
+        if self.settings.method == "grid":
+            yield from grid(self.space)
+        elif self.settings.method == "random":
+            yield from draws(self.space, self.number_of_trials, self.settings.seed)
+        else:
+            yield from [None] * self.number_of_trials
+
+    def examples(self) -> Iterator[Choice]:
+        """Yield values whose plans show every problem that a trial could have."""
+        if self.settings.method == "tpe":
+            return corners(self.space)
+        return (choice for choice in self.choices() if choice is not None)
+
+    def command(self, choice: Choice, run_dir: Path | None = None) -> Command:
+        """Return the command line of train.py with a trial's values; a trial's if it has a folder,
+        otherwise a user's.
+        """
+        own = [f"{key}={value}" for key, value in choice.items()]
+        if run_dir is not None:
+            own.append(f"run.dir={run_dir}")
+            keys = {key for key, _ in flat(self.tree)}
+            quiet = {key: value for key, value in _QUIET.items() if key not in keys}
+            own += [f"{key}={value_as_text(value)}" for key, value in quiet.items()]
+        config = self.settings.config
+        return Command(
+            Path(self.settings.deepspeed),
+            None if config is None else Path(config),
+            (*self.fixed, *own),
+        )
+
+    def folder_of(self, number: int) -> Path:
+        """Return a trial's run folder."""
+        return self.folder / f"trial-{number:03}"
+
+
+def read_sweep(path: Path, problems: list[str]) -> Sweep:
+    """Return the sweep of a file, without what is wrong in it, which is added to `problems`.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no file {path}: name a sweep's, as docs/sweep.toml")
+    tree, origin = read_toml(path), str(path)
+    for name in _TABLES:
+        if not isinstance(tree.get(name, {}), dict):
+            problems.append(worded(name, tree.pop(name), origin, f"it must be a table, [{name}]"))
+    settings = _settings(tree.get("sweep", {}), origin, problems)
+    space = read_space(tree.get("search"), settings.method == "grid", origin, problems)
+    of_run = {name: value for name, value in tree.items() if name not in _TABLES}
+    of_ds = flat(tree.get("ds", {}))
+    fixed = dict(flat(of_run)) | {f"{DS_PREFIX}{key}": value for key, value in of_ds}
+    for key in _OURS:
+        problems += [f"{key} is each trial's own ({origin}): remove it"] * (key in {*fixed, *space})
+    for key in space.keys() & fixed.keys():
+        problems.append(f"{key} is in [search] as well ({origin}): remove one of them")
+    if settings.method == "grid" and settings.trials is not None:
+        why = "a grid has as many as points: remove it"
+        problems.append(worded("sweep.trials", settings.trials, origin, why))
+    if settings.method != "grid" and settings.trials is None:
+        if "trials" not in tree.get("sweep", {}):  # a wrong number has been named
+            problems.append(f"sweep.trials is missing ({origin}): say how many, as trials = 20")
+        settings = settings.model_copy(update={"trials": 1})
+    fixed_words = tuple(f"{key}={value_as_text(v)}" for key, v in fixed.items() if key not in _OURS)
+    sweep = Sweep(path, tree, settings, space, fixed_words)
+    if space and sweep.number_of_trials > MOST_TRIALS:
+        problems.append(
+            f"[search] ({origin}) is a grid of {sweep.number_of_trials:,} points, more than "
+            f'{MOST_TRIALS:,}: use fewer, or sweep.method = "random"'
+        )
+        sweep = replace(sweep, space={key: space[key] for key in [*space][:1]})
+    return sweep
+
+
+def _settings(table: dict[str, Any], origin: str, problems: list[str]) -> SweepSection:
+    """Return the [sweep] table; where it is wrong, without its wrong keys."""
+    try:
+        return SweepSection.model_validate(table)
+    except ValidationError as error:
+        errors = error.errors()
+    tables = {"": SweepSection, "prune.": PruneSection, "budget.": BudgetSection}
+    names = [f"sweep.{at}{key}" for at, part in tables.items() for key in part.model_fields]
+    for item in errors:
+        key = ".".join(map(str, ("sweep", *item["loc"])))
+        if item["type"] == "extra_forbidden":
+            problems.append(f"{key} ({origin}) is not a key of a sweep{did_you_mean(key, names)}")
+        else:
+            must_be = item["msg"].replace("Input should be", "it must be")
+            problems.append(worded(key, item["input"], origin, must_be))
+    bad = {item["loc"][0] for item in errors}
+    return SweepSection.model_validate({k: v for k, v in table.items() if k not in bad})

@@ -1,0 +1,198 @@
+"""The trials of a sweep and their states: an Optuna study in a journal file, which survives kills.
+
+All trials are in the journal from the beginning, waiting. Several processes may share it, on
+several nodes too.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from tools.sweeps.record import Record, Used
+from tools.sweeps.space import Choice, Dimension, Values
+from tools.sweeps.spec import Sweep
+
+JOURNAL = "study.journal"
+_NAME = "sweep"
+_WHOLE = 1000  # progress is counted in thousandths of a run: trials may differ in steps
+_STARTUP = (3, 10)  # random trials before TPE has something to learn from, at least and at most
+_STATES = {
+    TrialState.WAITING: "waiting",
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "done",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+
+
+class Study:
+    """A sweep's trials."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        self._sweep = sweep
+        self._storage = JournalStorage(JournalFileBackend(str(sweep.folder / JOURNAL)))
+        self._study = optuna.create_study(
+            storage=self._storage, study_name=_NAME, load_if_exists=True, pruner=_pruner(sweep)
+        )
+        existing = len(self._trials())
+        for number, choice in enumerate(sweep.choices()):
+            if number >= existing:
+                self._enqueue(number, choice or {})
+
+    def records(self) -> list[Record]:
+        """Return all trials, by number."""
+        return [self._record(number, trial) for number, trial in self._trials().items()]
+
+    def take(self, number: int) -> OpenTrial:
+        """Start a trial, or go on with one that was interrupted; its values are decided now."""
+        frozen, space = self._trials()[number], self._sweep.space
+        if frozen.state == TrialState.WAITING:
+            self._storage.set_trial_state_values(frozen._trial_id, TrialState.RUNNING)
+        fewest, most = _STARTUP
+        # The same history gives the same values: each trial has a random state of its own.
+        self._study.sampler = optuna.samplers.TPESampler(
+            seed=self._sweep.settings.seed + number,
+            n_startup_trials=max(fewest, min(most, self._sweep.number_of_trials // 3)),
+        )
+        trial = Trial(self._study, frozen._trial_id)
+        choice = {key: _suggested(trial, key, dimension) for key, dimension in space.items()}
+        return OpenTrial(self._study, trial, number, choice, self._record(number, frozen).used)
+
+    def put_back(self, number: int) -> None:
+        """Let a trial wait that was taken; it keeps its values."""
+        trial_id = self._trials()[number]._trial_id
+        self._storage.set_trial_state_values(trial_id, TrialState.WAITING)
+
+    def retry(self) -> list[int]:
+        """Let failed trials wait again, with the same values; return their numbers."""
+        failed = [n for n, trial in self._trials().items() if trial.state == TrialState.FAIL]
+        for number in failed:
+            self._enqueue(number, self._record(number, self._trials()[number]).choice)
+        return failed
+
+    def _enqueue(self, number: int, choice: Choice) -> None:
+        space = self._sweep.space
+        params = {key: _as_param(text, space[key]) for key, text in choice.items()}
+        self._study.enqueue_trial(params, user_attrs={"number": number})
+
+    def _trials(self) -> dict[int, FrozenTrial]:
+        """Return the newest entry of every trial, by its number in the sweep."""
+        newest = {
+            trial.user_attrs["number"]: trial
+            for trial in self._study.get_trials(deepcopy=False)
+            if "number" in trial.user_attrs
+        }
+        return {number: newest[number] for number in sorted(newest)}
+
+    def _record(self, number: int, trial: FrozenTrial) -> Record:
+        params = trial.params or trial.system_attrs.get("fixed_params", {})
+        space, state = self._sweep.space, _STATES[trial.state]
+        value = trial.value if state == "done" else _last_value(trial)
+        assert value is not None
+        attributes = trial.user_attrs
+        return Record(
+            number,
+            "diverged" if value == math.inf and state == "done" else state,
+            {key: _as_text(params[key], of) for key, of in space.items() if key in params},
+            value,
+            Used(*attributes.get("used", ())),
+            attributes.get("reason", ""),
+        )
+
+
+class OpenTrial:
+    """A trial that this process runs."""
+
+    def __init__(
+        self, study: optuna.Study, trial: Trial, number: int, choice: Choice, used: Used
+    ) -> None:
+        self.number, self.choice = number, choice
+        self.used_before = used
+        """What earlier attempts at it took."""
+        self._study, self._trial = study, trial
+        self._reported = {*study._storage.get_trial(trial._trial_id).intermediate_values}
+
+    def report(self, share: float, value: float) -> bool:
+        """Note the metric after a share of the run; return True if the trial is to be stopped."""
+        place = round(share * _WHOLE)
+        if place in self._reported:  # by an earlier attempt
+            return False
+        self._reported.add(place)
+        self._trial.report(value, place)
+        return self._trial.should_prune()
+
+    def note(self, used: Used) -> None:
+        """Note what an interrupted trial has taken."""
+        self._trial.set_user_attr("used", [used.steps, used.tokens, used.hours])
+
+    def done(self, value: float, used: Used, reason: str = "") -> None:
+        """End the trial with its metric, infinite if it diverged."""
+        self._end(TrialState.COMPLETE, used, reason, value)
+
+    def pruned(self, used: Used, reason: str) -> None:
+        """End the trial as stopped early."""
+        self._end(TrialState.PRUNED, used, reason)
+
+    def failed(self, used: Used, reason: str) -> None:
+        """End the trial as failed."""
+        self._end(TrialState.FAIL, used, reason)
+
+    def _end(self, state: TrialState, used: Used, reason: str, value: float | None = None) -> None:
+        self.note(used)
+        self._trial.set_user_attr("reason", reason)
+        self._study.tell(self._trial, value, state)
+
+
+def cut_torn_line(folder: Path) -> None:
+    """Remove a line that a killed writer left half-written; only where nobody else writes."""
+    path = folder / JOURNAL
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _pruner(sweep: Sweep) -> BasePruner:
+    prune = sweep.settings.prune
+    if prune is None:
+        return NopPruner()
+    return SuccessiveHalvingPruner(
+        min_resource=max(1, round(prune.after * _WHOLE)), reduction_factor=prune.factor
+    )
+
+
+def _suggested(trial: Trial, key: str, dimension: Dimension) -> str:
+    """Return the text of a value that the sampler, or the queue, decides."""
+    if isinstance(dimension, Values):
+        value: Any = trial.suggest_categorical(key, dimension.values)
+    elif dimension.is_whole:
+        low, high = round(dimension.from_), round(dimension.to)
+        value = trial.suggest_int(key, low, high, log=dimension.log)
+    else:
+        value = trial.suggest_float(key, dimension.from_, dimension.to, log=dimension.log)
+    return _as_text(value, dimension)
+
+
+def _as_text(value: Any, dimension: Dimension) -> str:
+    return str(value) if isinstance(dimension, Values) else dimension.text(value)
+
+
+def _as_param(text: str, dimension: Dimension) -> str | float:
+    if isinstance(dimension, Values):
+        return text
+    return int(text) if dimension.is_whole else float(text)
+
+
+def _last_value(trial: FrozenTrial) -> float:
+    step = trial.last_step
+    return math.inf if step is None else trial.intermediate_values[step]

@@ -1,0 +1,121 @@
+"""A sweep as text: its trials, their ranking, the command of the best."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+
+from tools.sweeps.cost import Cost
+from tools.sweeps.record import Record
+from tools.sweeps.space import Choice
+from tools.sweeps.spec import Sweep
+
+_ENDS = {"done": "", "pruned": "stopped early", "diverged": "diverged", "failed": "failed"}
+
+
+def short_names(sweep: Sweep) -> dict[str, str]:
+    """Return the last part of every key, the whole key where two would be alike."""
+    last = {key: key.rpartition(".")[2] for key in sweep.space}
+    return {key: key if [*last.values()].count(name) > 1 else name for key, name in last.items()}
+
+
+def values_text(sweep: Sweep, choice: Choice) -> str:
+    """Return a trial's values in a line."""
+    return " ".join(f"{name}={choice.get(key, '?')}" for key, name in short_names(sweep).items())
+
+
+def listing(sweep: Sweep, costs: Sequence[Cost]) -> str:
+    """Return trials and their cost, before any of them has run."""
+    settings, budget = sweep.settings, sweep.settings.budget
+    lines = []
+    if settings.method != "tpe":
+        rows = [
+            [f"{n:03}", f"{of.steps:,}", f"{of.tokens:,}", *(choice or {}).values()]
+            for n, (choice, of) in enumerate(zip(sweep.choices(), costs, strict=True))
+        ]
+        lines.append(_table(["trial", "steps", "tokens", *short_names(sweep).values()], rows))
+        each = [(of.steps, of.tokens) for of in costs]
+    else:
+        lines.append(f"{settings.trials} trials; each is chosen when it starts (tpe)")
+        worst = max(costs, key=lambda of: of.tokens)
+        each = [(worst.steps, worst.tokens)] * sweep.number_of_trials
+    steps, tokens = (sum(numbers) for numbers in zip(*each, strict=True))
+    total = f"{len(each)} trials: {steps:,} steps, {tokens:,} tokens"
+    lines.append(total + (" if none is stopped early" if settings.prune else ""))
+    limits = {"steps": budget.steps, "tokens": budget.tokens, "hours": budget.hours}
+    if any(limits.values()):
+        words = (f"{limit:,} {name}" for name, limit in limits.items() if limit)
+        lines.append(f"budget: {', '.join(words)}")
+    if peaks := [of.peak_gib for of in costs if of.peak_gib is not None]:
+        lines.append(f"memory: at most {max(peaks):.2f} GiB in tensors per rank")
+    lines.append(f"folder: {sweep.folder}")
+    return "\n".join(lines)
+
+
+def ranked(records: Sequence[Record]) -> list[Record]:
+    """Return those that came to a result: whole trials first, then by how they ended."""
+    order = {"done": 0, "pruned": 1, "diverged": 2}
+    compared = [record for record in records if record.state in order]
+    return sorted(compared, key=lambda of: (order[of.state], of.value, of.number))
+
+
+def best_of(records: Sequence[Record]) -> Record | None:
+    """Return the best of the trials that came to their end; None if none did."""
+    return next((record for record in ranked(records) if record.state == "done"), None)
+
+
+def ranking(sweep: Sweep, records: Sequence[Record]) -> str:
+    """Return the ranked table, failures with their reasons, and the name of the best."""
+    rows = [
+        [
+            *(str(place), f"{record.number:03}", shown(record.value), f"{record.used.steps:,}"),
+            *(record.choice.get(key, "") for key in sweep.space),
+            _ENDS[record.state],
+        ]
+        for place, record in enumerate(ranked(records), 1)
+    ]
+    names = ["rank", "trial", sweep.settings.metric, "steps", *short_names(sweep).values(), ""]
+    blocks = [_table(names, rows)] if rows else []
+    for record in records:
+        if record.state == "failed":
+            blocks.append(f"trial {record.number:03} failed: {record.reason}")
+    used = sum(record.used.steps for record in records)
+    hours = sum(record.used.hours for record in records)
+    ended = sum(record.has_ended for record in records)
+    blocks.append(f"{ended} of {len(records)} trials, {used:,} steps, {hours:.2f} hours")
+    if (best := best_of(records)) is not None:
+        where = sweep.folder_of(best.number)
+        blocks.append(f"best: {where}, {sweep.settings.metric} {shown(best.value)}, as by")
+    return "\n".join(blocks)
+
+
+def best_command(sweep: Sweep, best: Record) -> str:
+    """Return the command that trains with a trial's values."""
+    ranks = sweep.settings.ranks
+    launcher = ["python"] if ranks == 1 else ["deepspeed", "--num_accelerators", str(ranks)]
+    return shlex.join([*launcher, "harness/train.py", *sweep.command(best.choice).words()])
+
+
+def ending(sweep: Sweep, record: Record) -> str:
+    """Return a line about a trial that has ended."""
+    how = f"{sweep.settings.metric} {shown(record.value)}"
+    if record.state in ("running", "waiting"):
+        how = f"interrupted at step {record.used.steps}; it goes on with the sweep"
+    elif record.state != "done":
+        how = f"{record.state}: {record.reason}" + ("" if record.value == math.inf else f", {how}")
+    return f"trial {record.number:03} | {values_text(sweep, record.choice)} | {how}"
+
+
+def shown(value: float) -> str:
+    """Return a metric as text."""
+    return f"{value:.4f}" if math.isfinite(value) else "-"
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [names, *rows]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""Tokenise a corpus without GPUs, in many processes, into the cache that training reads.
+
+    python tools/tokenize_data.py data.path=corpus.jsonl data.tokenizer=my-tokenizer
+    python tools/tokenize_data.py --config run.toml --workers 8
+    python tools/tokenize_data.py data.path=corpus.jsonl data.tokenizer=my-tokenizer --out tokens
+    sbatch --array=0-15 --cpus-per-task=8 slurm/tokenize.sbatch --config run.toml
+
+Takes the run config and the key=value of train.py: every source of data.path, data.mix and
+data.eval_path gets the very files that the run would write at its start, so that the run only opens
+them. --out writes PREFIX.bin and PREFIX.idx instead, which data.path=PREFIX reads on any machine.
+
+Interrupted or killed, the same command goes on, and ends with the same bytes. Exit code 0; 2 for
+input with problems; 74 if the disk is full; 75 if it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.config.ds_file import PREFIX as DS_PREFIX
+from harness.config.run_file import load_run_config
+from harness.errors import ConfigError, ExitCode, is_full_disk
+from harness.files.paths import option_path
+from harness.terminal import say
+from tools.workers import ProgressLine, Stopped, WorkerFailed, cores, run_workers, stopping
+
+if TYPE_CHECKING:
+    from harness.data.shards import ShardedTokens
+
+
+def main(argv: list[str]) -> int:
+    """argv -> tokens on disk -> exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        with stopping():
+            return _tokenize(args)
+    except Stopped as stop:
+        say(f"stopped by {stop}; what is finished is kept: the same command goes on", sys.stderr)
+        return int(ExitCode.STOPPED)
+    except ConfigError as error:
+        say(f"cannot tokenise: {error}", sys.stderr)
+        return int(error.code)
+    except (OSError, WorkerFailed) as error:
+        say(
+            f"cannot tokenise: {error}\nwhat is finished is kept: the same command goes on",
+            sys.stderr,
+        )
+        return int(ExitCode.CANNOT_SAVE) if is_full_disk(error) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=option_path, metavar="TOML", help="a run config")
+    parser.add_argument("--workers", type=int, default=cores(), help="processes: %(default)s")
+    parser.add_argument(
+        "--out", type=option_path, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
+    )
+    parser.add_argument("--task", type=int, default=0, help="a share of the work, from 0")
+    parser.add_argument("--tasks", type=int, default=1, help="shares, as of a Slurm array")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    return parser
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    problems = []
+    if args.workers < 1:
+        problems.append(f"--workers is {args.workers}: it must be at least 1")
+    if not 0 <= args.task < args.tasks:
+        problems.append(f"--task is {args.task} of --tasks {args.tasks}: tasks count from 0")
+    if args.out and not args.out.absolute().parent.is_dir():
+        problems.append(f"--out {args.out}: there is no folder {args.out.parent}")
+    try:
+        assignments = [text for text in args.assignments if not text.startswith(DS_PREFIX)]
+        run = load_run_config(args.config, assignments)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    others = [key for key in ("mix", "balance", "eval_path", "rehearse") if getattr(run.data, key)]
+    if args.out and others:
+        names = ", ".join(f"data.{key}" for key in others)
+        problems.append(f"--out writes one corpus, that of data.path: remove {names}")
+    if problems:
+        raise ConfigError(problems)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    from tools.tokenizing.work import Work  # torch, by way of transformers
+
+    work = Work(run, args.out, lambda line: print(line, file=sys.stderr), args.trust_remote_code)
+    for source in work.sources():
+        tokens = source.tokens
+        _write_shards(tokens, work.missing(source), args)
+        if missing := work.missing(source):
+            say(
+                f"{len(missing)} of {len(tokens.shards)} shards of {tokens.corpus.path} are left "
+                "to the other tasks; the last to end joins all"
+            )
+        else:
+            say(work.finish(source))
+    return int(ExitCode.DONE)
+
+
+def _write_shards(tokens: ShardedTokens, missing: list[int], args: argparse.Namespace) -> None:
+    """Tokenise this task's share of what is missing."""
+    share = [number for number in missing if number % args.tasks == args.task]
+    if not share:
+        return
+    sizes = [shard.num_bytes for shard in tokens.shards]
+    total = sum(sizes[number] for number in range(args.task, len(sizes), args.tasks))
+    line = ProgressLine("tokenised", total, total - sum(sizes[number] for number in share))
+
+    def watch(done: dict[int, int]) -> None:
+        line.show(sum(min(count, sizes[number]) for number, count in done.items()))
+
+    try:
+        run_workers(tokens.write, share, args.workers, watch)
+    finally:
+        line.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

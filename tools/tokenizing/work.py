@@ -1,0 +1,135 @@
+"""The corpora of a run config, as shards to tokenise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.config.run_config import RunConfig
+from harness.data.build_tokenizer import build_tokenizer, cache_of
+from harness.data.cache import Report, locked
+from harness.data.corpus import Corpus
+from harness.data.indexed import IndexedTokens
+from harness.data.prepare import TOKENS
+from harness.data.shards import ShardedTokens
+from harness.data.source import corpus_of, open_source, tokens_folder, tokens_key
+from harness.data.spec import DataSpec
+from harness.errors import ConfigError
+from harness.files.chat import Chat
+from harness.files.data_format import BadLines
+from harness.plan.balance import balanced
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A source of the run that is to be tokenised."""
+
+    name: str
+    spec: DataSpec
+    tokens: ShardedTokens
+    key: str
+    """Of its tokens in the cache."""
+
+
+class Work:
+    """The tokens of each source of a run config, in the cache or as PREFIX.bin/.idx."""
+
+    def __init__(
+        self, run: RunConfig, out: Path | None, report: Report, trust_remote_code: bool
+    ) -> None:
+        """Train the tokenizer if need be. Raises ConfigError."""
+        if run.data.balance is not None:
+            run = run.model_copy(update={"data": balanced(run.data)[0]})
+        self._spec = DataSpec.of_run(run, {}, trust_remote_code=trust_remote_code)
+        self._out, self._report = out, report
+        self._tokenizer = build_tokenizer(self._spec, report)
+
+    def sources(self) -> list[TextSource]:
+        """Return the sources, without those that are token ids. Raises ConfigError."""
+        sources, problems = [], []
+        for name, spec in [*self._spec.sources().items(), *self._spec.eval_sets().items()]:
+            corpus = corpus_of(spec)
+            if corpus.kind == "indexed":
+                self._report(f"{corpus.path} holds token ids already")
+                continue
+            key = tokens_key(corpus, self._tokenizer, spec)
+            folder = tokens_folder(cache_of(spec), key)
+            if self._out is not None:
+                folder = Path(f"{self._out}.{key}")
+                problems += self._problems_of_out(corpus, spec, key)
+            tokens = ShardedTokens(corpus, self._tokenizer, spec.config.learn, folder)
+            sources.append(TextSource(name, spec, tokens, key))
+        if problems:
+            raise ConfigError(problems)
+        return sources
+
+    def _problems_of_out(self, corpus: Corpus, spec: DataSpec, key: str) -> list[str]:
+        problems = []
+        first = next(corpus.parts(BadLines()), None)
+        if first and spec.config.learn != "all":
+            is_chat = isinstance(first.document, Chat)
+            if is_chat or not first.document.is_learned:
+                kind = "conversations" if is_chat else "prompts and completions"
+                problems.append(
+                    f"--out {self._out}: {corpus.path} holds {kind}, and a .bin/.idx cannot say "
+                    "which tokens are learned: leave --out away, or set data.learn=all"
+                )
+        there = [path for path in self._pair() if path.exists()]
+        if there and self._made_from() != key:
+            problems.append(
+                f"--out {self._out}: {there[0]} is there, and not made from this data: remove it, "
+                "or choose another name"
+            )
+        return problems
+
+    def finish(self, source: TextSource) -> str:
+        """Join the shards, and what training makes of the tokens; return a line about them."""
+        tokens = source.tokens
+        if self._out is None:
+            tokens.join(self._report)
+            opened = open_source(
+                source.name, source.spec, self._tokenizer, cache_of(source.spec), self._report
+            )
+            return f"tokenised {opened.summary()}"
+        lock = Path(f"{self._out}.lock")
+        with locked(lock, self._report):  # of tasks that end together one writes
+            if not self.is_made(source):
+                self._write_pair(source)
+            tokens.remove()
+            lock.unlink(missing_ok=True)
+        pair = IndexedTokens(self._out)
+        return (
+            f"wrote {self._out}.bin and .idx: {len(pair.document_starts()) - 1:,} documents, "
+            f"{len(pair.ids):,} tokens"
+        )
+
+    def _write_pair(self, source: TextSource) -> None:
+        source.tokens.join(self._report)
+        self._facts().write_text(json.dumps({"made_from": source.key}))
+        for path in self._pair():
+            joined = source.tokens.folder / f"{TOKENS}{path.suffix}"
+            if joined.exists():  # else it was moved before a kill
+                joined.replace(path)
+
+    def missing(self, source: TextSource) -> list[int]:
+        """Return the numbers of the shards of a source that are not finished."""
+        missing = source.tokens.missing()
+        return [] if self.is_made(source) else missing  # asked last: shards go once it is made
+
+    def is_made(self, source: TextSource) -> bool:
+        """Return True if PREFIX.bin and PREFIX.idx are those of the source."""
+        return self._made_from() == source.key and all(path.exists() for path in self._pair())
+
+    def _pair(self) -> list[Path]:
+        return [Path(f"{self._out}{suffix}") for suffix in (".bin", ".idx")]
+
+    def _facts(self) -> Path:
+        return Path(f"{self._out}.made-from.json")
+
+    def _made_from(self) -> str | None:
+        """Return the key of the data that PREFIX.bin was made from, if this tool wrote it."""
+        try:
+            return str(json.loads(self._facts().read_text())["made_from"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

@@ -1,0 +1,107 @@
+"""Train a tokenizer on a corpus, and write it as a Hugging Face folder for data.tokenizer.
+
+    python tools/train_tokenizer.py corpus.jsonl my-bpe --vocab-size 32000
+    python tools/train_tokenizer.py texts/ my-unigram --kind unigram --vocab-size 16000
+    python tools/train_tokenizer.py texts/ my-bytes --kind byte_bpe --vocab-size 32000
+
+bpe is what train.py trains where no data.tokenizer is named: SentencePiece's pairs, every space
+kept, bytes for characters without a piece. unigram is SentencePiece's other algorithm. byte_bpe is
+byte-level BPE with GPT-2's division of text, by the library tokenizers. The same text gives the
+same files; of more than 48 million characters an even share is read. Compare them by
+tools/compare_tokenizers.py. Exit code 0; 2 for input with problems; 74 if the disk is full; 75 if
+it was stopped, with nothing written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from harness.errors import ConfigError, ExitCode, is_full_disk
+from harness.files.paths import option_path
+from harness.terminal import say
+from tools.workers import Stopped, stopping
+
+KINDS = ("bpe", "unigram", "byte_bpe")
+_LEAST = 300  # 256 bytes, special tokens, and some pieces
+_MOST = 1 << 24
+
+
+def main(argv: list[str]) -> int:
+    """argv -> a tokenizer's folder -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("input", metavar="IN", help="text, as data.path reads it")
+    parser.add_argument("output", type=option_path, metavar="OUT", help="folder, which must be new")
+    parser.add_argument("--kind", choices=KINDS, default="bpe", help="default: %(default)s")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="pieces: %(default)s")
+    parser.add_argument("--text", metavar="COLUMN", help="column of the text (default: text)")
+    parser.add_argument(
+        "--no-byte-fallback", action="store_true", help="rare characters become <unk>"
+    )
+    args = parser.parse_args(argv)
+    temporary = args.output.with_name(f".{args.output.name}.partial")
+    try:
+        with stopping():
+            return _train(args, temporary)
+    except Stopped as stop:
+        say(f"stopped by {stop}; nothing is written: the same command begins anew", sys.stderr)
+        return int(ExitCode.STOPPED)
+    except ConfigError as error:
+        problems = [text.replace("data.path: ", "IN: ", 1) for text in error.problems]
+        problems = [text.replace("data.vocab_size", "--vocab-size", 1) for text in problems]
+        say(f"cannot train: {ConfigError(problems)}", sys.stderr)
+        return int(error.code)
+    except OSError as error:
+        say(f"cannot train: {error}", sys.stderr)
+        return int(ExitCode.CANNOT_SAVE) if is_full_disk(error) else 1
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _train(args: argparse.Namespace, temporary: Path) -> int:
+    from harness.data.corpus import find_corpus  # numpy and more
+
+    problems = []
+    if not _LEAST <= args.vocab_size <= _MOST:
+        problems.append(
+            f"--vocab-size is {args.vocab_size}: it must be between {_LEAST} and {_MOST:,}"
+        )
+    if args.output.exists():
+        problems.append(f"OUT: {args.output} is there: remove it, or choose another name")
+    elif not args.output.absolute().parent.is_dir():
+        problems.append(f"OUT: there is no folder {args.output.absolute().parent}")
+    if args.no_byte_fallback and args.kind == "byte_bpe":
+        problems.append("--no-byte-fallback: byte_bpe consists of bytes; choose another --kind")
+    corpus = None
+    try:
+        columns = {} if args.text is None else {"text": args.text}
+        corpus = find_corpus(args.input, columns=columns)
+        if corpus.kind == "indexed":
+            problems.append(f"IN: {corpus.path} holds token ids: name the text")
+    except ConfigError as error:
+        problems += error.problems
+    if problems or corpus is None:
+        raise ConfigError(problems)
+    from harness.data.tokenizer import load_tokenizer, vocab_size
+    from tools.tokenizing.training import train
+
+    train(args.kind, corpus, temporary, args.vocab_size, not args.no_byte_fallback)
+    pieces = vocab_size(load_tokenizer(temporary))
+    temporary.rename(args.output)
+    fewer = (
+        ""
+        if pieces == args.vocab_size
+        else f" (the text has no more than that of {args.vocab_size:,})"
+    )
+    say(f"{args.output}: {pieces:,} pieces{fewer}; train with data.tokenizer={args.output}")
+    return int(ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""Work in many processes of this machine, of which none outlives the tool."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+from harness import terminal
+from harness.errors import ConfigError
+
+_POLL_S = 0.5
+_LINE_EVERY_S = 30.0
+"""Seconds between lines where no terminal shows one that changes."""
+
+
+class Stopped(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+class WorkerFailed(Exception):
+    """A worker raised, or was killed; the message says how."""
+
+
+Progress = Callable[[int], None]
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def run_workers(
+    work: Callable[[int, Progress], None],
+    items: Sequence[int],
+    workers: int,
+    watch: Callable[[dict[int, int]], None],
+) -> None:
+    """Call `work(item, progress)` for every item, in forked processes that share what is loaded.
+
+    `watch` gets about twice a second what the workers last passed to `progress`, by item. Raises
+    a worker's ConfigError or OSError, or WorkerFailed, after the other workers were ended.
+    """
+    context = multiprocessing.get_context("fork")
+    following = context.Value("q", 0)
+    done = context.Array("q", max(1, len(items)), lock=False)
+    parent = os.getpid()
+
+    def loop() -> None:
+        _end_with(parent)
+        while True:
+            with following.get_lock():
+                place = following.value
+                following.value += 1
+            if place >= len(items):
+                return
+
+            def progress(count: int, place: int = place) -> None:
+                done[place] = count
+
+            work(items[place], progress)
+
+    def worker(writer: Connection) -> None:
+        try:
+            loop()
+        except (ConfigError, OSError) as error:
+            writer.send(error)
+            sys.exit(1)
+        except Exception:
+            writer.send(WorkerFailed(traceback.format_exc()))
+            sys.exit(1)
+
+    processes: list[BaseProcess] = []
+    readers: list[Connection] = []  # of each worker its own: one that is killed may tear its error
+    errors: list[Exception] = []
+    sys.stdout.flush()
+    try:
+        for _ in range(min(workers, len(items))):
+            reader, writer = context.Pipe(duplex=False)
+            with writer:  # the worker's copy is then the only one: its end is the end of the pipe
+                process = context.Process(target=worker, args=(writer,))
+                process.start()
+            processes.append(process)
+            readers.append(reader)
+        while readers and not errors:
+            ready = wait(readers, _POLL_S)
+            errors += filter(None, map(_received, ready))
+            readers = [of for of in readers if of not in ready]
+            watch(dict(zip(items, done, strict=False)))
+            if any(process.exitcode for process in processes):
+                break
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+    errors += filter(None, map(_received, readers))
+    if errors:
+        raise errors[0]
+    for process in processes:
+        if process.exitcode:
+            raise WorkerFailed(_how(process.exitcode))
+
+
+def _received(reader: Connection) -> Exception | None:
+    """Return the error that a worker sent; None if it ended without one, or while it sent it."""
+    try:
+        return reader.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _end_with(parent: int) -> None:
+    """Ctrl-C is the parent's, and a parent that is killed takes its workers with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before
+        sys.exit(1)
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        of_memory = " (the kernel does that when memory runs out: fewer --workers)" * (code == -9)
+        return f"a worker was ended by {name}{of_memory}"
+    return f"a worker ended with code {code}"
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """Turn Ctrl-C and SIGTERM into Stopped."""
+
+    def stop(name: str) -> None:
+        raise Stopped(name)
+
+    with on_stop(stop):
+        yield
+
+
+@contextlib.contextmanager
+def on_stop(stop: Callable[[str], None]) -> Iterator[None]:
+    """Call a function with the name of the signal at Ctrl-C and SIGTERM."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class ProgressLine:
+    """A line of progress on standard error: it changes on a terminal, elsewhere one in 30 s."""
+
+    def __init__(self, verb: str, total_bytes: int, done_bytes: int = 0) -> None:
+        self._verb, self._total, self._before = verb, max(1, total_bytes), done_bytes
+        self._started = self._written = time.monotonic()
+        self._width = terminal.columns(sys.stderr)
+        self._covered = 0
+
+    def show(self, num_bytes: int) -> None:
+        """Show that so many bytes of this start's work are done."""
+        now = time.monotonic()
+        if self._width is None and now < self._written + _LINE_EVERY_S:
+            return
+        self._written = now
+        seconds = max(1e-9, now - self._started)
+        rate, done = num_bytes / seconds, self._before + num_bytes
+        left = (
+            f", {duration_text((self._total - done) / rate)} left" if rate and seconds > 2 else ""
+        )
+        line = (
+            f"{self._verb} {min(1.0, done / self._total):.0%} of {self._total / 1e6:,.1f} MB, "
+            f"{rate / 1e6:.1f} MB/s{left}"
+        )
+        if self._width is None:
+            print(line, file=sys.stderr, flush=True)
+            return
+        line = line[: self._width - 1]
+        print(f"\r{line:<{self._covered}}", end="", file=sys.stderr, flush=True)
+        self._covered = len(line)
+
+    def end(self) -> None:
+        """Remove the line that changes."""
+        if self._covered:
+            print(f"\r{'':<{self._covered}}\r", end="", file=sys.stderr, flush=True)
+            self._covered = 0
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time as 12 s, 3 min or 4.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
