@@ -301,7 +301,7 @@ def _written(value: Any) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """Return a value of plan.json without the keys of its tables that are null, as TOML has none."""
+    """Return a value of plan.json without the keys of its tables that are null: TOML has none."""
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     if isinstance(value, dict):

@@ -78,8 +78,8 @@ def test_a_value_of_the_wrong_type_or_size(ds, expected):
 
 
 def test_what_is_wrong_is_taken_out_and_the_rest_stays():
-    ds = {"fp16": {"enabled": 1, "loss_scale": 8}, "zero_optimization": {"stage": 2}, "x": 1}
-    ds = DsJson(ds, "ds.json")
+    tree = {"fp16": {"enabled": 1, "loss_scale": 8}, "zero_optimization": {"stage": 2}, "x": 1}
+    ds = DsJson(tree, "ds.json")
     assert len(check(ds)) == 2
     assert ds.rejected == {"fp16.enabled", "x"}
     assert ds.tree == {"fp16": {"loss_scale": 8}, "zero_optimization": {"stage": 2}}

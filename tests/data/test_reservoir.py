@@ -104,7 +104,7 @@ def test_samples_are_read_as_the_run_read_them(
     path = tmp_path / "new.jsonl"
     path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
     again = pairs(path=str(path), rehearse=str(run))
-    old = again.train.streams[1]
+    old = again.train.streams[1]  # type: ignore[attr-defined]
     assert old.samples == 20
     as_read = {bytes(first.train.batch(n, 1).input_ids.numpy()) for n in range(20)}
     assert {bytes(old.batch(n, 1).input_ids.numpy()) for n in range(20)} == as_read
@@ -117,7 +117,7 @@ def test_samples_are_read_as_the_run_read_them(
     assert chained.eval_sets["first"].documents == documents
     # Of another length, whole parts of documents: none is continued by what did not follow it.
     longer = pairs(path=str(path), rehearse=str(run), seq_len=64)
-    assert longer.train.streams[1].holds_whole_documents
+    assert longer.train.streams[1].holds_whole_documents  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
-from unittest import mock
 
 import torch
 
 from harness import loop
 from harness.run.run import Run
 from harness.steps import Step
+from tools.acceptance.plant import take_scaled_step
 
 
 def spoil(spoils: dict[str, Any]) -> None:
@@ -23,29 +23,13 @@ def spoil(spoils: dict[str, Any]) -> None:
     take_step = loop.take_step
 
     def spoiled(run: Run, step: Step) -> Any:
-        from harness.engine import pipeline, zero
-
         last = run.plan.world.rank == run.plan.world.world_size - 1
         factor = (
             float(spoils.get("loss", {}).get(str(step.reads.first_sample), 1.0)) if last else 1.0
         )
         if next(steps) == spoils.get("nan") and last:
             factor = float("nan")
-        forward, losses = zero.forward, pipeline.losses
-
-        def scaled(*tensors: Any) -> Any:
-            loss, auxiliary = forward(*tensors)
-            return loss * factor, auxiliary
-
-        def scaled_losses(*tensors: Any) -> Any:
-            loss, auxiliary = losses(*tensors)
-            return loss * factor, auxiliary
-
-        with (
-            mock.patch.object(zero, "forward", scaled),
-            mock.patch.object(pipeline, "losses", scaled_losses),
-        ):
-            result = take_step(run, step)
+        result = take_scaled_step(run, step, take_step, factor)
         if last and step.number == spoils.get("flip"):
             *_, (_, weight) = run.engine.replicated()
             weight.view(-1).view(torch.int32)[-1] ^= 1

@@ -136,7 +136,7 @@ def test_the_window_and_the_global_tokens_are_those_of_the_paper() -> None:
     }
     for kind, pattern in seen.items():
         expected = functional.scaled_dot_product_attention(
-            *qkv, pattern & (distance >= 0), enable_gqa=True
+            *qkv, attn_mask=pattern & (distance >= 0), enable_gqa=True
         )
         output = attend(kind, SMALL[kind], *qkv)
         torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)

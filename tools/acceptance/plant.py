@@ -37,16 +37,17 @@ def plant(fault: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)
             case "oom":
                 torch.empty(_MORE_THAN_ANY, dtype=torch.uint8, device=run.engine.device)
-        return _scaled(run, step, take_step, factors.pop(fault["do"], 1.0))
+        return take_scaled_step(run, step, take_step, factors.pop(fault["do"], 1.0))
 
     loop.take_step = faulty
 
 
-def _scaled(run: Run, step: Step, take_step: Any, factor: float) -> Any:
+def take_scaled_step(run: Run, step: Step, take_step: Any, factor: float) -> Any:
     """Take a step whose losses on this rank are `factor` times as large."""
-    from harness.engine import pipeline, zero  # DeepSpeed, once the device is known
+    from harness.engine import forward as passes  # DeepSpeed, once the device is known
+    from harness.engine import pipeline
 
-    forward, losses = zero.forward, pipeline.losses
+    forward, losses = passes.forward, pipeline.losses
 
     def scaled(*tensors: Any, **more: Any) -> Any:
         loss, auxiliary = forward(*tensors, **more)
@@ -57,7 +58,7 @@ def _scaled(run: Run, step: Step, take_step: Any, factor: float) -> Any:
         return loss * factor, auxiliary
 
     with (
-        mock.patch.object(zero, "forward", scaled),
+        mock.patch.object(passes, "forward", scaled),
         mock.patch.object(pipeline, "losses", scaled_losses),
     ):
         return take_step(run, step)

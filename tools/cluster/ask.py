@@ -85,7 +85,8 @@ def host_gib(args: argparse.Namespace, world: World) -> float:
 def run_of(args: argparse.Namespace, **more: Any) -> RunConfig:
     """Return the run config of a command line with more keys."""
     keys = {"model.name": args.model, "data.seq_len": args.seq_len, **more}
-    return load_run_config(None, [*(f"{k}={value_as_text(v)}" for k, v in keys.items()), *args.assignments])
+    words = [f"{key}={value_as_text(value)}" for key, value in keys.items()]
+    return load_run_config(None, [*words, *args.assignments])
 
 
 def world_of(args: argparse.Namespace) -> World:

@@ -117,7 +117,7 @@ def _measure(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         # Of its own: waiting for a rank that does not come, it locks out whoever shares the store.
-        store=meeting.store.clone(),
+        store=meeting.store.clone(),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=_NCCL_PATIENCE_S),

@@ -128,7 +128,8 @@ def compute_alike() -> None:
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else every bucket is filled
+    # Else every bucket is filled.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

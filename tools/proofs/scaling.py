@@ -39,7 +39,7 @@ def main() -> int:
         out = args.out or Path(scratch)
         measure(every, out, args.rounds)
         ends = [case for case in every if case.ranks in (min(args.ranks), max(args.ranks))]
-        site = fitted([run_of(case, out) for case in ends], "cpu", None)
+        site = fitted([run_of(case, out) for case in ends], len(os.sched_getaffinity(0)))
         rows = {
             name: [Timed(case, run_of(case, out), site) for case in family]
             for name, family in families.items()

@@ -72,12 +72,13 @@ def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
     links = None
     if plan.world.world_size > 1:
         links = all_reduce_gb_per_s(plan.world, device)
+    events = run.engine.events  # type: ignore[attr-defined]
     return {
         **report,
         **_rates(plan, report["step_time_s"]),
         **_peak(device),
         "all_reduce_gb_per_s": links,
-        "fallbacks": [event["why"] for event in run.engine.events if event["kind"] == "fallback"],
+        "fallbacks": [event["why"] for event in events if event["kind"] == "fallback"],
     }
 
 

@@ -186,7 +186,11 @@ def _settings(table: dict[str, Any], origin: str, problems: list[str]) -> SweepS
         return SweepSection.model_validate(table)
     except ValidationError as error:
         errors = error.errors()
-    tables = {"": SweepSection, "prune.": PruneSection, "budget.": BudgetSection}
+    tables: dict[str, type[Section]] = {
+        "": SweepSection,
+        "prune.": PruneSection,
+        "budget.": BudgetSection,
+    }
     names = [f"sweep.{at}{key}" for at, part in tables.items() for key in part.model_fields]
     for item in errors:
         key = ".".join(map(str, ("sweep", *item["loc"])))

@@ -43,6 +43,8 @@ class _State:
 class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
     """Writes globals by name, without importing them."""
 
+    write: Callable[[bytes], None]
+
     def save(self, value: Any, save_persistent_id: bool = True) -> None:
         if isinstance(value, _State):
             self._write_global(value.cls)

@@ -114,8 +114,8 @@ def main() -> None:
     finally:
         # 69 MB for each rank, which DeepSpeed leaves behind; the harness makes none.
         left = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{recorder.rank}"
-        for path in Path("/dev/shm").glob(left):
-            path.unlink()
+        for buffer in Path("/dev/shm").glob(left):
+            buffer.unlink()
 
 
 if __name__ == "__main__":

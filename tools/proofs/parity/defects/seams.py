@@ -76,9 +76,9 @@ def initialized_with(change: Callable[[dict[str, Any], Any], object]) -> Iterato
 
 @contextlib.contextmanager
 def losses_changed(
-    change: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], Any],
+    change: Callable[..., Any],
 ) -> Iterator[None]:
-    """Change a micro-batch's summed loss and balancing loss, given its labels, too."""
+    """Change a micro-batch's summed loss and balancing loss; `change` gets its labels, too."""
     from harness.engine import forward, pipeline
 
     def changed(original: Callable[..., Any]) -> Callable[..., Any]:
