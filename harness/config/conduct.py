@@ -135,10 +135,12 @@ class ProfileConfig(Section):
 
 
 class SampleConfig(Section):
-    """Text sampled from the model at the end, and before training where it has given weights."""
+    """Text sampled from the model at the end; where given weights are asked something, before
+    training, too.
+    """
 
     tokens: CountOrZero = 48
-    """Length of the sample, tokens; 0 samples nothing."""
+    """Length of the sample, tokens; 0 samples nothing. None lasts longer than half a minute."""
     prompt: str | None = None
     """Text that the sample continues; None answers the first held-out prompt, or where nothing is
     masked starts a new document."""

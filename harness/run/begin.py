@@ -10,7 +10,7 @@ from harness.run.probe import check_probe
 from harness.run.progress import clock
 from harness.run.resumption import Beginning, load_into
 from harness.run.run import Run
-from harness.run.sampling import show_sample
+from harness.run.sampling import question_of, show_sample
 from harness.runfolder import RunFolder
 
 
@@ -52,7 +52,7 @@ def _load(run: Run, beginning: Beginning) -> None:
     """Load the checkpoint that the run begins with, if there is one. Collective."""
     checkpoint, kind = beginning.checkpoint, beginning.kind
     if checkpoint is None:
-        if run.plan.config.model.init_from is not None:
+        if run.plan.config.model.init_from is not None and question_of(run):
             show_sample(run, "sample before training")
         if run.folder.attempt > 1:
             run.event("began_again", message="no checkpoint was saved before")

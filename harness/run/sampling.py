@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from harness.data.data import Data
 from harness.data.packing import IGNORED
 from harness.run.run import Run
 
 TEMPERATURE = 0.8
+LIMIT_S = 30.0  # of one sample: each token is a forward pass, for which every rank works
 
 
 def show_sample(run: Run, title: str = "sample") -> None:
@@ -22,10 +25,7 @@ def show_sample(run: Run, title: str = "sample") -> None:
     if not config.sample.tokens:
         return
     run.pulse("sample", run.state.step)
-    if config.sample.prompt is not None:
-        question: list[int] = tokenizer(config.sample.prompt, add_special_tokens=False)["input_ids"]
-    else:
-        question = first_question(run.data)
+    question = question_of(run)
     answer = continued(
         run.engine.next_token_logits,
         question or [run.data.eos_id],
@@ -34,6 +34,7 @@ def show_sample(run: Run, title: str = "sample") -> None:
         config.sample.tokens,
         config.data.seq_len,
         config.train.seed,
+        _clock(LIMIT_S),
     )
     asked, answered = str(tokenizer.decode(question)), str(tokenizer.decode(answer))
     run.event("sample", step=run.state.step, title=title, prompt=asked, text=answered)
@@ -41,6 +42,27 @@ def show_sample(run: Run, title: str = "sample") -> None:
         run.progress.say(f"{title}: {asked!r} is answered {answered!r}")
     else:
         run.progress.say(f"{title}:\n{_as_block(asked + answered)}")
+
+
+def question_of(run: Run) -> list[int]:
+    """Return the ids of what the model is asked; [] where it begins a document."""
+    prompt = run.plan.config.sample.prompt
+    if prompt is None:
+        return first_question(run.data)
+    ids: list[int] = run.data.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _clock(limit_s: float) -> Callable[[], bool]:
+    """Return what tells all ranks alike whether the first one's time is up. Collective."""
+    end = time.monotonic() + limit_s
+
+    def is_up() -> bool:
+        answer = [time.monotonic() > end]
+        dist.broadcast_object_list(answer)
+        return answer[0]
+
+    return is_up
 
 
 def _as_block(text: str) -> str:
@@ -69,9 +91,10 @@ def continued(
     tokens: int,
     seq_len: int,
     seed: int,
+    is_up: Callable[[], bool],
 ) -> list[int]:
     """Return up to `tokens` ids that follow `ids`, the same on every rank, without the one of
-    `stops` that ends them.
+    `stops` that ends them; fewer where the time `is_up`.
 
     `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is run again for each token:
     no cache, so it works under every layout, and the text is short.
@@ -85,4 +108,6 @@ def continued(
         if choice.item() in stops:
             break
         made.append(int(choice))
+        if is_up():
+            break
     return made

@@ -7,7 +7,8 @@
 harness with its run folder and a line of metrics in every step; a loop that does nothing but train;
 the Trainer with its log in every step. In every round each of them is started anew, in turns as the
 first: start-up, then steps. Further, how often the host would wait for a device, and how fast data
-comes without a model. About ten minutes on two quiet cores.
+comes without a model. A round takes three minutes on two quiet cores. Ctrl-C ends after the rounds
+that are whole, with their tables; --results draws them again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
 from harness.run.record import git_commit
+from tools.figure import write_plot
 from tools.made_with import machine, versions
 from tools.proofs.overhead.data_path import data_rates
+from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.prepare import Bench, prepare
 from tools.proofs.overhead.report import COUNTED, SIDES, markdown, tables
+from tools.proofs.overhead.spread import name_of, picture
 
 PROC_STAT = Path("/proc/stat")
 
@@ -38,44 +42,62 @@ PROC_STAT = Path("/proc/stat")
 def main() -> int:
     """Command line -> exit code."""
     args = _arguments()
-    began, busy = time.monotonic(), _busy_elsewhere_s()
-    with tempfile.TemporaryDirectory() as temporary:
-        bench = prepare(Path(temporary), args.warm_up, args.steps)
-        cells = [
-            {"stage": stage, "ranks": ranks, "rounds": list(_rounds(bench, stage, ranks, args))}
-            for stage in args.stages
-            for ranks in args.ranks
-        ]
-        _say("the data path")
-        data = list(data_rates(bench.data, args.data_rounds))
-    results = {
-        "cells": cells,
-        "data": data,
-        "arguments": {"warm_up": args.warm_up, "steps": args.steps, "rounds": args.rounds},
-        "machine": machine(),
-        "versions": versions(),
-        "commit": git_commit(),
-        "busy_elsewhere_cores": (_busy_elsewhere_s() - busy) / (time.monotonic() - began),
-    }
+    if args.results:
+        results = json.loads(args.results.read_text())
+        if args.starts:
+            results["starts"] = json.loads(args.starts.read_text())["cells"]
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            results = _measure(Path(temporary), args)
     print(*tables(results), sep="\n")
     if args.json:
         args.json.write_text(json.dumps(results))
     if args.markdown:
         args.markdown.write_text(markdown(results))
+        write_plot(args.markdown.with_suffix(".svg"), picture(results))
     return 0
 
 
-def _rounds(
-    bench: Bench, stage: int, ranks: int, args: argparse.Namespace
-) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Yield the measurements of each round: by side, a list over its ranks."""
-    for number in range(args.rounds):
-        first = number % len(SIDES)
-        measurements = {}
-        for side in (*SIDES[first:], *SIDES[:first]):
-            _say(f"ZeRO {stage}, ranks {ranks}, round {number + 1} of {args.rounds}: {side}")
-            measurements[side] = bench.measure(side, stage, ranks, 0 if number else COUNTED)
-        yield measurements
+def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Return every number, with where it was measured."""
+    began, busy = time.monotonic(), _busy_elsewhere_s()
+    benches = {n: prepare(folder / str(n), n, args.warm_up, args.steps) for n in args.layers}
+    cells: list[dict[str, Any]] = [
+        {"stage": stage, "ranks": ranks, "layers": layers, "rounds": []}
+        for stage, ranks, layers in product(args.stages, args.ranks, args.layers)
+    ]
+    try:
+        for number in range(args.rounds):
+            measured = [_measure_round(benches, cell, number, args.rounds) for cell in cells]
+            for cell, sides in zip(cells, measured, strict=True):
+                cell["rounds"].append(sides)
+    except KeyboardInterrupt:
+        if not cells[0]["rounds"]:
+            raise
+    _say("the data path")
+    data = list(data_rates(benches[args.layers[0]].data, args.data_rounds))
+    return {
+        "cells": cells,
+        "data": data,
+        "arguments": {"warm_up": args.warm_up, "steps": args.steps},
+        "machine": machine(),
+        "versions": versions(),
+        "commit": git_commit(),
+        "busy_elsewhere_cores": (_busy_elsewhere_s() - busy) / (time.monotonic() - began),
+    }
+
+
+def _measure_round(
+    benches: dict[int, Bench], cell: dict[str, Any], number: int, rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the measurements of one round of a cell: by side, a list over its ranks."""
+    stage, ranks, first = cell["stage"], cell["ranks"], number % len(SIDES)
+    bench = benches[cell["layers"]]
+    sides = {}
+    for side in (*SIDES[first:], *SIDES[:first]):
+        _say(f"round {number + 1} of {rounds}, {name_of(cell)}: {side}")
+        sides[side] = bench.measure(side, stage, ranks, 0 if number else COUNTED)
+    return sides
 
 
 def _busy_elsewhere_s() -> float:
@@ -96,15 +118,20 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--layers", type=int, nargs="+", default=[LAYERS], metavar="LAYERS")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=3, help="timed, in each process")
     # In its first three steps the harness also compares the memory it holds with the estimate.
     parser.add_argument("--warm-up", type=int, default=4, help="steps before, at least one")
     parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="of --json: measure nothing")
+    parser.add_argument("--starts", type=Path, metavar="FILE", help="of --json: start-ups, instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the tables here, beside them a picture"
+    )
     return parser.parse_args()
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SEQ_LEN = 128  # tokens
+LAYERS = 10
 MODEL = {  # 25 million parameters
     "model_type": "llama",
     "vocab_size": 8192,
     "hidden_size": 384,
     "intermediate_size": 1120,
-    "num_hidden_layers": 10,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
     "max_position_embeddings": SEQ_LEN,

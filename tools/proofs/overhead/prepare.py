@@ -78,10 +78,11 @@ class Bench:
         return path
 
 
-def prepare(folder: Path, warm_up: int, timed: int) -> Bench:
+def prepare(folder: Path, layers: int, warm_up: int, timed: int) -> Bench:
     """Write what the sides begin with below `folder`. Raises SystemExit where that fails."""
+    folder.mkdir()
     config = folder / "config.json"
-    config.write_text(json.dumps(MODEL))
+    config.write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
     learned = (*LEARNED, f"model.name={config}")
     first = ("train.steps=0", "sample.tokens=0", f"run.dir={folder / 'first'}")
     done = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import sys
 import time
 from collections import Counter
@@ -13,6 +14,8 @@ from typing import Any
 
 from tools.proofs.overhead.job import REPOSITORY, Job
 
+# Page faults without a disk; switches of threads that waited, and of those that were sent away.
+KERNEL = {"page_faults": "minflt", "waits": "nvcsw", "preemptions": "nivcsw"}
 _INSIDE = ("/torch/", "/recorder.py")  # frames that are no call sites
 
 
@@ -28,6 +31,8 @@ class Recorder:
         # Seconds since the command was typed, and of this process's processor.
         self.marks: dict[str, tuple[float, float]] = {}
         self.stamps: list[tuple[float, float]] = []  # (wall clock, processor), s
+        self.kernel: list[dict[str, int]] = []
+        """What the kernel did for this process up to the end of each step."""
         self.engine_s: list[float] = []
         """Of the harness: wall clock inside of its engine, a step."""
         self.losses: list[float] = []
@@ -42,6 +47,8 @@ class Recorder:
     def step_done(self) -> None:
         """Raises Enough after the last step."""
         self.stamps.append((time.monotonic(), time.process_time()))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self.kernel.append({name: getattr(used, f"ru_{of}") for name, of in KERNEL.items()})
         done = len(self.stamps)
         if done == 1:
             self.mark("first step")
@@ -58,10 +65,12 @@ class Recorder:
         """Into the job's folder, a file for each rank."""
         first, last = self.job.warm_up, self.job.warm_up + self.job.timed
         pairs = list(itertools.pairwise(self.stamps[first - 1 : last]))
+        kernel = list(itertools.pairwise(self.kernel[first - 1 : last]))
         measurements = {
             "marks": self.marks,
             "step_s": [after[0] - before[0] for before, after in pairs],
             "processor_s": [after[1] - before[1] for before, after in pairs],
+            **{name: [after[name] - before[name] for before, after in kernel] for name in KERNEL},
             "engine_s": self.engine_s[first:last],
             "losses": self.losses,
             "syncs": self._syncs,
