@@ -68,18 +68,23 @@ def kernel_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
 def picture(results: dict[str, Any]) -> Figure:
     """Return a picture in which every start of every side is a point."""
     cells = results["cells"]
-    figure = new_figure(7.2, 3.2, "Seconds a step", "a point is one start, the line their median")
-    for axis, cell in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells, strict=True):
-        for place, side in enumerate(NAMES):
-            values = seconds(cell, side)
+    figure = new_figure(
+        7.2, 3.4, "A step of each start, beside bare DeepSpeed's median", "lines are medians"
+    )
+    axis = figure.subplots()
+    for place, side in enumerate(NAMES):
+        for number, cell in enumerate(cells):
+            usual, values = statistics.median(seconds(cell, "bare")), seconds(cell, side)
+            ratios = [value / usual for value in values]
+            left = number + 0.27 * (place - 1.4)
             # From left to right as they were measured: a drift of the machine is a slope.
-            across = [place - 0.3 + 0.6 * n / max(len(values) - 1, 1) for n in range(len(values))]
-            axis.plot(across, values, "o", ms=3, alpha=0.7, color=f"C{place}", mew=0)
-            median = statistics.median(values)
-            axis.plot([place - 0.36, place + 0.36], [median, median], color=f"C{place}")
-        axis.set_title(name_of(cell))
-        axis.set_xticks(range(len(NAMES)), ["harness", "bare", "Trainer"])
-        axis.set_ylim(bottom=0)
+            across = [left + 0.22 * n / max(len(ratios) - 1, 1) for n in range(len(ratios))]
+            axis.plot(across, ratios, "o", ms=3, alpha=0.6, color=f"C{place}", mew=0)
+            median = statistics.median(ratios)
+            ends = [left - 0.02, left + 0.24]
+            axis.plot(ends, [median] * 2, color=f"C{place}", label=None if number else NAMES[side])
+    axis.set_xticks(range(len(cells)), [name_of(cell).replace(", ", "\n") for cell in cells])
+    axis.legend(ncols=len(NAMES), loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
