@@ -16,7 +16,8 @@ import pytest
 
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment, wait_for
-from tools.acceptance.bench import Bench
+from tools.acceptance.attention import _equal
+from tools.acceptance.bench import Bench, Failed
 from tools.acceptance.report import Check, Result, as_json, code, table
 from tools.acceptance.steps import STEPS
 from tools.bounded import run_bounded
@@ -181,6 +182,14 @@ def test_verdicts_of_a_step() -> None:
     results = [Result("s", 1.0, checks=(held,)), Result("t", 2.0, checks=(skipped,))]
     assert code(results) == as_json(results, {})["code"] == 0
     assert code([*results, Result("u", 1.0)]) == 1
+
+
+def test_attention_is_held_to_the_precision_that_it_ran_in(tmp_path: Path) -> None:
+    """bf16 is "auto" there: on a CPU, too, where its processor has it."""
+    row = {"loss": 9.023745, "expected": 9.023883, "gradients_apart": 1e-2, "precision": "bf16"}
+    assert _equal(Bench(tmp_path, tmp_path, 2, "cpu"), row).startswith("bf16: loss 9.023745")
+    with pytest.raises(Failed, match="gradients 1e-02 apart"):
+        _equal(Bench(tmp_path, tmp_path, 2, "cpu"), {**row, "precision": "fp32"})
 
 
 def test_long_texts_are_wrapped() -> None:

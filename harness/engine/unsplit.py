@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from harness.data.batch import Batch
 from harness.engine.reading import read_weights
+from harness.layout.recompute import REVERSIBLE
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.recompute import checkpoint_layers
+from harness.models.reversible import reverse_layers
 from harness.plan.model_values import DROPOUT_ENDINGS
 from harness.plan.plan import Plan
 
@@ -40,7 +42,10 @@ def unsplit_loss_and_norm(
         model.gets_padding = getattr(empty, "gets_padding", False)  # type: ignore[assignment]
     compares_norm = not (is_random(model) or plan.config.model.stochastic_depth)
     model.train(compares_norm)
-    checkpoint_layers(model, "full")
+    if plan.checkpointing == REVERSIBLE:
+        reverse_layers(model)
+    else:
+        checkpoint_layers(model, "full")
     parameters = trained(model) if compares_norm else []
     sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
     loss = torch.zeros((), device=device)

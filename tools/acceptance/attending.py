@@ -61,7 +61,7 @@ def _computed(
     loss = float(engine.accumulate([batch], batch.labels.numel()))
     gradients = {name: gradient.cpu() for name, gradient in engine.gradients()}
     engine.apply(0.0)
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"precision": engine.plan.precision}  # of the processor: it is "auto"
     if device.type == "cuda":
         more["kernels"] = _kernels(engine, batch)
         engine.apply(0.0)
