@@ -62,6 +62,8 @@ class Inputs:
     dropout: float = 0.0
     loads_weights: bool = False
     """True if weights are read (model.init_from) rather than drawn."""
+    carried_numbers: int = 0
+    """Numbers of the state that is carried from window to window of a row (train.carry_state)."""
     saves_in_background: bool = False
     """True if what is saved is copied to the host (save.async)."""
     rounds_pinned: bool = False

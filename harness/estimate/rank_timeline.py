@@ -8,6 +8,7 @@ from functools import cached_property
 
 from harness.estimate.activations import ATTENTION_COPIES, activations, attention_copies
 from harness.estimate.buffers import communication, gathered_parameters, pipeline
+from harness.estimate.carried import carried_states
 from harness.estimate.driver import driver_bytes
 from harness.estimate.held import (
     BEFORE_BACKWARD,
@@ -195,6 +196,7 @@ def batch_parts(
     """
     yield from pipeline(here)
     yield from activations(here, layer_of)
+    yield from carried_states(here)
 
 
 def copies_of_attention(inputs: Inputs) -> Held:

@@ -111,4 +111,4 @@ WINDOWS: dict[str, type[RecurrentWindow] | type[Mamba2Window]] = {
     "recurrent": RecurrentWindow,
     "mamba2": Mamba2Window,
 }
-"""By model_type; the plan knows the same ones (plan/carried.py)."""
+"""By model_type; the plan counts them (layout/carried.py)."""

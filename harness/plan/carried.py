@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.layout.carried import CARRIED
 from harness.plan.draft import Draft
 from harness.plan.pipeline import num_stages
 
 _KEY = "train.carry_state"
-CARRYING = ("recurrent", "mamba2")
-"""Values of model_type whose state is carried."""
 
 
 def check_carried(draft: Draft) -> None:
@@ -20,9 +19,9 @@ def check_carried(draft: Draft) -> None:
     if not config.train.carry_state:
         return
     kind = draft.model_config.get("model_type")
-    if kind is not None and kind not in CARRYING:
+    if kind is not None and kind not in CARRIED:
         why = f"but {config.model.name} is a {kind} model, which carries no state"
-        problems.add(_KEY, why, f"use one of {', '.join(CARRYING)}, or leave it out")
+        problems.add(_KEY, why, f"use one of {', '.join(CARRIED)}, or leave it out")
     for key, why, use in _in_the_way(draft):
         problems.add(key, f"but {why} with {_KEY} ({config.origin(_KEY)})", use)
 

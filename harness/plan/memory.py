@@ -12,6 +12,7 @@ from harness.estimate.hardware import known_gpu
 from harness.estimate.inputs import GIB, Inputs
 from harness.estimate.timeline import Estimate, estimate_memory
 from harness.estimate.zero_settings import ZeroSettings
+from harness.layout.carried import carried_numbers
 from harness.plan.plan import Plan
 from harness.plan.traced import Untraceable, traced
 
@@ -90,6 +91,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
             default=0.0,
         ),
         loads_weights=run.model.init_from is not None,
+        carried_numbers=carried_numbers(config) if run.train.carry_state else 0,
         saves_in_background=run.save.async_,
         rounds_pinned=plan.world.rounds_pinned,
         gpus_per_node=plan.world.local_world_size,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.layout.carried import carried_numbers
 from harness.models.carried import WINDOWS
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
@@ -34,6 +35,16 @@ def model_of(kind: str) -> Any:
     model = skeleton(hf_config(MODELS[kind]), torch.float32, "eager")
     materialize(model, 0, torch.device("cpu"))
     return model.train()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*MODELS.values(), {"model_type": "recurrent", "cell": "gru"}, {"model_type": "mamba2"}],
+)
+def test_the_plan_counts_a_rows_numbers(config: dict[str, Any]) -> None:
+    """Also those of a config that leaves its sizes to its class."""
+    window = WINDOWS[config["model_type"]]
+    assert carried_numbers(config) == window.numbers(hf_config(config))
 
 
 def text() -> torch.Tensor:

@@ -24,6 +24,7 @@ sys.path[0] = str(REPOSITORY)
 
 from harness.config.conduct import LogConfig
 from harness.runfolder import RunFolder
+from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.prepare import prepare
 
 WARM_UP = 10
@@ -41,7 +42,7 @@ def main() -> int:
     print("log.            zero   step (ms)   one look (ms)   every   share of a step")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        arguments = prepare(folder, 0, 0).arguments
+        arguments = prepare(folder, LAYERS, 0, 0).arguments
         for stage in (1, 3):
             for probe in PROBES:
                 plain, looked = list[float](), list[float]()

@@ -80,7 +80,7 @@ class Bench:
 
 def prepare(folder: Path, layers: int, warm_up: int, timed: int) -> Bench:
     """Write what the sides begin with below `folder`. Raises SystemExit where that fails."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     config = folder / "config.json"
     config.write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
     learned = (*LEARNED, f"model.name={config}")
