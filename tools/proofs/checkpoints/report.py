@@ -103,8 +103,10 @@ def _in_matrix(cell: Cell) -> bool:
 def _others(rows: list[Row]) -> Iterable[str]:
     yield "A Llama that is not tied, a mixture of experts, a Llama with two frozen weights and two"
     yield "buffers; GPT-2 with dropout on the same layout only, as another one draws other masks; a"
-    yield "Llama wide enough for its states to be in files on NVMe. States in bf16 on the same"
-    yield "layout only: for another one they are rounded."
+    yield "Llama wide enough for its states to be in files on NVMe. Divided over ranks, alone,"
+    yield "together and in stages: the tensors and rows of a Llama whose key heads are fewer than"
+    yield "its queries', and the experts and tensors of a mixture. States in bf16 on the same layout"
+    yield "only: for another one they are rounded."
     yield ""
     yield "| model | precision | cells | tensors | same layout | another layout: losses |"
     yield "|---|---|---|---|---|---|"

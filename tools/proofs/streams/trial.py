@@ -49,10 +49,10 @@ def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) ->
         return [Seen.read(path) for path in results]
     run_dir = f"run.dir={out}-run"
     shutil.rmtree(f"{out}-run", ignore_errors=True)  # of a run that was ended
-    lengths = [STEPS, STEPS + 3] if cell.resumes else [STEPS]
-    for steps in lengths:
-        measured = MEASURED if steps == STEPS else STEPS + 2
-        arguments = [*cell.command(folder, steps), run_dir]
+    # Twice the steps: the same place between saves, evaluations and looks is measured.
+    for before in (0, STEPS) if cell.resumes else (0,):
+        arguments = [*cell.command(folder, before + STEPS), run_dir]
+        measured = before + MEASURED
         job = Job(arguments, measured, cell.discards, synchronizes, str(out))
         ended = zygote.run(
             [str(job.write())],
