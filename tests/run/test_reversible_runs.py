@@ -1,4 +1,4 @@
-"""A run with reversible layers: divided or not, resumed bit for bit, and begun with its weights."""
+"""A run with reversible layers: divided, resumed bit for bit, and begun with its weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 LINES = ("loss", "grad_norm")
 
 
-@pytest.mark.parametrize("json_name", ["zero1", "zero3", "tensor2_zero1", "zero3_sequence8"])
+@pytest.mark.parametrize("json_name", ["tensor2_zero1", "zero3_sequence8"])
 def test_it_is_resumed_and_its_weights_begin_another(
     zygote: Zygote, data: list[str], tmp_path: Path, json_name: str
 ) -> None:
@@ -36,8 +36,7 @@ def test_it_is_resumed_and_its_weights_begin_another(
 
     whole = trained(tmp_path / "whole")
     # Compared with the undivided model, whose layers are reversible, too.
-    divided = json_name in ("tensor2_zero1", "zero3_sequence8")
-    assert len(events(RunFolder(tmp_path / "whole"), "verified")) == divided
+    assert events(RunFolder(tmp_path / "whole"), "verified")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(Store(tmp_path / "again" / "checkpoints").at(4))
     again = trained(tmp_path / "again")

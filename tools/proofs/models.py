@@ -249,7 +249,7 @@ SAVED: dict[str, Config] = {
     MIXTURE: {
         **_small(514),
         "model_type": "mixtral",
-        **_sizes(48, 104, 2, 4, 2, 10),
+        **_sizes(48, 112, 2, 4, 2, 10),  # rows of 16 bytes for each of two tensor ranks
         "tie_word_embeddings": False,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
