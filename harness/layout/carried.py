@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+CELL_STATES = {"lstm": 2, "gru": 1}
+"""Tensors of the state of a recurrent layer, by config key `cell`."""
+
 
 def carried_numbers(config: Mapping[str, Any]) -> int:
     """Return the fp32 numbers of a row's state by a Hugging Face config; 0 of models without one.
@@ -16,9 +19,8 @@ def carried_numbers(config: Mapping[str, Any]) -> int:
 
 
 def _recurrent(config: Mapping[str, Any]) -> int:
-    layers, tensors = config.get("num_hidden_layers", 4), {"lstm": 2, "gru": 1}
     width = config.get("recurrent_size") or config.get("hidden_size", 1024)
-    return int(layers * tensors[config.get("cell", "lstm")] * width)
+    return int(config.get("num_hidden_layers", 4) * CELL_STATES[config.get("cell", "lstm")] * width)
 
 
 def _mamba2(config: Mapping[str, Any]) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 from harness.config.run_config import RunConfig
 from harness.errors import shortened
-from harness.layout.families import SIZE_KEYS
+from harness.layout.carried import CELL_STATES
+from harness.layout.families import SIZE_KEYS, family_of
 
 _TYPES = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))[
     "types"
@@ -52,6 +53,11 @@ def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
     for size, most in _MOST.items():
         if key in SIZE_KEYS[size] and _number(value) and value > most:
             return f"at most {most:,}"
+    is_known = family_of(config["model_type"]).layers  # then its sizes are checked where they count
+    if key in SIZE_KEYS["hidden"] and not is_known and not (type(value) is int and value > 0):
+        return "a whole number of at least 1"
+    if key == "cell" and config["model_type"] == "recurrent" and value not in CELL_STATES:
+        return f"one of {', '.join(CELL_STATES)}"
     if key.endswith(DROPOUT_ENDINGS) and _number(value) and not 0 <= value <= 1:
         return "a probability, from 0 to 1"
     rows = config.get("vocab_size")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,3 +181,22 @@ def test_values_of_each_layer_are_as_many_as_the_layers_of_an_override(tmp_path)
     run = load_run_config(None, [f"model.name={tmp_path}", "model.overrides.num_hidden_layers=4"])
     with pytest.raises(ConfigError, match="layer_types has a value for each of 3 layers: set"):
         model_config.load_model_config(run)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"hidden_size": "64"}, "hidden_size (SOURCE) is '64': it must be a whole number of at"),
+        ({"hidden_size": [64]}, "hidden_size (SOURCE) is [64]: it must be a whole number of at"),
+        ({"cell": "rnn"}, "cell (SOURCE) is 'rnn': it must be one of lstm, gru"),
+    ],
+)
+def test_sizes_of_a_family_that_is_not_counted_are_checked(
+    tmp_path: Path, values: dict[str, Any], problem: str
+) -> None:
+    config = {"model_type": "recurrent", "vocab_size": 512, "hidden_size": 64, **values}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as error:
+        load_model_config(load_run_config(None, [f"model.name={tmp_path}"]))
+    (text,) = error.value.problems
+    assert text.replace(str(tmp_path), "SOURCE").startswith(problem)
