@@ -20,7 +20,7 @@ from harness.plan.plan import Plan
 
 
 class ForwardPass:
-    """What a rank computes of micro-batches: all of their rows, or its part of each."""
+    """The forward passes of a rank: over whole micro-batches, or over its part of each row."""
 
     def __init__(self, engine: Any, plan: Plan, row_group: dist.ProcessGroup | None) -> None:
         """`row_group`: the ranks that have a part of each row of this one's."""

@@ -83,7 +83,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 def test_shares_are_the_whole_once(shares: int) -> None:
     fragment = Fragment("w", Part.of((13,)), 0, {"weight": torch.arange(13)})
     parts = [fragment.share(index, shares) for index in range(shares)]
-    found = torch.cat([part.tensors["weight"] for part in parts if part is not None])
-    assert torch.equal(found, torch.arange(13))
+    joined = torch.cat([part.tensors["weight"] for part in parts if part is not None])
+    assert torch.equal(joined, torch.arange(13))
     offsets = [part.offset for part in parts if part is not None]
     assert offsets == [int(part.tensors["weight"][0]) for part in parts if part is not None]

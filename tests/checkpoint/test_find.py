@@ -92,8 +92,8 @@ def test_one_rank_of_a_node_looks_the_files_up(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    found = verified(path)
-    assert names == ([file.name for file in found.manifest.files] if looks else [])
+    checkpoint = verified(path)
+    assert names == ([file.name for file in checkpoint.manifest.files] if looks else [])
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "a\nb", "rank-0.pt", ""])

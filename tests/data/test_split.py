@@ -54,18 +54,20 @@ def test_the_choice_does_not_depend_on_the_content_and_only_grows(tmp_path: Path
 @pytest.mark.parametrize("documents", [2, 3, 10])
 def test_each_side_has_a_document(tmp_path: Path, documents: int, held_out: float) -> None:
     tokens = indexed(tmp_path, [[n, EOS] for n in range(documents)])
-    train, held = split(tmp_path, tokens, held_out)
+    train, evaluated = split(tmp_path, tokens, held_out)
     assert train.num_documents >= 1
-    assert held.num_documents >= 1
-    assert train.num_documents + held.num_documents == documents
+    assert evaluated.num_documents >= 1
+    assert train.num_documents + evaluated.num_documents == documents
 
 
 def test_a_lone_document_is_cut(tmp_path: Path) -> None:
     tokens = indexed(tmp_path, [list(range(100))])
-    train, held = split(tmp_path, tokens, 0.2, masks=Masks(*np.array([[0, 0], [0, 85], [0, 85]])))
+    train, evaluated = split(
+        tmp_path, tokens, 0.2, masks=Masks(*np.array([[0, 0], [0, 85], [0, 85]]))
+    )
     assert (train.offsets[0], train.num_tokens) == (0, 80)
-    assert (held.offsets[0], held.num_tokens) == (80, 20)
-    assert (train.masked.tolist(), held.masked.tolist()) == ([0, 80], [0, 5])
+    assert (evaluated.offsets[0], evaluated.num_tokens) == (80, 20)
+    assert (train.masked.tolist(), evaluated.masked.tolist()) == ([0, 80], [0, 5])
     assert split(tmp_path, tokens, 0.0)[1].num_tokens == 1
 
 

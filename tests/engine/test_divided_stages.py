@@ -103,8 +103,8 @@ def test_each_rank_holds_its_part_of_its_stage(zero: int, result: Result) -> Non
     ranks = [rank[str(zero)] for rank in result("weights")]
     assert [rank["pipeline_stage"] for rank in ranks] == [0, 0, 1, 1]
     undivided = ranks[0]["undivided"] + ranks[2]["undivided"]
-    held = [rank["elements_held"] for rank in ranks]
-    assert sum(held) == ranks[0]["whole"] + undivided  # norms are on both ranks of a stage
+    elements = [rank["elements_held"] for rank in ranks]
+    assert sum(elements) == ranks[0]["whole"] + undivided  # norms are on both ranks of a stage
     for rank in ranks:
         assert 0.15 < rank["elements_held"] / rank["whole"] < 0.35
 

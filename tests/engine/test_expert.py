@@ -56,9 +56,9 @@ def test_deepspeed_clips_by_the_norm_of_all_experts(result: Result) -> None:
 def test_ranks_start_from_the_weights_that_one_process_draws(
     stage: int, tensors: Tensors, drawn: dict[str, torch.Tensor]
 ) -> None:
-    found = tensors("expert_weights", f"expert-initial-{stage}")
-    assert found.keys() == drawn.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in drawn.items())
+    divided = tensors("expert_weights", f"expert-initial-{stage}")
+    assert divided.keys() == drawn.keys()
+    assert all(torch.equal(divided[name], tensor) for name, tensor in drawn.items())
 
 
 def test_given_weights_are_read_and_divided(result: Result) -> None:
@@ -71,12 +71,12 @@ def test_each_rank_holds_half_of_the_experts_and_all_of_the_rest(
     of_experts = sum(t.numel() for name, t in drawn.items() if ".experts." in name)
     rest = sum(t.numel() for t in drawn.values()) - of_experts
     for rank in result("expert_weights"):
-        for zero, held in rank.items():
-            assert held["undivided"] == rest
-            assert held["experts"] == of_experts // 2
-            assert all(here * 2 == whole for here, whole in held["divided"].values())
+        for zero, counts in rank.items():
+            assert counts["undivided"] == rest
+            assert counts["experts"] == of_experts // 2
+            assert all(here * 2 == whole for here, whole in counts["divided"].values())
             shards = 2 if zero == "3" else 1
-            assert held["elements_held"] == rest // shards + of_experts // 2
+            assert counts["elements_held"] == rest // shards + of_experts // 2
 
 
 def test_the_last_tokens_logits_and_an_evaluation_are_the_undivided_models(result: Result) -> None:

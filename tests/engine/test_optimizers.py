@@ -26,10 +26,10 @@ def test_every_optimizer_is_torchs_in_every_layout(
 ) -> None:
     for rank in result("every_optimizer"):
         assert rank[name]
-        for layout, found in rank[name].items():
-            assert found["moved"] > 1e-3, layout
-            assert found["fused"] is layout.endswith("fused"), layout
-            assert found["error"] < (BF16_BITS if name == "muon" else 3e-7), layout
+        for layout, measured in rank[name].items():
+            assert measured["moved"] > 1e-3, layout
+            assert measured["fused"] is layout.endswith("fused"), layout
+            assert measured["error"] < (BF16_BITS if name == "muon" else 3e-7), layout
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adagrad", "adamw", "lion", "momentum", "muon"])

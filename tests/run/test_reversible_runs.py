@@ -44,6 +44,6 @@ def test_it_is_resumed_and_its_weights_begin_another(
         assert [again[step][name] for name in LINES] == [whole[step][name] for name in LINES]
     assert again[4]["eval_loss"] == whole[4]["eval_loss"]
     # Its weights are those of the run that wrote them: the first held-out loss is the last one.
-    given = f"model.init_from={tmp_path / 'whole'}"
-    begun = trained(tmp_path / "begun", given, "optim.lr=1e-9")
+    weights = f"model.init_from={tmp_path / 'whole'}"
+    begun = trained(tmp_path / "begun", weights, "optim.lr=1e-9")
     assert begun[0]["eval_loss"] == pytest.approx(whole[4]["eval_loss"], rel=1e-5)

@@ -54,7 +54,7 @@ def test_given_weights_are_sampled_before_training_only_where_they_are_asked(
         return [event["title"] for event in events(run, "sample")]
 
     assert titles("first", "save.export=true") == ["sample"]
-    given = f"model.init_from={tmp_path / 'first' / 'export'}"
-    assert titles("text", given) == ["sample after training"]
+    weights = f"model.init_from={tmp_path / 'first' / 'export'}"
+    assert titles("text", weights) == ["sample after training"]
     both = ["sample before training", "sample after training"]
-    assert titles("asked", given, "sample.prompt=the text") == both
+    assert titles("asked", weights, "sample.prompt=the text") == both

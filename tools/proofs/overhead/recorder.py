@@ -32,7 +32,7 @@ class Recorder:
         self.marks: dict[str, tuple[float, float]] = {}
         self.stamps: list[tuple[float, float]] = []  # (wall clock, processor), s
         self.kernel: list[dict[str, int]] = []
-        """What the kernel did for this process up to the end of each step."""
+        """The kernel's work for this process up to the end of each step."""
         self.engine_s: list[float] = []
         """Of the harness: wall clock inside of its engine, a step."""
         self.losses: list[float] = []

@@ -10,7 +10,7 @@ from typing import Any
 from tools.proofs.overhead.job import ACCUMULATED, LAYERS, MODEL, SEQ_LEN
 from tools.proofs.overhead.spread import NAMES, kernel_rows, name_of, spread_rows
 
-SIDES = ("harness", "bare", "trainer")
+SIDES = tuple(NAMES)
 COUNTED = 2  # steps under the counters
 GOALS = {("harness", "bare"): "1.01 at most", ("harness", "trainer"): "below 1.00"}
 STARTS = {("harness", "bare"): "1.15 at most", ("harness", "trainer"): ""}

@@ -1,4 +1,4 @@
-"""How much a step differs from start to start: shares of all starts, and a picture of each."""
+"""The spread of a step's time over starts: percentiles, and a picture with a point for each."""
 
 from __future__ import annotations
 
