@@ -271,7 +271,7 @@ def orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
 
 def muon_spread() -> float:
     """The largest change of a weight in one of Muon's steps when only the last bits of gradients
-    change, over some draws: its products in bf16 make more of them where a gradient is almost of a
+    change, over draws enough that one crosses a boundary of bf16: its products in bf16 make more of them where a gradient is almost of a
     lower rank.
     """
     engine = engine_with("muon", "zero1")
@@ -282,7 +282,7 @@ def muon_spread() -> float:
     for gradient in matrices:
         scale = LR * 0.2 * max(gradient.shape) ** 0.5
         as_it_is = orthogonalized(gradient)
-        for _ in range(16):
+        for _ in range(256):
             noise = torch.randn(gradient.shape, generator=generator) * torch.finfo().eps
             change = orthogonalized(gradient * (1 + noise)) - as_it_is
             spread = max(spread, scale * float(change.abs().max()))
