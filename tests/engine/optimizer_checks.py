@@ -271,8 +271,8 @@ def orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
 
 def muon_spread() -> float:
     """The largest change of a weight in one of Muon's steps when only the last bits of gradients
-    change, over draws enough that one crosses a boundary of bf16: its products in bf16 make more of them where a gradient is almost of a
-    lower rank.
+    change, over enough draws that one crosses a boundary of bf16: its products in bf16 make more of
+    them where a gradient is almost of a lower rank.
     """
     engine = engine_with("muon", "zero1")
     engine.accumulate(*share_of(engine, 2))
