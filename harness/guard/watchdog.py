@@ -30,6 +30,7 @@ from harness.guard.pulse import Pulse
 # A heartbeat is a handful of metadata operations on the file system of the run folder, which all
 # jobs share: few a second, as long as each rank still writes every 5 s. A report waits for two.
 _FEW_PER_S, _RARE_S, _MOST_PER_S = 8, 5.0, 64
+_ROOM = 256  # bytes: a heartbeat is written over the one before, which may have been longer
 
 
 class Watchdog(threading.Thread):
@@ -45,8 +46,7 @@ class Watchdog(threading.Thread):
         """`place`: text that follows the number of a rank in the report."""
         super().__init__(name="watchdog", daemon=True)
         self.pulse, self.rank, self.world_size, self.place = pulse, rank, world_size, place
-        self.on_hang: Callable[[Report | None], None] = lambda _: None
-        """Called on every rank before it ends; the rank that detected the hang gets the report."""
+        self._on_hang: Callable[[Report | None], None] = lambda _: None
         few = min(math.ceil(world_size / _FEW_PER_S), _RARE_S)
         self.tick_s = float(max(few, math.ceil(world_size / _MOST_PER_S)))
         self.folder: Path | None = None
@@ -56,6 +56,17 @@ class Watchdog(threading.Thread):
         self._watched = threading.get_ident()
         self._closed = threading.Event()
         self._ticks = 0
+
+    def write_to(self, folder: Path, on_hang: Callable[[Report | None], None]) -> None:
+        """Write heartbeats to `folder` from now on, the first one at once: a rank that stops before
+        its next tick is still known by its host and process.
+
+        `on_hang` is called on every rank before it ends; the rank that detected the hang gets the
+        report.
+        """
+        self.folder, self._on_hang = folder, on_hang
+        with contextlib.suppress(OSError):
+            self._write()
 
     def close(self) -> None:
         """Stop watching: from here on there is no time limit."""
@@ -93,10 +104,10 @@ class Watchdog(threading.Thread):
                 report = judge(before, self._all_ranks(), why, self.rank, self.place)
                 print(report["message"], file=sys.stderr, flush=True)
                 self._publish(report)
-                self.on_hang(report)
+                self._on_hang(report)
             else:
                 self._wait_for_report(2 * grace_s)
-                self.on_hang(None)
+                self._on_hang(None)
         finally:
             sys.stdout.flush()
             os._exit(ExitCode.HANG)  # the other threads cannot be reached
@@ -139,7 +150,12 @@ class Watchdog(threading.Thread):
     def _write(self, with_place: bool = False) -> None:
         self._ticks += 1
         if self.folder is not None:
-            self._file(self.rank).write_text(json.dumps(self._heartbeat(with_place)))
+            text = json.dumps(self._heartbeat(with_place))
+            # Over the last one, without emptying the file: a rank may be stopped between the two.
+            descriptor = os.open(self._file(self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
+            with open(descriptor, "w") as file:
+                file.write(f"{text:<{_ROOM}}\n")
+                file.truncate()
 
     def _heartbeat(self, with_place: bool) -> Report:
         beat = self.pulse.beat

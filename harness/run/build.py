@@ -114,7 +114,7 @@ def build(
             weights=WeightChange(engine),
             trackers=Trackers(folder.append_event),
         )
-        watchdog.folder, watchdog.on_hang = folder.heartbeats_dir, run.hangs
+        watchdog.write_to(folder.heartbeats_dir, run.hangs)
         alarm().on_end = run.fails
         events = [*plan.events, *forced, *settled.events, *engine.events]
         begin(run, record, events, beginning)

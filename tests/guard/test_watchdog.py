@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,17 +23,37 @@ def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
     pulse = Pulse(Limits(floor_s=60, factor=10, first_s=60))
     watchdog = Watchdog(pulse, rank=3, world_size=4)
     watchdog.tick_s = 0.05
-    watchdog.folder = tmp_path / "heartbeats"
-    watchdog.folder.mkdir()
+    folder = tmp_path / "heartbeats"
+    folder.mkdir()
+    watchdog.write_to(folder, lambda report: None)
+    path = folder / "rank-00003.json"
+    first = json.loads(path.read_text())
+    assert (first["rank"], first["phase"], first["pid"]) == (3, "set-up", os.getpid())
     pulse("save", 7)
     watchdog.start()
-    path = watchdog.folder / "rank-00003.json"
-    wait_for(lambda: path.exists() and path.stat().st_size, "a heartbeat", 10)
+    wait_for(lambda: json.loads(path.read_text())["phase"] == "save", "the next heartbeat", 10)
     watchdog.close()
-    assert not watchdog.folder.exists()
+    assert not folder.exists()
     assert not watchdog.hung
     beat = watchdog._heartbeat(with_place=False)
     assert (beat["rank"], beat["phase"], beat["step"], beat["count"]) == (3, "save", 7, 1)
+
+
+def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
+    """A rank may be stopped within a write: it is then named by the heartbeat before."""
+    watchdog = Watchdog(Pulse(Limits(1, 1, 1)), rank=0, world_size=1)
+    watchdog.write_to(tmp_path, lambda report: None)
+
+    def write() -> None:
+        for n in range(2000):
+            watchdog._write(with_place=n % 2 == 0)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    ticks = []
+    while writer.is_alive():
+        ticks.append(json.loads((tmp_path / "rank-00000.json").read_text())["tick"])
+    assert len(set(ticks)) > 10
 
 
 def test_ticks_are_as_rare_as_there_are_ranks() -> None:
