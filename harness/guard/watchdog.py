@@ -153,7 +153,7 @@ class Watchdog(threading.Thread):
             text = json.dumps(self._heartbeat(with_place))
             # Over the last one, without emptying the file: a rank may be stopped between the two.
             descriptor = os.open(self._file(self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
-            with open(descriptor, "w") as file:
+            with os.fdopen(descriptor, "w") as file:
                 file.write(f"{text:<{_ROOM}}\n")
                 file.truncate()
 
