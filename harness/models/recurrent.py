@@ -204,11 +204,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         hidden = self.model(input_ids, carried=carried).last_hidden_state
         return CausalLMOutput(logits=self.lm_head(hidden))
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Read the whole text for every token: there is no cache."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+        return {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask")}
 
 
 def register() -> None:
