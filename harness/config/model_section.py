@@ -118,7 +118,8 @@ class ModelConfig(Section):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """Adapters of low rank."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Hugging Face config keys to change, e.g. model.overrides.num_hidden_layers=2."""
+    """Hugging Face config keys to change, e.g. model.overrides.num_hidden_layers=2, or
+    model.overrides.sliding_window=null."""
 
     @property
     def attention_sizes(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ _Key = tuple[str, bool]
 """A stream, and whether requests are small."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A part of a segment."""
 

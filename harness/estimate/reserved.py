@@ -130,11 +130,18 @@ class _Tape:
                 self._allocator.free(block)
 
     def _leave_layers(self) -> None:
-        """Run the layers backward, down to the first."""
+        """Run the layers backward, down to the first.
+
+        What one layer needs meanwhile fits for the next, too, once it took nothing new.
+        """
+        fits = False
         while len(self._layers) > 1:
-            blocks = [self._allocator.allocate(size) for size in self._again]
-            for block in blocks:
-                self._allocator.free(block)
+            if not fits:
+                before = self._allocator.reserved
+                blocks = [self._allocator.allocate(size) for size in self._again]
+                for block in blocks:
+                    self._allocator.free(block)
+                fits = self._allocator.reserved == before
             self._drop_layers(len(self._layers) - 1)
 
     def _drop_layers(self, count: int) -> None:

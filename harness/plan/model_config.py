@@ -75,7 +75,10 @@ def find_model_config(
     """Return the unchanged config of a named model, and its source. Raises ConfigError."""
     preset = PRESETS / f"{name}.toml"
     if name in preset_names():
-        return tomllib.loads(preset.read_text(encoding="utf-8"))["config"], f"preset {name}"
+        content = tomllib.loads(preset.read_text(encoding="utf-8"))
+        # TOML has no null. Without the key a model has its class's value: Mistral's a window.
+        nulls = dict.fromkeys(content.get("null", ()))
+        return content["config"] | nulls, f"preset {name}"
     path = Path(name).expanduser()
     run_plan = run_and_step(name)[0] / "plan.json"
     if run_plan.is_file():
@@ -131,10 +134,10 @@ def _nowhere(name: str, origin: str, key: str) -> str:
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with the overrides applied; tables are merged key by key."""
+    """Return a copy with the overrides applied; tables are merged key by key, "null" is None."""
     merged = dict(config)
-    for key, value in overrides.items():
-        old = merged.get(key)
+    for key, override in overrides.items():
+        old, value = merged.get(key), None if override == "null" else override
         both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = _merged(old, value) if both_tables else value  # type: ignore[arg-type]
     return merged

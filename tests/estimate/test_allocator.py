@@ -12,6 +12,7 @@ from harness.estimate.allocator import Allocator
 from harness.estimate.driver import GENERATIONS, communicators, driver_bytes, generation_of
 from harness.estimate.hardware import GPUS
 from harness.estimate.inputs import GIB
+from harness.estimate.reserved import _Tape, reserved_bytes
 from harness.estimate.timeline import Estimate, estimate_memory
 from harness.layout.grid import Grid
 from harness.layout.world import World
@@ -94,10 +95,12 @@ def test_each_axis_has_communicators_of_its_own() -> None:
     assert together == ((450 + 270) * MIB, (950 + 1800) * MIB)
 
 
-def estimated(gpu: str, allocators: str | None = None, **run: dict[str, Any]) -> Estimate:
+def estimated(
+    gpu: str, allocators: str | None = None, stage: int = 2, **run: dict[str, Any]
+) -> Estimate:
     world = World(8, accelerator="cuda", gpu=gpu, allocators=allocators)
     world = replace(world, rank=0, world_size=8, local_world_size=8)
-    ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
     plan = make_plan(RunConfig.model_validate({"model": {"name": "llama-1b"}} | run), ds, world)
     assert plan.estimate is not None
     return plan.estimate
@@ -114,6 +117,29 @@ def test_reserved_is_between_what_is_allocated_and_what_nothing_shares() -> None
         assert rank.shown == rank.reserved.plus(rank.driver)
     assert ours.worst.peak == plain.worst.peak
     assert ours.worst.reserved.high < plain.worst.reserved.high
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_that_fit_once_fit_again(
+    model: str, stage: int, expandable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not played anew for each layer of the backward pass changes nothing."""
+
+    def leave_each(tape: _Tape) -> None:
+        while len(tape._layers) > 1:
+            blocks = [tape._allocator.allocate(size) for size in tape._again]
+            for block in blocks:
+                tape._allocator.free(block)
+            tape._drop_layers(len(tape._layers) - 1)
+
+    run = {"model": {"name": model, "checkpointing": "full"}}
+    estimate = estimated("h100-80", stage=stage, **run)
+    rank = estimate.worst
+    reserved = reserved_bytes(rank.inputs, rank.parts, expandable)
+    monkeypatch.setattr(_Tape, "_leave_layers", leave_each)
+    assert reserved == reserved_bytes(rank.inputs, rank.parts, expandable)
 
 
 def test_fits_is_said_of_the_upper_end_and_tight_between() -> None:

@@ -122,6 +122,13 @@ def test_overrides_change_add_and_merge(folder):
     assert config["rope_parameters"] == {"rope_theta": 1e4, "factor": 2.0}
 
 
+def test_an_override_of_null_takes_a_value_away():
+    config, _ = load("model.name=gemma-2-9b", "model.overrides.sliding_window=null")
+    assert config["sliding_window"] is None
+    config, _ = load("model.name=mistral-7b-v0.3", "model.overrides.sliding_window=4096")
+    assert config["sliding_window"] == 4096
+
+
 def test_an_unknown_override_comes_with_the_nearest_key(folder):
     (problem,) = problems_of(f"model.name={folder}", "model.overrides.num_hiden_layers=2")
     assert problem.startswith(

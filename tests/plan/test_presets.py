@@ -15,6 +15,7 @@ import harness
 from harness.layout.families import FAMILIES
 from harness.layout.shape import Shape, num_parameters
 from harness.models.skeleton import hf_config, skeleton
+from harness.plan.model_config import find_model_config
 
 PRESETS = sorted((Path(harness.__path__[0]) / "presets").glob("*.toml"))
 
@@ -56,13 +57,14 @@ def test_the_presets_that_the_docs_promise_are_there() -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_is_a_source_and_a_config(path: Path) -> None:
     preset = load(path)
-    assert preset.keys() == {"source", "config"}
+    assert preset.keys() - {"null"} == {"source", "config"}
+    assert not {*preset.get("null", ())} & preset["config"].keys()
     assert len(preset["source"]) > 20
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_is_the_published_model(path: Path) -> None:
-    keys = load(path)["config"]
+    keys, _ = find_model_config(path.stem)
     model = skeleton(hf_config(keys), torch.bfloat16, "eager")
     assert type(model).__name__ == keys["architectures"][0]
     assert model.num_parameters() == published_parameters(path)
@@ -73,7 +75,7 @@ def test_a_preset_is_the_published_model(path: Path) -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_transformers_knows_every_key(path: Path) -> None:
     """A key that the config class does not know is kept and ignored: a misspelt one, silently."""
-    keys = load(path)["config"]
+    keys, _ = find_model_config(path.stem)
     library_config = AutoConfig.for_model(keys["model_type"])
     # transformers 5 moves them into rope_parameters
     renamed = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"}
@@ -104,3 +106,16 @@ def test_gemma_keeps_its_soft_caps_and_its_windows() -> None:
     config = AutoConfig.for_model(**load(PRESETS[0].with_name("gemma-2-9b.toml"))["config"])
     assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
     assert config.layer_types[:2] == ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("name", ["mistral-7b-v0.3", "mistral-nemo-12b", "mistral-small-24b"])
+def test_mistrals_later_models_attend_to_all_tokens(name: str) -> None:
+    """Their class has a window of 4,096 by default, which their config.json takes away."""
+    keys, _ = find_model_config(name)
+    assert {*Shape.from_hf(keys).sliding_windows} == {None}
+    assert hf_config(keys).sliding_window is None
+
+
+@pytest.mark.parametrize(("size", "eps"), [("7b", 1e-6), ("14b", 1e-5), ("72b", 1e-5)])
+def test_qwens_larger_base_models_have_another_epsilon(size: str, eps: float) -> None:
+    assert find_model_config(f"qwen2.5-{size}")[0]["rms_norm_eps"] == eps
