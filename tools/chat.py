@@ -23,10 +23,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError
 from harness.files.paths import option_path
-from harness.runfolder import RunFolder
 from harness.terminal import say
+from tools.exported import ADAPTERS, export_of, opened
 
-ADAPTERS = "adapter_config.json"
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -128,61 +127,28 @@ class Speaker:
 
 def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
     """Return who answers, in that order. Raises ConfigError if there is nothing to open."""
-    folder, source = _export(arguments.run)
+    folder, source = export_of(arguments.run)
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     remote = arguments.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
     if (folder / ADAPTERS).is_file():
         from peft import PeftModel
 
         source = json.loads((folder / ADAPTERS).read_text())["base_model_name_or_path"]
-        model = PeftModel.from_pretrained(_opened(source, remote), str(folder)).eval()
+        model = PeftModel.from_pretrained(opened(source, remote), str(folder)).eval()
         before = Speaker("before", model, tokenizer, model.disable_adapter)
     else:
-        model = _opened(folder, remote)
+        model = opened(folder, remote)
         before = None
         if arguments.before:
             if source is None:
                 raise ConfigError(
                     f"{arguments.run} names no weights that it began with: no --before"
                 )
-            before = Speaker("before", _opened(source, remote), tokenizer)
+            before = Speaker("before", opened(source, remote), tokenizer)
     after = Speaker("after", model, tokenizer)
     return [before, after] if arguments.before and before else [after]
-
-
-def _export(run: Path) -> tuple[Path, str | None]:
-    """Return the exported model of a run, or the folder itself, and the run's initial weights."""
-    folder = RunFolder(run)
-    if not folder.plan_path.is_file():
-        if not any((run / name).is_file() for name in ("config.json", ADAPTERS)):
-            raise ConfigError(f"{run} is neither a run nor an exported model")
-        return run, None
-    if not folder.export_dir.is_dir():
-        raise ConfigError(f"{run} has no export yet: python tools/export_hf.py {run}")
-    plan = folder.read_plan() or {}
-    return folder.export_dir, plan.get("run", {}).get("model", {}).get("init_from")
-
-
-def _opened(source: Path | str, trust_remote_code: bool) -> Any:
-    """Return a model in the precision of its files, on the GPU if there is one."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from harness.models import recurrent
-
-    recurrent.register()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype="auto", trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{source} cannot be opened: {error}") from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 if __name__ == "__main__":

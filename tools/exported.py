@@ -1,0 +1,50 @@
+"""Models as runs export them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.runfolder import RunFolder
+
+ADAPTERS = "adapter_config.json"
+
+
+def export_of(run: Path) -> tuple[Path, str | None]:
+    """Return the exported model of a run, or the folder itself, and the run's initial weights.
+
+    Raises ConfigError for a folder that is neither, and for a run without an export.
+    """
+    folder = RunFolder(run)
+    if not folder.plan_path.is_file():
+        if not any((run / name).is_file() for name in ("config.json", ADAPTERS)):
+            raise ConfigError(f"{run} is neither a run nor an exported model")
+        return run, None
+    if not folder.export_dir.is_dir():
+        raise ConfigError(f"{run} has no export yet: python tools/export_hf.py {run}")
+    plan = folder.read_plan() or {}
+    return folder.export_dir, plan.get("run", {}).get("model", {}).get("init_from")
+
+
+def opened(source: Path | str, trust_remote_code: bool) -> Any:
+    """Return a model in the precision of its files, on a GPU if there is one.
+
+    Raises ConfigError if it cannot be opened.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from harness.models import recurrent
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    recurrent.register()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype="auto", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} cannot be opened: {error}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
