@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.layout.attentions import ATTENTIONS
 from harness.models.attention_sums import AttentionSums
+from harness.models.efficient.draws import normal
 from harness.models.efficient.kinds import KINDS, function_name
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
@@ -140,6 +141,56 @@ def test_the_window_and_the_global_tokens_are_those_of_the_paper() -> None:
         )
         output = attend(kind, SMALL[kind], *qkv)
         torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_earlier_blocks_are_seen_as_means_of_their_tokens() -> None:
+    block, means = SMALL["linformer"]["window"], SMALL["linformer"]["features"]
+    query, key, value = qkv = states(100)
+    output = attend("linformer", SMALL["linformer"], *qkv)
+    for place in (5, 23, 24, 60, 99):
+        start, each = place // block * block, block // means
+        seen = [
+            torch.cat(
+                [
+                    part[0, :, :start].unflatten(1, (-1, each)).mean(2),
+                    part[0, :, start : place + 1],
+                ],
+                1,
+            )
+            for part in (key, value)
+        ]
+        expected = _softmax_over(query[0, :, place], *seen)
+        torch.testing.assert_close(output[0, place], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_of_the_same_hash_are_seen() -> None:
+    """The latest of a bucket, of either round, and the token itself."""
+    sizes = SMALL["reformer"]
+    query, key, value = qkv = states(100)
+    output = attend("reformer", sizes, *qkv)
+    hashes = []
+    for number in range(2):
+        shape = (WIDTH, sizes["buckets"] // 2)
+        drawn = normal(shape, 0, f"{MODULE.layer_idx}.{number}", query.device)
+        sides = [torch.cat([part[0] @ drawn, -part[0] @ drawn], -1) for part in (query, key)]
+        hashes.append([side.argmax(-1) for side in sides])
+    for head, place in itertools.product(range(HEADS), (0, 7, 50, 99)):
+        shared = head // (HEADS // KEY_HEADS)
+        seen = {place}
+        for of_queries, of_keys in hashes:
+            alike = of_keys[shared, : place + 1] == of_queries[head, place]
+            seen |= {*alike.nonzero()[:, 0].tolist()[-sizes["window"] :]}
+        keys = sorted(seen)
+        weights = (query[0, head, place] @ key[0, shared, keys].T * WIDTH**-0.5).softmax(-1)
+        expected = weights @ value[0, shared, keys]
+        torch.testing.assert_close(output[0, place, head], expected, rtol=1e-4, atol=1e-5)
+
+
+def _softmax_over(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """(heads, width), (key heads, keys, width), the same -> (heads, width)."""
+    keys, values = (part.repeat_interleave(HEADS // KEY_HEADS, 0) for part in (keys, values))
+    weights = (torch.einsum("hd,hkd->hk", query, keys) * WIDTH**-0.5).softmax(-1)
+    return torch.einsum("hk,hkd->hd", weights, values)
 
 
 def test_the_error_of_random_features_falls_with_the_root_of_their_number() -> None:

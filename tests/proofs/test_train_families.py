@@ -1,4 +1,4 @@
-"""docs/families.md: state-space and hybrid families, and one of them trained again."""
+"""docs/families.md: state-space and hybrid families, and some of them trained again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_families_on_the_page_are_trained_resumed_and_exported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["xlstm"])
+@pytest.mark.parametrize("family", ["mamba2", "recurrent_gemma", "falcon_h1", "xlstm"])
 def test_a_family_is_trained_resumed_in_another_layout_and_exported(
     family: str, zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -18,9 +18,11 @@ SMALL_MODEL = (
     *("model.overrides.vocab_size=1024", "model.overrides.hidden_size=64"),
     *("model.overrides.intermediate_size=160", "model.overrides.num_hidden_layers=2"),
     *("model.overrides.num_attention_heads=4", "model.overrides.num_key_value_heads=4"),
-    *("model.overrides.head_dim=16", "data.vocab_size=1024", "ds.bf16.enabled=false"),
-    *("sample.tokens=0", "save.export=false", "log.report=false"),
-    *("log.weights_every=0", "log.attention_every=0"),
+    "model.overrides.head_dim=16",
+)
+_QUIET = (
+    *("data.vocab_size=1024", "ds.bf16.enabled=false", "sample.tokens=0", "save.export=false"),
+    *("log.report=false", "log.weights_every=0", "log.attention_every=0"),
 )
 
 
@@ -43,13 +45,15 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
-def trained(zygote: Zygote, folder: Path, words: Sequence[str]) -> RunFolder:
+def trained(
+    zygote: Zygote, folder: Path, words: Sequence[str], model: Sequence[str] = SMALL_MODEL
+) -> RunFolder:
     """Return the folder of a run to its end. Raises RuntimeError with its log."""
     run = RunFolder(folder)
     if (run.read_status() or {}).get("outcome") == "done":
         return run
     logs = folder.with_name(f"{folder.name}-logs")
-    arguments = [f"--deepspeed={REPOSITORY / 'ds_configs/zero1.json'}", *SMALL_MODEL, *words]
+    arguments = [f"--deepspeed={REPOSITORY / 'ds_configs/zero1.json'}", *model, *_QUIET, *words]
     ended = zygote.run([*arguments, f"run.dir={folder}"], logs, ranks=1, limit_s=3600)
     if ended.codes != [0]:
         raise RuntimeError(ended.output)
