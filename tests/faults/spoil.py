@@ -15,9 +15,9 @@ from tools.acceptance.plant import take_scaled_step
 
 def spoil(spoils: dict[str, Any]) -> None:
     """`loss`: {first sample of a step: factor of its loss, on the last rank alone}; `flip`: step
-    after which the last rank's `weight`, by name, or its last one, has one bit flipped; `ruin`: step after which that
-    weight is no number; `nan`: how many steps this process takes until a loss is none, on the last
-    rank alone.
+    after which the last rank's `weight`, by name, or its last one, has one bit flipped; `ruin`:
+    step after which that last one is no number; `nan`: how many steps this process takes until a
+    loss is none, on the last rank alone.
     """
     steps = itertools.count(1)
     take_step = loop.take_step
