@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from harness.config.run_config import RunConfig
 from harness.estimate.inputs import GIB
+from harness.layout.grid import axes_json
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
@@ -24,6 +25,7 @@ from tests.two_ranks import REPOSITORY
 from tools.preflight_checks import environment, network, report
 from tools.preflight_checks.flight import Facts, judge
 from tools.preflight_checks.machine import Machine
+from tools.preflight_checks.neighbours import neighbour_rows
 from tools.preflight_checks.network import BETWEEN, Links, bus_gb_per_s, pair_rounds, ring_rounds
 from tools.preflight_checks.report import Row
 from tools.preflight_checks.sameness import Seen
@@ -326,3 +328,39 @@ def test_a_network_that_fails_is_reported_and_its_group_left_behind(
         assert (has_left, dist.is_initialized()) == (False, True)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "verdict", "found"),
+    [
+        (["n1", "n1", "n2", "n2"], "ok", "2 groups of 2, each within a node"),
+        (
+            ["n1", "n2", "n2", "n2"],
+            "warn",
+            "2 groups of 2, 1 of them over several nodes, as n1 (rank 0), n2 (rank 1)",
+        ),
+    ],
+)
+def test_groups_that_talk_in_every_layer_belong_on_one_node(
+    hosts: list[str], verdict: str, found: str
+) -> None:
+    for axis in ("tensor", "sequence"):
+        rows = neighbour_rows(divided_plan({axis: 2}), hosts)
+        assert [(row.check, row.verdict, row.found) for row in rows] == [
+            (f"{axis} ranks", verdict, found)
+        ]
+        assert ("on each node, or set" in rows[0].todo) == (verdict == "warn")
+
+
+def test_they_are_in_the_preflights_table() -> None:
+    rows = judge(divided_plan({"tensor": 2}), HOSTS, healthy())
+    assert [(r.check, r.verdict) for r in rows if r.check == "tensor ranks"] == [
+        ("tensor ranks", "warn")
+    ]
+    assert neighbour_rows(plan(), HOSTS) == []
+
+
+def divided_plan(axes: dict[str, int]) -> Plan:
+    world = World(world_size=4, local_world_size=1, accelerator="cuda", gpu="NVIDIA H100 80GB HBM3")
+    ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, **axes_json(**axes)}
+    return make_plan(RunConfig.model_validate({"model": {"name": "llama-1b"}}), ds, world)

@@ -182,7 +182,7 @@ class GuardConfig(Section):
     max_rollbacks: CountOrZero = 3
     """Most rollbacks in a run; one more stops it with code 76."""
     replicas_every: CountOrZero = 500
-    """Steps between comparisons of the state that all data ranks replicate, also compared before
+    """Steps between comparisons of the weights that several ranks hold alike, also compared before
     every checkpoint; 0 never compares."""
     hang_floor_s: PositiveOrZero = 300.0
     """Seconds: a phase of the loop (data, step, evaluation, save) that lasts longer than this and

@@ -8,6 +8,7 @@ from torch import nn
 
 from harness.engine.fragments import local_gradients
 from harness.engine.parts import part_of
+from harness.guard.replicas import largest_difference
 
 
 def gradients_apart(
@@ -24,11 +25,5 @@ def gradients_apart(
     for parameter, gradient in local_gradients(module):
         if not part_of(parameter).is_whole or not gradient.numel():
             continue
-        own = gradient.detach().to(device, torch.float32)
-        own = torch.nan_to_num(own, nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
-        ends = torch.stack([own, -own])
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
-        largest, smallest = ends[0], -ends[1]
-        size = torch.maximum(largest.abs(), smallest.abs()).max().clamp_min(1e-30)
-        apart[names[id(parameter)]] = float((largest - smallest).max() / size)
+        apart[names[id(parameter)]] = largest_difference(gradient, group, device)
     return apart

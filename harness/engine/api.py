@@ -42,6 +42,18 @@ class StepResult:
     grad_norm: float | torch.Tensor
 
 
+@dataclass(frozen=True)
+class Replica:
+    """Elements of a weight that other ranks of the stage should hold bit for bit."""
+
+    name: str
+    tensor: torch.Tensor
+    ranks: tuple[int, ...]
+    """Those that hold them, this one included, ascending."""
+    is_whole: bool
+    """True if no axis divides the weight."""
+
+
 class Engine(Protocol):
     """A model that trains in the layout of a plan. All ranks make the same calls in one order."""
 
@@ -121,10 +133,13 @@ class Engine(Protocol):
     def restore_scalars(self, saved: Scalars) -> None:
         """Set what `scalars` gave; after `restore`."""
 
-    def replicated(self, purpose: Purpose = "replicas") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, weight) of what the ranks of a group hold in common between steps:
-        "replicas", or "expert_replicas", which have the same experts where these are divided.
+    def replicated(self) -> Iterator[Replica]:
+        """Yield what this rank holds in common with others of its stage between steps, in the same
+        order on all of them.
         """
+
+    def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
+        """Return (name, weight, the ranks that have it) of what another stage holds, too."""
 
     # --- see ---
 

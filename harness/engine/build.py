@@ -122,7 +122,7 @@ def build_engine(
         built = ZeroEngine(engine, plan, events, unit, experts, row_group)
         built.make_undivided = partial(empty_model, plan, trust_remote_code, document_mask)
     else:
-        made = make_groups(share, "loss") if tensor_group else []
+        made = make_groups(share, "loss", "stage") if tensor_group else []
         built = PipelineEngine(engine, plan, events, stage, empty, made)
     if isinstance(inner := inner_optimizer(engine), Orthogonalizing):
         names = {name for group in groups if group["muon"] for name in group["names"]}

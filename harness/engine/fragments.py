@@ -84,11 +84,11 @@ def clip_by_value(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
         gradient.clamp_(-limit, limit).mul_(one_or_nan)
 
 
-def whole_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of all that this rank holds in full between steps, as do its data replicas.
-
-    Under ZeRO-3 these are the parameters below `stage3_param_persistence_threshold`.
-    """
+def weights_here(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    """(name, parameter, the elements of it that this rank stores between steps), as views."""
     for name, parameter in module.named_parameters():
         if internals.is_whole(parameter):
-            yield name, parameter
+            yield name, parameter, parameter.detach()
+        else:  # without the padding of the last shard
+            numel = max(0, internals.shard_of(parameter).numel)
+            yield name, parameter, internals.shard_tensor(parameter)[:numel]

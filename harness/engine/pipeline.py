@@ -37,6 +37,7 @@ class PipelineEngine(ZeroEngine):
         self._made = made  # groups that DeepSpeed does not make
         super().__init__(engine, plan, events)
         self.stage = stage
+        self._tied = engine.module.get_tied_weights_and_groups()
         self._whole = whole
         self._shape: tuple[int, ...] = ()  # of the micro-batches that ran last
         self._column = plan.grid.group("pipeline", plan.world.rank)
@@ -44,6 +45,10 @@ class PipelineEngine(ZeroEngine):
         if gradients.keeps_no_grad_norm(engine):
             gradients.count_every_stage(stage.parameters(), is_copy)
         gradients.add_norms_over_stages_once(engine)
+
+    def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
+        """(name, weight, the ranks that have it) of what the pipeline's other end holds, too."""
+        return [(weight.tied_to, weight.detach(), group) for weight, group in self._tied]
 
     @property
     def module(self) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from harness.checkpoint.fragment import Fragment
 from harness.data.batch import Batch
 from harness.engine import fragments, skip, state, swap
 from harness.engine.agreement import gradients_apart
-from harness.engine.api import Fill, Judge, Kinds, Scalars, StepResult
+from harness.engine.api import Fill, Judge, Kinds, Replica, Scalars, StepResult
 from harness.engine.deepspeed_0_19 import gradients, internals, settlements
 from harness.engine.expert import Experts
 from harness.engine.forward import ForwardPass
@@ -122,11 +122,21 @@ class ZeroEngine:
             return {}
         return gradients_apart(self._held, self.groups.of("tensor"), self.device)
 
-    def replicated(self, purpose: Purpose = "replicas") -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of what the ranks of a group hold in common between steps."""
-        for name, parameter in fragments.whole_weights(self._held):
-            if self.share.holders(name, part_of(parameter).whole) == purpose:
-                yield name, parameter.detach()
+    def replicated(self) -> Iterator[Replica]:
+        """What this rank and others of its stage hold alike between steps: under ZeRO-3 whole
+        weights below `stage3_param_persistence_threshold`, and tensor-parallel ranks' shards.
+        """
+        peers = self.share.ranks("tensor")
+        for name, parameter, tensor in fragments.weights_here(self._held):
+            ranks = self.share.alike(name, part_of(parameter).whole)
+            if not internals.is_whole(parameter):  # other data ranks have other shards
+                ranks = tuple(rank for rank in ranks if rank in peers)
+            if len(ranks) > 1:
+                yield Replica(name, tensor, ranks, part_of(parameter).is_whole)
+
+    def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
+        """(name, weight, the ranks that have it) of what another stage holds, too."""
+        return []
 
     @property
     def data_group(self) -> dist.ProcessGroup:

@@ -1,27 +1,22 @@
-"""Divisions over tensor- and sequence-parallel ranks that can be run."""
+"""Divisions over ranks that can be run."""
 
 from __future__ import annotations
 
 from harness.estimate.inputs import Inputs
 from harness.layout.division import tensor_problems
 from harness.layout.sequence import sequence_problems
-
-_TENSOR, _SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+from harness.layout.together import KEYS, apart_problems
 
 
 def division_problems(inputs: Inputs) -> list[str]:
     """Return the reasons why a division over ranks cannot be run."""
-    grid, shape = inputs.grid, inputs.shape
-    sizes = {"pipeline.stages": grid.pipeline, _TENSOR: grid.tensor, _SEQUENCE: grid.sequence}
-    used = [f"{key} {size}" for key, size in sizes.items() if size > 1]
-    problems = []
-    if grid.pipeline > 1 and grid.sequence > 1:
-        problems.append(f"{' and '.join(used)}: not built together")
-    problems += [
-        f"{_TENSOR} is {grid.tensor}: {why}" for why in tensor_problems(shape, grid.tensor)
+    grid, shape, seq_len = inputs.grid, inputs.shape, inputs.seq_len
+    axes = {key: axis for axis, key in KEYS.items()}
+    problems = [
+        f"{key} is {getattr(grid, axes[key])}: {why}; {use}"
+        for key, why, use in apart_problems(shape, grid, seq_len)
     ]
-    problems += [
-        f"{_SEQUENCE} is {grid.sequence}: {why}"
-        for why in sequence_problems(shape, grid.sequence, inputs.seq_len, grid.tensor)
-    ]
-    return problems
+    tensor = tensor_problems(shape, grid.tensor)
+    problems += [f"{KEYS['tensor']} is {grid.tensor}: {why}" for why in tensor]
+    sequence = sequence_problems(shape, grid.sequence, seq_len, 1 if tensor else grid.tensor)
+    return problems + [f"{KEYS['sequence']} is {grid.sequence}: {why}" for why in sequence]

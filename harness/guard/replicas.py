@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,27 +24,40 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def outliers(
-    replicated: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None
-) -> dict[str, list[int]]:
-    """Return the names of tensors that differ within `group`, with the ranks outside the majority.
-
-    Without a majority (two ranks) these are all ranks. Collective: every rank of the group passes
-    the same names in the same order.
+def checksums(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> list[dict[int, int]]:
+    """Return the checksum of each tensor on each rank of `group`. Collective: every rank of it
+    passes tensors of the same meaning in the same order. `device`: over which the ranks talk.
     """
-    sums = {name: checksum(tensor) for name, tensor in replicated}
+    sums = [checksum(tensor).to(device) for tensor in tensors]
     if not sums:
-        return {}
-    mine = torch.stack([*sums.values()])
+        return []
+    mine = torch.stack(sums)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    table = torch.stack(everyone, dim=1).tolist()  # (tensors, ranks)
     ranks = dist.get_process_group_ranks(group)
-    outside = {name: _outside_majority(row, ranks) for name, row in zip(sums, table, strict=True)}
-    return {name: ranks for name, ranks in outside.items() if ranks}
+    table = torch.stack(everyone, dim=1).tolist()  # (tensors, ranks)
+    return [dict(zip(ranks, row, strict=True)) for row in table]
 
 
-def _outside_majority(values: list[int], ranks: list[int]) -> list[int]:
-    (most_common, count), *_ = Counter(values).most_common(1)
-    majority = most_common if count > len(values) / 2 else None
-    return [rank for rank, value in zip(ranks, values, strict=True) if value != majority]
+def outside_majority(sums: Mapping[int, int]) -> list[int]:
+    """Return the ranks whose checksum is not that of most; all of them without a majority."""
+    (most_common, count), *_ = Counter(sums.values()).most_common(1)
+    majority = most_common if count > len(sums) / 2 else None
+    return [rank for rank, value in sums.items() if value != majority]
+
+
+def largest_difference(
+    tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """Return by how much a tensor differs over the ranks of `group`, of its largest element; NaN
+    where one is not finite. Collective. `device`: over which the ranks talk.
+    """
+    own = tensor.detach().to(device, torch.float32)
+    own = torch.nan_to_num(own, nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+    ends = torch.stack([own, -own])
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = ends[0], -ends[1]
+    size = torch.maximum(largest.abs(), smallest.abs()).max().clamp_min(1e-30)
+    return float((largest - smallest).max() / size)

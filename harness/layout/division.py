@@ -18,12 +18,17 @@ def plan_of(shape: Shape) -> TensorPlan:
     return TensorPlan.make(shape.model_type, shape.num_heads, shape.num_kv_heads, shape.vocab_size)
 
 
-def tensor_problems(shape: Shape, places: int) -> list[str]:
-    """Return the reason why so many ranks cannot divide a model, and the numbers that can."""
+def tensor_problems(shape: Shape, places: int, ranks: int | None = None) -> list[str]:
+    """Return the reason why so many ranks cannot divide a model, and the numbers that can.
+
+    `ranks`: that the other axes leave, which these numbers must divide, too; None for `places`.
+    """
     problems = list(_problems(shape, places))
     if not problems:
         return []
-    legal = [n for n in range(1, places) if not places % n and not any(_problems(shape, n))]
+    ranks = ranks or places
+    most = max(places, shape.num_heads)
+    legal = [n for n in range(1, most + 1) if not (ranks % n or any(_problems(shape, n)))]
     more = f" (and {len(problems) - 1} like it)" if len(problems) > 1 else ""
     return [f"{problems[0]}{more}: use {' or '.join(map(str, legal))}"]
 

@@ -73,6 +73,17 @@ class ExpertPlan:
         """Return the numbers of ranks, of so many data ranks, that can share the experts."""
         return [n for n in range(1, ranks + 1) if not ranks % n and not self.num_experts % n]
 
+    def problem(self, places: int, ranks: int) -> str:
+        """Return why `places` of so many data ranks cannot share the experts, and the numbers that
+        can; "" if they can.
+        """
+        legal = self.legal(ranks)
+        if places in legal:
+            return ""
+        whole = [f"{self.num_experts} experts"] if self.num_experts % places else []
+        whole += [f"{ranks} data ranks"] if ranks % places else []
+        return f"it does not divide {' and '.join(whole)}: use {' or '.join(map(str, legal))}"
+
     def cut(self, name: str, shape: tuple[int, ...], place: int, places: int) -> dict[int, Ranges]:
         """Return the ranges of each divided dimension of a parameter, as a `share.Cutter` does."""
         if places == 1 or not self.divides(name):

@@ -54,7 +54,8 @@ class Grid:
             raise ValueError(
                 f"{ranks} cannot be split into pipeline {self.pipeline} x tensor {self.tensor} x "
                 f"sequence {self.sequence} = {self._ranks_per_replica}: the number of ranks must "
-                "be a multiple of it"
+                f"be a multiple of it: use {_either(*self._nearest_worlds)} ranks, or sizes with a "
+                f"product of {_either(*self._nearest_products)}"
             )
         if self.data * self.sequence % self.expert:
             raise ValueError(
@@ -65,6 +66,17 @@ class Grid:
     @property
     def _ranks_per_replica(self) -> int:
         return self.pipeline * self.tensor * self.sequence
+
+    @property
+    def _nearest_worlds(self) -> list[int]:
+        below = self.world_size // self._ranks_per_replica * self._ranks_per_replica
+        return [below, below + self._ranks_per_replica] if below else [self._ranks_per_replica]
+
+    @property
+    def _nearest_products(self) -> list[int]:
+        legal = [n for n in range(1, self.world_size + 1) if not self.world_size % n]
+        below = [n for n in legal if n < self._ranks_per_replica]
+        return [*below[-1:], *legal[len(below) :][:1]]
 
     @property
     def data(self) -> int:
@@ -135,6 +147,10 @@ def axes_json(
         "expert_parallel": (expert, {"enabled": True, "autoep_size": expert}),
     }
     return {key: value for key, (size, value) in keys.items() if size > 1}
+
+
+def _either(*numbers: int) -> str:
+    return " or ".join(map(str, numbers))
 
 
 @cache

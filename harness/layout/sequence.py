@@ -7,18 +7,27 @@ from collections.abc import Iterator
 from harness.layout.shape import Shape
 
 
-def sequence_problems(shape: Shape, places: int, seq_len: int, tensor: int = 1) -> list[str]:
+def sequence_problems(
+    shape: Shape, places: int, seq_len: int, tensor: int = 1, ranks: int | None = None
+) -> list[str]:
     """Return why so many ranks cannot divide rows of `seq_len` tokens, and the numbers that can.
 
-    `shape`: the undivided model's; `tensor`: ranks that divide its heads.
+    `shape`: the undivided model's; `tensor`: ranks that divide its heads; `ranks`: that the other
+    axes leave, which these numbers must divide, too; None for `places`.
     """
+    ranks = ranks or places
     problems = [*_problems(shape, places, seq_len, tensor)]
     if not problems:
         return []
+    most = max(places, shape.num_heads)
     legal = [
-        n for n in range(1, places) if not (places % n or [*_problems(shape, n, seq_len, tensor)])
+        n for n in range(1, most + 1) if not (ranks % n or [*_problems(shape, n, seq_len, tensor)])
     ]
-    return [f"{' and '.join(problems)}: use {' or '.join(map(str, legal))}"]
+    use = " or ".join(map(str, legal))
+    below = seq_len // places * places
+    if below and not [*_problems(shape, places, below, tensor)]:  # the tokens alone are wrong
+        use += f", or {below} or {below + places} tokens"
+    return [f"{' and '.join(problems)}: use {use}"]
 
 
 def _problems(shape: Shape, places: int, seq_len: int, tensor: int) -> Iterator[str]:

@@ -20,6 +20,7 @@ Purpose = Literal[
     "loss",
     "norm",
     "model",
+    "stage",
     "tensor",
     "sequence",
     "experts",
@@ -38,6 +39,8 @@ GROUPS: dict[Purpose, tuple[Place, ...]] = {
     "norm": (),
     # The same of whole gradients: the ranks that hold the model once between them.
     "model": ("data", "sequence"),
+    # Hold the same layers: all of what no axis divides.
+    "stage": ("pipeline",),
     # Hold the parts of one weight that tensor parallelism divides.
     "tensor": ("pipeline", "data", "sequence"),
     # Compute the tokens of one row.
@@ -131,6 +134,18 @@ class Share:
         cutter = self.cutters.get("expert")
         is_divided = cutter is not None and cutter(name, shape, 0, self.grid.expert)
         return "expert_replicas" if is_divided else "replicas"
+
+    def alike(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks that hold the same of a parameter, or shards of it, ascending."""
+        own, by_places = self.part(name, shape), dict[tuple[int, ...], bool]()
+        ranks = []
+        for rank in self.ranks("stage"):
+            places = tuple(self.grid.place(axis, rank) for axis in self.cutters)
+            if places not in by_places:
+                by_places[places] = replace(self, rank=rank).part(name, shape) == own
+            if by_places[places]:
+                ranks.append(rank)
+        return tuple(ranks)
 
     def is_first(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether it is this rank, of those that hold the same of a parameter beside ZeRO's

@@ -11,10 +11,10 @@ from harness.config.ds_keys import offloaded_to
 from harness.layout.expert import ExpertPlan
 from harness.plan.draft import Draft
 from harness.plan.plan import NOT_TRAINED
+from harness.plan.ranks import left_of
 
 _SECTION = "expert_parallel"
 _ENABLED, _SIZE = f"{_SECTION}.enabled", f"{_SECTION}.autoep_size"
-_APART = {"pipeline": "pipeline.stages"}
 _ZERO = "zero_optimization"
 _AS_DEFAULT = [
     *("reduce_scatter", "contiguous_gradients", "zero_hpz_partition_size"),
@@ -26,8 +26,7 @@ def divide_experts(draft: Draft) -> None:
     """Require that neighbouring data ranks can share the experts, and take the section out of the
     JSON: DeepSpeed would put layers of its own in the place of the model's.
     """
-    ds = draft.ds
-    places = max(1, ds.value(_SIZE)) if ds.value(_ENABLED) else 1
+    ds, places = draft.ds, asked_experts(draft.ds)
     if places > 1:
         problems = [*_other_keys(ds), *((_SIZE, why) for why in _problems(draft, places))]
         sizes = [(_SIZE, why) for why in _of_sizes(draft, places)]
@@ -36,9 +35,14 @@ def divide_experts(draft: Draft) -> None:
                 draft.note(NOT_TRAINED, draft.problems.worded(key, why))
             else:
                 draft.problems.add(key, why)
-        if not sizes:
+        if not sizes and draft.grid.world_size == draft.world.world_size:
             draft.grid = replace(draft.grid, expert=places)
     ds.drop(_SECTION)
+
+
+def asked_experts(ds: DsJson) -> int:
+    """Return the number of ranks that are to share the experts; 1 if none are."""
+    return max(1, ds.value(_SIZE)) if ds.value(_ENABLED) else 1
 
 
 def _other_keys(ds: DsJson) -> Iterator[tuple[str, str]]:
@@ -60,19 +64,13 @@ def _of_sizes(draft: Draft, places: int) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    ranks = draft.grid.data * draft.grid.sequence
-    legal = plan.legal(ranks)
-    if places not in legal:
-        whole = [f"{plan.num_experts} experts"] if plan.num_experts % places else []
-        whole += [f"{ranks} data ranks"] if ranks % places else []
-        yield f"it does not divide {' and '.join(whole)}: use {' or '.join(map(str, legal))}"
+    problem = plan.problem(places, left_of(draft.world, draft.grid, "pipeline", "tensor"))
+    if problem:
+        yield problem
 
 
 def _problems(draft: Draft, places: int) -> Iterator[str]:
     run, ds, defaults = draft.config, draft.ds, DsJson({})
-    for axis, key in _APART.items():
-        if getattr(draft.grid, axis) > 1:
-            yield f"it is not built together with {key}: use one of them"
     if ds.value(f"{_ZERO}.stage") == 0:
         yield (
             f"{_ZERO}.stage=0 would clip by a mean of norms, each of one rank's experts: use "

@@ -44,7 +44,9 @@ from harness.plan.recompute import check_recompute
 from harness.plan.reversible import check_reversible
 from harness.plan.sequence import divide_sequences
 from harness.plan.tensor import divide_tensors
+from harness.plan.together import check_together
 from harness.plan.trackers import adopt_monitors, check_trackers
+from harness.plan.vocabulary import note_whole_vocabulary
 
 Pass = Callable[[Draft], None]
 
@@ -99,6 +101,7 @@ PASSES: tuple[Pass, ...] = (
     check_recompute,
     check_reversible,
     split_stages,
+    check_together,
     divide_tensors,
     divide_sequences,
     divide_experts,
@@ -139,7 +142,7 @@ def make_plan(
     for make in LAST_PASSES:
         make(draft)
     plan = by_memory(_frozen(draft))
-    return replace(plan, estimate=estimate(plan))
+    return note_whole_vocabulary(replace(plan, estimate=estimate(plan)))
 
 
 def refuse(ds: DsJson, world: World, problems: Iterable[str], estimating: bool = False) -> NoReturn:

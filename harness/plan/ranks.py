@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from harness.config.batch import Batch
-from harness.layout.grid import Grid
+from harness.layout.grid import Axis, Grid
+from harness.layout.world import World
 from harness.plan.draft import Draft
 from harness.plan.pipeline import num_stages
 
@@ -18,17 +21,25 @@ _DIVIDED = ("train.global_batch", "train.micro_batch", "ramp.batch_from", "ramp.
 
 
 def divide_ranks(draft: Draft) -> None:
-    """Split the ranks over the axes; all are data ranks if they do not divide."""
+    """Split the ranks over the axes. If they do not divide, the plan goes on with as many as one
+    model needs, for later passes to report what else is wrong with these sizes.
+    """
     ds, world = draft.ds, draft.world
     sizes = {key: max(1, ds.value(key)) for key in (_TENSOR, _SEQUENCE)}  # 0 means off
     sizes[_STAGES] = num_stages(ds.tree)
+    axes = sizes[_STAGES], sizes[_TENSOR], sizes[_SEQUENCE]
     try:
-        draft.grid = Grid(
-            world.world_size, sizes[_STAGES], tensor=sizes[_TENSOR], sequence=sizes[_SEQUENCE]
-        )
+        draft.grid = Grid(world.world_size, *axes)
     except ValueError as error:
         origins = draft.asked(key for key, size in sizes.items() if size > 1)
         draft.problems.say(f"{error} ({origins})")
+        draft.grid = Grid(prod(axes), *axes)
+
+
+def left_of(world: World, grid: Grid, *axes: Axis) -> int:
+    """Return the ranks that some axes leave to the others; all, if they do not divide them."""
+    left, rest = divmod(world.world_size, prod(getattr(grid, axis) for axis in axes))
+    return world.world_size if rest else left
 
 
 def check_secondary(draft: Draft) -> None:

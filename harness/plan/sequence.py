@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.layout.division import tensor_problems
 from harness.layout.families import family_of
 from harness.layout.sequence import sequence_problems
 from harness.plan.draft import Draft
 from harness.plan.plan import NOT_TRAINED
+from harness.plan.ranks import left_of
 
 _KEY = "sequence_parallel_size"
 
@@ -27,13 +29,14 @@ def divide_sequences(draft: Draft) -> None:
 
 def _problems(draft: Draft, places: int) -> Iterator[str]:
     run = draft.config
-    if draft.grid.pipeline > 1:
-        yield "it is not built together with pipeline.stages: use one of them"
     if run.model.kernels != "none":
         yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
     if draft.shape is not None:
         shortest = run.data.seq_len // draft.curriculum.most_pieces
-        yield from sequence_problems(draft.shape, places, shortest, draft.grid.tensor)
+        ranks = left_of(draft.world, draft.grid, "pipeline", "tensor")
+        # Heads that tensor ranks cannot divide are theirs to report.
+        tensor = 1 if tensor_problems(draft.shape, draft.grid.tensor) else draft.grid.tensor
+        yield from sequence_problems(draft.shape, places, shortest, tensor, ranks)
     elif draft.model_config and not family_of(draft.model_config["model_type"]).divides_rows:
         # The first batch would not tell: small states of a recurrent layer hide in its rounding.
         yield f"nobody has divided the rows of {draft.model_config['model_type']}: use 1"

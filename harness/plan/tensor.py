@@ -6,13 +6,29 @@ from collections.abc import Iterator
 
 from harness.layout.division import tensor_problems
 from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.shape import Shape
 from harness.layout.tensor import GROUPED, TensorPlan
 from harness.plan.attention import ATTENTION_DROPOUTS
 from harness.plan.draft import Draft
 from harness.plan.plan import NOT_TRAINED
+from harness.plan.ranks import left_of
 
 _KEY = "tensor_parallel.autotp_size"
 _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
+
+
+def whole_vocabulary(shape: Shape, places: int) -> str:
+    """Return that so many ranks cannot divide a vocabulary, and the next size that they can."""
+    size = shape.vocab_size
+    return (
+        f"a vocabulary of {size:,} cannot be divided over {places} "
+        f"(model.overrides.vocab_size={padded(size, places)} can, with random weights)"
+    )
+
+
+def padded(vocab_size: int, places: int) -> int:
+    """Return the least vocabulary of at least this size that so many ranks can divide."""
+    return -(-vocab_size // places) * places
 
 
 def divide_tensors(draft: Draft) -> None:
@@ -73,7 +89,11 @@ def _problems(draft: Draft, places: int) -> Iterator[str]:
             "model.attention sdpa or eager: change these, or set it to 0"
         )
     if draft.shape is not None:
-        yield from tensor_problems(draft.shape, places)
+        ranks = left_of(draft.world, draft.grid, "pipeline", "sequence")
+        problems = tensor_problems(draft.shape, places, ranks)
+        yield from problems
+        if problems and draft.shape.vocab_size % places:
+            yield f"{whole_vocabulary(draft.shape, places)}, and would stay whole on every rank"
     elif draft.model_config:
         try:
             yield from TensorPlan.of(draft.model_config).problems(places)

@@ -1,17 +1,22 @@
-"""Compares the replicas of the weights on the data ranks of a run."""
+"""Compares the weights that several ranks of a run hold alike."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from harness.guard.replicas import ReplicasDiffer, outliers
-from harness.layout.share import Purpose
+from harness.engine.api import Replica
+from harness.guard.replicas import ReplicasDiffer, checksums, largest_difference, outside_majority
+from harness.layout.grid import Grid
 from harness.run.run import Run, is_due
 from harness.run.saving import finish_save
 
-_HOLDERS: tuple[Purpose, ...] = ("replicas", "expert_replicas")
+# Largest relative difference of an undivided weight over tensor-parallel ranks on GPUs: each
+# computes its gradient itself, and may sum in another order. On CPUs there is none.
+ROUNDING = 1e-2
 
 
 def check_replicas(run: Run, saves: bool) -> None:
@@ -19,30 +24,85 @@ def check_replicas(run: Run, saves: bool) -> None:
 
     Raises ReplicasDiffer with the ranks and the weights.
     """
-    every, copies = run.plan.config.guard.replicas_every, len(run.plan.share.ranks("replicas"))
-    if not every or copies == 1 or not (saves or is_due(run.state.step, every)):
+    every = run.plan.config.guard.replicas_every
+    if not every or run.plan.world.world_size == 1 or not (saves or is_due(run.state.step, every)):
         return
-    weights, differing = 0, dict[str, list[int]]()
-    for purpose in _HOLDERS:
-        named = list(run.engine.replicated(purpose))
-        weights += len(named)
-        differing |= outliers(named, run.engine.group_of(purpose)) if named else {}
     of_all_ranks: list[Any] = [None] * run.plan.world.world_size
-    dist.all_gather_object(of_all_ranks, differing)
-    different = {name: ranks for of_rank in of_all_ranks for name, ranks in of_rank.items()}
+    dist.all_gather_object(of_all_ranks, _compared(run))
+    results: list[_Compared] = of_all_ranks
+    different: dict[str, list[int]] = {}
+    for result in results:
+        for name, ranks in result.differing.items():
+            different[name] = sorted({*ranks, *different.get(name, ())})
+    drifted = {name: apart for result in results for name, apart in result.drifted.items()}
+    if drifted:
+        run.event("replicas_drift", step=run.state.step, apart_by_parameter=drifted)
+    weights = max(result.weights for result in results)
     if not different:
-        run.event("replicas_equal", step=run.state.step, tensors=weights)
+        if weights:
+            run.event("replicas_equal", step=run.state.step, tensors=weights)
         return
     run.event("replicas_differ", step=run.state.step, ranks_by_parameter=different)
     finish_save(run)  # they were equal when it began
     newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
     owners = f"rank {', '.join(f'{rank}{run.plan.grid.described(rank)}' for rank in ranks)}"
-    if set(ranks) in [{*group} for purpose in _HOLDERS for group in run.plan.share.every(purpose)]:
+    if any(name in result.undecided for result in results):
         owners += " (among which there is no majority)"
     advice = "No checkpoint predates it: begin the run again"
     if newest:
         advice = f"{newest[0].name} predates it: start again from there"
     raise ReplicasDiffer(
-        f"after step {run.state.step} data ranks differ in {len(different)} weights that should be "
-        f"the same, {name} on {owners}: faulty memory or links there. {advice}"
+        f"after step {run.state.step} ranks differ in {len(different)} weights that should be the "
+        f"same, {name} on {owners}: faulty memory or links there. {advice}"
     )
+
+
+@dataclass
+class _Compared:
+    """What one rank has found."""
+
+    weights: int
+    differing: dict[str, list[int]] = field(default_factory=dict)
+    """The ranks that hold another than most, by the weight's name."""
+    undecided: set[str] = field(default_factory=set)
+    """Names of those without a majority."""
+    drifted: dict[str, float] = field(default_factory=dict)
+    """Relative differences that are rounding."""
+
+
+def _compared(run: Run) -> _Compared:
+    """Compare what this rank holds alike with others. Collective."""
+    engine = run.engine
+    replicas = list(engine.replicated())
+    sums = checksums((r.tensor for r in replicas), engine.group_of("stage"), engine.device)
+    of_holders = [
+        (replica, {rank: of_rank[rank] for rank in replica.ranks})
+        for replica, of_rank in zip(replicas, sums, strict=True)
+    ]
+    for name, weight, group in engine.tied():
+        (of_rank,) = checksums([weight], group, engine.device)
+        of_holders.append((Replica(name, weight, tuple(of_rank), False), of_rank))
+    result = _Compared(len(of_holders))
+    for replica, of_rank in of_holders:
+        if len({*of_rank.values()}) == 1:
+            continue
+        if _may_drift(run.plan.grid, engine.device.type, replica, of_rank):
+            apart = largest_difference(replica.tensor, engine.group_of("tensor"), engine.device)
+            if apart <= ROUNDING:
+                result.drifted[replica.name] = apart
+                continue
+        ranks = outside_majority(of_rank)
+        result.differing[replica.name] = ranks
+        if len(ranks) == len(of_rank):
+            result.undecided.add(replica.name)
+    return result
+
+
+def _may_drift(grid: Grid, device: str, replica: Replica, of_rank: Mapping[int, int]) -> bool:
+    """Return whether an undivided weight differs between tensor-parallel ranks alone, on a device
+    that rounds differently from time to time. The same on all ranks that hold it.
+    """
+    if device == "cpu" or grid.tensor == 1 or not replica.is_whole:
+        return False
+    values = {(grid.coords(rank).tensor, value) for rank, value in of_rank.items()}
+    return len(values) == len({tensor for tensor, _ in values})

@@ -15,9 +15,9 @@ from tools.acceptance.plant import take_scaled_step
 
 def spoil(spoils: dict[str, Any]) -> None:
     """`loss`: {first sample of a step: factor of its loss, on the last rank alone}; `flip`: step
-    after which the last rank's last weight has one bit flipped; `ruin`: step after which that
-    weight is no number; `nan`: how many steps this process takes until a loss is none, on the last
-    rank alone.
+    after which the last rank's `weight`, by name, or its last one, has one bit flipped; `ruin`:
+    step after which that last one is no number; `nan`: how many steps this process takes until a
+    loss is none, on the last rank alone.
     """
     steps = itertools.count(1)
     take_step = loop.take_step
@@ -31,11 +31,13 @@ def spoil(spoils: dict[str, Any]) -> None:
             factor = float("nan")
         result = take_scaled_step(run, step, take_step, factor)
         if last and step.number == spoils.get("flip"):
-            *_, (_, weight) = run.engine.replicated()
+            weights = {replica.name: replica.tensor for replica in run.engine.replicated()}
+            weights |= {name: weight for name, weight, _ in run.engine.tied()}
+            weight = weights[spoils.get("weight", [*weights][-1])]
             weight.view(-1).view(torch.int32)[-1] ^= 1
         if step.number == spoils.get("ruin"):
-            *_, (_, weight) = run.engine.replicated()
-            weight.fill_(float("nan"))
+            *_, replica = run.engine.replicated()
+            replica.tensor.fill_(float("nan"))
         return result
 
     loop.take_step = spoiled

@@ -262,3 +262,44 @@ def test_a_silently_differing_rank_stops_the_run_before_it_saves(
     failures = [event["message"] for event in events(run, "failed")]
     assert all("step-00000005 predates it" in message for message in failures)
     assert [event["step"] for event in events(run, "replicas_equal")] == [4, 5]
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.fault("one rank's weights differ")
+@pytest.mark.parametrize(
+    ("ranks", "stage", "more", "weight", "differing", "named"),
+    [
+        (4, 1, (), NORM, [3], "rank 3 (data 1, tensor 1): faulty"),
+        # One data rank, whose shards are whole weights, and split weights.
+        (2, 3, ("ds.zero_optimization.stage3_param_persistence_threshold=0",), NORM, [0, 1], ""),
+        # Tied ends of a pipeline: nobody else has this part.
+        (4, 1, ("ds.pipeline.stages=2",), "model.embed_tokens.weight", [1, 3], ""),
+    ],
+    ids=["tensor2_data2", "tensor2_zero3", "tied_ends"],
+)
+def test_tensor_ranks_and_ends_of_a_pipeline_are_compared(
+    *,
+    ranks: int,
+    stage: int,
+    more: tuple[str, ...],
+    weight: str,
+    differing: list[int],
+    named: str,
+    spoiled: Run,
+    tmp_path: Path,
+) -> None:
+    ended, run = spoiled(
+        *(tmp_path, {"flip": 2, "weight": weight}, zero(stage), *more),
+        *("ds.tensor_parallel.autotp_size=2", "model.overrides.tie_word_embeddings=true"),
+        *("guard.replicas_every=1", "layout.verify=false"),
+        ranks=ranks,
+    )
+    assert ended.codes == [1] * ranks, ended.output
+    (equal,), (event,) = events(run, "replicas_equal"), events(run, "replicas_differ")
+    assert (equal["step"], event["step"]) == (1, 2)
+    assert event["ranks_by_parameter"] == {weight: differing}
+    (message,) = {event["message"] for event in events(run, "failed")}
+    assert f"{weight} on {named}" in message
+    assert ("no majority" in message) == (not named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.two_ranks import REPOSITORY, run_ranks
 
 THREE_RANKS = """
 import json, torch, torch.distributed as dist
-from harness.guard.replicas import outliers
+from harness.guard.replicas import checksums, largest_difference, outside_majority
 
 dist.init_process_group("gloo")
 rank, found = dist.get_rank(), {}
@@ -23,6 +24,12 @@ def weights():
     draw = torch.Generator().manual_seed(0)
     return {name: torch.randn(7, 3, generator=draw).to(kind)
             for name, kind in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.float64))}
+
+def outliers(named, group):
+    names, tensors = zip(*named) if named else ((), ())
+    sums = checksums(tensors, group, torch.device("cpu"))
+    apart = {name: outside_majority(of_rank) for name, of_rank in zip(names, sums)}
+    return {name: ranks for name, ranks in apart.items() if ranks}
 
 mine = weights()
 found["equal"] = outliers(mine.items(), None)
@@ -36,6 +43,10 @@ found["two"] = outliers(mine.items(), None)
 pair = dist.new_group([0, 2])
 found["pair"] = outliers(mine.items(), pair) if rank != 1 else None
 found["none"] = outliers([], None)
+weight = torch.tensor([4.0, 1.0 + rank / 8])
+found["apart"] = largest_difference(weight, dist.group.WORLD, torch.device("cpu"))
+weight[0] = float("nan")
+found["not finite"] = largest_difference(weight, dist.group.WORLD, torch.device("cpu"))
 if rank == 2:
     print("found", json.dumps(found))
 dist.barrier()
@@ -47,12 +58,15 @@ def test_the_ranks_outside_the_majority_are_named(tmp_path: Path) -> None:
     command = [sys.executable, "-c", THREE_RANKS]
     ended = run_ranks(command, tmp_path, ranks=3, env={"PYTHONPATH": str(REPOSITORY)}).succeeded()
     (line,) = [line for line in ended.outputs[2].splitlines() if line.startswith("found ")]
-    assert json.loads(line.removeprefix("found ")) == {
+    found = json.loads(line.removeprefix("found "))
+    assert math.isnan(found.pop("not finite"))
+    assert found == {
         "equal": {},
         "one": {"b": [1]},
         "two": {"a": [2], "b": [0, 1, 2]},
         "pair": {"a": [0, 2], "b": [0, 2]},
         "none": {},
+        "apart": 0.0625,
     }
 
 

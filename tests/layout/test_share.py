@@ -114,6 +114,16 @@ def test_key_heads_that_ranks_share_are_counted_once() -> None:
     assert [share.is_first("key", (8, 5)) for share in ranks] == [True, False, True, False]
 
 
+def test_those_that_hold_the_same_are_found_over_all_axes_but_stages() -> None:
+    grid = Grid(16, pipeline=2, tensor=4)
+    share = Share(grid, 5, {"tensor": halves})  # stage 0, data 1, tensor 1
+    assert share.alike("norm", (8,)) == tuple(range(8))
+    assert share.alike("out", (8, 8)) == (1, 5)
+    assert share.alike("key", (8, 5)) == (0, 1, 4, 5)
+    assert Share(grid, 14, {"tensor": halves}).alike("key", (8, 5)) == (10, 11, 14, 15)
+    assert Share(Grid(4), 2).alike("out", (8, 8)) == (0, 1, 2, 3)
+
+
 def test_axes_cut_one_after_the_other() -> None:
     """Experts are cut by number and by width; here their number over the sequence's ranks."""
 

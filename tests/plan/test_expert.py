@@ -95,7 +95,6 @@ def test_every_problem_is_in_one_report_with_the_nearest_legal_sizes(model: str)
 @pytest.mark.parametrize(
     ("ds", "sections", "problem"),
     [
-        ({"pipeline": {"stages": 2}}, {}, "together with pipeline.stages: use one"),
         ({"zero_optimization": {"stage": 2, "reduce_scatter": False}}, {}, "reduce_scatter"),
         ({}, {"optim": {"name": "muon"}}, "optim.name=muon steps whole matrices: use adamw"),
         ({"use_data_before_expert_parallelism": True}, {}, "shared by neighbouring ranks"),

@@ -1,0 +1,91 @@
+"""Axes that no run has together: the reasons, and the nearest layout that can be run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from harness.layout.division import tensor_problems
+from harness.layout.expert import ExpertPlan
+from harness.layout.grid import Grid
+from harness.layout.sequence import sequence_problems
+from harness.layout.shape import Shape
+
+KEYS = {
+    "pipeline": "pipeline.stages",
+    "tensor": "tensor_parallel.autotp_size",
+    "sequence": "sequence_parallel_size",
+    "expert": "expert_parallel.autoep_size",
+}
+"""The key of the JSON that sizes each axis."""
+_NOT_IN_STAGES = {
+    "sequence": "stages hand on hidden states alone, and attention over parts of rows needs the "
+    "masks of whole rows in every stage",
+    "expert": "ZeRO sums the norm over all stages group by group, and would wait for ever for a "
+    "stage that has no experts",
+}
+
+
+def apart_problems(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[str, str, str]]:
+    """Return (key, reason, replacement) of each axis of a grid that does not go with its stages.
+
+    `seq_len`: of the shortest rows.
+    """
+    if grid.pipeline == 1:
+        return []
+    return [
+        (
+            KEYS[axis],
+            f"not built together with pipeline.stages={grid.pipeline}: {why}",
+            f"use {_nearest(shape, grid, seq_len, getattr(grid, axis))}",
+        )
+        for axis, why in _NOT_IN_STAGES.items()
+        if getattr(grid, axis) > 1
+    ]
+
+
+def _nearest(shape: Shape | None, grid: Grid, seq_len: int, size: int) -> str:
+    """Return the keys of the nearest layout of the same ranks; `size`: of the other axis."""
+    for nearest in _candidates(grid, size):
+        if _can_be_run(shape, nearest, seq_len):
+            sizes = {key: getattr(nearest, axis) for axis, key in KEYS.items()}
+            used = " and ".join(f"{key}={n}" for key, n in sizes.items() if n > 1)
+            left = (
+                key
+                for axis, key in KEYS.items()
+                if getattr(nearest, axis) == 1 < getattr(grid, axis)
+            )
+            return f"{used} without {' and '.join(left)}"
+    return "one of them"
+
+
+def _candidates(grid: Grid, size: int) -> Iterator[Grid]:
+    """Yield layouts, the nearest first: tensor ranks in place of the stages, or of the other axis;
+    then data ranks.
+    """
+    for sizes in (
+        {"pipeline": 1, "tensor": grid.tensor * grid.pipeline},
+        {"sequence": 1, "expert": 1, "tensor": grid.tensor * size},
+        {"pipeline": 1},
+        {"sequence": 1, "expert": 1},
+    ):
+        try:
+            yield replace(grid, **sizes)
+        except ValueError:  # too few ranks are left for the experts
+            continue
+
+
+def _can_be_run(shape: Shape | None, grid: Grid, seq_len: int) -> bool:
+    if shape is None:
+        return grid.tensor == 1
+    if tensor_problems(shape, grid.tensor):
+        return False
+    if sequence_problems(shape, grid.sequence, seq_len, grid.tensor):
+        return False
+    if grid.expert == 1:
+        return True
+    try:
+        plan = ExpertPlan.make(shape.model_type, shape.num_experts)
+    except ValueError:
+        return False
+    return not plan.problem(grid.expert, grid.data * grid.sequence)

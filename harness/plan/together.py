@@ -1,0 +1,24 @@
+"""Axes that no run has together, in a plan."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from harness.layout.together import apart_problems
+from harness.plan.draft import Draft
+from harness.plan.expert import asked_experts
+from harness.plan.plan import NOT_TRAINED
+
+
+def check_together(draft: Draft) -> None:
+    """Refuse axes that do not go with pipeline stages. Before the passes that drop their keys."""
+    grid = draft.grid
+    with suppress(ValueError):  # a number of experts' ranks that divide_experts refuses
+        grid = replace(grid, expert=asked_experts(draft.ds))
+    shortest = draft.config.data.seq_len // draft.curriculum.most_pieces
+    for key, why, use in apart_problems(draft.shape, grid, shortest):
+        if draft.estimating:
+            draft.note(NOT_TRAINED, draft.problems.worded(key, why, use))
+        else:
+            draft.problems.add(key, why, use)
