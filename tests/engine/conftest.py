@@ -23,7 +23,7 @@ _TWO_RANK_CHECKS = {
     check: path.stem
     for subject in (
         *("two_rank", "pipeline", "tensor", "sequence", "chunked", "expert", "bad_step"),
-        *("optimizer", "stream"),
+        *("optimizer", "stream", "traffic"),
     )
     for path in [Path(__file__).with_name(f"{subject}_checks.py")]
     for check in re.findall(r"^def (\w+)\(", path.read_text(), re.MULTILINE)

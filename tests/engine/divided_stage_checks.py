@@ -20,6 +20,7 @@ from deepspeed.runtime.utils import PartitionedTensor
 from harness.engine import reading
 from harness.errors import ConfigError
 from harness.models.pieces import decoder_layers
+from tests.engine.held import building, expected_elements, tensor_shares
 from tests.engine.pipeline_checks import SGD, losses_and_norms
 from tests.engine.rank import OUT, WORLD, engine_of, fp16, losses, run_checks, save, share_of, stage
 from tests.engine.small import MODEL
@@ -53,6 +54,7 @@ def weights() -> dict[int, dict[str, Any]]:
             **engine.describe(),
             "whole": sum(p.numel() for p in engine.module.parameters()),
             "undivided": sum(part.numel for part in parts if part.is_whole),
+            "expected": expected_elements(engine.plan),
         }
         engine.close()
     return elements
@@ -257,6 +259,8 @@ CHECKS = (
     traffic,
     uneven_parts,
     groups_left,
+    tensor_shares,
+    building,
 )
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from harness.data.batch import Batch
 from tests.engine.rank import engine_of, losses, run_checks, share_of, stage
@@ -69,34 +67,7 @@ def documents_kept() -> dict[str, float]:
     return distances
 
 
-def row_traffic() -> dict[str, Any]:
-    """All-to-alls over the ranks of a row of one micro-batch, and their bytes."""
-    engine = engine_of(divided(1))
-    sizes: list[int] = []
-    all_to_all = dist.all_to_all_single
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        sizes.append(args[1].nbytes)
-        return all_to_all(*args, **kwargs)
-
-    batches, targets = share_of(engine)
-    with mock.patch.object(dist, "all_to_all_single", counted):
-        engine.accumulate(batches, targets)
-    config = engine.module.config
-    engine.close()
-    head = config.hidden_size // config.num_attention_heads
-    return {
-        "micro_batches": len(batches),
-        "tokens": batches[0].input_ids.numel(),
-        "q": config.hidden_size,
-        "kv": head * config.num_key_value_heads,
-        "layers": config.num_hidden_layers,
-        "calls": len(sizes),
-        "bytes": sum(sizes),
-    }
-
-
-CHECKS = (row_logits, short_rows, documents_kept, row_traffic)
+CHECKS = (row_logits, short_rows, documents_kept)
 
 
 def main() -> None:

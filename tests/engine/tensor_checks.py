@@ -47,32 +47,6 @@ def tensor_logits() -> dict[str, float]:
     }
 
 
-def tensor_traffic() -> dict[str, Any]:
-    """All-reduces over the tensor ranks of one micro-batch, and their bytes."""
-    engine = engine_of(tensor(1))
-    sizes: list[int] = []
-    all_reduce, group = dist.all_reduce, engine.groups.of("tensor")
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("group") is group:
-            sizes.append(args[0].nbytes)
-        return all_reduce(*args, **kwargs)
-
-    batches, targets = share_of(engine)
-    with mock.patch.object(dist, "all_reduce", counted):
-        engine.accumulate(batches, targets)
-    config = engine.module.config
-    engine.close()
-    return {
-        "micro_batches": len(batches),
-        "tokens": batches[0].input_ids.numel(),
-        "hidden": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "calls": len(sizes),
-        "bytes": sum(sizes),
-    }
-
-
 def divided_cross_entropy() -> dict[str, dict[str, float]]:
     """The distance of loss and gradient from torch's, with and without label smoothing."""
     generator = torch.Generator().manual_seed(0)
@@ -131,7 +105,7 @@ def divided_dropout() -> dict[str, Any]:
     }
 
 
-CHECKS = (divided_dropout, tensor_weights, tensor_logits, tensor_traffic, divided_cross_entropy)
+CHECKS = (divided_dropout, tensor_weights, tensor_logits, divided_cross_entropy)
 
 
 def main() -> None:

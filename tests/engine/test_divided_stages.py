@@ -106,7 +106,20 @@ def test_each_rank_holds_its_part_of_its_stage(zero: int, result: Result) -> Non
     elements = [rank["elements_held"] for rank in ranks]
     assert sum(elements) == ranks[0]["whole"] + undivided  # norms are on both ranks of a stage
     for rank in ranks:
-        assert 0.15 < rank["elements_held"] / rank["whole"] < 0.35
+        assert rank["elements_held"] == rank["expected"]  # by the boxes of the layout
+
+
+def test_zero_3_shares_out_what_tensor_ranks_hold(result: Result) -> None:
+    for rank in result("tensor_shares"):
+        assert rank["held"] == rank["expected"]
+        divided = rank["whole"] - rank["undivided"]
+        assert rank["held"] == divided // (2 * 2) + rank["undivided"] // 2
+
+
+def test_no_rank_builds_with_more_than_its_share_and_a_layer(result: Result) -> None:
+    for rank in result("building"):
+        for way, built in rank.items():
+            assert built["share"] <= built["peak"] <= built["share"] + built["piece"], (way, built)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,3 @@ def test_tokens_attend_within_their_document_across_ranks(result: Result) -> Non
     for found in result("documents_kept"):
         assert found["apart"] == 0
         assert found["together"] > 1e-4
-
-
-def test_a_micro_batch_sends_what_the_documents_say(result: Result) -> None:
-    """docs/layouts.md: queries, keys, values and outputs, there and back, of a rank's tokens."""
-    for found in result("row_traffic"):
-        assert found["calls"] == found["micro_batches"] * 8 * found["layers"]
-        states = 2 * (2 * found["q"] + 2 * found["kv"])
-        own = found["tokens"] // 2
-        assert found["bytes"] == found["micro_batches"] * found["layers"] * own * states * 4

@@ -40,16 +40,6 @@ def test_the_last_tokens_logits_and_an_evaluation_are_the_undivided_models(resul
         assert apart["sums"] < 1e-4  # of some hundred tokens, nats
 
 
-def test_a_micro_batch_sends_what_the_documents_say(result: Result) -> None:
-    """docs/layouts.md: hidden states four times a layer and twice more, and four numbers a token in
-    fp32."""
-    for found in result("tensor_traffic"):
-        tokens, micro_batches = found["tokens"], found["micro_batches"]
-        states = 4 * found["layers"] + 2
-        assert found["calls"] == micro_batches * (states + 2)
-        assert found["bytes"] == micro_batches * tokens * 4 * (states * found["hidden"] + 4)
-
-
 def test_a_divided_vocabulary_has_torchs_cross_entropy(result: Result) -> None:
     for found in result("divided_cross_entropy"):
         for smoothing, apart in found.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.run_tools import run_tool
-from tools.proofs.models import FLAT, PRESETS, RECURRENT
+from tools.proofs.models import FLAT, PLANTED, PRESETS, RECURRENT
 from tools.proofs.parity.cells import COVERED_KINDS, DIVIDED_STAGES, FEW, NVME, Cell, all_cells
 from tools.proofs.parity.compare import judge
 from tools.proofs.parity.covering import brief_cells, covering_cells
@@ -24,6 +24,8 @@ ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 def pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
     values = asdict(cell)
+    if cell.architecture in PLANTED:
+        return set()
     if cell.architecture in RECURRENT:
         each = {"architecture": cell.architecture, "precision": cell.precision}
         each["pipeline"] = cell.how.pipeline
@@ -133,13 +135,13 @@ def test_all_cells_are_the_full_table() -> None:
     pipelined = (9 * 3 - 2) * (2 * 2 * 2 + 2)
     # Families of the flat cells with every stage and precision on 2 of 2, 2 of 4 and 4 ranks;
     # twelve more at two stages in two precisions.
-    tensor = 4 * 4 * 3 * 3 + 12 * 2 * 2
+    tensor = 4 * 4 * 3 * 3 + 12 * 2 * 2 + 2  # one that drops hidden states
     # Both in one: three families at two stages in every precision, on four ranks with two numbers
     # of micro-batches and on eight; two more in one way.
     divided_stages = 3 * 2 * 3 * 3 + 2 * 3
     # Two mixtures, three stages and precisions, on 2 of 2, 2 of 4 and 4 ranks, and with divided
     # tensors; with divided rows, too, on eight ranks.
-    experts = 2 * 3 * 3 * 4 + 2
+    experts = 2 * 3 * 3 * 4 + 2 + 1
     compiled = 2 * 2 * 3  # divided tensors and rows, at two stages
     # Six ways to recompute: at four stages, two stages of divided tensors and of rows, and under a
     # pipeline, in three precisions; three more families at two stages in two precisions, but for

@@ -6,12 +6,14 @@
     python tools/proofs/check_parity.py --cells llama-zero3-bf16-4-2
     python tools/proofs/check_parity.py --self-test           # plants defects: all must show
     python tools/proofs/check_parity.py --self-test --brief   # one of each kind
+    python tools/proofs/check_parity.py --self-test --defects "no clipping"
 
 A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),
 every parameter's gradient at step 0, the weights' change after one plain SGD step, loss and
 gradient norm of 20 AdamW steps, and the held-out loss after them. A cell's tolerance is 5 times the
 spread of the plain loop against itself when only the order of its sums changes: over the quickest
 of the orders where it is within that, over further ones where it is not; with --full, over all.
+With --cells or --defects, the page that --markdown names keeps its other lines.
 Exit code 1 when a cell differs.
 """
 
@@ -20,14 +22,21 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
 from tools.proofs.jobs import Group, run_jobs
-from tools.proofs.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
+from tools.proofs.matrix import (
+    chosen,
+    is_missed,
+    matrix_arguments,
+    refuse,
+    same_versions,
+    self_test_result,
+)
 from tools.proofs.models import LEARNED
 from tools.proofs.parity.cells import Cell, Job, all_cells
 from tools.proofs.parity.covering import brief_cells, covering_cells
@@ -38,18 +47,19 @@ TOLERANCE_FACTOR = 5.0
 
 def main() -> int:
     """Command line -> exit code."""
-    args = matrix_arguments(__doc__, "the trajectories", "table", brief=True)
+    args = matrix_arguments(__doc__, "the trajectories", "table", brief=True, defects=True)
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
         same_versions(out, "trajectories")
         if args.self_test:
-            return _self_test(out, args.markdown, args.brief)
+            return _self_test(out, args.markdown, args.brief, args.defects)
         covering = brief_cells() if args.brief else covering_cells()
         rows = check(chosen(args, all_cells(), covering), out, args.full)
         if args.markdown:
             args.markdown.parent.mkdir(parents=True, exist_ok=True)
-            args.markdown.write_text(markdown(rows))
+            earlier = _earlier(args.markdown) if args.cells else ""
+            _write(args.markdown, lambda: markdown(rows, all_cells(), earlier))
     failed = [row for row in rows if row.failures]
     print(f"{len(rows)} cells, {len(failed)} differ from the plain loop")
     return 1 if failed else 0
@@ -81,18 +91,23 @@ def _compared(
     return rows
 
 
-def _self_test(out: Path, page: Path | None, brief: bool) -> int:
+def _self_test(out: Path, page: Path | None, brief: bool, names: list[str] | None) -> int:
     """Plant each defect in turn; returns 0 when every one was caught, and nothing without one.
 
-    `brief`: those of BRIEF, each in its first cell.
+    `brief`: those of BRIEF, each in its first cell. `names`: only these.
     """
     from tools.proofs.parity.defects.table import BRIEF, DEFECTS
 
-    trials: dict[str | None, tuple[Cell, ...]] = {name: d.cells for name, d in DEFECTS.items()}
+    if unknown := [name for name in names or () if name not in DEFECTS]:
+        refuse(f"--defects: no such defect: {', '.join(unknown)}; there are {', '.join(DEFECTS)}")
+    every: dict[str | None, tuple[Cell, ...]] = {name: d.cells for name, d in DEFECTS.items()}
+    trials = every
     if brief:
-        trials = {name: trials[name][:1] for name in BRIEF}
-    undamaged = tuple(dict.fromkeys(cell for cells in trials.values() for cell in cells))
-    trials = {None: undamaged} | trials
+        trials = {name: every[name][:1] for name in BRIEF}
+    elif names:
+        trials = {name: every[name] for name in names}
+    trials, every = _with_undamaged(trials), _with_undamaged(every)
+    undamaged = trials[None]
     folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
     jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
     train(jobs, out)
@@ -104,9 +119,31 @@ def _self_test(out: Path, page: Path | None, brief: bool) -> int:
         for row in rows[defect]:
             missed += is_missed(row.failures, defect, row.cell)
     if page:
-        page.write_text(self_test_markdown(rows))
+        earlier = _earlier(page) if names else ""
+        _write(page, lambda: self_test_markdown(rows, every, earlier))
     planted = f"{len(trials) - 1} defects planted in {len(jobs) - len(undamaged)} cells"
     return self_test_result(missed, planted)
+
+
+def _with_undamaged(
+    trials: dict[str | None, tuple[Cell, ...]],
+) -> dict[str | None, tuple[Cell, ...]]:
+    """Return them after a trial of all their cells without a defect."""
+    return {
+        None: tuple(dict.fromkeys(cell for cells in trials.values() for cell in cells)),
+        **trials,
+    }
+
+
+def _earlier(page: Path) -> str:
+    return page.read_text() if page.exists() else ""
+
+
+def _write(page: Path, text: Callable[[], str]) -> None:
+    try:
+        page.write_text(text())
+    except ValueError as error:
+        refuse(f"--markdown: {page}: {error}")
 
 
 def train(jobs: list[Job], out: Path, env: Mapping[str, str | None] | None = None) -> None:

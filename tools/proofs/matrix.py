@@ -26,10 +26,10 @@ C = TypeVar("C", bound=Named)
 
 
 def matrix_arguments(
-    description: str | None, kept: str, table: str, brief: bool = False
+    description: str | None, kept: str, table: str, brief: bool = False, defects: bool = False
 ) -> argparse.Namespace:
     """Parse the command line. `kept`: what lies in --out; `table`: what --markdown writes;
-    `brief`: whether there is a third set of cells."""
+    `brief`: whether there is a third set of cells; `defects`: whether some can be chosen."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,6 +39,8 @@ def matrix_arguments(
         some.add_argument("--brief", action="store_true", help="a part of the covering set")
     some.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
     parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
+    if defects:
+        some.add_argument("--defects", nargs="+", metavar="NAME", help="of --self-test only these")
     parser.add_argument("--out", type=Path, help=f"keep {kept} here, to resume")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help=f"write the {table} here")
     return parser.parse_args()

@@ -181,6 +181,20 @@ LEARNED |= {
         "alibi": True,
     },
 }
+DROPPING = "gpt2_dropping"
+"""Drops hidden states that all tensor-parallel ranks have; its attention drops nothing."""
+LEARNED[DROPPING] = {**LEARNED["gpt2"], "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+HEAVY = "mixtral_heavy"
+"""Its experts, of which every token takes all, have much of its gradient: a norm without some of
+their squares is off by more than bf16 is."""
+LEARNED[HEAVY] = {
+    **LEARNED["mixtral"],
+    "intermediate_size": 1536,
+    "num_experts_per_tok": 4,
+    "initializer_range": 0.03,
+}
+PLANTED = (DROPPING, HEAVY)
+"""Those in which alone a defect shows: the self-test trains them, and the full table has them."""
 DIVIDED = (
     "llama_tied",
     "qwen2",

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
+from harness.estimate import traffic
 from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.links import Group
 from harness.estimate.step_time.machine import Machine
-from harness.layout.expert import EXPERTS
-from harness.layout.shape import Shape
 
 OVERLAPPED = 0.85
 """Share of a collective that hides behind computation where there is enough of it."""
-KEPT_ELEMENTS = 5e8
-"""ZeRO 3 keeps a model of so many elements between its forward and backward pass
-(stage3_max_reuse_distance counts both)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,9 @@ def exchanges(inputs: Inputs, machine: Machine, again: float) -> Exchanges:
 
 
 def reductions(inputs: Inputs, machine: Machine) -> Reductions:
-    """Return the reductions of one rank of the stage that `inputs` is."""
+    """Return the reductions of one rank of the stage that `inputs` is: ZeRO 1 and 2 add up whole
+    gradients on every rank, as traffic.py counts them.
+    """
     grid, zero = inputs.grid, inputs.zero
     node, e = inputs.gpus_per_node, inputs.element_bytes
     data = Group.of(inputs.shards, grid.tensor, node)
@@ -69,17 +66,18 @@ def reductions(inputs: Inputs, machine: Machine) -> Reductions:
     gather = reduce = last = updated = 0.0
     if zero.stage == 3:
         parts = Group.of(zero.secondary_ranks, 1, node) if zero.secondary_ranks > 1 else data
-        kept = weights <= min(KEPT_ELEMENTS, zero.max_reuse_distance / 2)
         calls = inputs.shape.num_layers + 2
         gather = data.gather(weights * e, machine, calls)
-        gather += 0.0 if kept else parts.gather(weights * e, machine, calls)
+        gather += (
+            0.0 if traffic.keeps_weights(inputs) else parts.gather(weights * e, machine, calls)
+        )
         reduce = data.gather(gradient_bytes, machine, calls)
         gather += 2 * calls * machine.gathered_layer_seconds
         reduce += calls * machine.gathered_layer_seconds
     elif zero.stage == 2:
-        reduce = data.gather(gradient_bytes, machine)
+        reduce = data.reduce(gradient_bytes, machine)
     elif zero.stage == 1:
-        last = data.gather(gradient_bytes, machine)
+        last = data.reduce(gradient_bytes, machine)
     else:
         last = data.reduce(gradient_bytes, machine)
     if zero.offload_param != "device":  # a rank's part comes from its host, forward and backward
@@ -96,45 +94,22 @@ def hidden(seconds: float, computation: float) -> float:
     return max(seconds - OVERLAPPED * computation, (1 - OVERLAPPED) * seconds)
 
 
-def _hidden_states(inputs: Inputs) -> float:
-    """Bytes of a micro-batch's hidden states on one rank."""
-    return float(inputs.tokens * inputs.shape.hidden_size * inputs.element_bytes)
-
-
 def _tensor(inputs: Inputs, machine: Machine, again: float) -> float:
-    """Two sums in a layer's forward pass and two in its backward pass (arXiv 1909.08053, 3)."""
+    calls = traffic.tensor(inputs, again)
     group = Group.of(inputs.grid.tensor, 1, inputs.gpus_per_node)
-    times = inputs.shape.num_layers * (4 + 2 * again) + 2  # embedding and head
-    return times * group.reduce(_hidden_states(inputs), machine)
+    return calls.number * group.reduce(calls.bytes, machine)
 
 
 def _sequence(inputs: Inputs, machine: Machine, again: float) -> float:
-    """Queries, keys, values and results change from rows to heads and back (arXiv 2309.14509)."""
-    shape, grid = inputs.shape, inputs.grid
+    calls, grid = traffic.sequence(inputs, again), inputs.grid
     group = Group.of(grid.sequence, grid.tensor, inputs.gpus_per_node)
-    width = 2 * shape.q_size + 2 * max(shape.kv_size, shape.head_dim * grid.sequence)
-    sent = float(inputs.tokens * width * inputs.element_bytes)
-    times = 2 + again
-    return (
-        shape.num_layers
-        * times
-        * (group.exchange(sent, machine) + (3 * machine.link_latency if grid.sequence > 1 else 0.0))
-    )
+    return calls.number * (group.exchange(calls.bytes, machine) + 3 * machine.link_latency)
 
 
 def _expert(inputs: Inputs, machine: Machine, again: float) -> float:
-    """Each token goes to its experts and comes back, forward and backward."""
-    shape, grid = inputs.shape, inputs.grid
-    if grid.expert == 1:
-        return 0.0
+    calls, grid = traffic.expert(inputs, again), inputs.grid
     group = Group.of(grid.expert, grid.tensor, inputs.gpus_per_node)
-    sent = _hidden_states(inputs) * shape.experts_per_token
-    return _sparse_layers(shape) * (4 + 2 * again) * group.exchange(sent, machine)
-
-
-@lru_cache(maxsize=256)
-def _sparse_layers(shape: Shape) -> int:
-    return sum(any(t.kind == EXPERTS for t in layer) for layer in shape.body.layers)
+    return calls.number * group.exchange(calls.bytes, machine)
 
 
 def _stages(inputs: Inputs, machine: Machine) -> float:
@@ -144,10 +119,8 @@ def _stages(inputs: Inputs, machine: Machine) -> float:
         return 0.0
     apart = grid.world_size // grid.pipeline
     within = apart * 2 <= inputs.gpus_per_node
-    size = _hidden_states(inputs) / (grid.tensor if inputs.sends_parts else 1)
+    size, states = traffic.boundary(inputs).bytes, traffic.hidden_states(inputs)
     rate = machine.link_rate if within else machine.network_rate
     latency = machine.link_latency if within else machine.network_latency
-    regather = Group.of(grid.tensor, 1, inputs.gpus_per_node).gather(
-        _hidden_states(inputs), machine
-    )
+    regather = Group.of(grid.tensor, 1, inputs.gpus_per_node).gather(states, machine)
     return 2 * (latency + size / rate + (regather if inputs.sends_parts else 0.0))

@@ -10,7 +10,9 @@ from typing import Any
 from tools.proofs.cells import KINDS, LAYOUTS, RECOMPUTED, Divided, Sizes
 from tools.proofs.models import (
     DIVIDED,
+    DROPPING,
     FLAT,
+    HEAVY,
     MIXTURES,
     NOT_IN_FP16,
     PIPELINED,
@@ -123,7 +125,8 @@ def tensor_cells() -> list[Cell]:
             cells.append(Cell(architecture, layout, precision, accumulation, ranks))
     for architecture, stage, precision in itertools.product(DIVIDED, (1, 3), ("fp32", "bf16")):
         cells.append(Cell(architecture, f"tensor2_zero{stage}", precision, 4, 2))
-    return cells
+    # One data rank, whose dropout the plain loop draws.
+    return [*cells, *(Cell(DROPPING, f"tensor2_zero{stage}", "fp32", 4, 2) for stage in (1, 3))]
 
 
 def sequence_cells() -> list[Cell]:
@@ -199,6 +202,7 @@ def expert_cells() -> list[Cell]:
             cells.append(Cell(architecture, layout, precision, accumulation, ranks))
         layout = f"tensor2_expert2_zero{stage}"
         cells.append(Cell(architecture, layout, precision, 2, 4))
+    cells.append(Cell(HEAVY, "tensor2_expert2_zero1", "bf16", 2, 4))
     for stage in (1, 3):
         cells.append(Cell("mixtral", f"tensor2_sequence2_expert2_zero{stage}", "fp32", 2, 8))
     return cells

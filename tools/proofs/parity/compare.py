@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tools.proofs.cells import GLOBAL_BATCH
-from tools.proofs.models import LEARNED
+from tools.proofs.models import DROPPING, LEARNED
 from tools.proofs.parity.cells import Cell
 from tools.proofs.parity.kept import kept_spreads
 from tools.proofs.parity.measure import Difference, Trajectory, difference, worst_relative
@@ -29,8 +29,10 @@ def compare(cell: Cell, out: Path, factor: float, whole: bool = False, device: s
     `device`: on which it was trained, and the plain loop is.
     """
     mixture = "num_experts_per_tok" in LEARNED[cell.architecture]
-    # A balancing loss is not linear in the micro-batch, which is therefore the cell's own.
-    split = Split.even(cell.micro_batch if mixture else GLOBAL_BATCH)
+    # A balancing loss is not linear in the micro-batch, and dropout is drawn by its shape: it is
+    # therefore the cell's own.
+    own = mixture or cell.architecture == DROPPING
+    split = Split.even(cell.micro_batch if own else GLOBAL_BATCH)
     how = cell.how
     way = Way(
         *(cell.architecture, cell.precision, how.has_bf16_states, how.compiled, how.tensor),
@@ -58,7 +60,10 @@ def _against(
     """Return the verdict by one plain loop; its spread is that of `way`."""
     fall = 1 - min(reference.losses) / reference.losses[0]
     assert fall >= LEAST_FALL, f"the reference's loss falls by {fall:.0%} only"
-    how, spreads = cell.how, kept_spreads(way)
+    how = cell.how
+    if cell.architecture == DROPPING:  # in another order other states would be dropped
+        way = replace(way, architecture="gpt2")
+    spreads = kept_spreads(way)
     distance = difference(trajectory, reference)
     # Sums of bf16 states depend on their order. Divided tensors and rows add up each part's
     # gradients, divided experts those of several ranks' tokens together, and a loss in chunks each

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tools.proofs.cells import covering
-from tools.proofs.models import PRESETS, RECURRENT, ROWS
+from tools.proofs.models import PLANTED, PRESETS, RECURRENT, ROWS
 from tools.proofs.parity.cells import (
     COVERED_KINDS,
     DIVIDED_STAGES,
@@ -44,6 +44,8 @@ def _occurs(cell: Cell) -> set[tuple[str, object]]:
 
 def _covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
     values: dict[str, Any] = asdict(cell)
+    if cell.architecture in PLANTED:
+        return set()
     if cell.architecture in RECURRENT:
         values = {key: values[key] for key in ("architecture", "precision")}
         values["pipeline"] = cell.how.pipeline

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from harness.data.batch import Batch
+from harness.steps import dropout_seed
 from tools.proofs.parity import recipe
 from tools.proofs.parity.cells import STEPS
 from tools.proofs.parity.measure import Trajectory, unit_of
@@ -41,6 +42,7 @@ def train(way: Way, split: Split, balance: bool = True, task: Task = GATE) -> Tr
     """
     result = Trajectory()
     fresh = PlainModel(way, balance)
+    torch.manual_seed(dropout_seed(recipe.SEED, 0, 0))
     fresh.accumulate(task.batch(0), split)
     result.gradients = {n: m.grad.float().cpu() for n, m in fresh.masters.items()}
     before = {n: m.to(torch.float32, copy=True) for n, m in fresh.masters.items()}
@@ -52,6 +54,7 @@ def train(way: Way, split: Split, balance: bool = True, task: Task = GATE) -> Tr
     groups = _groups(model)
     optimizer = torch.optim.AdamW(groups, betas=recipe.BETAS, eps=recipe.EPS)
     for step in range(task.steps):
+        torch.manual_seed(dropout_seed(recipe.SEED, step, 0))
         result.losses.append(model.accumulate(task.batch(step), split))
         result.norms.append(_clip(model.masters.values(), recipe.CLIP_NORM))
         for group in optimizer.param_groups:

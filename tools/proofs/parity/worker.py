@@ -15,6 +15,7 @@ from harness.layout.world import World
 from harness.loop import Run, evaluate
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
+from harness.steps import dropout_seed
 from tools.proofs.cells import GLOBAL_BATCH
 from tools.proofs.jobs import compute_alike
 from tools.proofs.models import ATTENTION, SEQ_LEN
@@ -85,6 +86,8 @@ def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> 
     engine = build_engine(make_cell_plan(cell, world, folder, sgd), device)
     before = dict(engine.masters())
     batch = global_batch(0)
+    drawn_as = engine.plan.share.dropout_rank
+    torch.manual_seed(dropout_seed(SEED, 0, drawn_as))
     engine.accumulate(_share(batch, cell, world.rank), targets(batch))
     result.gradients = dict(engine.gradients())
     engine.apply(SGD_LR)
@@ -95,6 +98,7 @@ def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> 
     for step in range(STEPS):
         batch = global_batch(step)
         mine, count = _share(batch, cell, world.rank), targets(batch)
+        torch.manual_seed(dropout_seed(SEED, step, drawn_as))
         done = engine.train_batch(mine, count, learning_rate(step))
         result.losses.append(float(engine.sum_over_ranks(done.loss_share)))
         result.norms.append(float(done.grad_norm))

@@ -38,6 +38,16 @@ def norm_of_own_experts(world: World) -> Iterator[None]:
         yield
 
 
+def norm_of_one_tensor_rank(world: World) -> contextlib.AbstractContextManager[Any]:
+    """The norm that clips has the squares of one tensor rank's part of every expert."""
+    announce = expert.announce_experts
+
+    def without_parts(model: Any, stage: int, experts: Any, replicas: Any, parts: Any) -> None:
+        announce(model, stage, experts, replicas, experts)
+
+    return mock.patch.object(expert, "announce_experts", without_parts)
+
+
 def token_dropped(world: World) -> contextlib.AbstractContextManager[Any]:
     """Of every micro-batch, the first token does without its first expert."""
 

@@ -11,6 +11,7 @@ import torch
 from harness.layout.world import World
 from harness.models import sequence
 from harness.models.sequence import DividedRows
+from tools.proofs.parity.defects.seams import losses_changed
 
 
 def documents_lost(world: World) -> contextlib.AbstractContextManager[Any]:
@@ -26,6 +27,18 @@ def documents_lost(world: World) -> contextlib.AbstractContextManager[Any]:
 def parts_balanced(world: World) -> contextlib.AbstractContextManager[Any]:
     """A mixture balances the experts of each part of a row by itself."""
     return mock.patch.object(DividedRows, "balancing", contextlib.nullcontext)
+
+
+def mean_of_own_targets(world: World) -> contextlib.AbstractContextManager[None]:
+    """A rank's loss is the mean over its own target tokens times their number: not a number where
+    its part of the rows has none.
+    """
+
+    def change(loss: torch.Tensor, balancing: Any, labels: torch.Tensor) -> Any:
+        own = (labels.chunk(2, 1)[world.rank % 2] != -100).sum()
+        return loss / own * own, balancing
+
+    return losses_changed(change)
 
 
 def positions_of_rank_0(world: World) -> contextlib.AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ from tools.proofs.parity.defects.batches import (
 )
 from tools.proofs.parity.defects.experts import (
     averaged_over_the_holders,
+    norm_of_one_tensor_rank,
     norm_of_own_experts,
     rows_as_they_came,
     token_dropped,
@@ -50,6 +51,7 @@ from tools.proofs.parity.defects.seams import Planted, gradients_scaled_by, mode
 from tools.proofs.parity.defects.sequences import (
     documents_lost,
     heads_in_another_order,
+    mean_of_own_targets,
     parts_balanced,
     positions_of_rank_0,
 )
@@ -68,7 +70,9 @@ from tools.proofs.parity.defects.steps import (
 )
 from tools.proofs.parity.defects.tensors import (
     bias_added_everywhere,
+    dropout_of_every_rank,
     gradients_not_summed,
+    heads_undivided,
     inputs_not_summed,
     loss_of_every_tensor_rank,
     norm_of_every_copy,
@@ -96,6 +100,10 @@ DIVIDED_STAGES_ZERO0 = Cell("llama_tied", "pipe2_tensor2_zero0", "fp32", 2, 4)
 TENSOR_PADDING = Cell("phi3", "tensor2_zero1", "fp32", 4, _TWO)
 DIVIDED_EXPERTS = Cell("mixtral", "expert2_zero1", "fp32", 2, 4)
 DIVIDED_EXPERTS_ZERO3 = Cell("mixtral", "expert2_zero3", "fp32", 4, _TWO)
+TENSOR_DROPOUT = Cell("gpt2_dropping", "tensor2_zero1", "fp32", 4, _TWO)
+TENSOR_VIEWS = Cell("opt", "tensor2_zero1", "fp32", 4, _TWO)
+TENSOR_EXPERTS_BF16 = Cell("mixtral_heavy", "tensor2_expert2_zero1", "bf16", 2, 4)
+TENSOR_EXPERTS_ZERO3 = Cell("mixtral", "tensor2_expert2_zero3", "fp32", 2, 4)
 VARLEN = Cell("llama", "varlen_zero0", "fp32", 1, _TWO)
 VARLEN_WINDOW = Cell("mistral", "varlen_zero1", "bf16", 4, _TWO)
 CHUNKED = Cell("gpt2", "chunked_zero3", "fp32", 4, _TWO)
@@ -172,6 +180,7 @@ DEFECTS = {
     # Divided rows.
     "documents lost across ranks": Defect(documents_lost, (ROWS,)),
     "the positions of the first part of a row": Defect(positions_of_rank_0, (ROWS,)),
+    "the mean of a rank without targets": Defect(mean_of_own_targets, (ROWS,)),
     "experts balanced for each part of a row": Defect(parts_balanced, (ROWS_OF_EXPERTS,)),
     "another rank's key heads": Defect(heads_in_another_order, (SHARED_HEADS,)),
     # Divided tensors.
@@ -184,6 +193,8 @@ DEFECTS = {
     "the loss of every tensor rank": Defect(loss_of_every_tensor_rank, (TENSOR, DIVIDED_STAGES)),
     "the padding row learned": Defect(padding_learned, (TENSOR_PADDING,)),
     "a bias on every tensor rank": Defect(bias_added_everywhere, (TENSOR_ZERO3,)),
+    "dropout drawn by every tensor rank": Defect(dropout_of_every_rank, (TENSOR_DROPOUT,)),
+    "a view that halves the tokens": Defect(heads_undivided, (TENSOR_VIEWS,)),
     # The loss in chunks.
     "the last chunk of the vocabulary dropped": Defect(
         last_chunk_dropped, (CHUNKED, CHUNKED_STAGE)
@@ -193,6 +204,10 @@ DEFECTS = {
     # Divided experts.
     "experts averaged over the wrong ranks": Defect(averaged_over_the_holders, (DIVIDED_EXPERTS,)),
     "the norm of a rank's own experts": Defect(norm_of_own_experts, (DIVIDED_EXPERTS_ZERO3,)),
+    # By BF16_Optimizer and by ZeRO 3, which are told in different ways.
+    "the norm of one tensor rank's part of experts": Defect(
+        norm_of_one_tensor_rank, (TENSOR_EXPERTS_BF16, TENSOR_EXPERTS_ZERO3)
+    ),
     "a token dropped on its way": Defect(token_dropped, (DIVIDED_EXPERTS_ZERO3,)),
     "experts' outputs in another order": Defect(rows_as_they_came, (DIVIDED_EXPERTS_ZERO3,)),
     # Activations that are computed again.

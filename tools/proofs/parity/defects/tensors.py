@@ -50,6 +50,26 @@ def loss_of_every_tensor_rank(world: World) -> contextlib.AbstractContextManager
     return mock.patch.dict(share.GROUPS, loss=())
 
 
+def dropout_of_every_rank(world: World) -> contextlib.AbstractContextManager[Any]:
+    """Ranks with the same hidden states each drop others of them."""
+    return mock.patch.dict(share.GROUPS, dropout=(*share.GROUPS["dropout"], "tensor"))
+
+
+@contextlib.contextmanager
+def heads_undivided(world: World) -> Iterator[None]:
+    """An attention module views its part of the width as all heads of half as many tokens."""
+    divide = build.divide_forward
+
+    def divide_all_but_heads(model: nn.Module, *rest: Any) -> None:
+        heads = [(m, m.num_heads) for m in model.modules() if hasattr(m, "num_heads")]
+        divide(model, *rest)  # type: ignore[arg-type]
+        for module, number in heads:
+            module.num_heads = number
+
+    with mock.patch.object(build, "divide_forward", divide_all_but_heads):
+        yield
+
+
 @contextlib.contextmanager
 def padding_learned(world: World) -> Iterator[None]:
     """The row of the padding id is trained as any other."""

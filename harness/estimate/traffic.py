@@ -1,0 +1,132 @@
+"""Bytes that a rank hands to the collectives of a step, by the axis that they divide.
+
+Of what is summed, gathered or scattered they are the whole; of an all-to-all all that the rank
+sends, its own part included. A ring of n ranks then sends (n - 1) / n of it, of a sum twice as much
+(step_time/links.py). Sums of single numbers, of norms for example, are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from harness.estimate.inputs import Inputs
+from harness.layout.expert import EXPERTS
+from harness.layout.shape import Shape
+from harness.layout.tensors import Tensor
+
+KEPT_ELEMENTS = 5e8
+"""ZeRO 3 keeps a model of so many elements between its forward and backward pass
+(stage3_max_reuse_distance counts both)."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Collectives of a micro-batch, or of a step."""
+
+    number: float
+    bytes: float
+    """Of each."""
+
+    @property
+    def total(self) -> float:
+        """Bytes of all."""
+        return self.number * self.bytes
+
+
+def tensor(inputs: Inputs, again: float = 0.0) -> Calls:
+    """Return a micro-batch's sums of hidden states over tensor-parallel ranks: two in a layer's
+    forward pass and two in its backward pass (arXiv 1909.08053, 3), one of the embedding and one
+    before the head. `again`: share of the layers whose forward pass is computed again.
+    """
+    if inputs.grid.tensor == 1:
+        return Calls(0, 0)
+    ends = (inputs.stage in (None, 0)) + inputs.has_head
+    return Calls(inputs.shape.num_layers * (4 + 2 * again) + ends, hidden_states(inputs))
+
+
+def losses(inputs: Inputs) -> Calls:
+    """Return a micro-batch's sums of the loss over ranks with parts of the vocabulary: four fp32
+    numbers of a token, of which the largest logit is one.
+    """
+    return Calls(inputs.divides_vocabulary and inputs.has_head, 16 * inputs.tokens)
+
+
+def sequence(inputs: Inputs, again: float = 0.0) -> Calls:
+    """Return a micro-batch's changes from rows to heads and back, of queries, keys, values and
+    results (arXiv 2309.14509): four all-to-alls are one.
+    """
+    shape, ranks = inputs.shape, inputs.grid.sequence
+    if ranks == 1:
+        return Calls(0, 0)
+    width = 2 * shape.q_size + 2 * max(shape.kv_size, shape.head_dim * ranks)
+    return Calls(shape.num_layers * (2 + again), inputs.tokens * width * inputs.element_bytes)
+
+
+def expert(inputs: Inputs, again: float = 0.0) -> Calls:
+    """Return a micro-batch's all-to-alls of tokens to their experts and back, forward and backward;
+    a mean over the ranks, which get more or fewer tokens.
+    """
+    if inputs.grid.expert == 1:
+        return Calls(0, 0)
+    sent = hidden_states(inputs) * inputs.shape.experts_per_token
+    return Calls(_sparse_layers(inputs.shape) * (4 + 2 * again), sent)
+
+
+def expert_counts(inputs: Inputs, again: float = 0.0) -> Calls:
+    """Return a micro-batch's all-to-alls of the numbers of these tokens, int64."""
+    calls = _sparse_layers(inputs.shape) * (1 + again) if inputs.grid.expert > 1 else 0
+    return Calls(calls, 8 * inputs.shape.num_experts)
+
+
+def boundary(inputs: Inputs) -> Calls:
+    """Return what a micro-batch sends over one boundary of pipeline stages, in one direction."""
+    grid = inputs.grid
+    parts = grid.tensor if inputs.sends_parts else 1
+    return Calls(grid.pipeline > 1, hidden_states(inputs) / parts)
+
+
+def gradients(inputs: Inputs) -> Calls:
+    """Return a step's reductions of gradients over data ranks, each of all that the rank has.
+
+    ZeRO 0 and 1 add them up once and ZeRO 2 in every micro-batch, to the whole on every rank
+    (use_multi_rank_bucket_allreduce); ZeRO 3 scatters every micro-batch's sum.
+    """
+    times = inputs.grad_accum if inputs.zero.stage >= 2 else 1
+    return Calls(times, _shared(inputs, inputs.trained_tensors) * inputs.comm_bytes)
+
+
+def weights(inputs: Inputs) -> Calls:
+    """Return a step's gatherings of weights over data ranks, each of all that the rank computes
+    with: ZeRO 1 and 2 once after the optimizer; ZeRO 3 for the forward pass of every micro-batch,
+    and for its backward pass unless it keeps them.
+    """
+    stage = inputs.zero.stage
+    if stage == 0:
+        return Calls(0, 0)
+    if stage < 3:
+        return Calls(1, _shared(inputs, inputs.trained_tensors) * inputs.element_bytes)
+    times = inputs.grad_accum * (1 if keeps_weights(inputs) else 2)
+    every = [*inputs.trained_tensors, *inputs.frozen_tensors]
+    return Calls(times, _shared(inputs, every) * inputs.element_bytes)
+
+
+def keeps_weights(inputs: Inputs) -> bool:
+    """Return True if ZeRO 3 keeps what it gathered for the forward pass."""
+    return inputs.parameters <= min(KEPT_ELEMENTS, inputs.zero.max_reuse_distance / 2)
+
+
+def hidden_states(inputs: Inputs) -> float:
+    """Bytes of a micro-batch's hidden states on one rank."""
+    return float(inputs.tokens * inputs.shape.hidden_size * inputs.element_bytes)
+
+
+def _shared(inputs: Inputs, tensors: Sequence[Tensor]) -> int:
+    """Return the elements of those that several data ranks have, or shards of them."""
+    return sum(tensor.numel for tensor in tensors if inputs.shards_of([tensor]) > 1)
+
+
+@lru_cache(maxsize=256)
+def _sparse_layers(shape: Shape) -> int:
+    return sum(any(t.kind == EXPERTS for t in layer) for layer in shape.body.layers)
