@@ -164,9 +164,8 @@ def _serial(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> tu
     each = sum_ = 0.0
     for tensor in filter(is_serial, tensors):
         sides = *_sides(tensor), inputs.element_bytes, machine
-        each += max(
-            STEP_SECONDS * machine.launch_scale, product_seconds(inputs.micro_batch, *sides)
-        )
+        least = STEP_SECONDS * machine.launch_scale
+        each += max(least, product_seconds(inputs.micro_batch, *sides))
         sum_ += product_seconds(inputs.tokens, *sides) if inputs.adapters is None else 0.0
     return inputs.seq_len * each, sum_
 
