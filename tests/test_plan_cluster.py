@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import estimate_memory
 from harness.plan.command import Command, plan_from
 from tests.run_tools import run_tool
-from tools.cluster.ask import question_of
-from tools.cluster.count import SHOWN, SMALLER_SHOWN, Counted, best_of_each_way, front
-from tools.cluster.job import accepted
+from tools.cluster import search
+from tools.cluster.ask import plan_of, question_of
+from tools.cluster.count import SHOWN, SMALLER_SHOWN, Counted, best_of_each_way, front, ranked
 from tools.cluster.layouts import Layout, layouts
 from tools.cluster.search import Search, count_all
 from tools.cluster.what_if import _changes
@@ -76,21 +79,88 @@ def test_rates_of_another_gpu_or_precision_are_refused(tmp_path: Path) -> None:
         question_of(arguments(*JOB, "--measured", preflight))
 
 
-def test_every_kind_of_layout_is_accepted_by_the_plan_with_the_same_bytes() -> None:
-    """One of each ZeRO stage, offload and set of axes, of a dense model and of a mixture."""
-    for model in ("gpt2-124m", "mixtral-8x7b"):
-        args = arguments("--model", model, *SMALL[2:], "--global-batch", 64)
+def test_every_kind_of_layout_is_taken_by_the_plan_with_the_same_bytes() -> None:
+    """One of each ZeRO stage, offload, set of axes and way of checkpointing, of a dense model and
+    of a mixture, on numbers of GPUs that are no power of two.
+    """
+    for model, gpus, step in (("gpt2-124m", 6, 6), ("mixtral-8x7b", 4, 13)):
+        words = ("--gpus", gpus, "--gpus-per-node", gpus, "--gpu", "a100-40", "--seq-len", 1536)
+        more = () if model != "gpt2-124m" else ("model.overrides.n_positions=1536",)
+        args = arguments("--model", model, *words, "--global-batch", 36, *more)
         question = question_of(args)
         shape = question.base[1, "none"].shape
         kinds: dict[object, Layout] = {}
-        for layout in layouts(shape, 4, 4, 1024, 64, lora=False):
+        for layout in layouts(shape, gpus, gpus, 1536, 36, lora=False):
             kinds.setdefault((layout.way, layout.checkpointing), layout)
         assert len(kinds) > 40
-        for layout in [*kinds.values()][::4]:
-            plan, (counted,) = accepted(args, layout), Search(question).count([layout])
+        for layout in [*kinds.values()][::step]:
+            plan, (counted,) = plan_of(args, layout), Search(question).count([layout])
             assert plan.estimate is not None
             assert counted.memory.worst.peak == plan.estimate.worst.peak, layout.text
             assert plan.grad_accum == counted.memory.inputs.grad_accum
+
+
+def test_divisors_stages_and_ways_that_are_no_powers_of_two_are_counted() -> None:
+    shape = question_of(arguments(*JOB)).base[1, "none"].shape
+    every = [*layouts(shape, 24, 8, 1024, 576, lora=False)]
+    assert {each.pipeline for each in every} >= {3, 6, 12}
+    assert {each.micro_batch for each in every} >= {3, 6, 9}
+    assert {each.checkpointing for each in every} == {"none", "selective", "full", 2, 4}
+    assert {each.zero for each in every} == {0, 1, 2, 3}
+    assert {each.zero for each in every if each.pipeline > 1} == {1}
+    adapters = [*layouts(shape, 24, 8, 1024, 576, lora=True)]
+    assert {each.sequence for each in adapters} >= {1, 2, 4}
+    assert {(each.pipeline, each.tensor, each.expert) for each in adapters} == {(1, 1, 1)}
+
+
+@pytest.mark.slow  # seconds of a search
+def test_ten_thousand_layouts_are_counted_from_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls, not seconds: parts that many layouts share are counted once (docs/planner.md)."""
+    calls: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        counted = getattr(search, name)
+
+        def call(*words: Any) -> Any:
+            calls[name] += 1
+            return counted(*words)
+
+        return call
+
+    names = ("layer_activations", "layer_passes", "state_parts", "batch_parts", "computed")
+    for name in (*names, "synchronised", "driver_bytes"):
+        monkeypatch.setattr(search, name, counting(name))
+    args = arguments(
+        *("--model", "mixtral-8x7b", "--gpus", 256, "--gpu", "h100-80"),
+        *("--seq-len", 8192, "--global-batch", 1024),
+    )
+    every = count_all(args, question_of(args))
+    assert len(every) > 10_000
+    assert calls["layer_activations"] + calls["layer_passes"] < 0.1 * len(every)
+    assert calls["state_parts"] + calls["synchronised"] + calls["driver_bytes"] < 0.2 * len(every)
+    assert calls["batch_parts"] + calls["computed"] < 0.8 * len(every)
+    played = sum("memory" in vars(each) for each in every)
+    planned = sum(each.trained is not None for each in every)
+    assert played <= planned <= SHOWN + SMALLER_SHOWN + 30
+
+
+def test_what_is_shown_was_planned_and_what_is_refused_is_not_the_answer() -> None:
+    question = question_of(arguments(*JOB))
+    shape = question.base[1, "none"].shape
+    every = [*layouts(shape, 4, 4, 1024, 64, lora=False)]
+    usual = ranked(Search(question).count(every))
+    shown = [*best_of_each_way(usual)[:SHOWN], *front(usual)[: SMALLER_SHOWN + 1]]
+    assert all(each.trained for each in shown)
+    why = "but nobody trained it"
+    refused = replace(question, refusal=lambda one: why if one.zero == 3 else "")
+    again = ranked(Search(refused).count(every))
+    assert again[0].trained
+    assert again[0].layout.zero < 3
+    threes = [each for each in again if each.layout.zero == 3]
+    assert any(each.trained is False for each in threes)
+    asked = [each for each in threes if each.trained is False]
+    assert asked[0].why_not(again[0]) == f"refused: {why}"
+    assert not any(each.answers for each in asked)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +170,7 @@ def test_every_kind_of_layout_is_accepted_by_the_plan_with_the_same_bytes() -> N
         ("mixtral-8x7b", 16, "h100-80", 16384, 64),
         ("gemma-2-9b", 16, "h100-80", 8192, 32),
         ("olmo2-7b", 16, "v100-32", 2048, 64),
-        ("llama-3.1-70b", 128, "h100-80", 32768, 512),
+        ("llama-3.1-70b", 48, "h100-80", 32768, 576),
     ],
 )
 def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
@@ -149,7 +219,7 @@ def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> Non
     best = count_all(args, question)[0]
     assert best.fits
     assert best.inputs.layers_by == "traced"
-    again = accepted(args, best.layout).estimate
+    again = plan_of(args, best.layout).estimate
     assert again is not None
     assert again.worst.peak == pytest.approx(best.worst.peak, rel=0.01)
 
@@ -191,7 +261,7 @@ def test_the_winner_is_written_and_planned(tmp_path: Path) -> None:
         assert words in html
     assert "http://" not in html.replace("http://www.w3.org", "")
     command = Command(folder / "ds.json", folder / "run.toml")
-    plan = plan_from(command, world=accepted(arguments(*JOB), _first()).world)
+    plan = plan_from(command, world=plan_of(arguments(*JOB), _first()).world)
     assert (plan.global_batch, plan.config.data.seq_len) == (64, 1024)
     script = (folder / "job.sh").read_text()
     assert script.startswith("deepspeed --num_gpus 4 harness/train.py --deepspeed ")

@@ -27,7 +27,7 @@ from harness.terminal import say
 from tools.cluster.ask import question_of
 from tools.cluster.calibrate import calibrate
 from tools.cluster.count import Counted, Question
-from tools.cluster.job import accepted, write_job
+from tools.cluster.job import write_job
 from tools.cluster.page import page_of
 from tools.cluster.search import count_all
 from tools.cluster.text import describe
@@ -42,9 +42,7 @@ def main(argv: list[str]) -> int:
     try:
         question = question_of(args)
         counted = _count(args, question)
-        best = counted[0] if counted and counted[0].fits else None
-        if best is not None:
-            accepted(args, best.layout)
+        best = counted[0] if counted and counted[0].answers else None
         written = write_job(args.write, args, best.layout) if args.write and best else []
         others = what_if(args, best) if args.what_if else []
     except ValueError as error:

@@ -95,7 +95,7 @@ def writes_scores(inputs: Inputs) -> bool:
 
 def is_masked(inputs: Inputs, index: int) -> bool:
     """Return whether a mask is made for SDPA: it knows only the plain causal one by itself."""
-    window = inputs.shape.sliding_windows[index]
+    window = inputs.shape.sliding_windows[index] if not inputs.traced_layers else None
     return inputs.document_mask or (window is not None and inputs.seq_len >= window)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.layout.shape import Shape, active_parameters, flops_per_token
+from harness.layout.shape import Seen, Shape, active_parameters, all_tokens, flops_per_token
 from harness.layout.tensors import Tensor
 
 NAME = "default"
 """peft's name of the adapters, a part of their parameters' names."""
 # Kinds of tensors that modules of torch's Linear hold; experts and routers are bare parameters.
-_LINEAR = ("attention", "mlp")
+_LINEAR = ("attention", "states", "mlp")
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Adapters:
                 inputs, outputs = (first, second) if is_transposed else (second, first)
                 yield name, inputs, outputs
 
-    def flops_per_token(self, shape: Shape, seq_len: int) -> float:
+    def flops_per_token(self, shape: Shape, seq_len: int, seen: Seen = all_tokens) -> float:
         """Floating-point operations that training spends on one token of `seq_len`, counted as
         layout.shape counts them: frozen weights have no gradient, a third of their operations.
         """
         added = sum(tensor.numel for tensor in self.tensors(shape))
-        return flops_per_token(shape, seq_len) - 2 * active_parameters(shape) + 6 * added
+        return flops_per_token(shape, seq_len, seen) - 2 * active_parameters(shape) + 6 * added
 
 
 def linear_weights(shape: Shape) -> Iterator[Tensor]:

@@ -36,6 +36,14 @@ def _kind(keys: Callable[[Mapping[str, int], float], float], **sizes: int) -> At
     return Attention(takes_bounds=True, has_dropout=False, is_traced=True, sizes=sizes, keys=keys)
 
 
+def seen_by(attention: str, sizes: Mapping[str, int]) -> Callable[[int], float]:
+    """Return the tokens that MFU counts for one token of so many: all of them where attention is
+    exact, whatever a mask hides (layout/shape.py), and else those that it is computed with.
+    """
+    row = ATTENTIONS[attention]
+    return lambda seq_len: seq_len if row.is_exact else min(seq_len, row.keys(sizes, seq_len / 2))
+
+
 ATTENTIONS = {
     "sdpa": Attention(is_traced=True),
     "eager": Attention(is_traced=True),

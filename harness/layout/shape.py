@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from harness.layout.sizes import Keys, Sizes, read_sizes
@@ -54,6 +54,16 @@ class Shape(Sizes):
         yield from self.body.after
 
 
+Seen = Callable[[int], float]
+"""Tokens that attention counts for one token of so many, before a layer's window
+(layout/attentions.py: seen_by)."""
+
+
+def all_tokens(seq_len: int) -> float:
+    """Exact attention's."""
+    return seq_len
+
+
 def num_parameters(shape: Shape) -> int:
     """Parameters of the whole model, a tied embedding counted once."""
     return shape.parameters
@@ -80,12 +90,18 @@ def active_parameters(shape: Shape) -> int:
     return sum(_active_per_unit(shape))
 
 
+@lru_cache(maxsize=256)
 def _active_per_unit(shape: Shape) -> list[int]:
     """Return the active parameters of each of `Body.units`; a tied head is work of the last."""
     totals = []
     for unit in shape.body.units:
         experts = sum(tensor.numel for tensor in unit if tensor.kind == "experts")
         totals.append(experts * shape.experts_per_token // (shape.num_experts or 1))
+        totals[-1] += sum(
+            tensor.numel * shape.experts_per_token // tensor.shape[0]
+            for tensor in unit
+            if is_stacked(tensor)
+        )
         totals[-1] += sum(
             tensor.numel
             for tensor in unit
@@ -96,23 +112,56 @@ def _active_per_unit(shape: Shape) -> list[int]:
     return totals
 
 
-def flops_per_token(shape: Shape, seq_len: int) -> float:
+def is_stacked(tensor: Tensor) -> bool:
+    """Return True for the matrices of all experts of a family that is not known tensor by tensor,
+    of which a token is multiplied by those that it chose.
+    """
+    return tensor.kind == "mlp" and len(tensor.shape) == 3 and "experts" in tensor.name
+
+
+def attention_width(shape: Shape, layer: tuple[Tensor, ...]) -> int:
+    """Return the width of all queries of a layer together; 0 of a layer without attention.
+
+    Where keys and values come from one latent vector, heads have two widths: the mean of both
+    (arXiv 2405.04434, 2.1: queries of `q_b_proj` or `q_proj`, values of `o_proj`).
+    """
+    attention = (t for t in layer if t.kind == "attention" and len(t.shape) == 2)
+    matrices = {t.name.removesuffix(".weight").rpartition(".")[2]: t for t in attention}
+    if not matrices:
+        return 0
+    if "kv_b_proj" not in matrices or "o_proj" not in matrices:
+        return shape.q_size
+    queries = matrices.get("q_b_proj") or matrices["q_proj"]
+    return (queries.shape[0] + matrices["o_proj"].shape[1]) // 2
+
+
+@lru_cache(maxsize=256)
+def _widths(shape: Shape) -> tuple[int, ...]:
+    return tuple(attention_width(shape, layer) for layer in shape.body.layers)
+
+
+def flops_per_token(shape: Shape, seq_len: int, seen: Seen = all_tokens) -> float:
     """Floating-point operations that training spends on one token of a `seq_len`-token sequence.
 
     `6 * active_parameters + 12 * sum over layers of q_size * context`: a multiply and an add per
     weight, once forward and twice backward; for attention, scores and weighted values likewise.
     PaLM's convention (arXiv 2204.02311, appendix B): attention counts as if each token saw
     `context` tokens, **without halving for the causal mask**, and recomputation under activation
-    checkpointing is not counted.  `context` is seq_len, or a layer's sliding window if shorter.
+    checkpointing is not counted.  `context` is what `seen` says of seq_len, or a layer's sliding
+    window if shorter; layers without attention have none, and the few operations of their states
+    are left out.
 
     MFU = tokens per second x this / peak operations per second.
     """
-    return float(sum(flops_per_unit(shape, seq_len)))
+    return float(sum(flops_per_unit(shape, seq_len, seen)))
 
 
-def flops_per_unit(shape: Shape, seq_len: int) -> list[int]:
+def flops_per_unit(shape: Shape, seq_len: int, seen: Seen = all_tokens) -> list[int]:
     """Return the operations of each of `Body.units`: before the layers, every layer, after them."""
-    contexts = (min(seq_len, window or seq_len) for window in shape.sliding_windows)
-    attention = [0, *(12 * shape.q_size * context for context in contexts), 0]
+    most = seen(seq_len)
+    attention = (
+        int(12 * width * min(most, window or most))
+        for width, window in zip(_widths(shape), shape.sliding_windows, strict=True)
+    )
     weights = _active_per_unit(shape)
-    return [6 * active + scores for active, scores in zip(weights, attention, strict=True)]
+    return [6 * active + scores for active, scores in zip(weights, [0, *attention, 0], strict=True)]

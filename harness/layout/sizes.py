@@ -94,7 +94,8 @@ def read_sizes(keys: Keys) -> Sizes:
     model_type = keys.config.get("model_type")
     if model_type not in FAMILIES:
         raise UnknownArchitecture(
-            f"the tensors of model_type {model_type!r} are not known: one of {', '.join(FAMILIES)}"
+            f"model_type {model_type!r} is traced from its class, where torch is installed: it "
+            f"is not counted tensor by tensor, as are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     hidden_size = keys.size(*family.size_keys("hidden"))

@@ -21,8 +21,8 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     kind: str
-    """embedding, attention, mlp, router, experts, norm, projection or head; a bias has the kind
-    of its weight."""
+    """embedding, attention, states, mlp, router, experts, norm, projection or head; a bias has the
+    kind of its weight. `states`: of layers that carry a state from token to token."""
 
     @cached_property
     def numel(self) -> int:

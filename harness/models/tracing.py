@@ -42,6 +42,15 @@ _KERNELS = (
     *("chunk_gated_delta_rule", "fused_recurrent_kda"),
 )
 """Names in a family's file of kernels that a GPU takes from another package."""
+_ATTENTION = re.compile("Attention")
+_STATES = re.compile(
+    "Mamba|Mixer|SSM|DeltaNet|DeltaAttention|KDA|Lightning|LinearAttention|ShortConv|Rwkv|xLSTM|"
+    "LSTMLayer|RecurrentBlock|RgLru|RecurrentCell"
+)
+"""Names of classes that let tokens see earlier ones: by attention, whose work grows with the square
+of the length, and by a state that is carried from token to token, whose work does not."""
+_SLIDING = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Keys of a window's tokens, by what `layer_types` calls such a layer."""
 
 
 @dataclass(frozen=True)
@@ -213,19 +222,36 @@ def shape_of(request: Request) -> dict[str, Any]:
         tensors = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
         name, layers = decoder_layers(model)
         sizes = _sizes(model.config.get_text_config(decoder=True), tensors, len(layers))
-    return {"sizes": sizes, "body": _body(tensors, f"{name}.", len(layers))}
+        mixers = [_mixers(layer) for layer in layers]
+    return {"sizes": sizes, "body": _body(tensors, f"{name}.", mixers)}
 
 
-def _body(tensors: list[tuple[str, tuple[int, ...]]], prefix: str, count: int) -> dict[str, Any]:
+def _mixers(layer: nn.Module) -> dict[str, str]:
+    """Return kinds of tensors by the beginning of their names: of attention, and of states."""
+    kinds = {}
+    for name, module in layer.named_modules():
+        kind = type(module).__name__
+        if name and _STATES.search(kind):
+            kinds[f"{name}."] = "states"
+        elif name and _ATTENTION.search(kind):
+            kinds[f"{name}."] = "attention"
+    return kinds
+
+
+def _body(
+    tensors: list[tuple[str, tuple[int, ...]]], prefix: str, mixers: list[dict[str, str]]
+) -> dict[str, Any]:
     """Split the tensors at the list of layers."""
-    layers: list[list[Any]] = [[] for _ in range(count)]
+    layers: list[list[Any]] = [[] for _ in mixers]
     before: list[Any] = []
     after: list[Any] = []
     met = False
     for name, shape in tensors:
         if name.startswith(prefix) and (match := _NUMBERED.match(name[len(prefix) - 1 :])):
             met = True
-            layers[int(match[2])].append(_tensor(match[3], shape, "mlp"))
+            kinds = mixers[int(match[2])].items()
+            kind = next((kind for begin, kind in kinds if match[3].startswith(begin)), "mlp")
+            layers[int(match[2])].append(_tensor(match[3], shape, kind))
         elif met:
             after.append(_tensor(name, shape, "head"))
         else:
@@ -234,7 +260,7 @@ def _body(tensors: list[tuple[str, tuple[int, ...]]], prefix: str, count: int) -
 
 
 def _tensor(name: str, shape: tuple[int, ...], kind: str) -> list[Any]:
-    """Of a kind that goes by its place; vectors are norms and biases."""
+    """Vectors are norms and biases."""
     return [name, list(shape), "norm" if len(shape) == 1 else kind]
 
 
@@ -263,11 +289,17 @@ def _sizes(
         "intermediate_size": size("intermediate_size", max(widths, default=hidden)),
         "max_positions": size("max_position_embeddings", 0),
         "tied": bool(getattr(text, "tie_word_embeddings", False)),
-        "sliding_windows": [None] * layers,
+        "sliding_windows": _windows(text, layers),
         "num_experts": 0,
-        "experts_per_token": 0,
+        "experts_per_token": size("num_experts_per_tok", size("moe_k", size("top_k_experts", 0))),
         "expert_size": 0,
     }
+
+
+def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:
+    """Return the tokens that each layer's attention looks back over; None where it sees all."""
+    types = getattr(text, "layer_types", None) or [None] * layers
+    return [getattr(text, _SLIDING.get(kind, ""), None) for kind in types]
 
 
 def main() -> int:

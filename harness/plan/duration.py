@@ -79,7 +79,7 @@ def step_line(step: StepTime) -> str:
     shares = ", ".join(f"{TERMS[name]} {value / step.seconds:.0%}" for name, value in terms)
     return (
         f"{step.seconds:.3g} s a step ({shares}), {step.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
-        f"MFU {step.mfu:.0%} ({step.machine.evidence})"
+        f"MFU {step.mfu:.0%} ({step.evidence})"
     )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from harness.estimate.hardware import known_gpu
 from harness.estimate.inputs import GIB
+from harness.layout.attentions import seen_by
 from harness.layout.shape import Shape, flops_per_token
 from harness.plan.plan import Plan
 from harness.steps import Step
@@ -43,10 +44,10 @@ class Meter:
         self._last = reads
 
     def _flops_per_token(self, shape: Shape, seq_len: int) -> float:
-        adapters = self.plan.config.model.lora.adapters
-        if adapters is None:
-            return flops_per_token(shape, seq_len)
-        return adapters.flops_per_token(shape, seq_len)
+        model = self.plan.config.model
+        adapters = model.lora.adapters
+        count = adapters.flops_per_token if adapters else flops_per_token
+        return count(shape, seq_len, seen_by(model.attention, model.attention_sizes))
 
     def line(
         self,

@@ -14,7 +14,7 @@ from harness.estimate.activations import saved_for_backward
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
-from harness.models.tracing import Request, trace, trace_whole
+from harness.models.tracing import Request, shape_of, trace, trace_whole
 from harness.plan import traced
 from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
@@ -136,3 +136,30 @@ def test_a_class_that_cannot_be_built_is_one_report(tmp_path: Path) -> None:
 def test_a_padding_token_outside_of_the_vocabulary_is_named() -> None:
     with pytest.raises(ValueError, match=r"pad_token_id is 999, .* set model\.overrides\.pad_tok"):
         hf_config({"model_type": "glm", **SIZES, "pad_token_id": 999})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "kinds"),
+    [
+        ("recurrent", {}, [{"states"}]),
+        ("mamba", {}, [{"states"}]),
+        ("falcon_h1", {"mamba_n_heads": 4, "mamba_d_ssm": 64}, [{"attention", "states"}]),
+        ("rwkv", {"attention_hidden_size": 64}, [{"states"}]),
+        ("qwen3_next", {"num_hidden_layers": 4}, [{"states"}] * 3 + [{"attention"}]),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, [{"states"}, {"attention"}]),
+        ("granite", {}, [{"attention"}]),
+    ],
+)
+def test_layers_are_told_apart_by_how_tokens_see_each_other(
+    model_type: str, changes: dict[str, Any], kinds: list[set[str]]
+) -> None:
+    config = {"model_type": model_type, **SIZES, "num_hidden_layers": len(kinds), **changes}
+    layers = shape_of(Request(config, None, "bf16", "sdpa", 1, 16))["body"]["layers"]
+    mixers = [{kind for _, _, kind in layer} & {"attention", "states"} for layer in layers]
+    assert mixers == kinds
+
+
+def test_windows_of_a_traced_model_are_those_that_its_config_lists() -> None:
+    config = {"model_type": "gemma3_text", **SIZES, "num_hidden_layers": 6, "sliding_window": 64}
+    sizes = shape_of(Request(config, None, "bf16", "sdpa", 1, 16))["sizes"]
+    assert sizes["sliding_windows"] == [64, 64, 64, 64, 64, None]

@@ -57,6 +57,7 @@ def question_of(args: argparse.Namespace) -> Question:
         global_batch=args.global_batch,
         data_tokens=args.data_tokens or TOKENS_PER_PARAMETER * some.shape.parameters,
         price=args.price,
+        refusal=lambda layout: refusal(args, layout),
     )
 
 
@@ -100,6 +101,15 @@ def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:
     """
     more = {"train.global_batch": args.global_batch, **layout.overrides}
     return make_plan(run_of(args, **more), DsJson(layout.deepspeed, "layout"), world_of(args))
+
+
+def refusal(args: argparse.Namespace, layout: Layout) -> str:
+    """Return why train.py would refuse a layout; "" if it takes it."""
+    try:
+        plan_of(args, layout)
+    except ConfigError as error:
+        return str(error.problems[0])
+    return ""
 
 
 def _inputs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,6 +30,8 @@ SHOWN = 10
 """Ways to divide that an answer shows."""
 SMALLER_SHOWN = 4
 """Layouts that are slower and smaller than the quickest that an answer shows."""
+_MOST_REFUSED = 300
+"""Layouts that train.py refuses, after which nothing better is looked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +120,21 @@ class Counted:
             self.fits = self.memory.worst.verdict(self.question.device_bytes) == "fits"
         return self.fits
 
+    @cached_property
+    def refusal(self) -> str:
+        """Why train.py would refuse it; "" if it takes it. Makes its plan."""
+        return self.question.refusal(self.layout)
+
+    @property
+    def answers(self) -> bool:
+        """True if it fits, and nobody saw that it would be refused."""
+        return bool(self.fits) and self.trained is not False
+
+    @property
+    def trained(self) -> bool | None:
+        """True if train.py takes it; None where its plan was not made."""
+        return not self.refusal if "refusal" in vars(self) else None
+
     @property
     def peak_bytes(self) -> int:
         """Bytes of the fullest GPU, at least."""
@@ -138,6 +155,8 @@ class Counted:
 
     def why_not(self, best: Counted | None) -> str:
         """Return why it is not the best."""
+        if self.trained is False:
+            return f"refused: {self.refusal}"
         if self.missing_host_bytes:
             return f"{self.missing_host_bytes / GIB:.0f} GiB too much for a node's host"
         if self.fits is False:
@@ -166,7 +185,7 @@ class Counted:
             **self.time.to_json(),
             "gpu_hours": round(job.gpu_hours, 1),
             "cost": None if price is None else round(job.cost(price), 2),
-            "trained": True,
+            "trained": self.trained,
             "why_not": self.why_not(best),
         }
 
@@ -198,6 +217,8 @@ class Question:
     global_batch: int
     data_tokens: float
     price: float | None
+    refusal: Callable[[Layout], str]
+    """Why train.py would refuse a layout; "" if it takes it."""
 
     def inputs(self, layout: Layout) -> Inputs:
         """Return the inputs of a layout's estimates."""
@@ -214,18 +235,20 @@ def ranked(counted: Iterable[Counted], everything: bool = False) -> list[Counted
     """Return those that fit, quickest first, then those that may, then the others by how much they
     lack.
 
-    Whether a layout fits is asked of its allocator only where it could be shown: as the quickest,
-    as the best of its way to divide, or as smaller than all quicker ones. `everything`: of all.
+    Whether a layout fits is asked of its allocator, and whether it is trained of its plan, only
+    where it could be shown: as the quickest, as the best of its way to divide, or as smaller than
+    all quicker ones. `everything`: whether it fits of all.
     """
     every = [*counted]
     candidates = sorted((c for c in every if c.fits is not False), key=lambda each: each.seconds)
     if everything:
         for each in candidates:
             each.decide()
-    else:
-        _decide_shown(candidates)
+    _decide_shown(candidates)
 
     def rank(each: Counted) -> tuple[int, float]:
+        if each.trained is False:
+            return 3, each.seconds
         if each.fits is False:
             return 2, each.missing_bytes + each.missing_host_bytes
         return int(each.fits is None), each.seconds
@@ -234,15 +257,22 @@ def ranked(counted: Iterable[Counted], everything: bool = False) -> list[Counted
 
 
 def _decide_shown(candidates: Sequence[Counted]) -> None:
-    """Decide which candidates fit, in their order, where an answer would show them."""
+    """Decide which candidates fit and are trained, in their order, where an answer shows them."""
     ways: set[tuple[object, ...]] = set()
     smallest: list[int] = []
+    refused = 0
     for each in candidates:
         is_first = len(ways) < SHOWN and each.layout.way not in ways
         is_smaller = len(smallest) <= SMALLER_SHOWN and (
             not smallest or each.peak_bytes < smallest[-1]
         )
-        if (is_first or is_smaller) and each.decide():
+        if not (is_first or is_smaller):
+            continue
+        if each.refusal:
+            refused += 1
+            if refused > _MOST_REFUSED:
+                return
+        elif each.decide():
             ways.add(each.layout.way)
             if is_smaller:
                 smallest.append(each.peak_bytes)
@@ -252,7 +282,7 @@ def front(counted: Sequence[Counted]) -> list[Counted]:
     """Return the layouts than which no other is both quicker and smaller, quickest first."""
     kept: list[Counted] = []
     for each in counted:
-        if each.fits and (not kept or each.peak_bytes < kept[-1].peak_bytes):
+        if each.answers and (not kept or each.peak_bytes < kept[-1].peak_bytes):
             kept.append(each)
     return kept
 

@@ -7,14 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from harness.plan.plan import Plan
-from tools.cluster.ask import plan_of
 from tools.cluster.layouts import Layout
-
-
-def accepted(args: argparse.Namespace, layout: Layout) -> Plan:
-    """Return the plan of a layout. Raises ConfigError if train.py would refuse it."""
-    return plan_of(args, layout)
 
 
 def settings(args: argparse.Namespace, layout: Layout) -> dict[str, object]:

@@ -11,17 +11,21 @@ from harness.estimate.inputs import Inputs
 from harness.layout.division import tensor_problems
 from harness.layout.expert import ExpertPlan
 from harness.layout.grid import Grid, axes_json
-from harness.layout.recompute import WAYS, Checkpointing
+from harness.layout.recompute import WAYS as NAMED_WAYS
+from harness.layout.recompute import Checkpointing
 from harness.layout.sequence import sequence_problems
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, split
 
 Offload = Literal["none", "optimizer", "all"]
 STATES: tuple[tuple[int, Offload], ...] = (
-    *((1, "none"), (2, "none"), (3, "none")),
+    *((0, "none"), (1, "none"), (2, "none"), (3, "none")),
     *((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")),
 )
-"""ZeRO stages, and what of each is offloaded to the host."""
+"""ZeRO stages, and what of each is offloaded to the host; with pipeline stages 1 alone, since
+gradients are summed in fp32."""
+WAYS: tuple[Checkpointing, ...] = (*NAMED_WAYS, 4, 2)
+"""Ways of checkpointing; a number is of every so many layers one."""
 _MOST_STAGES = 64
 _MOST_MICRO_BATCH = 32
 _LONG = 16_384
@@ -49,7 +53,9 @@ class Layout:
         offloaded = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all offloaded"}
         axes = ("pipeline", "tensor", "sequence", "expert")
         sizes = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
-        again = [] if self.checkpointing == "none" else [f"checkpointing {self.checkpointing}"]
+        way = self.checkpointing
+        every = f"every {way} layers" if isinstance(way, int) else way
+        again = [] if way == "none" else [f"checkpointing {every}"]
         again += ["activations offloaded"] if self.activation_offload else []
         again += [f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else []
         parts = [f"ZeRO {self.zero}{offloaded[self.offload]}", *sizes]
@@ -121,7 +127,8 @@ def base_json(zero: int, offload: Offload) -> dict[str, Any]:
 def layouts(
     shape: Shape, gpus: int, gpus_per_node: int, seq_len: int, global_batch: int, lora: bool
 ) -> Iterator[Layout]:
-    """Yield every layout that train.py takes; tensors are divided within a node alone.
+    """Yield the layouts of these axes and ways, all of which train.py takes; tensors are divided
+    within a node alone.
 
     `lora`: adapters are trained, which are not divided over tensors, experts or stages.
     """
@@ -132,9 +139,7 @@ def layouts(
         for zero, offload in STATES:
             if pipeline > 1 and (zero != 1 or offload != "none"):
                 continue
-            for micro_batch in _powers(min(_MOST_MICRO_BATCH, global_batch // data)):
-                if global_batch // data % micro_batch:
-                    continue
+            for micro_batch in _divisors(global_batch // data, _MOST_MICRO_BATCH):
                 spread = zero, offload, pipeline, tensor, sequence, expert, micro_batch
                 for way in WAYS:
                     yield Layout(*spread, way)
@@ -153,21 +158,16 @@ def _axes(
     shape: Shape, gpus: int, gpus_per_node: int, seq_len: int, lora: bool
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield sizes of (pipeline, tensor, sequence, expert) that divide the model and the ranks."""
-    if lora:
-        yield 1, 1, 1, 1
-        return
-    for tensor in _powers(min(gpus, gpus_per_node)):
+    for tensor in [1] if lora else _divisors(gpus, gpus_per_node):
         if tensor_problems(shape, tensor):
             continue
-        for pipeline in _powers(min(gpus // tensor, _MOST_STAGES, shape.num_layers)):
-            if not gpus % (tensor * pipeline):
-                yield pipeline, tensor, 1, 1
-        for sequence in _powers(gpus // tensor):
-            if gpus % (tensor * sequence):
-                continue
+        most = 1 if lora else min(_MOST_STAGES, shape.num_layers)
+        for pipeline in _divisors(gpus // tensor, most):
+            yield pipeline, tensor, 1, 1
+        for sequence in _divisors(gpus // tensor, gpus):
             if sequence > 1 and sequence_problems(shape, sequence, seq_len, tensor):
                 continue
-            for expert in _experts(shape, gpus // tensor):
+            for expert in [1] if lora else _experts(shape, gpus // tensor):
                 if sequence > 1 or expert > 1:
                     yield 1, tensor, sequence, expert
 
@@ -176,12 +176,11 @@ def _experts(shape: Shape, ranks: int) -> list[int]:
     if not shape.num_experts:
         return [1]
     try:
-        legal = ExpertPlan.make(shape.model_type, shape.num_experts).legal(ranks)
+        return ExpertPlan.make(shape.model_type, shape.num_experts).legal(ranks)
     except ValueError:
         return [1]
-    return [n for n in legal if n & (n - 1) == 0]
 
 
-def _powers(most: int) -> list[int]:
-    """Return the powers of two up to `most`."""
-    return [1 << n for n in range(max(1, most).bit_length())]
+def _divisors(number: int, most: int) -> list[int]:
+    """Return the divisors of a number up to `most`."""
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]

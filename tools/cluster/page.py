@@ -31,7 +31,7 @@ def page_of(
     args: argparse.Namespace, question: Question, counted: Sequence[Counted], others: Sequence[str]
 ) -> str:
     """Return the page of a job and its layouts, ranked. `others`: lines of what-ifs."""
-    best = counted[0] if counted[0].fits else None
+    best = counted[0] if counted[0].answers else None
     ways = best_of_each_way(counted)[:SHOWN]
     fit = sum(bool(each.fits) for each in counted)
     title = f"{args.model} on {args.gpus} x {args.gpu}"

@@ -276,7 +276,9 @@ def _stages(whole: _Whole, layer_kinds: list[int]) -> Iterator[_Key]:
         begin, end = max(bounds[stage], 1) - 1, min(bounds[stage + 1], shape.num_layers + 1) - 1
         # Names, which rules match, have the index of their layer.
         place = stage if rules else (stage == 0, stage == layout.pipeline - 1)
-        yield end - begin, _short(layer_kinds[begin:end]), place
+        every = layout.checkpointing
+        offset = begin % every if isinstance(every, int) else 0
+        yield end - begin, _short(layer_kinds[begin:end]), place, offset
 
 
 def _short(values: Iterable[Hashable]) -> _Key:

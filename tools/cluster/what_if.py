@@ -47,7 +47,7 @@ def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
 def _answer(args: argparse.Namespace) -> str:
     question = question_of(args)
     counted = count_all(args, question)
-    if not counted or not counted[0].fits:
+    if not counted or not counted[0].answers:
         return "nothing fits"
     best = counted[0]
     job = question.job(best)

@@ -41,7 +41,7 @@ FAMILIES = [
 COMPLETED = {
     "nemotron": {"num_key_value_heads": 8},
     "hunyuan_v1_dense": {"head_dim": 128},
-    "deepseek_v2": {"moe_intermediate_size": 1408},
+    "deepseek_v2": {"moe_intermediate_size": 1408, "num_experts_per_tok": 6},
 }
 """Keys without which a class is not built, or not multiplied, from its own defaults."""
 TOLERANCE = 0.03

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.products import product_seconds
 from harness.layout.attentions import ATTENTIONS
+from harness.layout.shape import attention_width, is_stacked
 from harness.layout.tensors import Tensor
 
 FORWARD_PASSES = 1.9
@@ -28,6 +29,8 @@ ATTENTION_BACKWARD = 2.5
 (arXiv 2307.08691, section 3.1.2)."""
 LOGIT_BYTES = 26
 """Bytes moved for each logit: cast to fp32, log-softmax, its gradient, cast back."""
+STEP_SECONDS = 5.0e-6
+"""Of one token's step in cuDNN's kernels of a recurrent cell, at least: nobody measured it here."""
 LAUNCH_SECONDS = 3.0e-4
 """Of the host for a layer's forward pass; as much again and a half for the backward pass."""
 FUSED_LAUNCH = 0.4
@@ -39,6 +42,8 @@ class Seconds:
 
     products: float = 0.0
     attention: float = 0.0
+    serial: float = 0.0
+    """Of recurrent cells, whose tokens wait for each other."""
     elements: float = 0.0
     launches: float = 0.0
     """Beyond the GPU's own work: the host launches kernels more slowly than they run."""
@@ -46,13 +51,14 @@ class Seconds:
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.products + self.attention + self.elements + self.launches
+        return self.products + self.attention + self.serial + self.elements + self.launches
 
     def times(self, factor: float) -> Seconds:
         """Return the seconds of so many such passes."""
         return Seconds(
             self.products * factor,
             self.attention * factor,
+            self.serial * factor,
             self.elements * factor,
             self.launches * factor,
         )
@@ -61,6 +67,7 @@ class Seconds:
         return Seconds(
             self.products + other.products,
             self.attention + other.attention,
+            self.serial + other.serial,
             self.elements + other.elements,
             self.launches + other.launches,
         )
@@ -92,17 +99,21 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     products = _experts(inputs, tensors, machine) + sum(
         product_seconds(inputs.tokens, *_sides(tensor), inputs.element_bytes, machine)
         for tensor in tensors
-        if len(tensor.shape) == 2 and tensor.kind != "experts"
+        if len(tensor.shape) == 2 and tensor.kind != "experts" and not is_serial(tensor)
     )
     attention = _attention(inputs, index) / (machine.peak_flops * machine.attention)
-    moved = layer_activations(inputs, index).total / machine.memory_rate
+    serial, summed = _serial(inputs, tensors, machine)
+    moved = _moved(inputs, index) / machine.memory_rate
     moved *= FUSED if inputs.compiled else 1.0
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
     launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
-    forward = Seconds(products, attention, moved * FORWARD_PASSES + norms * RMS_NORM_BYTES[0])
+    forward = Seconds(
+        products, attention, serial, moved * FORWARD_PASSES + norms * RMS_NORM_BYTES[0]
+    )
     backward = Seconds(
-        _backward_products(inputs) * products,
+        _backward_products(inputs) * products + summed,
         ATTENTION_BACKWARD * attention,
+        serial,
         moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1],
     )
     return Passes(_launched(forward, launch, machine), _launched(backward, 1.5 * launch, machine))
@@ -135,7 +146,44 @@ def _backward_products(inputs: Inputs) -> int:
 
 def _launched(seconds: Seconds, launch: float, machine: Machine) -> Seconds:
     shown = launch if not machine.is_asynchronous else max(0.0, launch - seconds.total)
-    return Seconds(seconds.products, seconds.attention, seconds.elements, shown)
+    return replace(seconds, launches=shown)
+
+
+def is_serial(tensor: Tensor) -> bool:
+    """Return True for the matrix of a recurrent cell that multiplies its state, token by token."""
+    return tensor.kind == "states" and tensor.name.rpartition(".")[2] == "weight_hh"
+
+
+def _serial(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> tuple[float, float]:
+    """Return the seconds of a pass in which each token of a sample waits for the one before, and of
+    the sum over tokens that is the matrix's gradient.
+
+    cuDNN's kernels go through the tokens without the host; a step takes as long as a product of all
+    samples' states takes, and no less than a kernel.
+    """
+    each = sum_ = 0.0
+    for tensor in filter(is_serial, tensors):
+        sides = *_sides(tensor), inputs.element_bytes, machine
+        least = STEP_SECONDS * machine.launch_scale
+        each += max(least, product_seconds(inputs.micro_batch, *sides))
+        sum_ += product_seconds(inputs.tokens, *sides) if inputs.adapters is None else 0.0
+    return inputs.seq_len * each, sum_
+
+
+def _moved(inputs: Inputs, index: int) -> float:
+    """Return the bytes that operations on elements save of a layer. Where a state was traced
+    through reference code, no more than its kernels read and write: both sides of each product and
+    convolution.
+    """
+    saved = layer_activations(inputs, index).total
+    tensors = inputs.shape.body.layers[index]
+    if not (inputs.traced_by_reference and any(t.kind == "states" for t in tensors)):
+        return saved
+    sides = sum(sum(t.shape) for t in tensors if len(t.shape) == 2)
+    sides += sum(2 * t.shape[0] for t in tensors if len(t.shape) == 3 and not is_stacked(t))
+    chosen = inputs.shape.experts_per_token
+    sides += sum(chosen * sum(t.shape[1:]) for t in tensors if is_stacked(t))
+    return min(saved, inputs.element_bytes * sides * inputs.tokens)
 
 
 def _sides(tensor: Tensor) -> tuple[int, int]:
@@ -145,9 +193,17 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 def _experts(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> float:
     """Return the seconds of the experts of a layer here, of which each gets as many tokens."""
     elements = sum(tensor.numel for tensor in tensors if tensor.kind == "experts")
-    if not elements:
-        return 0.0
     shape, ranks = inputs.shape, inputs.grid.expert
+    if not elements:
+        return sum(
+            t.shape[0]
+            * product_seconds(
+                inputs.tokens * shape.experts_per_token / t.shape[0],
+                *(t.shape[1], t.shape[2], inputs.element_bytes, machine),
+            )
+            for t in tensors
+            if is_stacked(t)
+        )
     here = max(1, shape.num_experts // ranks)
     rows = inputs.tokens * shape.experts_per_token / here
     each = product_seconds(
@@ -163,6 +219,7 @@ def _attention(inputs: Inputs, index: int) -> float:
     A token sees half of the sequence on average, and no more than a sliding window; with divided
     rows a rank has its heads of all tokens.
     """
+    width = attention_width(inputs.shape, inputs.shape.body.layers[index])
     window = inputs.shape.sliding_windows[index] if inputs.shape.sliding_windows else None
     sizes = dict(inputs.attention_sizes)
     context = ATTENTIONS[inputs.attention].keys(sizes, inputs.seq_len / 2)
@@ -170,4 +227,4 @@ def _attention(inputs: Inputs, index: int) -> float:
         context = inputs.seq_len  # a mask is applied, nothing is left out
     if window is not None:
         context = min(context, window)
-    return 4.0 * inputs.tokens * context * inputs.shape.q_size
+    return 4.0 * inputs.tokens * context * width

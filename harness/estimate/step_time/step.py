@@ -22,12 +22,14 @@ from harness.estimate.step_time.exchanges import (
 from harness.estimate.step_time.layer import Passes, Seconds, head_passes, layer_passes
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.optimizer import optimizer_seconds
+from harness.layout.attentions import seen_by
 from harness.layout.recompute import is_checkpointed, runs_again
 from harness.layout.shape import flops_per_token
 
 TERMS = {
     "products": "matrix products",
     "attention": "attention",
+    "serial": "token after token",
     "elements": "operations on elements",
     "launches": "launches by the host",
     "again": "computed again",
@@ -77,8 +79,23 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation (layout/shape.py: flops_per_token)."""
-        flops = flops_per_token(self.inputs.shape, self.inputs.seq_len)
+        run = self.inputs
+        seen = seen_by(run.attention, dict(run.attention_sizes))
+        count = run.adapters.flops_per_token if run.adapters else flops_per_token
+        flops = count(run.shape, run.seq_len, seen)
         return flops * self.tokens_per_s_per_gpu / self.machine.peak_flops
+
+    @property
+    def evidence(self) -> str:
+        """The evidence of the time: of the machine's rates, but guessed where layers carry a state
+        from token to token, of which no run was compared.
+        """
+        layers = self.inputs.shape.body.layers
+        if self.machine.evidence != "measured" and any(
+            tensor.kind == "states" for layer in layers for tensor in layer
+        ):
+            return "guessed"
+        return self.machine.evidence
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values under stable keys; seconds and tokens."""
@@ -88,7 +105,7 @@ class StepTime:
             "mfu": round(self.mfu, 4),
             "bound": TERMS[self.bound],
             "terms_s": {TERMS[k]: round(v, 4) for k, v in self.terms.items() if v},
-            "evidence": self.machine.evidence,
+            "evidence": self.evidence,
         }
 
 
