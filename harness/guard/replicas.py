@@ -36,12 +36,21 @@ def outliers(
     if not sums:
         return {}
     mine = torch.stack([*sums.values()])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    # The largest and, of the complements, the smallest: a table of all ranks only where they
+    # differ.
+    ends = torch.stack([mine, ~mine])
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    differ = (ends[0] != ~ends[1]).nonzero()[:, 0]
+    if not len(differ):
+        return {}
+    everyone = [torch.empty_like(mine[differ]) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine[differ], group=group)
     table = torch.stack(everyone, dim=1).tolist()  # (tensors, ranks)
-    ranks = dist.get_process_group_ranks(group)
-    outside = {name: _outside_majority(row, ranks) for name, row in zip(sums, table, strict=True)}
-    return {name: ranks for name, ranks in outside.items() if ranks}
+    ranks, names = dist.get_process_group_ranks(group), [*sums]
+    return {
+        names[number]: _outside_majority(row, ranks)
+        for number, row in zip(differ.tolist(), table, strict=True)
+    }
 
 
 def _outside_majority(values: list[int], ranks: list[int]) -> list[int]:

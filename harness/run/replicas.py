@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from harness.guard.replicas import ReplicasDiffer, outliers
@@ -27,12 +28,14 @@ def check_replicas(run: Run, saves: bool) -> None:
         named = list(run.engine.replicated(purpose))
         weights += len(named)
         differing |= outliers(named, run.engine.group_of(purpose)) if named else {}
+    differ = torch.tensor(len(differing), device=run.engine.device)
+    dist.all_reduce(differ, op=dist.ReduceOp.MAX)
+    if not differ:
+        run.event("replicas_equal", step=run.state.step, tensors=weights)
+        return
     of_all_ranks: list[Any] = [None] * run.plan.world.world_size
     dist.all_gather_object(of_all_ranks, differing)
     different = {name: ranks for of_rank in of_all_ranks for name, ranks in of_rank.items()}
-    if not different:
-        run.event("replicas_equal", step=run.state.step, tensors=weights)
-        return
     run.event("replicas_differ", step=run.state.step, ranks_by_parameter=different)
     finish_save(run)  # they were equal when it began
     newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
