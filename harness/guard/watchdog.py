@@ -89,6 +89,11 @@ class Watchdog(threading.Thread):
                 if self.tick():
                     self._hang("another rank reported a hang")
 
+    @property
+    def grace_s(self) -> float:
+        """Seconds by the end of which every rank that can has written again."""
+        return 2.5 * self.tick_s + 1
+
     def tick(self) -> bool:
         """Write a heartbeat; return True if another rank reported a hang."""
         self._write()
@@ -97,20 +102,19 @@ class Watchdog(threading.Thread):
     def _hang(self, why: str) -> None:
         """Report and end this process, or only end it if another rank reports."""
         self.hung = True
-        grace_s = 2.5 * self.tick_s + 1  # by then every rank that can has written again
         try:
             self._dump_stacks(why)
             with contextlib.suppress(OSError):
                 self._write(with_place=True)
             if self._reports():
                 before = self.all_ranks()
-                time.sleep(grace_s)
+                time.sleep(self.grace_s)
                 report = judge(before, self.all_ranks(), why, self.rank, self.place)
                 print(report["message"], file=sys.stderr, flush=True)
                 self._publish(report)
                 self._on_hang(report)
             else:
-                self._wait_for_report(2 * grace_s)
+                self._wait_for_report(2 * self.grace_s)
                 self._on_hang(None)
         finally:
             sys.stdout.flush()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -173,8 +174,8 @@ def _other(name: str, folder: Path, weights: Path, batches: Path) -> tuple[Any, 
 
 
 def _why(output: str) -> str:
-    """Return the line of an error that says most."""
-    lines = [line for line in output.splitlines() if "Error" in line]
+    """Return the first line that names an exception."""
+    lines = [line for line in output.splitlines() if re.search(r"(Error|Exception): ", line)]
     return lines[0][-300:] if lines else output[-300:]
 
 

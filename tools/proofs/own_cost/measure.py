@@ -54,10 +54,9 @@ def measured(ranks: int) -> Iterator[Row]:
         rows = [Compared(point, 2**30, 2**30) for point in ("built", "between_steps", "peak")]
         yield _cost("memory rows (an attempt)", ranks, lambda rank: meeting.gathered(rows))
         (folder / "plan.json").write_text(json.dumps({"run": {"optim": {"lr": [1e-3] * 1000}}}))
-        read = resumption._read_plan  # noqa: SLF001
+        read = resumption._read_plan
         run = RunFolder(folder)
         yield _cost("plan.json of a run (a start)", ranks, lambda rank: read(run), resumption)
-        yield _heartbeat(ranks, folder / "heartbeats")
         yield _hang(ranks, folder / "heartbeats")
 
 
@@ -127,15 +126,28 @@ def _dog(ranks: int, folder: Path) -> Watchdog:
     return dog
 
 
-def _heartbeat(ranks: int, folder: Path) -> Row:
+@dataclass(frozen=True)
+class Heartbeats:
     """Of all ranks together, a second: the file system is one."""
-    dog, began = _dog(ranks, folder), time.thread_time()
-    with counted_calls() as calls:
-        dog.tick()
-    seconds = time.thread_time() - began
-    of_all = calls[threading.get_ident()] * ranks / dog.tick_s
-    size = (folder / "rank-00000.json").stat().st_size * ranks / dog.tick_s
-    return Row("heartbeats of all ranks, a second", (of_all, 0), (size, 0), (1000 * seconds, 0))
+
+    tick_s: float
+    calls_per_s: float
+    bytes_per_s: float
+    report_s: float
+    """From the end of a rank's limit: a tick, and the report's patience."""
+
+
+def heartbeat(ranks: int) -> Heartbeats:
+    """Count a tick of one of so many ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        dog = _dog(ranks, Path(folder))
+        dog.tick()  # the file is there already
+        with counted_calls() as calls:
+            dog.tick()
+        size = Path(folder, "rank-00000.json").stat().st_size
+    per_s = ranks / dog.tick_s
+    count = calls[threading.get_ident()]
+    return Heartbeats(dog.tick_s, count * per_s, size * per_s, dog.grace_s)
 
 
 def _hang(ranks: int, folder: Path) -> Row:
