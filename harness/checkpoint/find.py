@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from harness.checkpoint.files import sha256_of
 from harness.checkpoint.manifest import (
-    INDEX,
     PROBE,
     Manifest,
     TrainState,
+    check_index,
+    check_size,
     read_index,
     read_manifest,
 )
+from harness.checkpoint.meeting import first_problem, told
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import Store
 from harness.checkpoint.tensor_file import TensorReader
@@ -42,8 +42,8 @@ class Checkpoint:
         return self.manifest.state
 
     def reader(self) -> Reader:
-        """Return a reader of its tensors. Raises Unusable if its index lacks parts of them."""
-        return Reader(self.path, read_index(self.path, self.manifest))
+        """Return a reader of its tensors. Raises Unusable if its index cannot be read."""
+        return Reader(self.path, read_index(self.path))
 
     def probe(self) -> dict[str, torch.Tensor]:
         """Return its probe batch: input_ids, labels, perhaps position_ids.
@@ -79,9 +79,10 @@ def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     differently.
     """
     problems: list[str] = []
-    for path in reversed(_from_rank_0([str(path) for path in Store(folder).all()])):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for path in reversed(told(Store(folder).all() if rank == 0 else [])):
         try:
-            return verified(Path(path)), problems
+            return verified(path), problems
         except Unusable as error:
             problems.append(str(error))
     return None, problems
@@ -90,30 +91,36 @@ def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 def verified(path: Path) -> Checkpoint:
     """Return the checkpoint at `path` after checking sizes, hashes, index and probe. Collective.
 
-    Raises Unusable on all of them.
+    Rank 0 reads the manifest for all; each rank looks at the files of its number alone, however
+    many there are. Raises Unusable on all of them.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    manifest, problem = None, None
+    manifest, problem = told(_read(path) if rank == 0 else (None, None))
+    if manifest is None:
+        raise Unusable(problem)
     try:
-        # A large one has a thousand files, which one rank of a node looks up for all.
-        looks = rank == 0 or os.environ.get("LOCAL_RANK") == "0"
-        manifest = read_manifest(path, check_sizes=looks)
-        mine = [f for f in manifest.files if f.name == INDEX or _writer(f.name) % ranks == rank]
+        mine = [file for file in manifest.files if _writer(file.name) % ranks == rank]
+        for file in mine:
+            check_size(path, file)
         for file in mine:
             if sha256_of(path / file.name) != file.sha256:
                 raise Unusable(f"{path / file.name} is damaged: its SHA-256 is not the manifest's")
-        if rank == 0:  # equal bytes are read equally elsewhere
-            checkpoint = Checkpoint(path, manifest)
-            checkpoint.reader()
+        if rank == 0:
+            check_index(path, manifest)
             if any(file.name == PROBE for file in mine):
-                checkpoint.probe()
+                Checkpoint(path, manifest).probe()
     except (Unusable, OSError) as error:
         problem = str(error)
-    for reason in _gathered(problem, ranks):
-        if reason is not None:
-            raise Unusable(reason)
-    assert manifest is not None
+    if (problem := first_problem(problem)) is not None:
+        raise Unusable(problem)
     return Checkpoint(path, manifest)
+
+
+def _read(path: Path) -> tuple[Manifest | None, str | None]:
+    try:
+        return read_manifest(path, check_sizes=False), None
+    except Unusable as error:
+        return None, str(error)
 
 
 def is_run(text: str) -> bool:
@@ -140,17 +147,3 @@ def _writer(name: str) -> int:
     next, and its node then has it in memory.
     """
     return int(name[5:10]) if name.startswith("rank-") else 0
-
-
-def _from_rank_0(value: list[str]) -> list[str]:
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
-def _gathered(value: Any, ranks: int) -> list[Any]:
-    values = [value] * ranks
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
-    return values

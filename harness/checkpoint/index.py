@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from harness.checkpoint.fragment import BUFFER
@@ -113,6 +115,47 @@ def from_index(index: object, place: object = INDEX) -> list[Entry]:
         if problem := uncovered(parts):
             raise Unusable(f"{place}: of {name}, {problem}")
     return entries
+
+
+class Index:
+    """A checked index, of which a rank makes the entries that it reads: those of a thousand ranks
+    are a thousand times as many.
+    """
+
+    def __init__(self, index: object, place: object = INDEX) -> None:
+        self._parameters = dict(Table(index, place).tables())
+        self._rows: dict[str, list[Any]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of all parameters."""
+        return iter(self._parameters)
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """Return the kinds of a parameter's tensors; none of one that was not saved."""
+        return self._parameters[name].texts("kinds") if name in self._parameters else ()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return self._parameters[name].counts("shape")
+
+    def entries(self, name: str, near: Piece | None = None) -> list[Entry]:
+        """Return the places of a parameter; with `near` at least those that have elements of it."""
+        if name not in self._parameters:
+            return []
+        about = self._parameters[name]
+        kinds, parts = about.texts("kinds"), _parts(about)
+        rows = self._sorted(name)
+        if near is not None and near.part == parts[0] and "parts" not in about:
+            end = near.offset + near.numel
+            first = bisect_right(rows, near.offset, key=itemgetter(0)) - 1
+            rows = rows[max(first, 0) : bisect_left(rows, end, key=itemgetter(0))]
+        pieces = [_piece(about, row, len(parts)) for row in rows]
+        return [Entry(name, parts[of], at, numel, kinds, file) for at, numel, file, of in pieces]
+
+    def _sorted(self, name: str) -> list[Any]:
+        if name not in self._rows:
+            self._rows[name] = sorted(self._parameters[name].row("at"), key=itemgetter(0))  # type: ignore[arg-type]
+        return self._rows[name]
 
 
 def is_divided(index: object) -> bool:

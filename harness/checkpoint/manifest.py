@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.files import Written
-from harness.checkpoint.index import INDEX, Entry, from_index, is_divided
+from harness.checkpoint.index import INDEX, Index, from_index, is_divided
 from harness.errors import Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
@@ -25,6 +25,8 @@ __all__ = [
     "PROBE",
     "Manifest",
     "TrainState",
+    "check_index",
+    "check_size",
     "read_index",
     "read_manifest",
 ]
@@ -95,7 +97,7 @@ class Manifest:
 def read_manifest(folder: Path, check_sizes: bool = True) -> Manifest:
     """Return the manifest of a checkpoint, after checking the sizes of its files.
 
-    `check_sizes`: False where another process of this node does that. Raises Unusable.
+    `check_sizes`: False where other ranks do that. Raises Unusable.
     """
     path = folder / MANIFEST
     if folder.is_symlink():
@@ -112,7 +114,7 @@ def read_manifest(folder: Path, check_sizes: bool = True) -> Manifest:
         raise Unusable(f"{folder} says that it is of step {manifest.state.step}: {name}")
     if check_sizes:
         for file in manifest.files:
-            _check_size(folder, file)
+            check_size(folder, file)
     return manifest
 
 
@@ -121,20 +123,28 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def read_index(folder: Path, manifest: Manifest) -> list[Entry]:
-    """Return the places of all fragments, in files of the manifest. Raises Unusable."""
-    path = folder / INDEX
-    try:
-        index = read_json(path, _MOST_INDEX_BYTES)
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
+def read_index(folder: Path) -> Index:
+    """Return the index, unchecked beyond its being an object. Raises Unusable."""
+    return Index(_read_index(folder), folder / INDEX)
+
+
+def check_index(folder: Path, manifest: Manifest) -> None:
+    """Require that all fragments have places, in files of the manifest. Raises Unusable."""
+    path, index = folder / INDEX, _read_index(folder)
     entries = from_index(index, path)
     if is_divided(index) and manifest.format != DIVIDED:
         raise Unusable(f"{path} has parts of parameters, which format {manifest.format} has not")
     files = {file.name for file in manifest.files if _WEIGHTS.fullmatch(file.name)}
     if strange := {entry.file for entry in entries} - files:
         raise Unusable(f"{path} names {min(strange)!r}, which is not the manifest's")
-    return entries
+
+
+def _read_index(folder: Path) -> object:
+    path = folder / INDEX
+    try:
+        return read_json(path, _MOST_INDEX_BYTES)
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _manifest(content: Table) -> Manifest:
@@ -204,7 +214,8 @@ def _written(file: Table) -> Written:
     return Written(name, file.count("bytes"), sha256)
 
 
-def _check_size(folder: Path, file: Written) -> None:
+def check_size(folder: Path, file: Written) -> None:
+    """Require that a file of a checkpoint is there, with its size. Raises Unusable."""
     path = folder / file.name
     try:
         about = path.lstat()

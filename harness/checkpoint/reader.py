@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from harness.checkpoint.fragment import WEIGHT
-from harness.checkpoint.index import Entry
+from harness.checkpoint.index import Entry, Index
 from harness.checkpoint.tensor_file import TensorReader
 from harness.errors import Unusable
 from harness.layout.box import Overlap, Part, Piece, overlaps
@@ -20,16 +18,18 @@ _OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files
 class Reader:
     """Reads any elements of any tensor of a checkpoint, whatever layout wrote it."""
 
-    def __init__(self, folder: Path, entries: Iterable[Entry]) -> None:
-        self.folder = folder
-        self.by_name: dict[str, list[Entry]] = defaultdict(list)
-        for entry in entries:
-            self.by_name[entry.name].append(entry)
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder, self.index = folder, index
         self._open: dict[str, TensorReader] = {}
+
+    @property
+    def by_name(self) -> dict[str, list[Entry]]:
+        """The places of all parameters, made anew."""
+        return {name: self.index.entries(name) for name in self.index}
 
     def optimizer_kinds(self, name: str) -> list[str]:
         """Return the kinds of a parameter's optimizer states."""
-        return [kind for e in self.by_name.get(name, ())[:1] for kind in e.kinds if kind != WEIGHT]
+        return [kind for kind in self.index.kinds(name) if kind != WEIGHT]
 
     @torch.no_grad()
     def fill(
@@ -40,11 +40,11 @@ class Reader:
 
         Raises Unusable if the checkpoint lacks some of them.
         """
-        entries, filled = self.by_name.get(name, ()), 0
+        filled, entries = 0, list[Entry]()
+        if kind in self.index.kinds(name):
+            piece = Piece(part or Part.of(self.index.shape(name)), offset, out.numel())
+            entries = self.index.entries(name, near=piece)
         for entry in entries:
-            if kind not in entry.kinds:
-                continue
-            piece = Piece(part or Part.of(entry.shape), offset, out.numel())
             for overlap in overlaps(piece, entry.piece):
                 self._read(entry, kind, overlap, out)
                 filled += overlap.numel
@@ -69,11 +69,11 @@ class Reader:
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """Return one tensor in its shape, on the host."""
-        entry = self.by_name[name][0]
+        entry, shape = self.index.entries(name)[0], self.index.shape(name)
         dtype = self._file(entry.file).dtype(entry.key(kind))
-        flat = torch.empty(torch.Size(entry.shape).numel(), dtype=dtype)
+        flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
         self.fill(name, kind, 0, flat)
-        return flat.view(entry.shape)
+        return flat.view(shape)
 
     def _file(self, name: str) -> TensorReader:
         if name not in self._open:

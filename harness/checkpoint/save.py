@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save as to_safetensors
 
 from harness.checkpoint.files import Written, start_hashing, write_bytes, write_fragments
@@ -20,6 +19,7 @@ from harness.checkpoint.fragment import Fragment
 from harness.checkpoint.host_copies import HostCopies
 from harness.checkpoint.index import INDEX, is_divided, merged, to_index
 from harness.checkpoint.manifest import DIVIDED, MANIFEST, PROBE, Manifest
+from harness.checkpoint.meeting import gathered, told
 from harness.checkpoint.store import Retention, Store
 from harness.errors import ExitCode, RunStopped
 from harness.estimate.inputs import as_size
@@ -119,10 +119,7 @@ class Saver:
         began = time.perf_counter()
         if pending.writing is not None:
             pending.writing.result()
-        reports: list[Any] = [None] * dist.get_world_size() if self.rank == 0 else []
-        mine = pending.files, pending.index, pending.problem
-        # To rank 0 alone: of a thousand ranks it is large.
-        dist.gather_object(mine, reports or None)
+        reports: list[Any] = gathered((pending.files, pending.index, pending.problem))
         result: list[Any] = [None, 0, []]
         if self.rank == 0:
             try:
@@ -131,7 +128,7 @@ class Saver:
                     result[1:] = self._commit(pending.manifest, reports)
             except Exception as error:  # whatever it is, the other ranks wait in the next line
                 result[0] = f"rank 0: {type(error).__name__}: {error}"
-        dist.broadcast_object_list(result)
+        result = told(result)
         if result[0]:
             raise self._failure(pending.manifest.state.step, result[0])
         now = time.perf_counter()
@@ -146,21 +143,18 @@ class Saver:
 
     def _make_room(self, step: int, own_bytes: int) -> None:
         """Make an empty folder on a disk with room for the files of all ranks. Collective."""
-        sizes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sizes, own_bytes)
-        result: list[Any] = [None]
+        sizes, problem = gathered(own_bytes), None
         if self.rank == 0:
             try:
                 self.store.make_unfinished(step)
                 free = self.store.free_bytes()
                 total = sum(sizes)
                 if total > free:
-                    result = [f"it needs {as_size(total)}, {as_size(free)} are free"]
+                    problem = f"it needs {as_size(total)}, {as_size(free)} are free"
             except Exception as error:  # as in `finish`
-                result = [f"rank 0: {type(error).__name__}: {error}"]
-        dist.broadcast_object_list(result)
-        if result[0]:
-            raise self._failure(step, result[0])
+                problem = f"rank 0: {type(error).__name__}: {error}"
+        if (problem := told(problem)) is not None:
+            raise self._failure(step, problem)
 
     def _write(
         self, pending: _Pending, fragments: Sequence[Fragment], probe: dict[str, torch.Tensor]

@@ -38,6 +38,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._seen_whole: dict[Path, int] = {}  # when what they hold last changed, in ns
 
     def all(self) -> list[Path]:
         """Return the folders that are named like checkpoints, oldest first; links are left out."""
@@ -92,7 +93,11 @@ class Store:
             if path > self.at(newest):
                 break
             with contextlib.suppress(Unusable):
-                whole[path] = read_manifest(path)
+                # Files are looked at once, as there may be thousands; then a name that goes shows.
+                changed = path.stat().st_mtime_ns
+                is_seen = path == self.at(newest) or self._seen_whole.get(path) == changed
+                whole[path] = read_manifest(path, check_sizes=not is_seen)
+                self._seen_whole[path] = changed
         stay = {*list(whole)[-max(keep.last, 1) :]}
         if keep.every:
             stay |= {

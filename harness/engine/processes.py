@@ -10,6 +10,7 @@ import socket
 import sys
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import distributed_c10d
 
+from harness.checkpoint import meeting
 from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_full_disk
 from harness.guard.alarm import Alarm, Failure, exit_now
 from harness.layout.port import is_free, slurm_port
@@ -81,21 +83,24 @@ def share_cores(world: World) -> int:
     Collective. torchrun gives a rank one thread and `deepspeed` all cores of the node to each, and
     an optimizer on the host is that much slower. OMP_NUM_THREADS above 1 is the user's choice.
     """
-    cores: list[Any] = [None] * world.world_size
-    torch.distributed.all_gather_object(cores, (socket.gethostname(), os.sched_getaffinity(0)))
+    cores = meeting.gathered((socket.gethostname(), os.sched_getaffinity(0)))
+    threads = meeting.told(threads_for(cores))
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(threads_for(world.rank, cores))  # OpenMP's, so DeepSpeed's, too
+        torch.set_num_threads(threads[world.rank])  # OpenMP's, so DeepSpeed's, too
     return torch.get_num_threads()
 
 
-def threads_for(rank: int, cores: Sequence[tuple[str, set[int]]]) -> int:
-    """Return the threads of a rank: its cores over the ranks that may use one of them as well.
+def threads_for(cores: Sequence[tuple[str, set[int]]]) -> list[int]:
+    """Return the threads of each rank: its cores over the ranks that may use one of them as well.
 
     `cores`: of every rank, its host and the cores that it is bound to there.
     """
-    host, own = cores[rank]
-    sharing = sum(host == other and bool(own & theirs) for other, theirs in cores)
-    return max(1, len(own) // sharing)
+    on_host = defaultdict[str, list[set[int]]](list)
+    for host, own in cores:
+        on_host[host].append(own)
+    return [
+        max(1, len(own) // sum(bool(own & other) for other in on_host[host])) for host, own in cores
+    ]
 
 
 def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
@@ -160,9 +165,7 @@ def raise_together(problem: str | None) -> None:
 
 def problem_of_any(problem: str | None) -> str | None:
     """Return the problem of the first rank that has one. Collective."""
-    problems: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    return next(filter(None, problems), None)
+    return meeting.first_problem(problem)
 
 
 def leave() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -32,7 +33,8 @@ def judge(
         for then, now in zip(before, after, strict=True)
         if now["rank"] != rank and now.get("tick") == then.get("tick") and "at" not in now
     ]
-    talking = [beat for beat in after if beat["rank"] not in silent]
+    is_silent = {*silent}
+    talking = [beat for beat in after if beat["rank"] not in is_silent]
     furthest = max(beat["count"] for beat in talking)
     behind = [beat["rank"] for beat in talking if beat["count"] < furthest]
     held_up_by = silent or behind
@@ -41,11 +43,13 @@ def judge(
     lines += [
         f"  {_named(after[n], place)}, for {after[n]['seconds']:.0f} s is behind" for n in behind
     ]
-    rest = [beat for beat in after if beat["rank"] not in (*silent, *behind)]
+    named, places = {*silent, *behind}, defaultdict[str, list[int]](list)
+    for beat in after:
+        if beat["rank"] not in named:
+            places[_place(beat)].append(beat["rank"])
     if not held_up_by:
         lines.append("  no rank is behind: all wait for the network, a device or a disk")
-    for text in dict.fromkeys(_place(beat) for beat in rest):
-        ranks = [beat["rank"] for beat in rest if _place(beat) == text]
+    for text, ranks in places.items():
         lines.append(f"  {len(ranks)} ranks ({ranges(ranks)}) {text}")
     return {
         "message": "\n".join(lines),

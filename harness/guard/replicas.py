@@ -34,11 +34,19 @@ def checksums(
     if not sums:
         return []
     mine = torch.stack(sums)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    # The largest and, of the complements, the smallest: the values of all ranks only where they
+    # differ.
+    ends = torch.stack([mine, ~mine])
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    differ = (ends[0] != ~ends[1]).nonzero()[:, 0]
     ranks = dist.get_process_group_ranks(group)
-    table = torch.stack(everyone, dim=1).tolist()  # (tensors, ranks)
-    return [dict(zip(ranks, row, strict=True)) for row in table]
+    table = [dict.fromkeys(ranks, value) for value in mine.tolist()]
+    if len(differ):
+        everyone = [torch.empty_like(mine[differ]) for _ in ranks]
+        dist.all_gather(everyone, mine[differ], group=group)
+        for number, *values in torch.stack([differ, *everyone], dim=1).tolist():
+            table[number] = dict(zip(ranks, values, strict=True))
+    return table
 
 
 def outside_majority(sums: Mapping[int, int]) -> list[int]:

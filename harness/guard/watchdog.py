@@ -86,27 +86,35 @@ class Watchdog(threading.Thread):
             if waited_s > limit_s:
                 self._hang(f"no progress for {waited_s:.0f} s, {limit_s:.0f} s is the limit")
             with contextlib.suppress(OSError):  # the folder may be out of reach for a moment
-                self._write()
-                if self.folder is not None and (self.folder / "hang.json").exists():
+                if self.tick():
                     self._hang("another rank reported a hang")
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds by the end of which every rank that can has written again."""
+        return 2.5 * self.tick_s + 1
+
+    def tick(self) -> bool:
+        """Write a heartbeat; return True if another rank reported a hang."""
+        self._write()
+        return self.folder is not None and (self.folder / "hang.json").exists()
 
     def _hang(self, why: str) -> None:
         """Report and end this process, or only end it if another rank reports."""
         self.hung = True
-        grace_s = 2.5 * self.tick_s + 1  # by then every rank that can has written again
         try:
             self._dump_stacks(why)
             with contextlib.suppress(OSError):
                 self._write(with_place=True)
             if self._reports():
-                before = self._all_ranks()
-                time.sleep(grace_s)
-                report = judge(before, self._all_ranks(), why, self.rank, self.place)
+                before = self.all_ranks()
+                time.sleep(self.grace_s)
+                report = judge(before, self.all_ranks(), why, self.rank, self.place)
                 print(report["message"], file=sys.stderr, flush=True)
                 self._publish(report)
                 self._on_hang(report)
             else:
-                self._wait_for_report(2 * grace_s)
+                self._wait_for_report(2 * self.grace_s)
                 self._on_hang(None)
         finally:
             sys.stdout.flush()
@@ -134,7 +142,7 @@ class Watchdog(threading.Thread):
         end = time.monotonic() + most_s
         with contextlib.suppress(OSError):
             while time.monotonic() < end and not (self.folder / "hang.json").stat().st_size:
-                time.sleep(0.1)
+                time.sleep(self.tick_s / 10)  # as few looks a second as ranks have ticks
 
     def _dump_stacks(self, why: str) -> None:
         print(
@@ -172,7 +180,7 @@ class Watchdog(threading.Thread):
         frame = sys._current_frames().get(self._watched) if with_place else None
         return {**heartbeat, "at": place_of(frame)} if frame is not None else heartbeat
 
-    def _all_ranks(self) -> list[Report]:
+    def all_ranks(self) -> list[Report]:
         """Return every rank's last heartbeat; only its number if it has none."""
         if self.folder is None:
             return [self._heartbeat(with_place=True)]

@@ -7,16 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from harness.checkpoint.meeting import gathered
 from harness.estimate.fit import changes_that_help, memory_line
 from harness.run.run import Run
 
 
 def note_what_runs(run: Run) -> None:
     """Record the classes that run on each rank, and its share of the parameters. Collective."""
-    ranks: list[Any] = [None] * run.plan.world.world_size
-    dist.all_gather_object(ranks, run.engine.describe())
+    ranks = gathered(run.engine.describe())
     run.event("engine", step=1, ranks=ranks)
 
 
@@ -28,12 +27,12 @@ def note_memory(run: Run) -> None:
     compared, run.memory.compared = run.memory.compared, []
     if not compared:
         return
-    ranks: list[Any] = [None] * run.plan.world.world_size
-    dist.all_gather_object(ranks, compared)
-    rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
-    run.event("memory", step=run.state.step, unit="bytes", rows=rows)
-    worst = max(ranks, key=lambda rows: max(abs(row.predicted - row.measured) for row in rows))
-    run.progress.say(f"memory         {'; '.join(map(str, worst))}")
+    ranks = gathered(compared)
+    if ranks:  # on rank 0, which writes
+        rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
+        run.event("memory", step=run.state.step, unit="bytes", rows=rows)
+        worst = max(ranks, key=lambda rows: max(abs(row.predicted - row.measured) for row in rows))
+        run.progress.say(f"memory         {'; '.join(map(str, worst))}")
     run.meter.restart()
 
 

@@ -31,7 +31,7 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
             "sources": data.summary(),
         },
         "versions": {name: version(name) for name in packages},
-        "git_commit": git_commit(),
+        "git_commit": git_commit() if plan.world.rank == 0 else None,  # which writes it
     }
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch.distributed as dist
-
+from harness.checkpoint.meeting import gathered, told
 from harness.engine.api import Replica
 from harness.guard.replicas import ReplicasDiffer, checksums, largest_difference, outside_majority
 from harness.layout.grid import Grid
@@ -27,26 +25,19 @@ def check_replicas(run: Run, saves: bool) -> None:
     every = run.plan.config.guard.replicas_every
     if not every or run.plan.world.world_size == 1 or not (saves or is_due(run.state.step, every)):
         return
-    of_all_ranks: list[Any] = [None] * run.plan.world.world_size
-    dist.all_gather_object(of_all_ranks, _compared(run))
-    results: list[_Compared] = of_all_ranks
-    different: dict[str, list[int]] = {}
-    for result in results:
-        for name, ranks in result.differing.items():
-            different[name] = sorted({*ranks, *different.get(name, ())})
-    drifted = {name: apart for result in results for name, apart in result.drifted.items()}
-    if drifted:
-        run.event("replicas_drift", step=run.state.step, apart_by_parameter=drifted)
-    weights = max(result.weights for result in results)
+    result = told(_together(gathered(_compared(run))))
+    if result.drifted:
+        run.event("replicas_drift", step=run.state.step, apart_by_parameter=result.drifted)
+    different = result.differing
     if not different:
-        if weights:
-            run.event("replicas_equal", step=run.state.step, tensors=weights)
+        if result.weights:
+            run.event("replicas_equal", step=run.state.step, tensors=result.weights)
         return
     run.event("replicas_differ", step=run.state.step, ranks_by_parameter=different)
     finish_save(run)  # they were equal when it began
     newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
     owners = f"rank {', '.join(f'{rank}{run.plan.grid.described(rank)}' for rank in ranks)}"
-    if any(name in result.undecided for result in results):
+    if name in result.undecided:
         owners += " (among which there is no majority)"
     advice = "No checkpoint predates it: begin the run again"
     if newest:
@@ -59,15 +50,26 @@ def check_replicas(run: Run, saves: bool) -> None:
 
 @dataclass
 class _Compared:
-    """What one rank has found."""
+    """What one rank, or all of them, have found."""
 
-    weights: int
+    weights: int = 0
     differing: dict[str, list[int]] = field(default_factory=dict)
     """The ranks that hold another than most, by the weight's name."""
     undecided: set[str] = field(default_factory=set)
     """Names of those without a majority."""
     drifted: dict[str, float] = field(default_factory=dict)
     """Relative differences that are rounding."""
+
+
+def _together(results: Iterable[_Compared]) -> _Compared:
+    whole = _Compared()
+    for result in results:
+        whole.weights = max(whole.weights, result.weights)
+        whole.undecided |= result.undecided
+        whole.drifted |= result.drifted
+        for name, ranks in result.differing.items():
+            whole.differing[name] = sorted({*ranks, *whole.differing.get(name, ())})
+    return whole
 
 
 def _compared(run: Run) -> _Compared:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.checkpoint.find import Checkpoint, checkpoint_of, is_run, newest_usable
+from harness.checkpoint.meeting import first_problem, told
 from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
 from harness.config.run_config import run_and_step
 from harness.engine.api import Engine
@@ -55,7 +56,7 @@ def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
 
 def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | None:
     """Return the newest usable checkpoint of the run in run.dir; None if it has none yet."""
-    saved, damage = _broadcast(_read_plan(folder))
+    saved, damage = _read_plan(folder)
     checkpoint, unusable = newest_usable(folder.checkpoints_dir)
     if damage is not None and checkpoint is not None:  # the manifest has the essentials
         manifest = checkpoint.manifest
@@ -87,7 +88,7 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
     own = plan.config.run.dir
     if own is not None and os.path.realpath(Path(own).expanduser()) == os.path.realpath(run):
         raise ConfigError(f"resume.from={text} is run.dir itself: give the branch its own run.dir")
-    saved, damage = _broadcast(_read_plan(RunFolder(run)))
+    saved, damage = _read_plan(RunFolder(run))
     checkpoint = _checkpoint_of(text, "resume.from")
     before = saved or {
         "model_config": checkpoint.manifest.model_config,
@@ -126,10 +127,8 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
         problem = f"{error}: it was saved from another model"
     except Exception as error:  # of any kind: the other ranks wait in the next line
         problem = f"{checkpoint.path} cannot be loaded: {type(error).__name__}: {error}"
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for first in filter(None, problems):
-        raise NoCheckpoint(first)
+    if (problem := first_problem(problem)) is not None:
+        raise NoCheckpoint(problem)
     engine.refresh_weights()
     if not weights_only:
         engine.restore_scalars(checkpoint.manifest.engine)
@@ -138,14 +137,18 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
 def saved_plan(plan: Plan) -> dict[str, Any] | None:
     """Return the plan.json of the run that run.dir already holds; None without. Collective."""
     own = plan.config.run.dir
-    saved: dict[str, Any] | None = (
-        None if own is None else _broadcast(_read_plan(RunFolder(own)))[0]
-    )
-    return saved
+    return None if own is None else _read_plan(RunFolder(own))[0]
 
 
 def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
-    """Return a run's plan.json, or the damage to it: a checkpoint is usable without."""
+    """Return a run's plan.json, or the damage to it: a checkpoint is usable without.
+
+    Rank 0's: ranks may see a folder differently. Collective.
+    """
+    return told(_plan_in(folder) if dist.get_rank() == 0 else (None, None))
+
+
+def _plan_in(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
     try:
         plan = folder.read_plan()
     except Unreadable as error:
@@ -162,10 +165,3 @@ def _has_sections(plan: dict[str, Any]) -> bool:
     if not all(isinstance(section, dict) for section in sections):
         return False
     return isinstance(ds.get("bf16", {}), dict)
-
-
-def _broadcast(value: Any) -> Any:
-    """Return rank 0's value: ranks may see a folder differently. Collective."""
-    values = [value if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(values)
-    return values[0]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.find import is_run
+from harness.checkpoint.meeting import gathered, told
 from harness.data.batch import Batch
 from harness.errors import ConfigError
 from harness.estimate.fit import free_on_host
@@ -165,12 +166,11 @@ def check_gradients(run: Run) -> None:
     from harness.engine.zero import ZeroEngine  # imports DeepSpeed
 
     assert isinstance(run.engine, ZeroEngine), "build_engine makes no other"
-    of_all_ranks: list[Any] = [None] * run.plan.world.world_size
-    dist.all_gather_object(of_all_ranks, run.engine.gradients_apart())
     apart: dict[str, float] = {}
-    for of_rank in of_all_ranks:
+    for of_rank in gathered(run.engine.gradients_apart()):
         for name, distance in of_rank.items():
             apart[name] = max(distance, apart.get(name, 0.0), key=_finite_last)
+    apart = told(apart)
     if any(math.isnan(distance) for distance in apart.values()):
         return  # the step is skipped
     worst = sorted(apart, key=apart.__getitem__, reverse=True)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from harness.checkpoint.export import replacing, sweep, write_model
 from harness.checkpoint.files import write_fragments
 from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
+from harness.checkpoint.index import Index, to_index
 from harness.checkpoint.reader import Reader
 from harness.errors import ConfigError
 from harness.layout.box import Part
@@ -72,7 +73,7 @@ def stored(model: PreTrainedModel, folder: Path, cuts: int = 3) -> Reader:
         parts = [f.share(rank, cuts) if WEIGHT in f.tensors else f for f in fragments]
         mine = [p for p in parts if p is not None and (rank == 0 or WEIGHT in p.tensors)]
         entries += write_fragments(folder, rank, mine)[1]
-    return Reader(folder, entries)
+    return Reader(folder, Index(to_index(entries)))
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -241,7 +242,7 @@ from pathlib import Path
 import torch
 from harness.checkpoint.export import write_model
 from harness.checkpoint.reader import Reader
-from harness.checkpoint.index import Entry
+from harness.checkpoint.index import Entry, Index, to_index
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.layout.box import Part
 from harness.models.skeleton import hf_config, skeleton
@@ -263,7 +264,8 @@ for size in (64, config["hidden_size"]):  # the small one brings in all that is 
     (folder / f"out-{size}").mkdir()
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten (man proc)
     now = held("VmRSS")
-    write_model(folder / f"out-{size}", model, Reader(folder, entries), shard_bytes)
+    reader = Reader(folder, Index(to_index(entries)))
+    write_model(folder / f"out-{size}", model, reader, shard_bytes)
 print(held("VmHWM") - now, sum(f.stat().st_size for f in (folder / f"out-{size}").iterdir()))
 """
 LARGE = {

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from harness.checkpoint import files
 from harness.checkpoint.files import write_fragments
 from harness.checkpoint.fragment import Fragment
-from harness.checkpoint.index import from_index, to_index
+from harness.checkpoint.index import Index, to_index
 from harness.checkpoint.reader import Reader
 from harness.errors import Unusable
 from harness.layout.box import Part
@@ -34,7 +34,7 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
 def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
     _, entries = write_fragments(tmp_path, 0, [Fragment("b", Part.of((5,)), 0, {"buffer": tensor})])
-    assert torch.equal(Reader(tmp_path, entries).whole("b", "buffer"), tensor)
+    assert torch.equal(Reader(tmp_path, Index(to_index(entries))).whole("b", "buffer"), tensor)
 
 
 def test_large_fragments_are_cut_into_files_of_a_size(
@@ -46,7 +46,7 @@ def test_large_fragments_are_cut_into_files_of_a_size(
     for file in written:
         size = sum(t.nbytes for t in load_file(tmp_path / file.name).values())
         assert size <= 100
-    reader = Reader(tmp_path, entries)
+    reader = Reader(tmp_path, Index(to_index(entries)))
     for name, tensor in weights().items():
         assert torch.equal(reader.whole(name, "weight"), tensor)
 
@@ -59,7 +59,7 @@ def test_any_range_is_read_from_whatever_pieces(tmp_path: Path) -> None:
     ]
     _, first = write_fragments(tmp_path, 0, pieces[:2])
     _, second = write_fragments(tmp_path, 1, pieces[2:])
-    reader = Reader(tmp_path, from_index(to_index([*second, *first])))
+    reader = Reader(tmp_path, Index(to_index([*second, *first])))
     for start in range(20):
         for end in range(start, 21):
             out = torch.full((end - start,), -1.0)
@@ -70,7 +70,7 @@ def test_any_range_is_read_from_whatever_pieces(tmp_path: Path) -> None:
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     half = Fragment("w", Part.of((8,)), 0, {"weight": torch.zeros(4)})
     _, entries = write_fragments(tmp_path, 0, [half])
-    reader = Reader(tmp_path, entries)
+    reader = Reader(tmp_path, Index(to_index(entries)))
     with pytest.raises(Unusable, match="has 2 of elements 2 to 8 of w/weight"):
         reader.fill("w", "weight", 2, torch.zeros(6))
     with pytest.raises(Unusable, match="has 0 of elements 0 to 3 of other/weight"):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from harness.checkpoint.find import checkpoint_of, is_run, newest_usable, verified
 from harness.checkpoint.manifest import TrainState, read_manifest
@@ -69,31 +68,6 @@ def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
     path.unlink()
     with pytest.raises(Unusable, match=f"{re.escape(str(path))} is not there"):
         verified(path.parent)
-
-
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "looks"),
-    [(0, "0", True), (0, None, True), (8, "0", True), (9, "1", False)],
-)
-def test_one_rank_of_a_node_looks_the_files_up(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rank: int,
-    local_rank: str | None,
-    looks: bool,
-) -> None:
-    """Of 64 ranks and 840 files each would ask the file system 840 times."""
-    path = save(tmp_path, 2).path
-    names: list[str] = []
-    monkeypatch.setattr(
-        "harness.checkpoint.manifest._check_size", lambda _, file: names.append(file.name)
-    )
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-    checkpoint = verified(path)
-    assert names == ([file.name for file in checkpoint.manifest.files] if looks else [])
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "a\nb", "rank-0.pt", ""])

@@ -17,7 +17,7 @@ from harness.checkpoint import save as saving
 from harness.checkpoint.files import write_fragments
 from harness.checkpoint.find import verified
 from harness.checkpoint.fragment import Fragment
-from harness.checkpoint.index import INDEX, from_index, merged, to_index
+from harness.checkpoint.index import INDEX, Index, from_index, merged, to_index
 from harness.checkpoint.manifest import MANIFEST, read_manifest
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saver
@@ -79,7 +79,7 @@ def written(folder: Path, parts: list[Part], shards: int = 2) -> dict[str, Any]:
 
 def test_tensor_shards_of_one_parameter_stay_apart(tmp_path: Path) -> None:
     """Two ranks that hold half of it each, from its own element 0 on."""
-    reader = Reader(tmp_path, from_index(written(tmp_path, by_columns(2))))
+    reader = Reader(tmp_path, Index(written(tmp_path, by_columns(2))))
     assert torch.equal(reader.whole("w", "weight"), weights())
     assert torch.equal(reader.whole("w", "exp_avg"), 2 * weights())
 
@@ -87,7 +87,7 @@ def test_tensor_shards_of_one_parameter_stay_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", CUTS)
 @pytest.mark.parametrize("before", CUTS)
 def test_any_cut_is_read_from_any_other(tmp_path: Path, before: str, after: str) -> None:
-    reader = Reader(tmp_path, from_index(written(tmp_path, CUTS[before])))
+    reader = Reader(tmp_path, Index(written(tmp_path, CUTS[before])))
     draw = random.Random(0)
     for part in CUTS[after]:
         own = cut(2 * weights(), part)
@@ -101,7 +101,7 @@ def test_any_cut_is_read_from_any_other(tmp_path: Path, before: str, after: str)
 
 
 def test_another_dtype_is_read_from_a_cut(tmp_path: Path) -> None:
-    reader = Reader(tmp_path, from_index(written(tmp_path, by_columns(2))))
+    reader = Reader(tmp_path, Index(written(tmp_path, by_columns(2))))
     half = torch.empty(120, dtype=torch.bfloat16)
     reader.fill("w", "weight", 0, half)
     assert torch.equal(half, weights().view(-1).bfloat16())
@@ -225,10 +225,10 @@ def save_divided(folder: Path) -> Path:
     saver.start(manifest(2), [first], probes, background=False)
     files, entries = write_fragments(Store(folder).unfinished(2), 1, [second])
 
-    def gather(mine: Any, told: list[Any]) -> None:
-        told[:] = [mine, (files, to_index(entries), None)]
+    def gathered(mine: Any) -> list[Any]:
+        return [mine, (files, to_index(entries), None)]
 
-    with mock.patch.object(saving.dist, "gather_object", gather):
+    with mock.patch.object(saving, "gathered", gathered):
         saved = saver.finish()
     assert saved is not None
     return saved.path

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from harness.checkpoint import find
-from harness.checkpoint.files import sha256_of, write_bytes, write_fragments
+from harness.checkpoint import find, meeting
+from harness.checkpoint.files import Written, sha256_of, write_bytes, write_fragments
 from harness.checkpoint.fragment import WEIGHT, Fragment
 from harness.checkpoint.index import INDEX, to_index
 from harness.checkpoint.manifest import MANIFEST, PROBE, Manifest, TrainState
 from harness.errors import Unusable
 from harness.layout.box import Part
+from tools.proofs.own_cost.simulated import Group
 
 RANKS = 2
 
@@ -47,25 +48,40 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def checked_by(rank: int, folder: Path) -> set[str]:
-    """The files that one rank of two hashes."""
-    seen = []
+def looked_at(folder: Path, ranks: int) -> list[set[str]]:
+    """The files that each rank looks up and hashes."""
+    group, seen = Group(ranks), [set[str]() for _ in range(ranks)]
 
-    def hashed(path: Path) -> str:
-        seen.append(path.name)
+    def looks(_: Path, file: Written) -> None:
+        seen[group.get_rank()].add(file.name)
+
+    def hashes(path: Path) -> str:
+        assert path.name in seen[group.get_rank()]
         return sha256_of(path)
 
-    group = mock.Mock(**{"get_rank.return_value": rank, "get_world_size.return_value": RANKS})
-    with mock.patch.object(find, "dist", group), mock.patch.object(find, "sha256_of", hashed):
-        group.all_gather_object = lambda told, value: told.__setitem__(rank, value)
-        find.verified(folder)
-    return set(seen)
+    with mock.patch.object(find, "check_size", looks), mock.patch.object(find, "sha256_of", hashes):
+        group.run(lambda rank: find.verified(folder), find, meeting)
+    return seen
 
 
-def test_every_rank_checks_what_it_wrote_and_the_index(checkpoint: Path) -> None:
-    small = {"probe.safetensors", INDEX}
-    assert checked_by(0, checkpoint) == {"rank-00000-000.safetensors", *small}
-    assert checked_by(1, checkpoint) == {"rank-00001-000.safetensors", INDEX}
+def test_every_rank_checks_what_it_wrote_and_rank_0_the_index(checkpoint: Path) -> None:
+    of_rank_0 = {"rank-00000-000.safetensors", PROBE, INDEX}
+    of_rank_1 = {"rank-00001-000.safetensors"}
+    assert looked_at(checkpoint, 1) == [of_rank_0 | of_rank_1]
+    assert looked_at(checkpoint, 2) == [of_rank_0, of_rank_1]
+    assert looked_at(checkpoint, 3) == [of_rank_0, of_rank_1, set()]
+
+
+def test_what_one_rank_finds_is_a_problem_of_all(checkpoint: Path) -> None:
+    (checkpoint / "rank-00001-000.safetensors").unlink()
+
+    def problem(rank: int) -> str:
+        with pytest.raises(Unusable) as caught:
+            find.verified(checkpoint)
+        return str(caught.value)
+
+    problems = Group(3).run(problem, find, meeting)
+    assert problems == [f"{checkpoint / 'rank-00001-000.safetensors'} is not there"] * 3
 
 
 def test_a_hash_is_that_of_the_file_on_disk(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import _muon
 
 from harness.checkpoint.files import write_fragments
-from harness.checkpoint.index import from_index, merged, to_index
+from harness.checkpoint.index import Index, merged, to_index
 from harness.checkpoint.reader import Reader
 from harness.engine.deepspeed_0_19.internals import inner_optimizer
 from tests.engine.rank import OUT, WORLD, engine_of, run_checks, share_of, stage
@@ -218,7 +218,7 @@ def resumed(name: str, layout: str, other: str) -> float:
     undisturbed = steps(engine, range(2, 4))
     engine.close()
     engine = engine_with(name, other)
-    reader = Reader(folder, from_index(merged(indices)))
+    reader = Reader(folder, Index(merged(indices)))
     engine.restore(reader.fill, reader.optimizer_kinds)
     engine.refresh_weights()
     engine.restore_scalars(scalars)

@@ -67,7 +67,7 @@ leave()
 def test_the_cores_that_ranks_may_use_are_divided_among_those_that_share_them(
     cores: list[tuple[str, set[int]]], threads: list[int]
 ) -> None:
-    assert [processes.threads_for(rank, cores) for rank in range(len(cores))] == threads
+    assert processes.threads_for(cores) == threads
 
 
 @pytest.mark.parametrize("variable", ["1", None])

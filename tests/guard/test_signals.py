@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from harness.errors import RunStopped
-from harness.guard.signals import StopGuard
+from harness.errors import ExitCode, RunStopped
+from harness.guard.signals import StopGuard, groups_of
 from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
 from tests.two_ranks import REPOSITORY
 
@@ -30,6 +32,39 @@ for _ in range(3):
 print(request.received)
 """
 
+# Six ranks in two rows of three, forked from one process; rank 4 is asked in its third step.
+SIX_RANKS = """
+import os, sys
+import torch.distributed as dist
+from harness.guard import signals
+signals._TOGETHER = 1
+
+def steps(rank):
+    dist.init_process_group("gloo", "file://" + sys.argv[1], rank=rank, world_size=6)
+    guard, answers = signals.StopGuard(6), []
+    for step in range(7):
+        if (rank, step) == (4, 3):
+            guard.request.ask("a test")
+        answers.append(guard.agree(written=step > 0 or rank != 5))
+    try:
+        guard.stop_if_asked()
+        answers.append("goes on")
+    except Exception as error:
+        answers.append(error.code)
+    answers.append(guard.told_by_rank_0(f"from {rank}"))
+    guard.close()
+    os.write(1, f"{answers}\\n".encode())
+    dist.destroy_process_group()
+    os._exit(0)
+
+children = []
+for rank in range(6):
+    children.append(os.fork())
+    if not children[-1]:
+        steps(rank)
+sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+"""
+
 
 def name_of(number: signal.Signals) -> str:
     return "Ctrl-C" if number == signal.SIGINT else number.name
@@ -39,6 +74,27 @@ def name_of(number: signal.Signals) -> str:
 def guard() -> Iterator[StopGuard]:
     with contextlib.closing(StopGuard(1)) as guard:
         yield guard
+
+
+def test_many_ranks_agree_in_rows_and_columns(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SIX_RANKS, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    written = [(False, False)] * 3 + [(False, True)] * 2  # two steps after all had
+    answers = [*written, (True, True), (True, True), ExitCode.STOPPED, "from 0"]
+    assert done.stdout.splitlines() == [str(answers)] * 6
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(64, 64), (100, 20), (1000, 65), (16384, 256)])
+def test_a_rank_is_connected_to_few_of_many(ranks: int, most: int) -> None:
+    """Whatever a row agrees on reaches every column."""
+    for rank in (0, ranks // 3, ranks - 1):
+        groups = groups_of(rank, ranks)
+        assert all(rank in group for group in groups)
+        assert sum(map(len, groups)) <= most
+        assert math.prod(map(len, groups)) == ranks
+    assert groups_of(0, 1) == []
+    assert groups_of(5, 67) == [[*range(67)]]  # a prime number has no other rows
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

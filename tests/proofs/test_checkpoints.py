@@ -10,6 +10,7 @@ import torch
 from harness.checkpoint.files import write_fragments
 from harness.checkpoint.find import Checkpoint
 from harness.checkpoint.fragment import WEIGHT, Fragment
+from harness.checkpoint.index import Index, to_index
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.reader import Reader
 from harness.layout.box import Part
@@ -151,7 +152,7 @@ class Held(Checkpoint):
     """A checkpoint whose index is not on disk."""
 
     def reader(self) -> Reader:
-        return Reader(self.path, self.manifest.about["entries"])
+        return Reader(self.path, Index(to_index(self.manifest.about["entries"])))
 
 
 def held(path: Path, tensors: dict[str, torch.Tensor], step: float = 3.0) -> Checkpoint:

@@ -58,9 +58,3 @@ def test_scaling_divides_one_batch_or_gives_each_rank_as_much() -> None:
     strong, weak = (list(scaling.cases(kind, [1, 2, 4])) for kind in ("strong", "weak"))
     assert {case.ranks * case.accumulation for case in strong} == {8}
     assert {case.accumulation for case in weak} == {2}
-
-
-def test_heartbeats_stay_few_however_large_a_job(rows: list[Timed]) -> None:
-    page = scaling.markdown({"weak": rows[:1]}, 2)
-    last = [line for line in page.splitlines() if line.startswith("| 16,384 |")]
-    assert last == ["| 16,384 | 256 | 64.0 |"]

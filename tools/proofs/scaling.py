@@ -4,8 +4,9 @@
     python tools/proofs/scaling.py --out FOLDER --ranks 1 2 4 8 --markdown PAGE
 
 *Strong*: one batch divided over more ranks. *Weak*: as much for each rank. Rates are fitted to the
-runs with fewest and most ranks, so that those between are predicted; each row names the term that
-rules its step. The heartbeats of the harness are counted up to 16,384 ranks.
+runs of strong scaling with fewest and most ranks, so that the others are predicted; each row names
+the term that rules its step. What the harness itself costs a rank is counted at 1 to 256 simulated
+ranks (--own), and goes on to 16,384.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from harness.estimate.step_time.step import TERMS
-from harness.guard.pulse import Limits, Pulse
-from harness.guard.watchdog import Watchdog
 from tools.cluster.calibrate import fitted
 from tools.proofs.check_step_time import measure
+from tools.proofs.own_cost.report import own_cost
 from tools.proofs.step_times.cases import Case
 from tools.proofs.step_times.report import Timed, run_of
 
@@ -38,13 +38,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         measure(every, out, args.rounds)
-        ends = [case for case in every if case.ranks in (min(args.ranks), max(args.ranks))]
+        ends = [c for c in families["strong"] if c.ranks in (min(args.ranks), max(args.ranks))]
         site = fitted([run_of(case, out) for case in ends], len(os.sched_getaffinity(0)))
         rows = {
             name: [Timed(case, run_of(case, out), site) for case in family]
             for name, family in families.items()
         }
-    text = markdown(rows, len(ends))
+    text = "\n".join([*markdown(rows, len(ends)), *own_cost(args.own, args.gloo)])
     print(text)
     if args.markdown:
         args.markdown.write_text(text, encoding="utf-8")
@@ -59,8 +59,8 @@ def cases(kind: str, ranks: Sequence[int]) -> Iterator[Case]:
             yield Case(count, zero, "deep", 1, samples)
 
 
-def markdown(rows: dict[str, list[Timed]], fitted_to: int) -> str:
-    """Return the page."""
+def markdown(rows: dict[str, list[Timed]], fitted_to: int) -> list[str]:
+    """Return the page's lines on steps."""
     lines = [
         "# How steps scale over ranks",
         "",
@@ -68,9 +68,11 @@ def markdown(rows: dict[str, list[Timed]], fitted_to: int) -> str:
         "real engines on CPU",
         f"ranks, a thread each, of {len(os.sched_getaffinity(0))} cores; the quickest of several "
         f"steps, load {os.getloadavg()[2]:.0f} at the end. Rates were fitted to",
-        f"the {fitted_to} runs with fewest and most ranks; the others are predicted. More ranks "
-        "than cores share them, so that",
-        "efficiency falls by what they share. The same command on GPUs scales over GPUs.",
+        f"the {fitted_to} runs of strong scaling with fewest and most ranks; the others are "
+        "predicted. Cores were shared with other",
+        "programs and, of more ranks than cores, with each other: these times are not clean, and "
+        "efficiency falls by what is",
+        "shared. The same command on GPUs scales over GPUs.",
         "",
     ]
     for name, timed in rows.items():
@@ -83,7 +85,7 @@ def markdown(rows: dict[str, list[Timed]], fitted_to: int) -> str:
             *(_line(row, timed) for row in timed),
             "",
         ]
-    return "\n".join([*lines, *_own_cost()])
+    return lines
 
 
 def _line(row: Timed, timed: Sequence[Timed]) -> str:
@@ -100,31 +102,14 @@ def _line(row: Timed, timed: Sequence[Timed]) -> str:
     )
 
 
-def _own_cost() -> Iterator[str]:
-    """Yield the heartbeats of jobs of each size, as their watchdogs would write them."""
-    yield from (
-        "## The harness's own traffic",
-        "",
-        "Heartbeats are the only thing that every rank writes all the time. Their interval grows "
-        "with the ranks, so that",
-        "the file system that all jobs share sees no more than 64 a second, whatever the size of "
-        "the job.",
-        "",
-        "| ranks | seconds between a rank's heartbeats | heartbeats a second of all |",
-        "|---:|---:|---:|",
-    )
-    for ranks in (1, 8, 64, 256, 2_048, 16_384):
-        dog = Watchdog(Pulse(Limits(0.0, 0.0, 0.0)), 0, ranks)
-        yield f"| {ranks:,} | {dog.tick_s:.0f} | {ranks / dog.tick_s:.1f} |"
-    yield ""
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep times here, to resume")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="(1 2 4)")
+    parser.add_argument("--own", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--gloo", type=int, nargs="*", default=[2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=1, help="times that all are timed (1)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     return parser.parse_args()

@@ -1,0 +1,142 @@
+"""A process group of threads, as far as the harness uses one: counts what each rank is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Cost:
+    """Of one rank: objects and tensors that it received, their bytes, the processor's seconds."""
+
+    messages: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Group:
+    """Stands in for `torch.distributed`. What is not here is not simulated: an AttributeError.
+
+    Counted is what arrives: a gather is a message of every other rank to rank 0, a broadcast one to
+    each, an all-gather one of every other rank to each, a reduction its tensor twice (there and
+    back, as in a tree).
+    """
+
+    ranks: int
+    costs: list[Cost] = field(default_factory=list)
+    ReduceOp = dist.ReduceOp
+
+    def __post_init__(self) -> None:
+        """Nothing was sent yet."""
+        self.costs = [Cost() for _ in range(self.ranks)]
+        self.idents = [0] * self.ranks
+        """Of the threads that were the ranks."""
+        self._here = threading.local()
+        self._meet = threading.Barrier(self.ranks)
+        self._values: list[Any] = [None] * self.ranks
+
+    def run(self, work: Callable[[int], Any], *rooms: ModuleType) -> list[Any]:
+        """Call `work` once a rank, with this group as `dist` of the modules; return the results."""
+        results: list[Any] = [None] * self.ranks
+        failures: list[BaseException] = []
+
+        def of_rank(rank: int) -> None:
+            self._here.rank, began = rank, time.thread_time()
+            self.idents[rank] = threading.get_ident()
+            try:
+                results[rank] = work(rank)
+            except BaseException as error:
+                failures.append(error)
+                self._meet.abort()
+            self.costs[rank].seconds += time.thread_time() - began
+
+        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)]
+        with contextlib.ExitStack() as patches:
+            for room in rooms:
+                patches.enter_context(mock.patch.object(room, "dist", self))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        for failure in failures:
+            if not isinstance(failure, threading.BrokenBarrierError):
+                raise failure
+        return results
+
+    def is_initialized(self) -> bool:
+        """True: there is one."""
+        return True
+
+    def get_rank(self, group: Any = None) -> int:
+        """Return the rank of this thread."""
+        rank: int = self._here.rank
+        return rank
+
+    def get_world_size(self, group: Any = None) -> int:
+        """Return the number of ranks."""
+        return self.ranks
+
+    def get_process_group_ranks(self, group: Any = None) -> list[int]:
+        """Return all ranks: there are no other groups."""
+        return [*range(self.ranks)]
+
+    def gather_object(self, value: Any, into: list[Any] | None = None) -> None:
+        """Fill rank 0's list."""
+        texts = self._exchanged(pickle.dumps(value))
+        if into is not None:
+            self._count(len(texts) - 1, sum(map(len, texts[1:])))
+            into[:] = map(pickle.loads, texts)
+
+    def broadcast_object_list(self, values: list[Any]) -> None:
+        """Replace the values of the other ranks by rank 0's."""
+        text = self._exchanged(pickle.dumps(values) if self.get_rank() == 0 else b"")[0]
+        if self.get_rank():
+            self._count(1, len(text))
+            values[:] = pickle.loads(text)
+
+    def all_gather_object(self, into: list[Any], value: Any) -> None:
+        """Fill every rank's list."""
+        texts = self._exchanged(pickle.dumps(value))
+        self._count(len(texts) - 1, sum(map(len, texts)))
+        into[:] = map(pickle.loads, texts)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None
+    ) -> None:
+        """Replace every rank's tensor by the largest elements, or their sums."""
+        tensors = torch.stack(self._exchanged(tensor.clone()))
+        self._count(2, 2 * tensor.nbytes)
+        tensor.copy_(tensors.amax(0) if op == dist.ReduceOp.MAX else tensors.sum(0))
+
+    def all_gather(self, into: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
+        """Fill every rank's tensors."""
+        self._count(self.ranks - 1, self.ranks * own.nbytes)
+        for tensor, other in zip(into, self._exchanged(own.clone()), strict=True):
+            tensor.copy_(other)
+
+    def _exchanged(self, value: Any) -> list[Any]:
+        self._values[self.get_rank()] = value
+        self._meet.wait()
+        values = self._values
+        self._meet.wait()
+        if self.get_rank() == 0:
+            self._values = [None] * self.ranks
+        self._meet.wait()
+        return values
+
+    def _count(self, messages: int, size: int) -> None:
+        cost = self.costs[self.get_rank()]
+        cost.messages += messages
+        cost.bytes += size
