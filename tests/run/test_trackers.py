@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,14 @@ def test_weights_and_biases_goes_on_with_the_same_run(folder: RunFolder, monkeyp
     monkeypatch.setenv("WANDB_MODE", "offline")
     two_attempts(folder, LogConfig(wandb="trials"))
     identity = folder.read_trackers()["wandb"]
-    runs = sorted((folder.path / "wandb").glob("offline-run-*"))
-    assert runs
-    assert all(run.name.endswith(identity) for run in runs)
-    assert all(list(run.glob("*.wandb")) for run in runs)
+    # Of the same second, the second folder's name ends with -1.
+    first, second = sorted((folder.path / "wandb").glob("offline-run-*"))
+    for run in (first, second):
+        assert identity in run.name
+        file, deadline = run / f"run-{identity}.wandb", time.monotonic() + 60
+        while b"train/loss" not in file.read_bytes():  # its server writes on a little
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_a_tracker_that_fails_is_an_event_and_the_run_goes_on(folder: RunFolder) -> None:

@@ -266,6 +266,81 @@ def test_the_memory_is_that_of_the_planner() -> None:
     assert number(shown, "Verdict") == estimate.verdict
 
 
+MODELS_FOLDER = ROOT / "tools/studio_app/models"
+
+
+@pytest.mark.parametrize(
+    ("query", "keys"),
+    [
+        ({"attention": "eager"}, {"model.attention": "eager"}),
+        ({"attention": "performer"}, {"model.attention": "performer"}),
+        ({"checkpointing": "reversible"}, {"model.reversible": "true"}),
+        (
+            {"checkpointing": "full", "activation_offload": "host memory"},
+            {"model.checkpointing": "full", "model.activation_offload": "true"},
+        ),
+        ({"mlp_tiles": "8"}, {"model.mlp_tiles": 8}),
+        ({"context": "32768", "seq_len": "32768"}, {"model.context": 32768, "data.seq_len": 32768}),
+        ({"lora": "16"}, {"model.lora.rank": 16, "model.init_from": "llama-3-8b"}),
+        ({"model": "lstm"}, {"model.name": MODELS_FOLDER / "lstm.json"}),
+        ({"model": "gru"}, {"model.name": MODELS_FOLDER / "gru.json"}),
+    ],
+    ids=lambda values: "-".join(values),
+)
+def test_options_of_a_model_are_planned_as_on_the_command_line(
+    query: dict[str, str], keys: dict[str, Any]
+) -> None:
+    """The page's memory and time, and its command, against the plan that the command makes."""
+    from harness.config.ds_file import load_ds_json
+    from harness.config.run_file import load_run_config
+    from harness.layout.world import World
+    from harness.plan.duration import step_time
+    from harness.plan.make import make_plan
+
+    defaults = {"model.name": "llama-3-8b", "data.seq_len": 4096, "train.micro_batch": 1}
+    words = [f"{key}={value}" for key, value in (defaults | keys).items()]
+    ds, problems = load_ds_json(ROOT / "ds_configs/zero3.json", ["gradient_accumulation_steps=8"])
+    assert not problems
+    world = World(world_size=64, local_world_size=8, accelerator="cuda", gpu="h100-sxm")
+    plan = make_plan(load_run_config(None, words), ds, world, estimating=True)
+    step = step_time(plan)
+    assert plan.estimate is not None
+    assert step is not None
+    shown = figures_of("plan", **query)
+    peak = f"{plan.estimate.worst.peak / 2**30:,.2f} GiB"
+    assert number(shown, "Peak on a GPU") == peak
+    assert number(shown, "A step") == f"{step.seconds:,.2f} s"
+    assert number(figures_of("memory", **query), "Peak on a GPU") == peak
+    plain = figures_of("plan")
+    assert [number(plain, label) for label in ("Peak on a GPU", "A step")] != [
+        number(shown, label) for label in ("Peak on a GPU", "A step")
+    ]
+    (command,) = (f.text for f in shown if getattr(f, "title", "") == "The command")
+    for key, value in keys.items():
+        text = str(value).replace(f"{ROOT}/", "")
+        text = "FOLDER_OF_ITS_WEIGHTS" if key == "model.init_from" else text
+        assert f"{key}={text}" in command.replace("\\\n", "").split()
+
+
+@pytest.mark.slow
+def test_layouts_are_ranked_with_the_options_of_the_model() -> None:
+    def ranking(**query: str) -> Any:
+        figures = figures_of("plan", compare="every layout, ranked", gpus="8", **query)
+        return next(f for f in figures if "layouts of" in getattr(f, "title", ""))
+
+    plain = ranking()
+    assert ranking(lora="16").rows != plain.rows
+    assert ranking(attention="eager").rows != plain.rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slug", ["memory", "plan", "zero", "hybrid", "checkpointing"])
+def test_a_family_that_is_traced_has_a_page(slug: str) -> None:
+    """Its tensors are in no table: the page takes them from the trace, as train.py does."""
+    figures = figures_of(slug, model="smollm3-3b", seq_len="1024", micro_batch="1")
+    assert any(isinstance(figure, Chart) for figure in figures)
+
+
 def test_a_json_of_ones_own_is_planned_and_its_mistakes_are_shown() -> None:
     from tools.studio_app.view import figures_of as shown_by
 
@@ -357,12 +432,34 @@ def test_checkpointing_holds_what_autograd_saves() -> None:
     from tools.studio_pages.checkpointing import _inputs, kept_bytes
 
     page = BY_SLUG["checkpointing"]
-    for way in ("none", "selective", "full", 3):
+    for way in ("none", "selective", "full", 3, "reversible"):
         inputs = _inputs(read_values(page.controls, {}), way)  # type: ignore[arg-type]
         layers = ("layer inputs", "kept results", "attention", "mlp", "norms", "layers")
         names = {f"activations: {name}" for name in layers}
         parts = [p for p in activations(inputs) if p.component in names and "loss" in p.phases]
         assert sum(kept_bytes(inputs)) == pytest.approx(sum(p.bytes for p in parts), rel=1e-6)
+
+
+def test_checkpointed_layers_keep_nothing_on_the_device_if_it_is_offloaded() -> None:
+    from tools.studio_pages.checkpointing import _inputs, kept_bytes
+
+    values = {"activation_offload": "host memory", "model": "llama-1b"}
+    inputs = _inputs(read_values(BY_SLUG["checkpointing"].controls, values), "full")
+    assert set(kept_bytes(inputs)) == {0}
+    host = number(figures_of("checkpointing", way="full", **values), "In host memory")
+    layers, width, tokens = inputs.shape.num_layers, inputs.shape.hidden_size, inputs.tokens
+    assert host == f"{2 * layers * width * tokens / 2**30:,.2f} GiB"
+
+
+@pytest.mark.parametrize("way", ["none", "full"])
+def test_tiles_and_reversible_layers_hold_less(way: str) -> None:
+    def most(**query: str) -> float:
+        text = number(figures_of("checkpointing", model="llama-1b", **query), "Most activations")
+        size, unit = text.split()
+        return float(size) * {"GiB": 1024, "MiB": 1}[unit]
+
+    assert most(way=way, mlp_tiles="8") < most(way=way)
+    assert most(way="reversible") < most(way="full")
 
 
 def test_the_schedules_are_those_of_the_run() -> None:

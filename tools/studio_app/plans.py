@@ -1,11 +1,12 @@
 """Plans of pages: presets and shipped JSONs on machines that sliders describe.
 
-Only presets, never a path or a hub id: an address must not make the studio read files.
+Only presets and models/, never a path or a hub id: an address must not make the studio read files.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,18 @@ from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.estimate.hardware import GPUS
+from harness.estimate.timeline import Estimate
+from harness.layout.attentions import ATTENTIONS
+from harness.layout.recompute import REVERSIBLE
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = tuple(sorted(path.stem for path in (ROOT / "harness/presets").glob("*.toml")))
+RECURRENT = {path.stem: path for path in sorted((ROOT / "tools/studio_app/models").glob("*.json"))}
+"""Models without a preset: an LSTM and a GRU."""
+MODELS = (*sorted(path.stem for path in (ROOT / "harness/presets").glob("*.toml")), *RECURRENT)
 JSONS = tuple(sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json")))
 PER_NODE = 8  # GPUs
 
@@ -30,21 +36,37 @@ MODEL = Choice("model", "Model", MODELS, "llama-3-8b")
 JSON = Choice("json", "DeepSpeed JSON", JSONS, "zero3")
 GPU = Choice("gpu", "GPU", tuple(GPUS), "h100-sxm")
 NUM_GPUS = Slider("gpus", "GPUs", powers_of_two(1, 1024), 64)
-SEQ_LEN = Slider("seq_len", "Sequence length", powers_of_two(256, 131072), 4096, "tokens")
+SEQ_LEN = Slider("seq_len", "Sequence length", powers_of_two(256, 1048576), 4096, "tokens")
 MICRO_BATCH = Slider("micro_batch", "Micro-batch", powers_of_two(1, 64), 1, "samples", "sample")
 ACCUMULATION = Slider(
     "accumulation", "Accumulation", powers_of_two(1, 64), 8, "micro-batches", "micro-batch"
 )
 CHECKPOINTING = Choice("checkpointing", "Checkpointing", ("none", "selective", "full"), "none")
+RECOMPUTED = Choice(
+    "checkpointing", "Checkpointing", (*CHECKPOINTING.options, REVERSIBLE), CHECKPOINTING.default
+)
+OFFLOAD = Choice("activation_offload", "Kept activations in", ("GPU", "host memory"), "GPU")
+MLP_TILES = Slider("mlp_tiles", "Tiles of an MLP", powers_of_two(1, 32), 1, "tiles", "tile")
+ATTENTION = Choice("attention", "Attention", ("auto", *ATTENTIONS), "auto")
+_PUBLISHED = "as published"
+CONTEXT = Choice(
+    "context", "Positions", (_PUBLISHED, *map(str, powers_of_two(4096, 1048576))), _PUBLISHED
+)
+LORA = Slider("lora", "LoRA rank, 0: all is trained", (0, *powers_of_two(2, 256)), 0)
 PLAN_CONTROLS: tuple[Control, ...] = (
     MODEL,
     JSON,
     GPU,
     NUM_GPUS,
     SEQ_LEN,
+    CONTEXT,
     MICRO_BATCH,
     ACCUMULATION,
-    CHECKPOINTING,
+    RECOMPUTED,
+    OFFLOAD,
+    MLP_TILES,
+    ATTENTION,
+    LORA,
 )
 
 LLAMA_13B = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824}
@@ -69,8 +91,33 @@ def plan_of(values: Values, json_text: str = "") -> Plan:
         seq_len=values["seq_len"],
         micro_batch=values["micro_batch"],
         accumulation=values["accumulation"],
-        checkpointing=values["checkpointing"],
+        settings=settings_of(values),
     )
+
+
+def settings_of(values: Values) -> dict[str, Any]:
+    """Return the keys of the section `model`, its name aside, that controls set, by their names."""
+    settings: dict[str, Any] = {}
+    way = values.get(CHECKPOINTING.name, "none")
+    if way == REVERSIBLE:
+        settings["reversible"] = True
+    elif way != "none":
+        settings["checkpointing"] = way
+    if values.get(OFFLOAD.name, OFFLOAD.default) != OFFLOAD.default:
+        settings["activation_offload"] = True
+    for control in (MLP_TILES, ATTENTION):
+        if values.get(control.name, control.default) != control.default:
+            settings[control.name] = values[control.name]
+    if values.get(CONTEXT.name, _PUBLISHED) != _PUBLISHED:
+        settings["context"] = int(values[CONTEXT.name])
+    if values.get(LORA.name):
+        settings |= {"lora": {"rank": values[LORA.name]}, "init_from": name_of(values["model"])}
+    return settings
+
+
+def name_of(model: str) -> str:
+    """Return the model.name of a page's model: a preset, or the path of a shipped config."""
+    return str(RECURRENT.get(model, model))
 
 
 def planned(
@@ -82,12 +129,12 @@ def planned(
     seq_len: int,
     micro_batch: int,
     accumulation: int = 1,
-    checkpointing: str | int = "none",
     json_text: str = "",
-    overrides: dict[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     changes: tuple[str, ...] = (),
 ) -> Plan:
-    """Return the plan that train.py would make; `changes` are key=value of the JSON.
+    """Return the plan that train.py would make; `settings` are keys of the section `model`,
+    `changes` key=value of the JSON.
 
     Raises ConfigError with every problem.
     """
@@ -104,11 +151,7 @@ def planned(
         raise ConfigError(problems)
     run = RunConfig.model_validate(
         {
-            "model": {
-                "name": model,
-                "checkpointing": checkpointing,
-                "overrides": overrides or {},
-            },
+            "model": {"name": name_of(model), **(settings or {})},
             "data": {"seq_len": seq_len},
             "train": {"micro_batch": micro_batch},
         }
@@ -120,6 +163,16 @@ def planned(
         gpu=gpu,
     )
     return make_plan(run, ds, world, estimating=True)
+
+
+def estimate_of(plan: Plan) -> Estimate:
+    """Return the estimate of a plan, whose `inputs` are of a family that is traced, too.
+
+    Raises ValueError for a model that can be neither counted nor traced.
+    """
+    if plan.estimate is None:
+        raise ValueError(f"{plan.config.model.name} can be neither counted nor traced here")
+    return plan.estimate
 
 
 def _read(text: str) -> dict[str, Any]:

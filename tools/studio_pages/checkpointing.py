@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.estimate.activations import activations
+from harness.estimate.held import Place
 from harness.estimate.inputs import GIB, Inputs
 from harness.estimate.layer_bytes import layer_activations
-from harness.layout.recompute import Checkpointing, flops_again, is_checkpointed
+from harness.layout.recompute import (
+    REVERSIBLE,
+    WAYS,
+    Checkpointing,
+    flops_again,
+    is_checkpointed,
+)
 from harness.layout.shape import flops_per_unit
-from harness.plan.memory import memory_inputs
 from tools.studio_app.charts import Axis, Line, lines
 from tools.studio_app.memory import gib
 from tools.studio_app.page import (
@@ -24,11 +30,18 @@ from tools.studio_app.page import (
     Values,
     powers_of_two,
 )
-from tools.studio_app.plans import MODELS, planned
+from tools.studio_app.plans import (
+    MLP_TILES,
+    MODELS,
+    OFFLOAD,
+    estimate_of,
+    planned,
+    settings_of,
+)
 from tools.studio_app.svg import Svg
 
 _EVERY = "every N-th layer"
-_WAYS = ("none", "selective", "full", _EVERY)
+_WAYS = (*WAYS, REVERSIBLE, _EVERY)
 _WIDTH, _HEIGHT = 760.0, 150.0
 
 
@@ -46,8 +59,16 @@ def figures(values: Values) -> list[Figure]:
     way = _way(values)
     inputs = _inputs(values, way)
     chosen = passes(inputs)
-    others: dict[str, Checkpointing] = {"none": "none", "selective": "selective", "full": "full"}
-    curves = {name: passes(replace(inputs, checkpointing=other)) for name, other in others.items()}
+    curves = {
+        str(other): passes(
+            replace(
+                inputs,
+                checkpointing=other,
+                activation_offload=inputs.activation_offload and other != "none",
+            )
+        )
+        for other in WAYS
+    }
     curves[_name(way)] = chosen
     now = round(values["progress"] / 100 * (len(chosen) - 1))
     again, flops = extra_flops(inputs), sum(flops_per_unit(inputs.shape, inputs.seq_len))
@@ -61,6 +82,7 @@ def figures(values: Values) -> list[Figure]:
                 Number("Saved", f"{1 - peak / without:.1%}", "of the activations of the layers"),
                 Number("Computed again", f"{again / flops:.1%}", "more operations in a step"),
                 Number("Checkpointed layers", f"{count} of {inputs.shape.num_layers}"),
+                Number("In host memory", gib(_boundaries(inputs, "host")), "of a micro-batch"),
             ]
         ),
         Drawing(_caption(chosen[now], way), _picture(inputs, chosen, now)),
@@ -95,37 +117,48 @@ def _inputs(values: Values, way: Checkpointing) -> Inputs:
         gpus=1,
         seq_len=values["seq_len"],
         micro_batch=values["micro_batch"],
-        checkpointing=way,
+        settings=settings_of({**values, "checkpointing": way}),
     )
-    inputs = memory_inputs(plan)
-    assert inputs is not None, "the tensors of every preset are known"
-    return inputs
+    return estimate_of(plan).inputs
 
 
 def kept_bytes(inputs: Inputs) -> list[int]:
-    """Return the bytes that each layer keeps from its forward to its backward pass."""
+    """Return the bytes that each layer keeps on the device from forward to backward pass."""
     ways = range(inputs.shape.num_layers)
     marked = [is_checkpointed(inputs.checkpointing, layer) for layer in ways]
-    names = ("activations: layer inputs", "activations: kept results")
-    boundary = sum(
-        part.bytes
-        for part in activations(inputs)
-        if part.component in names and "loss" in part.phases
-    )
-    each = boundary // (sum(marked) or 1)
+    each = _boundaries(inputs, "device") // (sum(marked) or 1)
     return [each if marked[layer] else layer_activations(inputs, layer).total for layer in ways]
+
+
+def _boundaries(inputs: Inputs, place: Place) -> int:
+    """Bytes that all checkpointed layers keep there."""
+    names = ("activations: layer inputs", "activations: kept results")
+    return sum(_sizes(inputs, place, "loss").get(name, 0) for name in names)
+
+
+def _sizes(inputs: Inputs, place: Place, phase: str) -> dict[str, int]:
+    return {
+        part.component: part.bytes
+        for part in activations(inputs)
+        if part.place == place and phase in part.phases
+    }
 
 
 def passes(inputs: Inputs) -> list[Pass]:
     """Return every layer's forward and backward pass, with what is held at its end or begin."""
-    kept = kept_bytes(inputs)
-    turns, size_now = [], 0
+    kept, first = kept_bytes(inputs), _sizes(inputs, "device", "backward_last")
+    # Besides layers: one on its way to the host or back, a tile of an MLP, two streams.
+    names = ("layer moved to and from the host", "MLP tile", "activations: streams")
+    turns, size_now = [], sum(first.get(name, 0) for name in names)
     for layer, size in enumerate(kept):
         size_now += size
         turns.append(Pass(layer, True, size_now))
     for layer in reversed(range(len(kept))):
-        whole = layer_activations(inputs, layer).total
-        again = whole if is_checkpointed(inputs.checkpointing, layer) else 0
+        again = 0
+        if inputs.checkpointing in ("selective", REVERSIBLE):  # in part, and in all layers alike
+            again = first["recomputed layer"] + first.get("gradients of streams", 0)
+        elif is_checkpointed(inputs.checkpointing, layer):
+            again = layer_activations(inputs, layer).total
         turns.append(Pass(layer, False, size_now + again))
         size_now -= kept[layer]
     return turns
@@ -137,6 +170,10 @@ def extra_flops(inputs: Inputs) -> int:
 
 
 def _caption(turn: Pass, way: Checkpointing) -> str:
+    if way == REVERSIBLE:
+        if turn.forward:
+            return f"Forward pass of layer {turn.layer}: nothing is kept but the two streams"
+        return f"Backward pass of layer {turn.layer}: its inputs are computed from its outputs"
     if turn.forward:
         kept = "keeps its input alone" if is_checkpointed(way, turn.layer) else "keeps everything"
         return f"Forward pass of layer {turn.layer}: it {kept}"
@@ -189,6 +226,8 @@ PAGE = Page(
         Slider("every", "N", tuple(range(1, 13)), 3, "layers", "layer"),
         Slider("seq_len", "Sequence length", powers_of_two(256, 32768), 1024, "tokens"),
         Slider("micro_batch", "Micro-batch", powers_of_two(1, 64), 8, "samples", "sample"),
+        OFFLOAD,
+        MLP_TILES,
         Slider("progress", "Place in the step", tuple(range(0, 101, 4)), 72, "%", plays=True),
     ),
     figures=figures,
@@ -200,9 +239,12 @@ PAGE = Page(
     ),
     formula="A checkpointed layer keeps bytes x width x tokens (its input) and repeats its forward "
     "pass, a third of its operations; model.checkpointing=N does so in every N-th layer, "
-    "selective keeps the results of matrix products and attention and repeats the rest.",
+    "selective keeps the results of matrix products and attention and repeats the rest; "
+    "reversible layers keep nothing but the last one's two streams. Kept inputs may wait in host "
+    "memory (model.activation_offload); an MLP in tiles is repeated tile by tile.",
     sources=(
         ("Chen et al., arXiv 1604.06174", "https://arxiv.org/abs/1604.06174"),
+        ("Gomez et al., arXiv 1707.04585", "https://arxiv.org/abs/1707.04585"),
         ("Korthikanti et al., arXiv 2205.05198", "https://arxiv.org/abs/2205.05198"),
     ),
 )

@@ -29,7 +29,9 @@ from tools.studio_app.plans import (
     MODELS,
     PER_NODE,
     SEQ_LEN,
+    estimate_of,
     planned,
+    settings_of,
 )
 from tools.studio_app.svg import Svg
 
@@ -48,22 +50,21 @@ def figures(values: Values) -> list[Figure]:
     stages, tensor, nodes = values["stages"], values["tensor"], values["nodes"]
     grid = Grid(nodes * PER_NODE, pipeline=stages, tensor=tensor)
     is_llama = values["model"] == _LLAMA_65B
+    overrides = {"overrides": LLAMA_65B} if is_llama else {}
     plan = planned(
         model="llama-3-70b" if is_llama else values["model"],
-        overrides=LLAMA_65B if is_llama else None,
         ds_json="3d",
         gpu=values["gpu"],
         gpus=grid.world_size,
         seq_len=values["seq_len"],
         micro_batch=values["micro_batch"],
         accumulation=values["accumulation"],
-        checkpointing=values["checkpointing"],
+        settings={**overrides, **settings_of(values)},
         changes=(f"pipeline.stages={stages}", f"tensor_parallel.autotp_size={tensor}"),
     )
-    assert plan.estimate is not None, "the tensors of every preset are known"
     rank = min(values["rank"], grid.world_size - 1)
     axis = values["axis"]
-    estimate, group = plan.estimate, grid.group(axis, rank)
+    estimate, group = estimate_of(plan), grid.group(axis, rank)
     peaks = [grouped_gib(part.phase(part.peak_phase)) for part in estimate.fullest]
     assert plan.stages is not None, "two stages at least"
     layers = layers_per_stage(plan.stages)

@@ -10,7 +10,7 @@ from tools.look.palette import COMPONENTS
 from tools.studio_app.charts import Axis, stacked
 from tools.studio_app.memory import VERDICTS, gib, grouped_gib
 from tools.studio_app.page import Chart, Drawing, Figure, Number, Numbers, Page, Table, Values
-from tools.studio_app.plans import PLAN_CONTROLS, plan_of
+from tools.studio_app.plans import PLAN_CONTROLS, estimate_of, plan_of
 from tools.studio_app.svg import Svg
 
 _WIDTH, _BAR = 760.0, 70.0
@@ -19,8 +19,7 @@ _NAMED = 60.0  # a narrower part has no room for its name
 
 def figures(values: Values) -> list[Figure]:
     """Return the memory of the fullest rank: at its peak, by phase, by component."""
-    estimate = plan_of(values).estimate
-    assert estimate is not None, "the tensors of every preset are known"
+    estimate = estimate_of(plan_of(values))
     return [
         Numbers(numbers_of(estimate)),
         Drawing(f"The fullest GPU in {estimate.worst.peak_phase}, to scale", _anatomy(estimate)),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from harness.estimate.step_time.job import Job
 from harness.estimate.step_time.step import TERMS, StepTime
@@ -31,7 +34,15 @@ from tools.studio_app.page import (
     Values,
     powers_of_two,
 )
-from tools.studio_app.plans import PLAN_CONTROLS, plan_of, shipped_json
+from tools.studio_app.plans import (
+    PLAN_CONTROLS,
+    ROOT,
+    estimate_of,
+    name_of,
+    plan_of,
+    settings_of,
+    shipped_json,
+)
 from tools.studio_pages.memory import by_phase, numbers_of
 
 _THIS, _ALL = "this JSON", "every layout, ranked"
@@ -46,16 +57,21 @@ _CONTROLS = (
 def figures(values: Values) -> list[Figure]:
     """Return the verdict, the time, the memory by phase, the layouts, the JSON and the command."""
     plan = plan_of(values, values["own_json"])
-    assert plan.estimate is not None, "the tensors of every preset are known"
+    estimate = estimate_of(plan)
     refusals = [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
     step = step_time(plan)
     assert step is not None, "every GPU and preset of the page is known"
     job = (*(values[name] for name in ("model", "gpu", "gpus", "seq_len")), plan.global_batch)
-    ranking = [_ranking(*job, values["tokens"])] if values["compare"] == _ALL else []
+    settings = settings_of(values)
+    fixed = {key: settings[key] for key in ("attention", "context") if key in settings}
+    words = tuple(f"model.{key}={value}" for key, value in fixed.items())
+    ranking = []
+    if values["compare"] == _ALL:
+        ranking.append(_ranking(*job, values["tokens"], values["lora"], words))
     return [
-        Numbers([*numbers_of(plan.estimate), *_time(step, plan, values["tokens"])]),
+        Numbers([*numbers_of(estimate), *_time(step, plan, values["tokens"])]),
         *(Note(f"train.py would refuse this: {message}", "bad") for message in refusals),
-        Chart("Memory in each phase of a step, GiB", by_phase(plan.estimate), 380),
+        Chart("Memory in each phase of a step, GiB", by_phase(estimate), 380),
         _spent(step),
         *ranking,
         Code("The command", command(values)),
@@ -72,23 +88,35 @@ def figures(values: Values) -> list[Figure]:
 def command(values: Values) -> str:
     """Return the command that starts this run on its cluster."""
     json_name = "own" if values["own_json"].strip() else values["json"]
+    model = Path(name_of(values["model"]))
+    if model.is_absolute():
+        model = model.relative_to(ROOT)
     parts = [
         f"deepspeed harness/train.py --deepspeed ds_configs/{json_name}.json",
-        f"model.name={values['model']} data.seq_len={values['seq_len']}",
+        f"model.name={model} data.seq_len={values['seq_len']}",
         f"train.micro_batch={values['micro_batch']}",
         f"ds.gradient_accumulation_steps={values['accumulation']}",
     ]
-    if values["checkpointing"] != "none":
-        parts.append(f"model.checkpointing={values['checkpointing']}")
+    parts += [f"model.{key}={value}" for key, value in _flat(settings_of(values))]
     return " \\\n  ".join(parts)
+
+
+def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield keys below `model` and their values as they are typed."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{below}", text) for below, text in _flat(value))
+        elif key == "init_from":
+            yield key, "FOLDER_OF_ITS_WEIGHTS"
+        else:
+            yield key, str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _time(step: StepTime, plan: Plan, billions: int) -> list[Number]:
     """Speed, and the whole job."""
-    assert plan.shape is not None, "the tensors of every preset are known"
     steps, gpus = billions * 1e9 / step.tokens, plan.world.world_size
     job = Job(steps * step.seconds, gpus, step.machine.watts)
-    count = num_parameters(plan.shape)
+    count = num_parameters(step.inputs.shape)
     hours = f"{job.gpu_hours:,.0f} GPU-hours, {job.days_with_failures:,.1f} days with failures"
     return [
         Number("Parameters", f"{count / 1e9:,.2f} billion", f"{count:,}, {plan.precision}"),
@@ -107,20 +135,26 @@ def _spent(step: StepTime) -> Chart:
 
 @lru_cache(maxsize=16)
 def _ranking(
-    model: str, gpu: str, gpus: int, seq_len: int, global_batch: int, billions: int
+    model: str,
+    gpu: str,
+    gpus: int,
+    seq_len: int,
+    global_batch: int,
+    billions: int,
+    lora: int,
+    words: tuple[str, ...],
 ) -> Table:
     """Every layout of the job, the quickest that fits first, as tools/plan_cluster.py ranks."""
     args = Namespace(
-        model=model,
+        model=name_of(model),
         gpus=gpus,
         gpu=gpu,
         seq_len=seq_len,
         global_batch=global_batch,
         data_tokens=billions * 1e9,
-        assignments=[],
-        **dict.fromkeys(
-            ("gpus_per_node", "network", "host_memory", "price", "lora", "measured", "rates")
-        ),
+        lora=lora or None,
+        assignments=list(words),
+        **dict.fromkeys(("gpus_per_node", "network", "host_memory", "price", "measured", "rates")),
     )
     question = question_of(args)
     counted = count_all(args, question)

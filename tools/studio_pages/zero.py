@@ -8,7 +8,6 @@ from harness.estimate.changes import with_stage
 from harness.estimate.dividable import division_problems
 from harness.estimate.inputs import GIB, Inputs
 from harness.estimate.timeline import Estimate, estimate_memory
-from harness.plan.memory import memory_inputs
 from tools.look.palette import COMPONENTS
 from tools.memory.text import paper_bytes
 from tools.studio_app.charts import Axis, stacked
@@ -33,7 +32,9 @@ from tools.studio_app.plans import (
     MICRO_BATCH,
     MODELS,
     SEQ_LEN,
+    estimate_of,
     planned,
+    settings_of,
 )
 
 _STAGES = range(4)
@@ -118,21 +119,19 @@ def traffic(inputs: Inputs) -> Traffic:
 
 def _inputs(values: Values) -> tuple[Inputs, int]:
     is_llama = values["model"] == _LLAMA_13B
+    overrides = {"overrides": LLAMA_13B} if is_llama else {}
     plan = planned(
         model="llama-3-8b" if is_llama else values["model"],
-        overrides=LLAMA_13B if is_llama else None,
         ds_json="zero1",
         gpu=values["gpu"],
         gpus=values["gpus"],
         seq_len=values["seq_len"],
         micro_batch=values["micro_batch"],
         accumulation=values["accumulation"],
-        checkpointing=values["checkpointing"],
+        settings={**overrides, **settings_of(values)},
     )
-    inputs = memory_inputs(plan)
-    assert inputs is not None, "the tensors of every preset are known"
-    assert plan.estimate is not None, "the tensors of every preset are known"
-    return inputs, plan.estimate.device_bytes or 0
+    estimate = estimate_of(plan)
+    return estimate.inputs, estimate.device_bytes or 0
 
 
 def _estimate(inputs: Inputs, stage: int, device: int) -> Estimate:
