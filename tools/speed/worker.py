@@ -26,7 +26,7 @@ from tools.preflight_checks.network import all_reduce_gb_per_s
 from tools.speed.recorder import Enough, Recorder
 
 FALLBACKS = ("fallback", "changed", "not_compared", "loss_not_chunked", "loss_not_fused")
-"""Kinds of events: precision or attention, a value of the JSON, what could not be tried or fused."""
+"""Kinds of events: precision, attention, a value of the JSON, what is not compared or fused."""
 
 
 def main() -> None:
