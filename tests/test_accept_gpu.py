@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,15 @@ import pytest
 
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment, wait_for
+from tools.acceptance import speed
+from tools.acceptance import waits as waits_step
 from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed
 from tools.acceptance.report import Check, Result, as_json, code, table
 from tools.acceptance.steps import STEPS
+from tools.acceptance.waits import MOST, RUN_AHEAD
 from tools.bounded import run_bounded
+from tools.speed.cases import Case
 
 COMMAND = [sys.executable, "-m", "tests.planted_acceptance.command"]
 
@@ -190,6 +195,99 @@ def test_attention_is_held_to_the_precision_that_it_ran_in(tmp_path: Path) -> No
     assert _equal(Bench(tmp_path, tmp_path, 2, "cpu"), row).startswith("bf16: loss 9.023745")
     with pytest.raises(Failed, match="gradients 1e-02 apart"):
         _equal(Bench(tmp_path, tmp_path, 2, "cpu"), {**row, "precision": "fp32"})
+
+
+def test_sdpa_on_a_gpu_has_a_fused_kernel(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tmp_path, 1, "cuda")
+    row: dict[str, Any] = {"loss": 9.0, "expected": 9.0, "gradients_apart": 0.0, "peak_gib": 1.0}
+    row |= {"precision": "bf16", "attention": "sdpa"}
+    flash = "void pytorch_flash::flash_fwd_kernel<...>"
+    assert flash in _equal(bench, {**row, "kernels": [flash]})
+    math = "void softmax_warp_forward<...>"
+    for kernels in ([], [math]):
+        with pytest.raises(Failed, match="sdpa is not fused"):
+            _equal(bench, {**row, "kernels": kernels})
+        _equal(bench, {**row, "kernels": kernels, "attention": "eager"})
+
+
+def simulated(name: str) -> int:
+    """Waits of a step of one micro-batch that drain the device, by docs/host_waits.md."""
+    total = 0
+    for line in (REPOSITORY / "docs" / "host_waits.md").read_text().splitlines():
+        place, _, when, runs = (*line.strip("| ").split(" | "), *[""] * 4)[:4]
+        times = re.search(rf"(?:^|, ){name}(?: \((\d+)\))?(?:,|$)", runs)
+        if times and when in ("step", "micro-batch") and not place.strip("`").startswith(RUN_AHEAD):
+            total += int(times[1] or 1) // (2 if when == "micro-batch" else 1)
+    return total
+
+
+def test_limits_of_waits_are_those_of_the_simulation() -> None:
+    assert {name: simulated(name) for name in MOST} == MOST
+
+
+def planted_line(waits: dict[str, int]) -> dict[str, Any]:
+    return {"host_waits": waits, "host_waits_per_step": sum(waits.values())}
+
+
+@pytest.mark.parametrize(
+    ("waits", "problem"),
+    [
+        ({"deepspeed/runtime/utils.py:233": 5, f"{RUN_AHEAD[0]}:404": 90}, None),
+        ({"deepspeed/runtime/utils.py:233": 6}, "6 of them drain the device, not 5"),
+        ({"harness/run/meter.py:112": 1}, "the harness waits in harness/run/meter.py:112"),
+    ],
+)
+def test_more_waits_than_simulated_fail(
+    waits: dict[str, int], problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits_step, "measured", lambda *of: planted_line(waits))
+    bench, counts = Bench(tmp_path, tmp_path, 1, "cuda"), {}
+    if problem is None:
+        assert waits_step._counted(bench, "zero3", counts).startswith("95 waits a step")
+        return
+    with pytest.raises(Failed, match=problem):
+        waits_step._counted(bench, "zero3", counts)
+
+
+def test_rungs_of_gpus_are_named_on_cpu_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0}
+    monkeypatch.setattr(speed, "measured", lambda *of, **more: line)
+    bench = Bench(tmp_path, tmp_path, 2, "cpu")
+    speed.look(bench)
+    verdicts = {check.name: (check.verdict, check.text) for check in bench.checks}
+    only = {name for name, verdict in verdicts.items() if verdict == ("skipped", "needs CUDA")}
+    rungs = {"flash", "fused optimizer", "liger", "compile", "MFU and host waits"}
+    assert only == {*rungs, *speed.BESIDE}
+    assert {name for name, (verdict, _) in verdicts.items() if verdict == "held"} == {
+        "eager",
+        "sdpa",
+    }
+
+
+def test_rungs_that_a_step_has_no_time_for_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for GPUs, on which each rung takes ten seconds."""
+    now = [0.0]
+    tried: list[tuple[str, dict[str, str], dict[str, str]]] = []
+
+    def measured(case: Case, json_path: Path, *of: Any, env: dict[str, str]) -> dict[str, Any]:
+        tried.append((json_path.stem, case.settings, env))
+        now[0] += 10
+        return {"step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0}
+
+    monkeypatch.setattr(speed, "measured", measured)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    bench = Bench(tmp_path, tmp_path, 2, "cuda", limit_s=85, began=0.0)
+    speed.look(bench)
+    late = [check.name for check in bench.checks if check.verdict == "skipped"]
+    assert late == ["ZeRO 3, leaf modules"]
+    assert [json_name for json_name, *_ in tried] == ["zero1"] * 7 + ["zero3"]
+    assert tried[5][1]["ds.timers.throughput.enabled"] == "true"
+    assert "ds.timers.throughput.enabled" not in tried[6][1]  # which is not kept
+    assert tried[6][2] == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
 def test_long_texts_are_wrapped() -> None:

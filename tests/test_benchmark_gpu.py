@@ -14,15 +14,17 @@ import torch
 from harness.config.run_file import load_run_config
 from harness.layout.shape import flops_per_token
 from harness.layout.world import World
+from harness.plan import precision
 from harness.plan.command import DEFAULT_DS_JSON
 from harness.plan.make import make_plan
 from tests.run_tools import run_tool
-from tests.two_ranks import SMALL_MODEL
+from tests.two_ranks import REPOSITORY, SMALL_MODEL
 from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.speed.cases import LADDER, Case, swept
 from tools.speed.recorder import Enough, Recorder, _ends
 from tools.speed.waits import counted_waits
+from tools.speed.worker import FALLBACKS, fallbacks
 
 SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)
 
@@ -133,9 +135,22 @@ def test_waits_are_counted_by_the_line_that_waits(monkeypatch: pytest.MonkeyPatc
     assert sum(places.values()) == 3  # no longer counted
 
 
+def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_run_config(None, SMALL_MODEL)
+    assert fallbacks(make_plan(config, {}, World()).events) == []
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: False)
+    planted = {"bf16": {"enabled": "auto"}, "autotuning": {"enabled": True}}
+    changed, without_bf16 = sorted(fallbacks(make_plan(config, planted, World()).events))
+    assert changed.startswith("autotuning.enabled is False, not True")
+    assert without_bf16 == "fp32, since this CPU has no bfloat16 arithmetic"
+    source = "".join(path.read_text() for path in (REPOSITORY / "harness").rglob("*.py"))
+    assert all(f'"{kind}"' in source for kind in FALLBACKS)
+
+
 @pytest.mark.slow
 def test_a_sweep_times_every_case_in_a_process_of_its_own(data: list[str]) -> None:
-    done = run_tool("benchmark_gpu", *SHORT, *data, "--sweep", "micro_batch=1,x,2")
+    planted = "ds.autotuning.enabled=true"
+    done = run_tool("benchmark_gpu", *SHORT, *data, planted, "--sweep", "micro_batch=1,x,2")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["case"] for line in lines] == [f"train.micro_batch={n}" for n in ("1", "x", "2")]
     assert "train.micro_batch is 'x'" in lines[1]["refused"]
@@ -150,6 +165,7 @@ def test_a_sweep_times_every_case_in_a_process_of_its_own(data: list[str]) -> No
         assert len(line["losses"]) == 1 + 3
         assert line["loss"] == line["losses"][-1]
         assert line["host_waits_per_step"] is None  # which a CPU has none of
+        assert any("autotuning.enabled is False, not True" in why for why in line["fallbacks"])
         shape = make_plan(load_run_config(None, SMALL_MODEL), {}, World()).shape
         assert shape
         tflops = flops_per_token(shape, 32) * tokens_per_s / 1e12

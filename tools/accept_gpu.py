@@ -97,7 +97,7 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
     own.mkdir()
     log, now = own / "log.txt", own / "now"
     command = [sys.executable, "-m", "tools.acceptance.one_step", step.module, str(own)]
-    command += [f"--ranks={ranks}", f"--accelerator={accelerator}"]
+    command += [f"--ranks={ranks}", f"--accelerator={accelerator}", f"--limit-s={limit_s}"]
     began = said_at = time.monotonic()
 
     def progress() -> None:

@@ -17,7 +17,8 @@ the same JSON, optimizer, guards and data, all of them small, go through what a 
 
 Exit code 0 only if all held, 1 if a stage did not or the disk is full, 2 for a job that cannot be
 planned. Pipeline stages all stay, and two tensor or sequence ranks of a job that has more; data
-ranks go, to four ranks or to two for each stage: 64 GPUs are 4 ranks, in 4 stages 8.
+ranks go, to four ranks or to two for each stage: 64 GPUs are 4 ranks, in 4 stages 8. --all takes
+mixtral-8x7b for a JSON that divides experts, where the job's model has none.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from tools.proofs.ranks import REPOSITORY
 from tools.rehearsal import stages
 from tools.rehearsal.job import Job
 from tools.rehearsal.layout import rehearsed
+from tools.rehearsal.mixture import with_experts
 from tools.rehearsal.report import (
     Result,
     markdown,
@@ -57,6 +59,7 @@ from tools.rehearsal.report import (
 from tools.rehearsal.stages import Done, Rehearsal, StageFailed, train_command
 
 INTERRUPTED = 130
+_OF_TABLES = {"--all": (0,), "--only": (0, 1), "--markdown": (0, 1)}
 
 
 def main(argv: list[str], command: stages.Command = train_command) -> int:
@@ -66,11 +69,16 @@ def main(argv: list[str], command: stages.Command = train_command) -> int:
     asked = parse_command(rest)
     if args.markdown and not args.all:
         parser.error(f"--markdown {args.markdown}: the table is of --all")
+    if args.only and not args.all:
+        parser.error(f"--only {' '.join(args.only)}: it chooses of --all; or give --deepspeed")
     if args.all and any(word.startswith("--deepspeed") for word in rest):
         parser.error("--all rehearses every shipped JSON: leave --deepspeed out")
     jsons = [asked.deepspeed_path]
     if args.all:
         jsons = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+        if unknown := {*args.only} - {path.name for path in jsons}:
+            parser.error(f"--only {' '.join(sorted(unknown))}: ds_configs/ has no such file")
+        jsons = [path for path in jsons if not args.only or path.name in args.only]
     results, codes = [], []
     try:
         for path in jsons:
@@ -85,13 +93,19 @@ def main(argv: list[str], command: stages.Command = train_command) -> int:
         passed = codes.count(0)
         print(f"{passed} of {len(results)} rehearsals held, {total:.0f} s together")
     if args.markdown:
-        args.markdown.write_text(markdown(results, " ".join(_shown(argv))), encoding="utf-8")
+        kept = args.markdown.read_text("utf-8") if args.only and args.markdown.exists() else ""
+        table = markdown(results, " ".join(_shown(argv)), kept)
+        args.markdown.write_text(table, encoding="utf-8")
     return max(codes)
 
 
 def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> tuple[Result, int]:
     """Plan and rehearse one JSON; says everything."""
     result, began = Result(asked.deepspeed_path.name), time.monotonic()
+    if args.all:
+        asked, result.model = with_experts(asked)
+    if result.model:
+        _say(f"{result.name} divides experts, of which the model has none: {result.model} has them")
     try:
         world = world_of(args)
         real = _planned(asked, world)
@@ -99,10 +113,9 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
             say(describe(real))
         ranks = args.ranks
         if args.all and ranks:  # one number for all: what is divided over more needs a rank each
-            fewest = rehearsed(
-                replace(real.grid, world_size=real.grid.world_size // real.grid.data)
-            )
-            ranks = max(ranks, fewest.ranks)
+            grid = real.grid
+            one = replace(grid, world_size=grid.world_size // grid.data, expert=1)
+            ranks = max(ranks, rehearsed(one).ranks)
         job = result.job = Job.of(real, ranks, asked.trust_remote_code)
     except ValueError as error:
         aim = "plan" if isinstance(error, ConfigError) else "shrink the model of"
@@ -169,14 +182,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--keep", action="store_true", help="keep that folder; a failure does, too")
     parser.add_argument("--all", action="store_true", help="every shipped ds_configs/*.json")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME.json",
+        help="of --all; with --markdown the other rows of FILE stay",
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="with --all: write a table")
     return parser
 
 
 def _shown(argv: list[str]) -> list[str]:
     """The arguments of a table, without those that every table has."""
-    at = argv.index("--markdown") if "--markdown" in argv else len(argv)
-    return [word for word in argv[:at] + argv[at + 2 :] if word != "--all"]
+    own = {at + n for at, word in enumerate(argv) for n in _OF_TABLES.get(word, ())}
+    return [word for at, word in enumerate(argv) if at not in own]
 
 
 def _stage(result: Result, done: Done) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from harness.checkpoint.fragment import Fragment
 from harness.checkpoint.index import Entry
+from harness.checkpoint.staging import STAGING
 from harness.checkpoint.tensor_file import header
 from harness.files.regular_file import open_regular
 
@@ -42,7 +43,7 @@ def write_fragments(
 ) -> tuple[list[Written], list[Entry]]:
     """Write a rank's fragments into files of about FILE_BYTES, on disk when this returns.
 
-    Needs no memory beyond one tensor of a file: where fragments are on a GPU, that one's copy.
+    Needs no memory beyond that of STAGING, which fragments on a GPU pass through.
     """
     written, entries = [], []
     for number, batch in enumerate(_batches(fragments)):
@@ -85,11 +86,10 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
         hashed = [_HASHING.submit(digest.update, head)]
         file.write(head)
         for tensor in map(tensors.__getitem__, places):
-            data = tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().data
-            hashed.append(_HASHING.submit(digest.update, data))
-            file.write(data)
-            if tensor.device.type != "cpu":
-                hashed[-1].result()  # its copy goes before the next one comes
+            for part in STAGING.on_host(tensor):
+                hashed.append(_HASHING.submit(digest.update, part.numpy().data))
+                STAGING.used_until(hashed[-1].result)
+                file.write(part.numpy().data)
         size = file.tell()
         file.flush()
         os.fsync(file.fileno())

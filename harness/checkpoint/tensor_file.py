@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from harness.checkpoint.staging import STAGING
 from harness.errors import Unusable
 from harness.files.regular_file import open_regular
 from harness.files.tensor_header import StoredTensor, header_of
@@ -90,7 +91,10 @@ class TensorReader:
                 f"{self._path} has {stored.numel} elements of {key}, not {first + out.numel()}"
             )
         self._file.seek(stored.start + first * dtype.itemsize)
-        if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+        if STAGING.is_remote(out):
+            STAGING.fill(out, dtype, lambda host: self._read_into(host, key))
+            return
+        if out.dtype == dtype and out.is_contiguous():
             self._read_into(out, key)
             return
         for part in out.split(_CHUNK_BYTES // dtype.itemsize):

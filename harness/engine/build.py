@@ -21,6 +21,7 @@ from harness.engine.deepspeed_0_19.internals import inner_optimizer
 from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.empty import empty_model
 from harness.engine.expert import Experts
+from harness.engine.float32 import float32_products
 from harness.engine.groups import Groups, ModelParallelUnit, make_groups
 from harness.engine.matrices import Matrices
 from harness.engine.optimizers import Orthogonalizing, our_optimizer
@@ -208,6 +209,8 @@ def _parameter_groups(
 def _set_up_gpu_node(plan: Plan) -> list[dict[str, Any]]:
     """Set torch's allocators, and the threads of an optimizer on the host. Collective."""
     events = [set_allocators(plan.world)]
+    if plan.precision == "fp32":
+        events.append(float32_products())
     if offloaded_to(plan.deepspeed, "optimizer") != "none":
         threads = share_cores(plan.world)
         message = f"the optimizer steps on the host, with {threads} threads on rank 0"

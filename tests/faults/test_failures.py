@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import datetime
+
 import pytest
 
 from tests.faults.conftest import Trial, arguments
@@ -9,6 +12,8 @@ from tests.two_ranks import events
 
 pytestmark = pytest.mark.slow
 
+PROMISED_S = 30.0
+"""Within which all ranks have ended after the failure of one."""
 PLACES = [("in a step", 5), ("in an evaluation", 2), ("reading a step's batches", 6)]
 
 
@@ -17,6 +22,7 @@ PLACES = [("in a step", 5), ("in an evaluation", 2), ("reading a step's batches"
 @pytest.mark.parametrize(("place", "nth"), PLACES)
 def test_a_failure_of_one_rank_ends_all(place: str, nth: int, rank: int, trial: Trial) -> None:
     fault = {"rank": rank, "at": place, "nth": nth, "do": "raise", "nccl": True}
+    started = time.time()
     ended = trial.start(code=1, **fault)
     why = "RuntimeError: a planted failure of one rank"
     assert "Traceback" in ended.outputs[rank]
@@ -25,6 +31,8 @@ def test_a_failure_of_one_rank_ends_all(place: str, nth: int, rank: int, trial: 
     assert f"rank {1 - rank} ends: rank {rank} failed: {why}" in ended.outputs[1 - rank]
     (event,) = events(trial.run, "failed")
     assert (event["rank"], event["attempt"], event["message"]) == (rank, 1, why)
+    failed = datetime.fromisoformat(event["time"]).timestamp()
+    assert started + max(ended.seconds) - failed < PROMISED_S
     status = trial.run.read_status() or {}
     assert (status["outcome"], status["code"], status["message"]) == ("failed", 1, why)
 

@@ -196,11 +196,14 @@ GIB = 2**30
 
 def test_the_peak_of_8192_tokens_and_a_vocabulary_of_128256() -> None:
     tokens, hidden, vocab = 8192, 4096, 128_256
-    head = HeadAlone(tokens, hidden, vocab, loss_chunk(None, vocab, tokens), "meta")
+    chunk = loss_chunk(None, vocab, tokens)
+    head = HeadAlone(tokens, hidden, vocab, chunk, "meta")
     with Peak() as peak:
         head.run()
-    beside = peak.most - 2 * vocab * hidden - 2 * tokens * hidden  # both gradients
-    assert 0.3 * GIB < beside < 0.6 * GIB
+    assert peak.most < 1.5 * GIB
+    # The head's gradient; a chunk's slope in fp32 and bf16; in fp32 the hidden states' gradient.
+    parts = 2 * vocab * hidden + (4 + 2) * chunk * tokens + 4 * tokens * hidden
+    assert parts <= peak.most < 1.001 * parts
 
 
 def test_live_bytes_on_a_cpu() -> None:
@@ -209,5 +212,4 @@ def test_live_bytes_on_a_cpu() -> None:
     head = HeadAlone(tokens, hidden, vocab, 1024)
     with rise() as rose:
         head.run()
-    beside = rose.bytes - 2 * vocab * hidden - 2 * tokens * hidden
-    assert 0 < beside < 1.5 * GIB / 64
+    assert 2 * vocab * hidden < rose.bytes < 1.5 * GIB / 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,9 +54,12 @@ class Bench:
     shared: Path
     ranks: int
     accelerator: str
+    limit_s: float = math.inf
+    """When the process of this step is ended."""
     checks: list[Check] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     """What was measured, for programs."""
+    began: float = field(default_factory=time.monotonic)
     _zygote: Zygote | None = None
 
     @property
@@ -97,6 +101,11 @@ class Bench:
         """Raise Skipped on one rank."""
         if self.ranks < 2:
             raise Skipped(NEEDS_TWO)
+
+    def time_for(self, seconds: float) -> None:
+        """Raise Skipped where so much is not left of the step's time."""
+        if time.monotonic() - self.began + seconds > self.limit_s:
+            raise Skipped(f"no time was left of {self.limit_s:.0f} s: see --limit")
 
     @property
     def power_of_two(self) -> int:

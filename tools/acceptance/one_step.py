@@ -21,11 +21,12 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="of this step; its parent is all steps'")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--accelerator", required=True)
+    parser.add_argument("--limit-s", type=float, required=True)
     args = parser.parse_args()
     if args.accelerator == "cuda":
         os.environ |= ON_CUDA
     step = importlib.import_module(args.module)
-    bench = Bench(args.folder, args.folder.parent, args.ranks, args.accelerator)
+    bench = Bench(args.folder, args.folder.parent, args.ranks, args.accelerator, args.limit_s)
     with contextlib.closing(bench):
         figure = step.look(bench)
     checks = [asdict(check) for check in bench.checks]

@@ -19,6 +19,7 @@ _CELLS = (
     ("llama", "zero3", "bf16"),
     ("llama", "zero2_offload", "bf16"),
     ("llama_deep", "pipe2_zero1", "fp32"),
+    ("llama_deep", "pipe2_zero1", "bf16"),
 )
 _RACING = ("zero2", "zero3", "zero2_offload")
 """Layouts whose transfers run beside their computation."""
@@ -31,7 +32,8 @@ def look(bench: Bench) -> str:
     cells = [cell_of(*names, ranks=bench.power_of_two) for names in _CELLS]
     bench.check("train every layout", lambda: _trained_together(bench, cells, "cells", {}))
     for cell in cells:
-        bench.check(cell.layout, lambda cell=cell: _equal(bench, cell, worst))
+        name = f"{cell.layout} in {cell.precision}"
+        bench.check(name, lambda cell=cell: _equal(bench, cell, worst))
     bench.check("a loss that is NaN", lambda: _discarded(bench))
     bench.check("roll back after a spike", lambda: _rolled_back(bench))
     racing = [cell for cell in cells if cell.layout in _RACING]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from tools.acceptance.bench import Bench, Failed, Skipped, expect
@@ -17,7 +19,31 @@ _ON_GPUS = {
     "data.seq_len": "4096",
     "train.micro_batch": "1",
 }
-_RUNGS = {"cuda": ("sdpa", "flash", "fused optimizer", "compile"), "cpu": ("eager", "sdpa")}
+_RUNGS = {
+    "cuda": ("sdpa", "flash", "fused optimizer", "liger", "compile"),
+    "cpu": ("eager", "sdpa"),
+}
+_ZERO = "ds.zero_optimization"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A change that is measured on top of the highest rung, and not kept."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    json: str = "zero1"
+    env: dict[str, str] = field(default_factory=dict)
+
+
+BESIDE = {
+    "with DeepSpeed's timers": Beside({"ds.timers.throughput.enabled": "true"}),
+    "without expandable segments": Beside(env={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
+    "ZeRO 3": Beside(json="zero3"),
+    # Of this model's layers, each of which is then gathered at once; docs/performance.md.
+    "ZeRO 3, leaf modules": Beside(
+        {f"{_ZERO}.stage3_module_granularity_threshold": "6000000"}, "zero3"
+    ),
+}
 _STEPS = {"cuda": (3, 12), "cpu": (1, 2)}
 
 
@@ -29,27 +55,43 @@ def look(bench: Bench) -> str:
     settings.pop("train.global_batch")
     settings |= _ON_GPUS if bench.on_cuda else {}
     case = Case("base", settings)
-    json_path = REPOSITORY / "ds_configs" / "zero1.json"
     lines: list[dict[str, Any]] = []
+    spent: list[float] = []
 
-    def climbed(rung: str) -> str:
-        nonlocal case
-        tried = case.on_top(rung)
-        line = measured(tried, json_path, bench.ranks, warmup, steps)
-        bench.values[rung] = line
+    def taken(name: str, tried: Case, beside: Beside) -> str:
+        """Measure a case, and compare its losses with the lowest rung's."""
+        began = time.monotonic()
+        bench.time_for(max(spent, default=0.0))
+        how = REPOSITORY / "ds_configs" / f"{beside.json}.json"
+        line = measured(tried, how, bench.ranks, warmup, steps, env=beside.env)
+        spent.append(time.monotonic() - began)
+        bench.values[name] = line
         if refusal := line.get("refused"):
             raise Skipped(refusal)
         if "step_time_s" not in line:
             raise Failed(line.get("error", "nothing was measured"))
         apart = losses_apart(line, lines[0] if lines else {})
         expect(apart is None, str(apart))
-        case = Case(case.name, tried.settings)
         lines.append(line)
         return _rates(line)
 
+    def climbed(rung: str) -> str:
+        nonlocal case
+        rates = taken(rung, case.on_top(rung), Beside())
+        case = case.on_top(rung)
+        return rates
+
     for rung in _RUNGS[bench.accelerator]:
         bench.check(rung, lambda rung=rung: climbed(rung))
-    bench.not_on_cpu("the rungs above, MFU and host waits")
+    for name, beside in BESIDE.items():
+        if bench.on_cuda:
+            tried = Case(name, {**case.settings, **beside.settings})
+            bench.check(name, lambda name=name, tried=tried, b=beside: taken(name, tried, b))
+        bench.not_on_cpu(name)
+    for rung in _RUNGS["cuda"]:
+        if rung not in _RUNGS[bench.accelerator]:
+            bench.not_on_cpu(rung)
+    bench.not_on_cpu("MFU and host waits")
     best = max(lines, key=lambda line: float(line["tokens_per_s_per_gpu"]), default=None)
     return _rates(best) if best else ""
 

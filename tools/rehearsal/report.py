@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from harness.layout.shape import Shape, num_parameters
@@ -12,6 +13,7 @@ from tools.rehearsal.layout import grid_product
 from tools.rehearsal.stages import Done
 
 STAGES = ("plan", "train", "interrupt", "resume", "export", "elsewhere")
+_OTHERS = "Others, "
 
 
 @dataclass
@@ -23,6 +25,8 @@ class Result:
     job: Job | None = None
     done: list[Done] = field(default_factory=list)
     problem: str | None = None
+    model: str | None = None
+    """Of a preset in the place of the job's own, which has no experts to divide."""
 
     @property
     def seconds(self) -> float:
@@ -71,8 +75,12 @@ def verdict(result: Result) -> str:
     return f"all held in {result.seconds:.0f} s. Not rehearsed: {missing}"
 
 
-def markdown(results: list[Result], arguments: str) -> str:
-    """The table for docs/."""
+def markdown(results: list[Result], arguments: str, kept: str = "") -> str:
+    """The table for docs/; rows of `kept`, an earlier one, stay where nothing replaces them."""
+    made = f"{machine()}: {versions()}"
+    rows = _rows(kept) | {result.name: (_row(result), made) for result in results}
+    several = {made_on for _, made_on in rows.values()}
+    first = next(iter(rows.values()))[1] if kept else made
     lines = [
         "# Rehearsals of the shipped configs",
         "",
@@ -80,7 +88,8 @@ def markdown(results: list[Result], arguments: str) -> str:
         "",
         f"    python tools/rehearse.py --all --markdown docs/rehearsal.md {arguments}",
         "",
-        f"on {machine()}: {versions()}.",
+        f"on {first}.",
+        *(f"{_OTHERS}{_names(rows, other)}: {other}." for other in sorted(several - {first})),
         "",
         f"Each row plans the real job, then trains its small model for {STEPS} steps on CPU",
         "ranks; trains again and is stopped by a signal; resumes, equal bit for bit; exports, and",
@@ -89,21 +98,41 @@ def markdown(results: list[Result], arguments: str) -> str:
         "",
         f"| JSON | GPUs | rehearsed on | precision | {' | '.join(STAGES)} | total | verdict |",
         f"|---|---|---|---|{'---:|' * (len(STAGES) + 1)}---|",
+        *(rows[name][0] for name in sorted(rows)),
+        "",
+        f"All together: {sum(int(row.split(' | ')[-2]) for row, _ in rows.values())} s.",
     ]
-    for result in results:
-        took = {done.stage: f"{done.seconds:.1f}" for done in result.done}
-        cells = [f"`{result.name}`"]
-        if result.job is None:
-            cells += [""] * 3
-        else:
-            real = result.job.real
-            cells += [str(real.grid.world_size), str(result.job.layout), real.precision]
-        cells += [took.get(stage, "") for stage in STAGES]
-        cells += [f"{result.seconds:.0f}", _short(result)]
-        lines.append(f"| {' | '.join(cells)} |")
-    total = sum(result.seconds for result in results)
-    lines += ["", f"All together: {total:.0f} s."]
     return "\n".join(lines) + "\n"
+
+
+def _rows(table: str) -> dict[str, tuple[str, str]]:
+    """Return the rows of a table by JSON, each with what it was made on."""
+    first = re.search(r"^on (.+)\.$", table, re.MULTILINE)
+    others = {
+        name: line[2]
+        for line in re.finditer(rf"^{_OTHERS}([^:]+): (.+)\.$", table, re.MULTILINE)
+        for name in re.findall(r"`(.+?)`", line[1])
+    }
+    found = re.finditer(r"^\| `(.+?)`.*$", table, re.MULTILINE)
+    return {row[1]: (row[0], others.get(row[1], first[1] if first else "")) for row in found}
+
+
+def _names(rows: dict[str, tuple[str, str]], made: str) -> str:
+    return ", ".join(f"`{name}`" for name, (_, made_on) in sorted(rows.items()) if made_on == made)
+
+
+def _row(result: Result) -> str:
+    """Return a rehearsal as a row of the table."""
+    took = {done.stage: f"{done.seconds:.1f}" for done in result.done}
+    cells = [f"`{result.name}`" + (f" with {result.model}" if result.model else "")]
+    if result.job is None:
+        cells += [""] * 3
+    else:
+        real = result.job.real
+        cells += [str(real.grid.world_size), str(result.job.layout), real.precision]
+    cells += [took.get(stage, "") for stage in STAGES]
+    cells += [f"{result.seconds:.0f}", _short(result)]
+    return f"| {' | '.join(cells)} |"
 
 
 def _short(result: Result) -> str:

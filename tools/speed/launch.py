@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tools.bounded import run_bounded
@@ -34,10 +36,11 @@ def measured(
     warmup: int,
     steps: int,
     limit_s: float = LIMIT_S,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the report of tools/speed/worker.py, or its end under `refused` or `error`.
 
-    One micro-batch a step on each of `ranks` unless the case says otherwise.
+    One micro-batch a step on each of `ranks` unless the case says otherwise. `env`: beside ours.
     """
     with tempfile.TemporaryDirectory() as scratch:
         out, log = Path(scratch, "found.json"), Path(scratch, "log.txt")
@@ -48,7 +51,7 @@ def measured(
         command += ["-m", "tools.speed.worker", f"--deepspeed={deepspeed.resolve()}"]
         command += [f"--warmup={warmup}", f"--steps={steps}", f"--out={out}"]
         command += [f"{key}={value}" for key, value in {**_TIMED, **own, **case.settings}.items()]
-        ended = run_bounded(command, limit_s, log, REPOSITORY, os.environ)
+        ended = run_bounded(command, limit_s, log, REPOSITORY, {**os.environ, **env})
         report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         last = (log.read_text(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
     if ended.code is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from harness.plan.plan import Plan
 from harness.run.live_memory import is_out_of_memory
 from tools.preflight_checks.network import all_reduce_gb_per_s
 from tools.speed.recorder import Enough, Recorder
+
+FALLBACKS = ("fallback", "changed", "not_compared", "loss_not_chunked", "loss_not_fused")
+"""Kinds of events: precision, attention, a value of the JSON, what is not compared or fused."""
 
 
 def main() -> None:
@@ -72,14 +76,18 @@ def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
     links = None
     if plan.world.world_size > 1:
         links = all_reduce_gb_per_s(plan.world, device)
-    events = run.engine.events  # type: ignore[attr-defined]
     return {
         **report,
         **_rates(plan, report["step_time_s"]),
         **_peak(device),
         "all_reduce_gb_per_s": links,
-        "fallbacks": [event["why"] for event in events if event["kind"] == "fallback"],
+        "fallbacks": fallbacks(run.folder.read_events()),
     }
+
+
+def fallbacks(events: Iterable[dict[str, Any]]) -> list[str]:
+    """Return in what a run computes otherwise than it was asked to, or than is fastest."""
+    return [str(event["message"]) for event in events if event["kind"] in FALLBACKS]
 
 
 def _expected(plan: Plan) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Cell:
     """True if one step is judged to be a spike, and skipped."""
     resumes: bool = False
     """True if a second run resumes the first, and is measured instead of it."""
+    adapts: bool = False
+    """True if it begins with weights that stay as they are."""
 
     @property
     def is_plain(self) -> bool:
@@ -46,6 +48,8 @@ class Cell:
     @property
     def model(self) -> str:
         """The model, of tools/proofs/models.py."""
+        if self.adapts:
+            return "llama_weights"
         return "mixtral" if value_of(self._values, "expert_parallel.enabled") else "llama"
 
     @property
@@ -69,6 +73,7 @@ class Cell:
             *("save.every=2", "save.async=true", "save.export=false", "guard.replicas_every=2"),
             *("plan.force=true", "layout.verify=false", "guard.hang_floor_s=0"),
             *("log.weights_every=1", "log.attention_every=4"),
+            *([f"model.init_from={folder / self.model}"] if self.adapts else []),
             *(["ds.bf16.enabled=true"] if "bf16" in self._values else []),  # on any processor
             *smaller,
             *self.arguments,
@@ -98,6 +103,7 @@ def _offloaded(*arguments: str) -> tuple[str, ...]:
 
 
 _OFFLOADED_LAYERS = ("model.checkpointing=full", "model.activation_offload=true")
+_CHUNKS = "model.loss_chunk=128"  # a quarter of the vocabulary
 _SKIP, _CLIP = "guard.spikes=skip", "optim.clip_value=0.001"
 VARIANTS = [
     *(Cell(f"{n}-discard", n, (_SKIP,), discards=True) for n in ("zero1", "zero2", "zero3")),
@@ -114,6 +120,11 @@ VARIANTS = [
     *(Cell(f"{n}-documents", n, ("data.document_mask=true",)) for n in ("zero1", "pipeline2")),
     *(Cell(f"{n}-recompute", n, ("model.checkpointing=full",)) for n in ("zero1", "zero3")),
     *(Cell(f"{n}-activation_offload", n, _OFFLOADED_LAYERS) for n in ("zero1", "zero3")),
+    *(Cell(f"{n}-chunked", n, (_CHUNKS,)) for n in ("zero1", "zero3", "pipeline2")),
+    *(Cell(f"{n}-selective", n, ("model.checkpointing=selective",)) for n in ("zero1", "zero3")),
+    *(Cell(f"{n}-tiles", n, ("model.mlp_tiles=2",)) for n in ("zero1", "zero3")),
+    *(Cell(f"{n}-lora", n, ("model.lora.rank=4",), adapts=True) for n in ("zero1", "zero3")),
+    *(Cell(f"{n}-reversible", n, ("model.reversible=true",)) for n in ("zero1", "zero3")),
     Cell(
         "zero3-partitioned", "zero3", ("ds.zero_optimization.stage3_param_persistence_threshold=0",)
     ),

@@ -27,6 +27,21 @@ def prepare(folder: Path) -> None:
     draw = random.Random(0)
     texts = [" ".join(draw.choices(_WORDS, k=draw.randrange(5, 60))) for _ in range(400)]
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    _write_weights(folder / "llama", folder / "llama_weights", folder / "text.jsonl")
+
+
+def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
+    """Write a model with weights and tokenizer: those that adapters are trained beside."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from harness.data.corpus import find_corpus
+    from harness.data.tokenizer import train_tokenizer
+
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    made.to(torch.bfloat16).save_pretrained(folder)
+    train_tokenizer(find_corpus(str(corpus)), VOCAB_SIZE).save_pretrained(folder)
 
 
 def impossible(cell: Cell) -> str:

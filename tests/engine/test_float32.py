@@ -1,0 +1,30 @@
+"""fp32 means fp32 unless the user says otherwise, and the run says which."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.two_ranks import REPOSITORY
+from tools.proofs.ranks import environment
+
+_SHOW = """
+from harness.engine.float32 import float32_products
+print(float32_products()["message"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "products of fp32 are computed in fp32"),
+        ("1", "products of fp32 are rounded to TF32"),
+    ],
+)
+def test_an_event_says_whether_fp32_is_tf32(value: str | None, expected: str) -> None:
+    env = environment({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": value})
+    command = [sys.executable, "-c", _SHOW]
+    shown = subprocess.check_output(command, env=env, cwd=REPOSITORY, text=True)
+    assert shown.startswith(expected)
