@@ -20,6 +20,7 @@ from harness.errors import ExitCode
 from tests.browser import Browser, needs_browser
 from tests.run_tools import printed
 from tools.clean_data import main
+from tools.tokenize_data import main as tokenize
 
 pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")
 
@@ -71,7 +72,7 @@ def corpus(folder: Path) -> Path:
 def _small_shards() -> Any:
     patch = pytest.MonkeyPatch()
     whole = shards.shards_of
-    patch.setattr(shards, "shards_of", lambda corpus: whole(corpus, 20_000))
+    patch.setattr(shards, "shards_of", lambda corpus, _=0: whole(corpus, 20_000))
     yield
     patch.undo()
 
@@ -197,6 +198,67 @@ def test_killed_at_any_point_it_ends_with_the_same_bytes(
     )
     for key in ("documents", "characters", "after_steps", "strictness"):
         assert ours[key] == undisturbed[key]
+
+
+@pytest.mark.slow
+def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
+    cleaned: tuple[Path, Path],
+    tmp_path: Path,
+    tokenizer_dir: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Killed among the shards, and again while they are joined."""
+    path, out = cleaned
+    plain = tmp_path / "plain"
+    words = [f"data.path={out / 'data'}", f"data.tokenizer={tokenizer_dir}", f"--out={plain}"]
+    assert tokenize(words) == ExitCode.DONE
+    asked = [str(path), str(out), "--workers=1", f"--tokenizer={tokenizer_dir}"]
+
+    def killed_at(name: str) -> None:
+        whole, count = getattr(shards, name), 0
+
+        def dying(*arguments: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > 1 or name == "join_indexed":
+                os.killpg(0, signal.SIGKILL)
+            return whole(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shards, name, dying)
+            child = os.fork()
+            if not child:
+                os.setpgid(0, 0)
+                os._exit(main(asked))
+            _, code = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(code) == -signal.SIGKILL
+        assert not (out / "tokens.idx").exists()
+
+    killed_at("encode_corpus")
+    finished = [path for path in out.glob("tokens.*-shards/*") if path.name.isdigit()]
+    assert [path.name for path in finished] == ["00000"]
+    killed_at("join_indexed")
+    assert len(shards.shards_of(find_corpus(str(out / "data")))) > 2
+    assert main(asked) == ExitCode.DONE
+    for suffix in (".bin", ".idx"):
+        assert (out / f"tokens{suffix}").read_bytes() == Path(f"{plain}{suffix}").read_bytes()
+    written = json.loads((out / "report.json").read_text())["documents"]["written"]
+    assert f"tokens.bin and .idx: {written} documents" in capsys.readouterr().out
+    assert main([*asked, "--json"]) == ExitCode.DONE  # nothing left to do
+    assert json.loads(capsys.readouterr().out)["documents"]["written"] == written
+    assert not [*out.glob("tokens.*shards*")]
+
+
+def test_a_tokenizer_is_looked_at_before_the_text(
+    tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write_jsonl({"text": "a"})), str(tmp_path / "out"), f"--tokenizer={tmp_path}/lost"]
+    assert main(words) == ExitCode.BAD_CONFIG
+    assert f"--tokenizer: {tmp_path}/lost opens as no tokenizer" in capsys.readouterr().err
+    assert main([*words, "--slurm"]) == ExitCode.BAD_CONFIG
+    assert "slurm/tokenize.sbatch data.path=" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_tasks_that_keep_nothing_shift_no_numbers(tmp_path: Path) -> None:

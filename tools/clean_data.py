@@ -3,13 +3,16 @@
     python tools/clean_data.py corpus.jsonl cleaned --recipe light
     python tools/clean_data.py pages/ cleaned --recipe fineweb language.keep='["de"]' c4=false
     python tools/clean_data.py pages/ cleaned --recipe my-recipe.toml --slurm
+    python tools/clean_data.py pages/ cleaned --tokenizer my-tokenizer
     python tools/clean_data.py --keys
 
 IN is what data.path reads, as plain text: JSON lines, CSV, Parquet, text files, a folder of them.
 OUT becomes a folder: data/ (JSON lines, for data.path=OUT/data), removed/STEP/ (what each step
 removed), report.html, report.json and report.txt. A recipe is a preset or a TOML file with a table
 for each step; key=value changes it. The work is datatrove's, on all cores or, under --slurm, as
-arrays that wait for each other, with slurm/site.env.
+arrays that wait for each other, with slurm/site.env. --tokenizer, a folder or hub id, tokenises the
+cleaned text straight after, as tools/tokenize_data.py does: into OUT/tokens.bin and OUT/tokens.idx,
+for data.path=OUT/tokens.
 
 Interrupted or killed, the same command goes on, and ends with the same bytes. Exit code 0; 2 for
 input with problems; 74 if the disk is full; 75 if it was stopped.
@@ -84,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", metavar="COLUMN", help="column of the text (default: text)")
     parser.add_argument("--workers", type=int, default=cores(), help="processes: %(default)s")
     parser.add_argument("--slurm", action="store_true", help="as Slurm arrays, with slurm/site.env")
+    parser.add_argument(
+        "--tokenizer", metavar="TOKENIZER", help="write OUT/tokens.bin and .idx, too"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="of the tokenizer")
     parser.add_argument("--keep-work", action="store_true", help="keep what lies between the steps")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, and stop")
@@ -120,8 +127,10 @@ def _clean(args: argparse.Namespace) -> int:
                     args.output.rmdir()
             raise
         report = _written(pipeline)
-    if not args.keep_work:
-        shutil.rmtree(pipeline.work, ignore_errors=True)
+        if not args.keep_work:
+            shutil.rmtree(pipeline.work, ignore_errors=True)
+        if args.tokenizer is not None:
+            _tokenize(args, pipeline)
     if args.json:
         print(json.dumps(report))
     else:
@@ -130,6 +139,26 @@ def _clean(args: argparse.Namespace) -> int:
         say(as_text(report))
         say(f"data: data.path={pipeline.data}; report: {args.output / 'report.html'}")
     return int(ExitCode.DONE)
+
+
+def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
+    """Write OUT/tokens.bin and .idx of what is left. Raises ConfigError, OSError, WorkerFailed."""
+    from harness.config.run_config import RunConfig
+    from tools.tokenizing.sources import Share, tokenized
+
+    def report(line: str) -> None:
+        say(line, sys.stderr)
+
+    data = {"path": str(pipeline.data), "tokenizer": args.tokenizer}
+    run = RunConfig.model_validate({"data": data})
+    how = Share(args.workers), report
+    out, trust = args.output / "tokens", args.trust_remote_code
+    try:
+        for line in tokenized(run, out, *how, trust_remote_code=trust):
+            say(line, sys.stderr if args.json else sys.stdout)
+    except ConfigError as error:
+        texts = [text.removeprefix("data.path: ") for text in error.problems]
+        raise ConfigError([f"--tokenizer: {text}" for text in texts]) from error
 
 
 def _empty(folder: Path) -> None:
@@ -176,11 +205,31 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
         problems.append(f"OUT: {args.output} is a file: name a folder")
     if recipe is not None:
         problems += _missing(recipe)
+    problems += _tokenizer_problems(args)
     if args.slurm:
         from tools.sweeps.slurm import slurm_problems
 
         problems += slurm_problems()
     return recipe, problems
+
+
+def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
+    """Return why the text cannot be tokenised: known before it is cleaned."""
+    if args.tokenizer is None:
+        return []
+    if args.slurm:
+        return [
+            "--tokenizer with --slurm would tokenise on this node: leave it away, and then sbatch "
+            f"--array=0-15 slurm/tokenize.sbatch data.path={args.output}/data "
+            f"data.tokenizer={args.tokenizer}"
+        ]
+    from harness.data.tokenizer import load_tokenizer
+
+    try:
+        load_tokenizer(args.tokenizer, trust_remote_code=args.trust_remote_code)
+    except ConfigError as error:
+        return [text.replace("data.tokenizer: ", "--tokenizer: ", 1) for text in error.problems]
+    return []
 
 
 def _corpus(args: argparse.Namespace) -> Any:

@@ -16,10 +16,8 @@ input with problems; 74 if the disk is full; 75 if it was stopped.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -28,10 +26,8 @@ from harness.config.run_file import load_run_config
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
 from harness.terminal import say
-from tools.workers import ProgressLine, Stopped, WorkerFailed, cores, run_workers, stopping
-
-if TYPE_CHECKING:
-    from harness.data.shards import ShardedTokens
+from tools.tokenizing.sources import Share, tokenized
+from tools.workers import Stopped, WorkerFailed, cores, stopping
 
 
 def main(argv: list[str]) -> int:
@@ -89,39 +85,15 @@ def _tokenize(args: argparse.Namespace) -> int:
         problems.append(f"--out writes one corpus, that of data.path: remove {names}")
     if problems:
         raise ConfigError(problems)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    from tools.tokenizing.work import Work  # torch, by way of transformers
-
-    work = Work(run, args.out, lambda line: print(line, file=sys.stderr), args.trust_remote_code)
-    for source in work.sources():
-        tokens = source.tokens
-        _write_shards(tokens, work.missing(source), args)
-        if missing := work.missing(source):
-            say(
-                f"{len(missing)} of {len(tokens.shards)} shards of {tokens.corpus.path} are left "
-                "to the other tasks; the last to end joins all"
-            )
-        else:
-            say(work.finish(source))
+    share = Share(args.workers, args.task, args.tasks)
+    trust = args.trust_remote_code
+    for line in tokenized(run, args.out, share, _to_stderr, trust_remote_code=trust):
+        say(line)
     return int(ExitCode.DONE)
 
 
-def _write_shards(tokens: ShardedTokens, missing: list[int], args: argparse.Namespace) -> None:
-    """Tokenise this task's share of what is missing."""
-    share = [number for number in missing if number % args.tasks == args.task]
-    if not share:
-        return
-    sizes = [shard.num_bytes for shard in tokens.shards]
-    total = sum(sizes[number] for number in range(args.task, len(sizes), args.tasks))
-    line = ProgressLine("tokenised", total, total - sum(sizes[number] for number in share))
-
-    def watch(done: dict[int, int]) -> None:
-        line.show(sum(min(count, sizes[number]) for number, count in done.items()))
-
-    try:
-        run_workers(tokens.write, share, args.workers, watch)
-    finally:
-        line.end()
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ def resume_problems(
     order of a mixture's sources, which data.mix_until may tie to the length of the run.
     """
     return [
-        f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: {_use(key)}, "
-        f"another run.dir, or resume.allow={key} to change it on purpose"
+        f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: "
+        f"{_use(key, saved, planned)}, another run.dir, or resume.allow={key} to change it on "
+        "purpose"
         for key, old, new in _differences(saved, planned)
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
         if key != "model.attention" or not (_is_exact(old) and _is_exact(new))
@@ -107,14 +108,37 @@ def _is_exact(attention: str) -> bool:
     return row is None or row.is_exact
 
 
-def _use(key: str) -> str:
+def _use(key: str, saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
     """Return the first remedy."""
     if key != "data_fingerprint":
         return "use its value"
     return (
         "documents, token ids or tokenizer have changed (of a .bin above 32 GiB, perhaps its time "
-        "of modification alone): bring back what it was, use"
+        f"of modification alone){_changed_pairs(saved, planned)}: bring back what it was, use"
     )
+
+
+def _changed_pairs(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
+    """Return which pairs of folders of .bin/.idx are others, as text; "" where none is."""
+    before, now = (
+        {
+            f"{source}/{name}".lstrip("/"): tuple(counts)
+            for source, pairs in plan.get("data", {}).get("pairs", {}).items()
+            for name, *counts in pairs
+        }
+        for plan in (saved, planned)
+    )
+    kinds = {
+        "gone": [name for name in before if name not in now],
+        "new": [name for name in now if name not in before],
+        "of another size": [n for n in now if n in before and now[n] != before[n]],
+    }
+    texts = [
+        f"{', '.join(names[:5])}{' and more' * (len(names) > 5)} {what}"
+        for what, names in kinds.items()
+        if names
+    ]
+    return f"; {'; '.join(texts)}" if texts else ""
 
 
 def _value(plan: Mapping[str, Any], key: str) -> Any:

@@ -7,34 +7,57 @@ different sizes and not on the number of items (arXiv 2107.02027 packs histogram
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-@dataclass(frozen=True)
-class Bins:
-    """Items by bin: those of bin b are items[firsts[b] : firsts[b + 1]], large ones first."""
-
-    items: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    """(bins + 1,)"""
+_AT_ONCE = 1 << 18
 
 
-def best_fit(sizes: NDArray[np.int64], capacity: int) -> Bins:
-    """Place items of 1 to `capacity` each into bins, each into the fullest bin with room for it.
+class BestFit:
+    """Items of 1 to `capacity` each in bins, each in the fullest bin with room for it.
 
-    Items of equal size are taken in order. The same sizes give the same bins.
+    Items of equal size are taken in order. The same sizes give the same bins: a histogram alone
+    places them, so that sizes are read a block at a time, and little is held of each item.
     """
-    shelves = _Shelves(capacity)
-    counts = np.bincount(sizes, minlength=1)
-    for size in np.flatnonzero(counts)[::-1].tolist():
-        shelves.place(size, int(counts[size]))
-    slots, per_bin = shelves.contents()
-    items = np.empty(len(sizes), dtype=np.int64)
-    items[_order(slots, capacity)] = _order(sizes, capacity)
-    return Bins(items, np.r_[0, np.cumsum(per_bin, dtype=np.int64)])
+
+    def __init__(self, counts: NDArray[np.int64], capacity: int) -> None:
+        """`counts`: items of each size, from 0."""
+        self._shelves = _Shelves(capacity)
+        for size in np.flatnonzero(counts)[::-1].tolist():
+            self._shelves.place(size, int(counts[size]))
+        self.items, self.num_bins = int(counts.sum()), self._shelves.num_bins
+        ends = np.cumsum(counts)
+        self._free, self._next = ends - counts, ends - counts
+        self._by_size = np.empty(self.items, dtype=np.int64)
+
+    def add(self, sizes: NDArray[np.int64], items: NDArray[np.int64]) -> None:
+        """Add the sizes of the next items, and their numbers."""
+        order, places = _taken(sizes, self._free)
+        self._by_size[places] = items[order]
+
+    def bins(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield (items, number of them in each bin) of consecutive bins, large items first."""
+        for slots, per_bin in self._shelves.contents():
+            order, places = _taken(slots, self._next)
+            items = np.empty(len(slots), dtype=np.int64)
+            items[order] = self._by_size[places]
+            yield items, per_bin
+
+
+def _taken(
+    sizes: NDArray[np.int64], free: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the order of items by size, and the next free place of each one's size, in that order;
+    they are no longer free.
+    """
+    order = _order(sizes, len(free) - 1)
+    counts = np.bincount(sizes, minlength=len(free))
+    before = np.cumsum(counts) - counts
+    places = np.arange(len(sizes)) + np.repeat(free - before, counts)
+    free += counts
+    return order, places
 
 
 def _order(sizes: NDArray[np.int64], largest: int) -> NDArray[np.int64]:
@@ -93,15 +116,32 @@ class _Shelves:
             insort(self._rooms, room)
         self._groups[room].append((content, bins))
 
-    def contents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the sizes of all items, bin by bin, and the number of items in each bin."""
-        slots, per_bin = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    @property
+    def num_bins(self) -> int:
+        """Bins with items."""
+        return sum(bins for groups in self._groups.values() for _, bins in groups)
+
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the sizes of all items, bin by bin, and the number of items in each bin, of about
+        _AT_ONCE items at a time.
+        """
+        slots: list[NDArray[np.int64]] = []
+        per_bin: list[NDArray[np.int64]] = []
+        waiting = 0
         for room in self._rooms:
             for content, bins in self._groups[room]:
                 sizes = self._sizes(content)
-                slots.append(np.tile(sizes, bins))
-                per_bin.append(np.full(bins, len(sizes)))
-        return np.concatenate(slots), np.concatenate(per_bin)
+                at_once = max(1, _AT_ONCE // len(sizes))
+                for first in range(0, bins, at_once):
+                    count = min(at_once, bins - first)
+                    slots.append(np.tile(sizes, count))
+                    per_bin.append(np.full(count, len(sizes)))
+                    waiting += len(slots[-1])
+                    if waiting >= _AT_ONCE:
+                        yield np.concatenate(slots), np.concatenate(per_bin)
+                        slots, per_bin, waiting = [], [], 0
+        if slots:
+            yield np.concatenate(slots), np.concatenate(per_bin)
 
     def _sizes(self, content: int) -> NDArray[np.int64]:
         sizes, copies = [], []

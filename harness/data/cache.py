@@ -92,6 +92,15 @@ def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> N
     return array
 
 
+def release(array: NDArray[Any]) -> None:
+    """Take the pages of a cached_array out of this process; the page cache may keep them."""
+    base: Any = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = base.base
+    if base is not None:
+        base.madvise(mmap.MADV_DONTNEED)
+
+
 def damaged(path: Path, problem: object) -> ConfigError:
     """Return the error for an unreadable file of a finished folder."""
     return ConfigError(

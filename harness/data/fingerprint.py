@@ -29,7 +29,7 @@ class Ids:
     highest: int
 
 
-def survey(file: TokenFile, modified_ns: int | None, report: Report) -> Ids:
+def survey(file: TokenFile, modified_ns: str | None, report: Report) -> Ids:
     """Return hash and range of all ids, or of a sample if the file is large.
 
     `modified_ns` enters the hash of a sample; None for a file of ours, which is read whole.

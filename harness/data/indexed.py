@@ -4,97 +4,102 @@ from __future__ import annotations
 
 import shutil
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.token_file import TokenFile
+from harness.data.pair import Pair
+from harness.data.token_files import TokenFiles
 from harness.errors import ConfigError
-from harness.files.token_index import HEADER, MAGIC, TYPES, read_header
+from harness.files.token_index import HEADER, MAGIC, TYPES
 
 _UINT16, _INT32 = 6, 4
 _COPIED_BYTES = 1 << 24
 
 
 class IndexedTokens:
-    """A .bin/.idx pair: `ids` reads the .bin, the .idx is a memory map.
+    """One or more .bin/.idx pairs, of which the documents follow each other.
 
-    Opening checks the header and the sizes of both files, and raises ConfigError with the sizes in
+    Opening checks the headers and the sizes of all files, and raises ConfigError with the sizes in
     bytes.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    def __init__(self, *prefixes: str | Path) -> None:
         try:
-            self.bin_bytes = self.bin_path.stat().st_size
-            self._open()
+            self._pairs = [Pair(prefix) for prefix in prefixes]
         except OSError as error:
             raise ConfigError(
                 f"data.path: cannot read {error.filename}: {error.strerror}"
             ) from error
-
-    def _open(self) -> None:
-        header = read_header(self.idx_path)
-        offsets_at = HEADER.size + 4 * header.sequences
-        bounds_at = offsets_at + 8 * header.sequences
-        self._require_size(self.idx_path, header.num_bytes, bounds_at + 8 * header.bounds)
-        index = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r"))
-        self._sizes = index[HEADER.size : offsets_at].view("<i4")
-        self._offsets = index[offsets_at:bounds_at].view("<i8")
-        self._bounds = index[bounds_at:].view("<i8")
-        dtype = np.dtype(TYPES[header.code])
-        end = int(self._offsets[-1]) + int(self._sizes[-1]) * dtype.itemsize
-        if self.bin_bytes != end:
-            self._require_width(dtype, header.code)
-        self._require_size(self.bin_path, self.bin_bytes, end)
-        if not end:
-            raise ConfigError(f"{self.bin_path} is empty (0 bytes)")
-        self.ids = TokenFile(self.bin_path, dtype, self.bin_bytes)
-
-    def _require_width(self, dtype: np.dtype[np.integer], code: int) -> None:
-        """Raise ConfigError if the .bin has a value per token, but of another width."""
-        tokens = int(np.sum(self._sizes, dtype=np.int64))
-        for width in (1, 2, 4, 8):
-            if width != dtype.itemsize and tokens * width == self.bin_bytes:
-                raise ConfigError(
-                    f"{self.bin_path} has {width} bytes a token, but type {code} in "
-                    f"{self.idx_path.name} is {dtype.name}, of {dtype.itemsize}"
-                    + ("; in Megatron-LM it is a float, and no token id" if code in (6, 7) else "")
-                    + ": write the ids as int32 (or uint16 below 65,500 of them)"
-                )
-
-    def _require_size(self, path: Path, num_bytes: int, expected: int) -> None:
-        if num_bytes != expected:
+        first = self._pairs[0]
+        if other := next((pair for pair in self._pairs if pair.dtype != first.dtype), None):
             raise ConfigError(
-                f"{path} is {'truncated' if num_bytes < expected else 'too long'}: {num_bytes} "
-                f"bytes, where {self.idx_path.name} describes {expected}"
+                f"data.path: {first.bin_path} holds {first.dtype.name}, {other.bin_path} "
+                f"{other.dtype.name}: all pairs of a folder need one type, so write one of them "
+                "anew, or name both in data.mix"
             )
+        files = [(pair.bin_path, pair.bin_bytes) for pair in self._pairs]
+        self.ids = TokenFiles(files, first.dtype) if files[1:] else first.ids()
+        self.bin_bytes = self.ids.num_bytes
+        self.documents = sum(pair.header.bounds - 1 for pair in self._pairs)
+        more = f" and {len(files) - 1:,} more" if files[1:] else ""
+        self.name = f"{first.bin_path}{more}"
+        """The .bin, for messages."""
+
+    def sizes(self) -> list[tuple[Path, int, int]]:
+        """Return the .bin of each pair, its documents and its tokens."""
+        return [(pair.bin_path, pair.header.bounds - 1, pair.tokens) for pair in self._pairs]
+
+    def modified_ns(self) -> str:
+        """Return the times of modification of all .bin. Raises OSError."""
+        return "-".join(str(pair.bin_path.stat().st_mtime_ns) for pair in self._pairs)
+
+    def starts(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the bounds of the documents in the .bin, in ids, a block at a time: (n + 1,) of n
+        documents, of which the first is the last of the block before.
+
+        Raises ConfigError unless an index describes consecutive documents without gaps.
+        """
+        base = 0
+        for pair in self._pairs:
+            for block in pair.starts():
+                yield block + base
+            base += pair.tokens
 
     def document_starts(self) -> NDArray[np.int64]:
-        """Return the (documents + 1,) start of each document in the .bin, and the end, in ids.
+        """Return the (documents + 1,) bounds of all of starts()."""
+        return np.concatenate([np.zeros(1, np.int64), *(block[1:] for block in self.starts())])
 
-        Reads the whole index. Raises ConfigError unless it describes consecutive documents without
-        gaps.
-        """
-        starts: NDArray[np.int64] = np.r_[0, np.cumsum(self._sizes, dtype=np.int64)]
-        itemsize = self.ids.dtype.itemsize
-        displaced = (self._sizes < 0) | (self._offsets != starts[:-1] * itemsize)
-        if displaced.any():
-            at = int(displaced.argmax())
-            raise ConfigError(
-                f"{self.idx_path}: sequence {at} has {self._sizes[at]} tokens at byte "
-                f"{self._offsets[at]}: the sequences do not follow each other"
-            )
-        ends = (self._bounds[0], self._bounds[-1])
-        if ends != (0, len(self._sizes)) or (np.diff(self._bounds) < 0).any():
-            raise ConfigError(
-                f"{self.idx_path}: its documents run from sequence {ends[0]} to {ends[1]} of "
-                f"{len(self._sizes)}, or are out of order"
-            )
-        bounds: NDArray[np.int64] = starts[self._bounds]
-        return bounds
+    def index_blocks(self) -> Iterator[bytes]:
+        """Yield the .idx that a single pair with all documents would have."""
+        headers = [pair.header for pair in self._pairs]
+        sequences = sum(header.sequences for header in headers)
+        yield HEADER.pack(MAGIC, 1, headers[0].code, sequences, self.documents + 1)
+        yield from (block.tobytes() for pair in self._pairs for block in pair.column("sizes"))
+        base = 0
+        for pair in self._pairs:
+            yield from ((block + base).tobytes() for block in pair.column("offsets"))
+            base += pair.bin_bytes
+        base = 0
+        for number, pair in enumerate(self._pairs):
+            yield from ((of + base).tobytes() for of in pair.column("bounds", int(number > 0)))
+            base += pair.header.sequences
+
+    def place_of(self, place: int) -> tuple[Path, int, int]:
+        """Return the .bin of an id, and the document there and its offset in that."""
+        pair = self._pairs[0]
+        if isinstance(self.ids, TokenFiles):
+            number = self.ids.file_of(place)
+            pair, place = self._pairs[number], place - self.ids.firsts[number]
+        before = 0
+        for block in pair.starts():
+            if place < block[-1]:
+                document = int(np.searchsorted(block, place, side="right")) - 1
+                return pair.bin_path, before + document, place - int(block[document])
+            before += len(block) - 1
+        raise AssertionError(f"{pair.bin_path} has no id {place}")
 
 
 def write_indexed(

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,8 +18,9 @@ from harness.data.encoding import Encoder
 from harness.data.fingerprint import combined, first_outside, survey
 from harness.data.indexed import IndexedTokens, write_indexed
 from harness.data.masks import NO_MASKS, Masks, MaskWriter
+from harness.data.pair import BLOCK
 from harness.data.split import stores_separator, write_splits
-from harness.data.token_file import BLOCK_BYTES
+from harness.data.token_bounds import ANY_LENGTH, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, Unusable, shortened
 from harness.files.data_format import BadLines
@@ -31,10 +33,11 @@ SPLIT_FORMAT = 3
 TOKENS, MASKS, SPLIT_FACTS = "tokens", "masks.npy", "split.json"
 _REPORT_EVERY_CHARS = 1 << 26
 _MOST_FACTS_BYTES = 2**20
+_OF_BOUNDS = ("shorter", "longer")
 _FACT_TYPES: dict[str, type] = {
     "fingerprint": str,
     "add_separator": bool,
-    **dict.fromkeys(("documents", "lowest_id", "highest_id"), int),
+    **dict.fromkeys(("documents", "lowest_id", "highest_id", *_OF_BOUNDS), int),
 }
 _NO_TOKEN_ID = 1 << 24  # no vocabulary is as large
 
@@ -49,6 +52,10 @@ class SplitFacts:
     lowest_id: int
     """Lowest of all ids, or of the sampled ids of a large file (fingerprint.survey)."""
     highest_id: int
+    shorter: int = 0
+    """Documents that are not read: they have fewer tokens than data.min_tokens."""
+    longer: int = 0
+    """And more than data.max_tokens."""
 
 
 @dataclass(frozen=True)
@@ -121,29 +128,48 @@ def write_split(
     held_out: float | None,
     folder: Path,
     report: Report,
+    bounds: TokenBounds = ANY_LENGTH,
 ) -> None:
     """Write both sides of the split and its facts; `masks` is None for the user's .bin/.idx."""
-    modified_ns = tokens.bin_path.stat().st_mtime_ns if masks is None else None
-    starts = tokens.document_starts()
+    modified = tokens.modified_ns() if masks is None else None
     # Documents of ours end with all that they need; the last turn of a chat may be no separator.
-    add_separator = masks is None and not stores_separator(tokens, starts, tokenizer.eos_token_id)
+    add_separator = masks is None and not stores_separator(tokens, tokenizer.eos_token_id)
     masks = masks or NO_MASKS
-    write_splits(folder, starts, masks, held_out, add_separator=add_separator)
+    left_out = write_splits(
+        folder, tokens, masks, held_out, add_separator=add_separator, bounds=bounds
+    )
+    layout = _layout(tokens, masks, tokenizer)
+    if bounds != ANY_LENGTH:
+        layout.update(f"bounds:{bounds.least}:{bounds.most}".encode())
+    ids = survey(tokens.ids, modified, report)
+    facts = SplitFacts(
+        combined(ids, layout.hexdigest()), add_separator, tokens.documents, ids.lowest, ids.highest,
+        **asdict(left_out),
+    )  # fmt: skip
+    written = asdict(facts)
+    if bounds == ANY_LENGTH:  # as earlier versions wrote and read it
+        written = {key: value for key, value in written.items() if key not in _OF_BOUNDS}
+    (folder / SPLIT_FACTS).write_text(json.dumps(written))
+
+
+def _layout(tokens: IndexedTokens, masks: Masks, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the hash of where the documents lie, and of what of them is masked."""
     layout = hashlib.sha256(f"{tokens.bin_bytes}:{tokenizer_hash(tokenizer)}:".encode())
-    with tokens.idx_path.open("rb") as index:
-        while block := index.read(BLOCK_BYTES):
-            layout.update(block)
-    layout.update(np.diff(masks.before(starts)).astype(np.int32).tobytes())
-    nearest = starts[np.minimum(np.searchsorted(starts, masks.starts), len(starts) - 1)]
-    if (nearest != masks.starts).any():
+    for block in tokens.index_blocks():
+        layout.update(block)
+    whole_runs = True
+    for starts in tokens.starts():
+        layout.update(np.diff(masks.before(starts)).astype(np.int32).tobytes())
+        first, last = np.searchsorted(masks.starts, starts[[0, -1]])
+        runs = masks.starts[first:last]
+        whole_runs = whole_runs and bool((starts[np.searchsorted(starts, runs)] == runs).all())
+    if not whole_runs:
         # Of prompts at the start of documents the counts say everything: the fingerprint of
         # earlier versions, whose runs resume.
-        layout.update(np.stack([masks.starts, masks.stops]).tobytes())
-    ids = survey(tokens.ids, modified_ns, report)
-    facts = SplitFacts(
-        combined(ids, layout.hexdigest()), add_separator, len(starts) - 1, ids.lowest, ids.highest
-    )
-    (folder / SPLIT_FACTS).write_text(json.dumps(asdict(facts)))
+        for column in (masks.starts, masks.stops):
+            for at in range(0, len(column), BLOCK):
+                layout.update(column[at : at + BLOCK].tobytes())
+    return layout
 
 
 def read_facts(folder: Path) -> SplitFacts:
@@ -153,6 +179,7 @@ def read_facts(folder: Path) -> SplitFacts:
     except (OSError, Unusable) as error:
         raise damaged(folder / SPLIT_FACTS, error) from error
     types = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
+    types = dict.fromkeys(_OF_BOUNDS, int) | types
     if not isinstance(facts, dict) or types != _FACT_TYPES:
         raise damaged(folder / SPLIT_FACTS, f"it holds {shortened(facts)}")
     return SplitFacts(**facts)
@@ -164,13 +191,12 @@ def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) ->
         return
     outside = first_outside(tokens.ids, vocab_size)
     assert outside is not None, "the range of the ids is that of the file"
-    starts = tokens.document_starts()
-    document = int(np.searchsorted(starts, outside[0], side="right")) - 1
+    path, document, offset = tokens.place_of(outside[0])
     advice = f"set model.overrides.vocab_size={facts.highest_id + 1}"
     if facts.lowest_id < 0 or facts.highest_id >= _NO_TOKEN_ID:
-        advice = f"these are no token ids: is {tokens.idx_path} of the same file?"
+        advice = f"these are no token ids: is {path.with_suffix('.idx')} of the same file?"
     raise ConfigError(
-        f"data.path: {tokens.bin_path}: document {document} has token id {outside[1]} at offset "
-        f"{outside[0] - starts[document]}, outside the model's vocabulary of {vocab_size}; the ids "
+        f"data.path: {path}: document {document} has token id {outside[1]} at offset "
+        f"{offset}, outside the model's vocabulary of {vocab_size}; the ids "
         f"go from {facts.lowest_id} to {facts.highest_id}: {advice}"
     )

@@ -51,6 +51,8 @@ class Source:
     """The first line of the first document, as decoded by the tokenizer."""
     sides: Mapping[str, Packed]
     """Windows of the documents to train on and of those held out, if any."""
+    pairs: tuple[tuple[str, int, int], ...] = ()
+    """Name, documents and tokens of each .bin/.idx pair of a folder of them."""
 
     @property
     def tokens(self) -> int:
@@ -70,6 +72,7 @@ class Source:
     def summary(self) -> str:
         """Return a line about the source, from which users see that it is the right data."""
         name, held_out, left_out, packing = f"{self.name}: " if self.name else "", "", "", ""
+        pairs = f"{len(self.pairs):,} .bin/.idx pairs, " if self.pairs else ""
         if "held_out" in self.sides:
             held_out = f", of which {self.sides['held_out'].split.num_tokens:,} are held out"
         learned = ""
@@ -82,8 +85,9 @@ class Source:
         if isinstance(packed := self.sides["train"], WholeWindows):
             packing = f"; whole documents in {packed.num_windows:,} samples: {packed.counts()}"
         return (
-            f"{name}{self.corpus.path}: {self.facts.documents:,} documents, {self.tokens:,} tokens"
-            f"{held_out}{learned}; the first begins {self.begins!r}{left_out}{packing}"
+            f"{name}{self.corpus.path}: {pairs}{self.facts.documents:,} documents, "
+            f"{self.tokens:,} tokens{held_out}{learned}; the first begins {self.begins!r}"
+            f"{left_out}{packing}"
         )
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -128,17 +132,17 @@ def open_source(
     corpus = corpus_of(spec)
     key = tokens_key(corpus, tokenizer, spec)
     num_ids = spec.model_vocab_size or vocab_size(tokenizer)
-    prefix, masks = corpus.path, None
+    prefixes, masks = corpus.pairs, None
     if corpus.kind != "indexed":
         folder = tokens_folder(cache, key)
         learn = spec.config.learn
         build_once(
             folder, lambda path: write_tokens(corpus, tokenizer, learn, path, report), report
         )
-        prefix, masks = folder / TOKENS, load_masks(folder / MASKS)
+        prefixes, masks = (folder / TOKENS,), load_masks(folder / MASKS)
     elif masks_of(corpus.path).is_file():
         masks = load_masks(masks_of(corpus.path))
-    tokens = IndexedTokens(prefix)
+    tokens = IndexedTokens(*prefixes)
     folder = build_once(
         _split_folder(cache, key, spec),
         lambda path: write_split(tokens, masks, tokenizer, _held_out(spec), path, report),
@@ -159,7 +163,11 @@ def open_source(
         for side in (SIDES if spec.splits else SIDES[:1])
     }
     sides = _packed(documents, folder, spec, report)
-    return Source(name, corpus, facts, _first_line(tokens, tokenizer), sides)
+    pairs = tuple(
+        (str(path.relative_to(corpus.path)), documents, count)
+        for path, documents, count in (tokens.sizes() if corpus.is_folder_of_pairs else ())
+    )
+    return Source(name, corpus, facts, _first_line(tokens, tokenizer), sides, pairs)
 
 
 def cached_fingerprint_of(

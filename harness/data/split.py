@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.data.array_file import ArrayFile
 from harness.data.cache import cached_array
 from harness.data.indexed import IndexedTokens
 from harness.data.masks import Masks
 from harness.data.order import mix
+from harness.data.pair import BLOCK
+from harness.data.token_bounds import ANY_LENGTH, LeftOut, TokenBounds
 from harness.errors import ConfigError
 
 SIDES = ("train", "held_out")
@@ -55,14 +59,19 @@ def load_split(folder: Path, side: str) -> Split:
     return Split(*cached_array(folder / f"{side}.npy", np.dtype("i8"), rows=4))
 
 
-def stores_separator(tokens: IndexedTokens, starts: NDArray[np.int64], eos_id: int) -> bool:
+def stores_separator(tokens: IndexedTokens, eos_id: int) -> bool:
     """Return True if the file's documents end with the separator. Raises ConfigError if some do."""
-    filled = np.flatnonzero(np.diff(starts))
-    sampled = filled[:: 1 + len(filled) // _SAMPLED_DOCUMENTS]
-    ended = int((tokens.ids.read(starts[sampled + 1] - 1) == eos_id).sum())
+    filled = sum(int(np.count_nonzero(np.diff(block))) for block in tokens.starts())
+    step, skipped, lasts = 1 + filled // _SAMPLED_DOCUMENTS, 0, [np.empty(0, np.int64)]
+    for block in tokens.starts():
+        ends = block[1:][np.diff(block) > 0]
+        lasts.append(ends[skipped::step] - 1)
+        skipped = (skipped - len(ends)) % step
+    sampled = np.concatenate(lasts)
+    ended = int((tokens.ids.read(sampled) == eos_id).sum())
     if ended not in (0, len(sampled)):
         raise ConfigError(
-            f"data.path: {ended} of {len(sampled)} documents looked at in {tokens.bin_path} end "
+            f"data.path: {ended} of {len(sampled)} documents looked at in {tokens.name} end "
             f"with the tokenizer's eos (id {eos_id}), the others do not; is data.tokenizer the "
             "one that wrote them?"
         )
@@ -71,48 +80,117 @@ def stores_separator(tokens: IndexedTokens, starts: NDArray[np.int64], eos_id: i
 
 def write_splits(
     folder: Path,
-    starts: NDArray[np.int64],
+    tokens: IndexedTokens,
     masks: Masks,
     held_out: float | None,
     *,
     add_separator: bool,
-) -> None:
-    """Write both sides; `starts` are the documents' (n + 1,) bounds in the .bin.
+    bounds: TokenBounds = ANY_LENGTH,
+) -> LeftOut:
+    """Write both sides, a block of documents at a time; return how many documents are on neither.
 
     A document is held out by a hash of its number alone, so neither the seed nor the tokenizer
-    changes the choice; each side gets at least one. The only document of a corpus is cut: its
-    last part is held out. None holds out nothing.
+    changes the choice, nor `bounds`: what one source trains on, no other holds out. Each side gets
+    at least one. The only document of a corpus is cut: its last part is held out. None holds out
+    nothing.
     """
-    documents = len(starts) - 1
-    numbers, is_held_out = np.arange(documents), np.zeros(documents, dtype=bool)
-    if held_out is not None:
-        is_held_out = _held_out(documents, held_out)
-    if documents == 1 and held_out is not None:
-        first_length = starts[1] - max(1, round(int(starts[1]) * held_out))
-        starts, numbers, is_held_out = (
-            np.insert(starts, 1, first_length),
-            numbers[[0, 0]],
-            np.arange(2) > 0,
-        )
-    lengths, masked = np.diff(starts) + add_separator, np.diff(masks.before(starts))
-    for side, chosen in zip(SIDES, (~is_held_out, is_held_out), strict=True):
-        shape = (4, int(chosen.sum()) + 1)
-        columns = np.lib.format.open_memmap(
-            folder / f"{side}.npy", mode="w+", dtype=np.int64, shape=shape
-        )
-        columns[0, 1:] = np.cumsum(lengths[chosen])
-        columns[1, :-1] = starts[:-1][chosen]
-        columns[2, :-1] = numbers[chosen]
-        columns[3, 1:] = np.cumsum(masked[chosen])
-        columns.flush()
+    blocks = _Blocks(tokens, held_out, add_separator, bounds)
+    sizes, left_out = np.zeros(2, dtype=np.int64), LeftOut()
+    for block in blocks:
+        sizes += [np.count_nonzero(side) for side in block.sides]
+        left_out += block.left_out
+    paths = [folder / f"{name}.npy" for name in SIDES]
+    with _SideFile(paths[0], int(sizes[0])) as train, _SideFile(paths[1], int(sizes[1])) as other:
+        for block in blocks:
+            masked = np.diff(masks.before(block.starts))
+            columns = (block.lengths, block.starts[:-1], block.numbers, masked)
+            for side, chosen in zip((train, other), block.sides, strict=True):
+                side.add(*(column[chosen] for column in columns))
+    return left_out
 
 
-def _held_out(documents: int, fraction: float) -> NDArray[np.bool_]:
-    """Return the (documents,) mask of held-out ones: at least one per side, if there are two."""
-    hashes = mix(mix(np.arange(1, documents + 1, dtype=np.uint64)))
-    is_held_out = hashes < np.uint64(int(fraction * 2**64))
-    if not is_held_out.any():
-        is_held_out[hashes.argmin()] = True
-    elif is_held_out.all():
-        is_held_out[hashes.argmax()] = False
-    return is_held_out
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive documents, and which of them are on each side."""
+
+    starts: NDArray[np.int64]
+    """(n + 1,) in the .bin."""
+    lengths: NDArray[np.int64]
+    """With separators."""
+    numbers: NDArray[np.int64]
+    sides: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+    left_out: LeftOut
+
+
+class _Blocks:
+    """The documents of a corpus, with their sides, a block at a time, as often as is needed."""
+
+    def __init__(
+        self, tokens: IndexedTokens, held_out: float | None, separator: bool, bounds: TokenBounds
+    ) -> None:
+        self._tokens, self._share, self._separator = tokens, held_out, separator
+        self._bounds = bounds
+        self._moved: dict[int, bool] = {}
+        """Numbers of documents that are held out, or are not, whatever their hash is."""
+        if held_out is not None:
+            self._moved = _moved(tokens.documents, held_out)
+
+    def __iter__(self) -> Iterator[_Block]:
+        first = 0
+        for starts in self._tokens.starts():
+            numbers = first + np.arange(len(starts) - 1)
+            is_held_out = self._held_out(numbers)
+            first += len(numbers)
+            lengths = np.diff(starts) + self._separator
+            shorter, longer = self._bounds.outside(lengths)
+            inside = ~(shorter | longer)
+            left_out = LeftOut(int(shorter.sum()), int(longer.sum()))
+            if self._tokens.documents == 1 and self._share is not None:
+                cut = starts[1] - max(1, round(int(starts[1]) * self._share))
+                starts, numbers = np.insert(starts, 1, cut), numbers[[0, 0]]
+                is_held_out, inside = np.arange(2) > 0, inside[[0, 0]]
+                lengths = np.diff(starts) + self._separator
+            sides = (~is_held_out & inside, is_held_out & inside)
+            yield _Block(starts, lengths, numbers, sides, left_out)
+
+    def _held_out(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if self._share is None:
+            return np.zeros(len(numbers), dtype=bool)
+        is_held_out = _hashes(numbers) < np.uint64(int(self._share * 2**64))
+        for number, is_moved in self._moved.items():
+            is_held_out[numbers == number] = is_moved
+        return is_held_out
+
+
+def _moved(documents: int, share: float) -> dict[int, bool]:
+    """Return the document that is held out, or is not, so that neither side is empty."""
+    limit, lowest, highest = int(share * 2**64), (1 << 64, 0), (-1, 0)
+    for first in range(0, documents, BLOCK):
+        hashes = _hashes(np.arange(first, min(first + BLOCK, documents)))
+        lowest = min(lowest, (int(hashes.min()), first + int(hashes.argmin())))
+        highest = max(highest, (int(hashes.max()), -first - int(hashes.argmax())))
+        if lowest[0] < limit <= highest[0]:
+            return {}
+    return {lowest[1]: True} if lowest[0] >= limit else {-highest[1]: False}
+
+
+def _hashes(numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return mix(mix(numbers.astype(np.uint64) + np.uint64(1)))
+
+
+class _SideFile(ArrayFile):
+    """The rows of a Split, written a block of documents at a time."""
+
+    def __init__(self, path: Path, documents: int) -> None:
+        super().__init__(path, "i8", 4, documents + 1)
+        self._sums = {0: 0, 3: 0}
+        for row in self._sums:  # what is before the first document
+            self.append(np.zeros(1), row)
+
+    def add(self, *columns: NDArray[np.int64]) -> None:
+        """Write lengths, offsets, numbers and masked tokens of the next documents."""
+        for row, column in enumerate(columns):
+            if row in self._sums:
+                column = self._sums[row] + np.cumsum(column)
+                self._sums[row] = int(column[-1]) if len(column) else self._sums[row]
+            self.append(column, row)

@@ -8,6 +8,8 @@ in a window. Its positions count from 1 as no document's do: attention keeps to 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,16 +17,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.best_fit import Bins, best_fit
-from harness.data.cache import cached_array, damaged
+from harness.data.array_file import ArrayFile
+from harness.data.best_fit import BestFit
+from harness.data.cache import cached_array, damaged, release
 from harness.data.packing import IGNORED, Packed, Windows
+from harness.data.pair import BLOCK
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 
 # Increase this if the same documents would give other windows.
 WHOLE_FORMAT = 1
 _MOST_FACTS_BYTES = 2**20
-_DOCUMENTS_AT_ONCE = 1 << 18
 TooLong = Literal["cut", "drop", "refuse"]
 
 
@@ -48,39 +51,81 @@ def write_whole(
     folder: Path, side: str, packed: Packed, too_long: TooLong, *, alone: bool = False
 ) -> None:
     """Write the windows of one side of a split; `alone`: each holds one document."""
-    lengths = np.diff(packed.split.starts)
-    longer, longest = lengths > packed.seq_len, int(lengths.max(initial=0))
-    if too_long == "refuse" and longer.any():
-        first = int(packed.split.numbers[longer.argmax()])
+    cut, chosen = packed.seq_len, []
+    longer = longest = first_longer = without_target = tokens = 0
+    counts = np.zeros(cut + 1, dtype=np.int64)
+    for rows, lengths in _documents_of(packed):
+        is_longer = lengths > cut
+        if not longer and is_longer.any():
+            first_longer = int(packed.split.numbers[rows[is_longer.argmax()]])
+        longer, longest = longer + int(is_longer.sum()), max(longest, int(lengths.max()))
+        is_kept = ~is_longer if too_long == "drop" else np.ones(len(rows), dtype=bool)
+        is_learned = packed.learned_in(rows, np.minimum(lengths, cut)) > 0
+        without_target += int((~is_learned & is_kept).sum())
+        chosen.append(is_learned & is_kept)
+        sizes = np.minimum(lengths[chosen[-1]], cut)
+        counts += np.bincount(sizes, minlength=cut + 1)
+        tokens += int(sizes.sum())
+    if too_long == "refuse" and longer:
         raise ConfigError(
-            f"data.too_long is refuse: {longer.sum():,} of {len(lengths):,} documents are longer "
-            f"than data.seq_len = {packed.seq_len} tokens, document {first} the first of them, the "
-            f"longest has {longest:,}: raise data.seq_len, or set data.too_long to cut or drop"
+            f"data.too_long is refuse: {longer:,} of {packed.split.num_documents:,} documents are "
+            f"longer than data.seq_len = {cut} tokens, document {first_longer} the first of them, "
+            f"the longest has {longest:,}: raise data.seq_len, or set data.too_long to cut or drop"
         )
-    lengths = np.minimum(lengths, packed.seq_len)
-    is_learned = np.concatenate(
-        [
-            packed.learned_in(np.arange(first, first + len(part)), part) > 0
-            for first in range(0, len(lengths), _DOCUMENTS_AT_ONCE)
-            if len(part := lengths[first : first + _DOCUMENTS_AT_ONCE])
-        ]
-        or [np.empty(0, bool)]
-    )
-    rows = np.flatnonzero(is_learned & ~longer if too_long == "drop" else is_learned)
-    each = np.arange(len(rows) + 1)
-    bins = Bins(each[:-1], each) if alone else best_fit(lengths[rows], packed.seq_len)
-    np.save(folder / f"{side}.rows.npy", rows[bins.items])
-    np.save(folder / f"{side}.firsts.npy", bins.firsts)
-    if alone:  # beside each other: sorting a pool looks at one place for each document
-        np.save(folder / f"{side}.lengths.npy", lengths[rows].astype(np.int32))
-    facts = WholeFacts(
-        int(longer.sum()),
-        too_long == "drop",
-        longest,
-        int((~is_learned & ~longer if too_long == "drop" else ~is_learned).sum()),
-        (len(bins.firsts) - 1) * packed.seq_len - int(lengths[rows].sum()),
-    )
+    write = _write_alone if alone else _write_bins
+    windows = write(folder / side, packed, chosen, counts)
+    padding = windows * cut - tokens
+    facts = WholeFacts(longer, too_long == "drop", longest, without_target, padding)
     (folder / f"{side}.json").write_text(json.dumps(asdict(facts)))
+
+
+def _documents_of(packed: Packed) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield rows and lengths of a side's documents, a block at a time."""
+    for first in range(0, packed.split.num_documents, BLOCK):
+        starts = np.array(packed.split.starts[first : first + BLOCK + 1])
+        yield first + np.arange(len(starts) - 1), np.diff(starts)
+        release(packed.split.starts)
+
+
+def _write_alone(
+    path: Path, packed: Packed, chosen: list[NDArray[np.bool_]], counts: NDArray[np.int64]
+) -> int:
+    """Write a window for each chosen document; return their number."""
+    windows = int(counts.sum())
+    names = (("rows", "i8", 0), ("firsts", "i8", 1), ("lengths", "i4", 0))
+    # Lengths beside each other: sorting a pool looks at one place for each document.
+    with ExitStack() as stack:
+        rows, firsts, lengths = (
+            stack.enter_context(ArrayFile(Path(f"{path}.{name}.npy"), dtype, windows + more))
+            for name, dtype, more in names
+        )
+        for (row, length), of_block in zip(_documents_of(packed), chosen, strict=True):
+            rows.append(row[of_block])
+            lengths.append(np.minimum(length[of_block], packed.seq_len))
+        for first in range(0, windows + 1, BLOCK):
+            firsts.append(np.arange(first, min(first + BLOCK, windows + 1)))
+    return windows
+
+
+def _write_bins(
+    path: Path, packed: Packed, chosen: list[NDArray[np.bool_]], counts: NDArray[np.int64]
+) -> int:
+    """Write windows of best-fit packed documents; return their number."""
+    packing = BestFit(counts, packed.seq_len)
+    for (row, length), of_block in zip(_documents_of(packed), chosen, strict=True):
+        packing.add(np.minimum(length[of_block], packed.seq_len), row[of_block])
+    with (
+        ArrayFile(Path(f"{path}.rows.npy"), "i8", packing.items) as rows,
+        ArrayFile(Path(f"{path}.firsts.npy"), "i8", packing.num_bins + 1) as firsts,
+    ):
+        end = 0
+        firsts.append(np.zeros(1))
+        for items, per_bin in packing.bins():
+            rows.append(items)
+            ends = end + np.cumsum(per_bin)
+            firsts.append(ends)
+            end = int(ends[-1])
+    return packing.num_bins
 
 
 class WholeWindows(Packed):

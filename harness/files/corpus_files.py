@@ -11,7 +11,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from harness.files.table import Table
 
 CorpusKind = Literal["library", "text", "indexed"]
 _OTHER_HALF = {".bin": ".idx", ".idx": ".bin"}
+_BESIDE, _MASKS = (".made-from.json", ".lock"), ".masks.npy"
 _SKIPPED_FOLDERS = {"dist-packages", "idle_test", "idlelib", "site-packages", "test", "tests"}
 _MOST_STATE_BYTES = 1 << 26
 # A dict of manual pages: read as prose, one document each, after all sources.
@@ -33,7 +34,9 @@ TOPICS = Path("pydoc_data", "topics.py")
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Files that hold documents. `path` is the prefix of the pair when `kind` is "indexed"."""
+    """Files that hold documents. When `kind` is "indexed", `path` is the prefix of a pair, or the
+    folder of several.
+    """
 
     kind: CorpusKind
     path: Path
@@ -42,6 +45,17 @@ class CorpusFiles:
     """Format of all files; None: by file name."""
     left_out: str = ""
     """Files of a folder that are not read, counted by kind: "2 .png, 1 link to a folder"."""
+
+    @property
+    def pairs(self) -> tuple[Path, ...]:
+        """The prefix of each .bin/.idx pair, in the order of their documents."""
+        bins = self.files[::2] if self.kind == "indexed" else ()
+        return tuple(Path(str(file).removesuffix(".bin")) for file in bins)
+
+    @property
+    def is_folder_of_pairs(self) -> bool:
+        """True if `path` is the folder of several pairs, or of one."""
+        return self.kind == "indexed" and self.pairs != (self.path,)
 
     def num_bytes(self) -> int:
         """Return the size of all files together."""
@@ -79,7 +93,10 @@ def _files_of(named: Path, path: str, format: str | None, at_most: int | None) -
     if named.is_dir() and (saved := saved_dataset(named)) is not None:
         files = saved
     elif named.is_dir():
-        files, left_out = _files_in(named, format, at_most)
+        found = _files_in(named, format, at_most)
+        if found.kind == "indexed":
+            return found
+        files, left_out = found.files, found.left_out
     elif named.is_file():
         files = (named,)
     else:
@@ -136,19 +153,21 @@ def saved_dataset(folder: Path) -> tuple[Path, ...] | None:
     return tuple(folder / name for name in files)
 
 
-def _files_in(
-    folder: Path, format: str | None, at_most: int | None
-) -> tuple[tuple[Path, ...], str]:
-    """Return a folder's text files in order, and counts of the others. Raises ConfigError."""
+def _files_in(folder: Path, format: str | None, at_most: int | None) -> CorpusFiles:
+    """Return a folder's text files, or its pairs, in the order of their names, and counts of the
+    others. Raises ConfigError.
+    """
     files: list[Path] = []
     left_out = Counter[str]()
     refused: dict[str, list[Path]] = {}
-    pairs: list[Path] = []
+    pairs: set[Path] = set()
+    halves: list[Path] = []
     for file in itertools.islice(_walk(folder, left_out), at_most):
         other = None if format else _OTHER_HALF.get(file.suffix)
         if other and file.with_suffix(other).exists():
-            pairs.append(file.with_suffix(""))
+            pairs.add(file.with_suffix(""))
             continue
+        halves += [file] if other else []
         kind, why_not = kind_of(file, format)
         if kind == "data":
             refused.setdefault(why_not, []).append(file)
@@ -156,20 +175,53 @@ def _files_in(
             left_out[file.suffix.lower() or "without a suffix"] += 1
         else:
             files.append(file)
+    if pairs:
+        others = [*files, *itertools.chain.from_iterable(refused.values()), *halves]
+        return CorpusFiles("indexed", folder, _pairs_in(folder, pairs, others))
     problems = [
         f"data.path: {folder} holds {_count(others)}, which {why_not}; or move it elsewhere"
         for why_not, others in refused.items()
     ]
-    if pairs:
+    if problems:
+        raise ConfigError(problems)
+    counts = sorted((+left_out).items(), key=lambda item: (-item[1], item[0]))
+    left = ", ".join(f"{count} {kind}" for kind, count in counts)
+    return CorpusFiles("text", folder, _in_order(folder, files), format, left)
+
+
+def _pairs_in(folder: Path, pairs: set[Path], others: list[Path]) -> tuple[Path, ...]:
+    """Return the files of pairs. Raises ConfigError for what else there is: a folder is read
+    whole, or not at all.
+    """
+    problems = []
+    beside = {f"{pair}{suffix}" for pair in pairs for suffix in _BESIDE}
+    masked = [file for file in others if str(file).removesuffix(_MASKS) in map(str, pairs)]
+    for file in sorted({*others} - {*masked}):
+        if other := _OTHER_HALF.get(file.suffix):
+            problems.append(f"data.path: {file} has no {other} beside it: add it, or move this")
+    if masked:
         problems.append(
-            f"data.path: {folder} holds {len(pairs) // 2} .bin/.idx pairs: name one, as in "
-            f"data.path={min(pairs)}; data.mix reads several, with shares"
+            f"data.path: {folder} holds {_count(masked)}, which says what of its pair is not "
+            "learned: name that pair alone, or in data.mix"
+        )
+    left = [
+        file
+        for file in {*others} - {*masked}
+        if str(file) not in beside and file.suffix not in _OTHER_HALF
+    ]
+    if left:
+        problems.append(
+            f"data.path: {folder} holds {len(pairs)} .bin/.idx pairs and {_count(left)}: move one "
+            f"of the two elsewhere, or name a pair, as in data.path={min(pairs)}"
         )
     if problems:
         raise ConfigError(problems)
-    ordered = sorted(files, key=lambda file: file.relative_to(folder).parts)
-    counts = sorted((+left_out).items(), key=lambda item: (-item[1], item[0]))
-    return tuple(ordered), ", ".join(f"{count} {kind}" for kind, count in counts)
+    ordered = _in_order(folder, pairs)
+    return tuple(Path(f"{pair}{suffix}") for pair in ordered for suffix in (".bin", ".idx"))
+
+
+def _in_order(folder: Path, files: Iterable[Path]) -> tuple[Path, ...]:
+    return tuple(sorted(files, key=lambda file: file.relative_to(folder).parts))
 
 
 def _count(files: list[Path]) -> str:

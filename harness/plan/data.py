@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 from harness.config.data_section import DataConfig, MixSource
 from harness.errors import ConfigError, Unusable
@@ -21,6 +22,7 @@ from harness.plan.draft import Draft
 _MOST_FILES = 20_000
 _MOST_BYTES = 1 << 26
 _MOST_RECORDS = 1000
+_SHOWN = 16  # pairs of a folder
 _BYTES_PER_TOKEN = 4  # of English text, roughly
 
 
@@ -104,17 +106,30 @@ def glance(data: DataConfig) -> str:
 def _glance(data: DataConfig) -> Glance:
     corpus = find_files(data.path, data.format, at_most=_MOST_FILES)
     try:
-        return _pair(corpus) if corpus.kind == "indexed" else _text(corpus, data)
+        return _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
     except Unusable as error:
         raise ConfigError(f"data.path: {error}") from error
 
 
-def _pair(corpus: CorpusFiles) -> Glance:
-    header = read_header(corpus.files[1])
-    tokens = corpus.files[0].stat().st_size // header.id_bytes
-    text = f"{header.bounds - 1:,} documents, {tokens:,} tokens in {corpus.files[0]}"
+def _pairs(corpus: CorpusFiles) -> Glance:
+    counts = {}
+    for prefix in corpus.pairs:
+        header = read_header(Path(f"{prefix}.idx"))
+        tokens = Path(f"{prefix}.bin").stat().st_size // header.id_bytes
+        counts[prefix] = header.bounds - 1, tokens
+    documents, tokens = map(sum, zip(*counts.values(), strict=True))
+    text = f"{documents:,} documents, {tokens:,} tokens in "
+    if not corpus.is_folder_of_pairs:
+        return Glance(f"{text}{corpus.files[0]}", tokens)
+    each = [
+        f"{prefix.relative_to(corpus.path)} {documents:,} documents, {tokens:,} tokens"
+        for prefix, (documents, tokens) in counts.items()
+    ]
+    more = f"; {len(each) - _SHOWN:,} more" if len(each) > _SHOWN else ""
+    at_least = "at least " if len(corpus.files) >= _MOST_FILES - 1 else ""
+    text += f"{at_least}{len(each):,} pairs of {corpus.path}: {'; '.join(each[:_SHOWN])}{more}"
     return Glance(text, tokens)
 
 

@@ -29,6 +29,7 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
             "tokens": data.tokens,
             "begins": data.sources[0].begins,
             "sources": data.summary(),
+            "pairs": {source.name: source.pairs for source in data.sources if source.pairs},
         },
         "versions": {name: version(name) for name in packages},
         "git_commit": git_commit() if plan.world.rank == 0 else None,  # which writes it

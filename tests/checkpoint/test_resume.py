@@ -53,6 +53,17 @@ def test_what_is_learned_may_not_change_unless_allowed(change: dict[str, Any], k
     assert resume_problems(record(), record(**change), [key]) == []
 
 
+def test_pairs_of_a_folder_that_have_changed_are_named() -> None:
+    def planned(*pairs: tuple[str, int, int]) -> dict[str, Any]:
+        of_sources = {"": [[*pair] for pair in pairs]}
+        return {**record(), "data_fingerprint": str(pairs), "data": {"pairs": of_sources}}
+
+    before = planned(("a.bin", 3, 9), ("b.bin", 4, 8), ("c.bin", 1, 2))
+    after = planned(("a.bin", 3, 9), ("c.bin", 1, 5), ("d.bin", 1, 2))
+    (problem,) = resume_problems(before, after, [])
+    assert "; b.bin gone; d.bin new; c.bin of another size: bring back" in problem
+
+
 @pytest.mark.parametrize("key", ["precision", "model_config", "data_fingerprint"])
 def test_precision_model_and_data_may_not_change(key: str) -> None:
     (problem,) = resume_problems(record(), {**record(), key: "other"}, [])

@@ -65,9 +65,8 @@ def make(
     hidden = [[masked and chooser.random() < 0.5 for _ in document] for document in documents]
     masks = masks_of(folder, hidden)
     tokens = IndexedTokens(folder / "tokens")
-    starts = tokens.document_starts()
-    assert stores_separator(tokens, starts, EOS) == stored
-    write_splits(folder, starts, masks, held_out, add_separator=not stored)
+    assert stores_separator(tokens, EOS) == stored
+    write_splits(folder, tokens, masks, held_out, add_separator=not stored)
     splits = {side: load_split(folder, side) for side in SIDES}
     return Case(documents, hidden, masks, splits, tokens, not stored)
 
@@ -136,7 +135,7 @@ def test_a_window_may_have_no_target(tmp_path: Path) -> None:
     write_indexed(tmp_path / "tokens", 1000, [([*range(3, 43), EOS], True)] * 2)
     tokens = IndexedTokens(tmp_path / "tokens")
     masks = masks_of(tmp_path, [[True] * 40] * 2)
-    write_splits(tmp_path, tokens.document_starts(), masks, 0.5, add_separator=False)
+    write_splits(tmp_path, tokens, masks, 0.5, add_separator=False)
     packed = Case([], [], masks, {"train": load_split(tmp_path, "train")}, tokens, False).packed()
     assert packed.targets(np.array([0])) == 0
     assert (packed.read(np.array([0])).labels == IGNORED).all()
@@ -172,7 +171,7 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path: Path, stored: bool) -> N
 def test_negative_ids_are_named(tmp_path: Path) -> None:
     write_indexed(tmp_path / "tokens", 100_000, [([5, 6, -1, 7] * 5 + [EOS], True)] * 3)
     tokens = IndexedTokens(tmp_path / "tokens")
-    write_splits(tmp_path, tokens.document_starts(), NO_MASKS, 0.3, add_separator=False)
+    write_splits(tmp_path, tokens, NO_MASKS, 0.3, add_separator=False)
     splits = {"train": load_split(tmp_path, "train")}
     packed = Case([], [], NO_MASKS, splits, tokens, False).packed()
     with pytest.raises(ConfigError, match="token id -1 at offset 2"):

@@ -21,8 +21,7 @@ def indexed(folder: Path, documents: list[list[int]]) -> IndexedTokens:
 def split(
     folder: Path, tokens: IndexedTokens, held_out: float, masks: Masks = NO_MASKS
 ) -> tuple[Split, Split]:
-    starts = tokens.document_starts()
-    write_splits(folder, starts, masks, held_out, add_separator=False)
+    write_splits(folder, tokens, masks, held_out, add_separator=False)
     return load_split(folder, SIDES[0]), load_split(folder, SIDES[1])
 
 
@@ -78,11 +77,11 @@ def test_stored_separators_are_found(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
         tokens = indexed(tmp_path / name, documents)
-        assert stores_separator(tokens, tokens.document_starts(), EOS) == stored
+        assert stores_separator(tokens, EOS) == stored
     (tmp_path / "mixed").mkdir()
     tokens = indexed(tmp_path / "mixed", [[1, EOS], [1], [], [4, EOS]])
     with pytest.raises(ConfigError, match=r"2 of 3 documents .* \(id 2\), the others do not"):
-        stores_separator(tokens, tokens.document_starts(), EOS)
+        stores_separator(tokens, EOS)
 
 
 def test_a_side_without_documents_would_be_seen(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def stream(starts: tuple[int, ...] = STARTS) -> Contiguous:
     documents = ((ids[a:b], True) for a, b in zip(starts, ends, strict=True))
     write_indexed(folder / "tokens", VOCAB_SIZE, documents)
     tokens = IndexedTokens(folder / "tokens")
-    write_splits(folder, tokens.document_starts(), NO_MASKS, None, add_separator=False)
+    write_splits(folder, tokens, NO_MASKS, None, add_separator=False)
     options = {"seq_len": SEQ_LEN, "eos_id": 0, "vocab_size": VOCAB_SIZE, "add_separator": False}
     packed = Packed(tokens.ids, load_split(folder, "train"), NO_MASKS, **options)  # type: ignore[arg-type]
     return Contiguous(packed, ROWS)

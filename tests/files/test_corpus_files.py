@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.data_section import DataConfig
+from harness.data.indexed import write_indexed
 from harness.errors import ConfigError
 from harness.files.corpus_files import find_files
 from harness.files.file_kinds import format_of, kind_of
@@ -110,12 +111,29 @@ def test_a_folder_with_data_that_would_not_be_read_is_refused(tmp_path: Path) ->
     assert len(find_files(str(tmp_path), "text").files) == 4
 
 
-def test_a_folder_of_pairs_is_refused_with_a_name(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    for name in ("a.bin", "a.idx", "b.bin", "b.idx"):
+def test_a_folder_of_pairs_is_one_corpus_in_the_order_of_the_names(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.1", "a", "sub/c"):
+        write_indexed(tmp_path / name, 8192, [([1, 2, 3], True), ([4], True)])
+    (tmp_path / "a.made-from.json").write_text("{}")  # tokenize_data.py writes it
+    files = find_files(str(tmp_path))
+    assert files.kind == "indexed"
+    assert files.pairs == tuple(tmp_path / name for name in ("a", "b.1", "sub/c"))
+    text = glance(DataConfig(path=str(tmp_path)))
+    assert text.startswith(f"6 documents, 12 tokens in 3 pairs of {tmp_path}: a 2 documents, 4 tok")
+    assert "; sub/c 2 documents, 4 tokens" in text
+
+
+def test_a_folder_of_pairs_holds_nothing_else(tmp_path: Path) -> None:
+    for name in ("a.bin", "a.idx", "b.bin", "b.idx", "c.bin", "d.idx", "notes.txt", "x.npy"):
         (tmp_path / name).write_bytes(b"\0")
-    (problem,) = refused(tmp_path)
-    assert f"holds 2 .bin/.idx pairs: name one, as in data.path={tmp_path}/a;" in problem
+    (tmp_path / "a.masks.npy").write_bytes(b"\0")
+    (problem, other, masks, rest) = refused(tmp_path)
+    assert f"{tmp_path}/c.bin has no .idx beside it" in problem
+    assert f"{tmp_path}/d.idx has no .bin beside it" in other
+    assert "holds a.masks.npy, which says what of its pair is not learned" in masks
+    assert "2 .bin/.idx pairs and notes.txt and 1 more" in rest
+    assert f"or name a pair, as in data.path={tmp_path}/a" in rest
 
 
 def test_a_folder_without_text_says_what_it_holds(tmp_path: Path) -> None:
@@ -149,8 +167,6 @@ def test_paths_that_cannot_be(path: str, message: str) -> None:
 
 
 def test_a_pair_is_glanced_at_by_its_header(tmp_path: Path) -> None:
-    from harness.data.indexed import write_indexed
-
     write_indexed(tmp_path / "pair", 8192, [([1, 2, 3], True), ([4], False), ([5], True)])
     text = glance(DataConfig(path=str(tmp_path / "pair")))
     assert text == f"2 documents, 5 tokens in {tmp_path / 'pair.bin'}"
