@@ -30,6 +30,8 @@ from tools.proofs.zygote import Zygote
 
 SYMBOLS, REPEATED, DISTANCE = 8, 10, 512
 SEQ_LEN = {"copying": DISTANCE + REPEATED + 1, "corpus": 1024}
+GUESSED = REPEATED / (REPEATED + 1) * math.log(SYMBOLS)
+"""Mean loss in nats of symbols drawn by chance and an end that is certain."""
 EXACT = "sdpa"
 KINDS = [EXACT, *(name for name, row in ATTENTIONS.items() if row.sizes)]
 RECURRENT = {"lstm": 80, "gru": 96}
@@ -159,10 +161,11 @@ defaults. {seeds} seeds, means and standard deviations of held-out losses in nat
 
 *Copying* ({paper}): {REPEATED} symbols out of
 {SYMBOLS}, blanks, and the same symbols again, each {DISTANCE} tokens after itself. The loss is that
-of the repeated symbols after {steps["copying"]} steps of 4 samples. Without memory it is
-ln {SYMBOLS} = {math.log(SYMBOLS):.2f}. *Corpus*: Python's own library,
+of the repeated symbols and of their end after {steps["copying"]} steps of 4 samples; a model that
+knows when they come, but not which, has {GUESSED:.2f}. *Corpus*: Python's own library,
 {steps["corpus"]} steps of 2 samples of {SEQ_LEN["corpus"]:,} tokens, early in training.
-The last column is the difference from exact attention, seed by seed.
+The last column is the difference from exact attention, seed by seed; differences within its spread
+say nothing.
 
 | `model.attention` | sizes | copying | corpus | beside `{EXACT}` |
 |---|---|---|---|---|
@@ -172,7 +175,7 @@ The last column is the difference from exact attention, seed by seed.
 
 Two layers of `longformer` reach {2 * (window - 1)} tokens back, and a document's first {first}:
 copying at {DISTANCE} lies beyond them, by construction, but for the symbols that are global. A
-larger window or more global tokens are the remedy. `linformer` sees means of
+larger window or more global tokens would reach them. `linformer` sees means of
 {means["window"] // means["features"]} tokens at that distance. [What each kind
 sees](long_sequences.md).
 
@@ -215,7 +218,7 @@ def draw(runs: dict[tuple[str, str, int], RunFolder], seeds: int, path: Path) ->
         axis.set_title(title)
         axis.set_xlabel("step")
     axes[0].set_ylabel("nats per token")
-    axes[0].axhline(math.log(SYMBOLS), color="C7", lw=0.8, ls=":")
+    axes[0].axhline(GUESSED, color="C7", lw=0.8, ls=":")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8)
     write_plot(path, figure)
 

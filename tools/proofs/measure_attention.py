@@ -30,7 +30,7 @@ from harness.models.efficient.kinds import KINDS, function_name
 from tools.made_with import versions
 
 HEADS, WIDTH = 2, 32
-LENGTHS = tuple(2048 << doublings for doublings in range(5))
+LENGTHS = tuple(2048 << doublings for doublings in range(6))
 WRITTEN_OUT = "eager"
 _LONGEST_WRITTEN_OUT = 8192  # 1.6 GiB of scores
 _FIRST = 512
