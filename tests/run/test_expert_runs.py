@@ -24,12 +24,17 @@ DIVIDED = ("ds.expert_parallel.enabled=true", "ds.expert_parallel.autoep_size=2"
 EXPERTS, STEPS, SEQ_LEN = 4, 6, 32
 
 
-def train(zygote: Zygote, run: RunFolder, data: list[str], stage: int, *more: str) -> None:
-    model = run.path.parent / "mixtral.json"
-    model.write_text(json.dumps({**LEARNED["mixtral"], "vocab_size": 512}))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("mixture") / "mixtral.json"
+    path.write_text(json.dumps({**LEARNED["mixtral"], "vocab_size": 512}))
+    return f"model.name={path}"
+
+
+def train(zygote: Zygote, run: RunFolder, stage: int, *more: str) -> None:
     words = [
-        *(f"--deepspeed={REPOSITORY / 'ds_configs' / f'zero{stage}.json'}", *SHORT_RUN, *data),
-        *(f"model.name={model}", f"train.steps={STEPS}", "save.every=3", "save.export=true"),
+        *(f"--deepspeed={REPOSITORY / 'ds_configs' / f'zero{stage}.json'}", *SHORT_RUN),
+        *(f"train.steps={STEPS}", "save.every=3", "save.export=true"),
         *(f"run.dir={run.path}", *more),
     ]
     ended = zygote.run(words, run.path.parent / "logs")
@@ -37,9 +42,11 @@ def train(zygote: Zygote, run: RunFolder, data: list[str], stage: int, *more: st
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, data: list[str]) -> RunFolder:
+def divided(
+    tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, data: list[str], model: str
+) -> RunFolder:
     run = RunFolder(tmp_path_factory.mktemp("experts") / "run")
-    train(zygote, run, data, 1, *DIVIDED)
+    train(zygote, run, 1, *data, model, *DIVIDED)
     return run
 
 
@@ -62,12 +69,12 @@ def test_the_first_batch_is_that_of_the_undivided_model(divided: RunFolder) -> N
 
 
 def test_zero_3_without_division_goes_on(
-    divided: RunFolder, zygote: Zygote, data: list[str], tmp_path: Path
+    divided: RunFolder, zygote: Zygote, data: list[str], model: str, tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
     shutil.copytree(divided.path, run.path)
     shutil.rmtree(run.checkpoints_dir / f"step-{STEPS:08}")
-    train(zygote, run, data, 3)
+    train(zygote, run, 3, *data, model)
     (resumed,) = events(run, "resumed")
     assert "deepspeed" in {change["key"] for change in resumed["changes"]}
     assert "expert_load_max" not in run.read_metrics()[-1]
