@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 from harness.layout.together import apart_problems
@@ -13,9 +12,10 @@ from harness.plan.plan import NOT_TRAINED
 
 def check_together(draft: Draft) -> None:
     """Refuse axes that do not go with pipeline stages. Before the passes that drop their keys."""
-    grid = draft.grid
-    with suppress(ValueError):  # a number of experts' ranks that divide_experts refuses
-        grid = replace(grid, expert=asked_experts(draft.ds))
+    grid, experts = draft.grid, asked_experts(draft.ds)
+    if grid.data * grid.sequence % experts:  # which divide_experts refuses
+        grid = replace(grid, world_size=grid.world_size * experts)
+    grid = replace(grid, expert=experts)
     shortest = draft.config.data.seq_len // draft.curriculum.most_pieces
     for key, why, use in apart_problems(draft.shape, grid, shortest):
         if draft.estimating:

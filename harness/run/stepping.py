@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
+import torch.distributed as dist
 
 from harness.config.curriculum import Slice
 from harness.engine.api import StepResult
@@ -36,10 +37,15 @@ def take_step(run: Run, step: Step) -> StepResult | None:
     policy, spikes = run.plan.config.guard.spikes, list[Spike]()
 
     def is_spike(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
-        """Judge loss and norm, equal on all ranks. Collective."""
-        ranks = len(run.plan.share.ranks("loss"))  # over which both are summed
-        shares = torch.stack([loss_share.double(), norm.double() / ranks])
-        spike = look_for_spike(run, step.number, step.reads, *run.sum(shares))
+        """Judge loss and norm, equal on all ranks. Collective.
+
+        Over all ranks: were tensor-parallel ranks to judge each its own loss, one that differs
+        would skip a step that the others take.
+        """
+        grid = run.plan.grid
+        shares = torch.stack([loss_share.double() / grid.tensor, norm.double() / grid.world_size])
+        dist.all_reduce(shares, group=run.engine.group_of("norm"))
+        spike = look_for_spike(run, step.number, step.reads, *shares.tolist())
         spikes.extend([spike] if spike else [])
         return spike is not None
 

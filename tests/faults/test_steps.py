@@ -142,6 +142,21 @@ def test_a_resumed_run_skips_the_same_steps(skipping: list[RunFolder]) -> None:
     assert [line[:5] for line in metrics(whole)] == [line[:5] for line in metrics(halves)]
 
 
+@pytest.mark.fault("a loss spike, skipped")
+def test_tensor_ranks_skip_a_spike_alike(spoiled: Run, tmp_path: Path) -> None:
+    """The loss of one of them is off: each for itself would decide otherwise."""
+    spoils = {"loss": {first_sample(9): 1e4}}
+    ended, run = spoiled(
+        *(tmp_path, spoils, zero(1), *WATCHED, "guard.spikes=skip", "train.steps=11"),
+        *("ds.tensor_parallel.autotp_size=2", "guard.replicas_every=1"),
+    )
+    assert ended.codes == [0, 0], ended.output
+    (spike,), (skipped,) = events(run, "spike"), events(run, "skipped_step")
+    assert spike["step"] == skipped["step"] == 9
+    assert spike["of"] == "loss"  # on rank 0, too, whose own is not
+    assert [event["step"] for event in events(run, "replicas_equal")][8:11] == [9, 10, 11]
+
+
 @pytest.fixture(scope="module")
 def rolled_back(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     """The same run twice, with two spikes."""

@@ -71,6 +71,12 @@ def test_stages_of_experts_too(mixture: dict[str, Any]) -> None:
     assert problem.endswith(f"use {TENSOR}=2 and {EXPERT}=2 without pipeline.stages")
 
 
+def test_experts_that_do_not_divide_hide_no_stages(mixture: dict[str, Any]) -> None:
+    apart, size = problems({**STAGES, **experts(3)}, **mixture)
+    assert apart.endswith(f"use pipeline.stages=2 without {EXPERT}")
+    assert "it does not divide 4 experts and 2 data ranks: use 1 or 2" in size
+
+
 def test_of_all_axes_those_that_do_not_go_with_stages_are_named(mixture: dict[str, Any]) -> None:
     rows, mixed = problems({**STAGES, **ROWS, **TENSORS, **experts(2)}, 16, **mixture)
     # 4 tensor ranks would leave a row's 2 ranks one head each.
