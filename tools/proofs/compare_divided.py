@@ -1,6 +1,6 @@
 """Does dividing tensors change a family's loss and gradients? Two ranks against one.
 
-    python tools/proofs/compare_divided.py --markdown docs/families_divided.md
+    python tools/proofs/compare_divided.py --out FOLDER --markdown FILE     # resumes
     python tools/proofs/compare_divided.py --families cohere2 gemma3_text
 
 Of every family of causal language models that has a plan to divide its tensors a small model is
@@ -13,7 +13,6 @@ with the reason.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import sys
@@ -37,7 +36,8 @@ from harness.layout.share import Share
 from harness.layout.tensor import TensorPlan
 from harness.models.loss import forward
 from tools.made_with import versions
-from tools.proofs.families.tiny import SEQ_LEN, VOCAB_SIZE, families, is_mixture, tiny
+from tools.proofs.matrix import same_versions
+from tools.proofs.planned import SEQ_LEN, VOCAB_SIZE, families, is_mixture, tiny
 
 RANKS = 2
 LIMIT = 1e-4  # relative; sums in another order differ by a hundredth of it
@@ -53,8 +53,6 @@ class Row:
     gradient: float = math.nan  # of the worst parameter, relative to its norm
     worst: str = ""
     """The parameter."""
-    divided: int = 0
-    """Parameters of which a rank has a part."""
     mixture: bool = False
     problem: str = ""
     """The reason why it was not compared."""
@@ -73,6 +71,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--families", nargs="+", metavar="MODEL_TYPE", help="only these")
+    parser.add_argument("--out", type=Path, help="keep each family's result here, to resume")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here")
     args = parser.parse_args()
     every = families()
@@ -81,7 +80,7 @@ def main() -> int:
         return int(ExitCode.BAD_CONFIG)
     rows = []
     for family in args.families or every:
-        rows.append(compared(family))
+        rows.append(_kept(family, args.out) if args.out else compared(family))
         print(f"{family:28} {_amounts(rows[-1])}  {rows[-1].verdict}", flush=True)
     if args.markdown:
         args.markdown.write_text(markdown(rows))
@@ -89,6 +88,18 @@ def main() -> int:
     done = [row for row in rows if not row.problem]
     print(f"{len(done)} families compared, {len(differ)} differ")
     return 1 if differ else 0
+
+
+def _kept(family: str, out: Path) -> Row:
+    """Return an earlier verdict, or a new one, which is kept."""
+    out.mkdir(parents=True, exist_ok=True)
+    same_versions(out, "results")
+    path = out / f"{family}.json"
+    if path.exists():
+        return Row(**json.loads(path.read_text()))
+    row = compared(family)
+    path.write_text(json.dumps(asdict(row)))
+    return row
 
 
 def compared(family: str) -> Row:
@@ -124,23 +135,23 @@ def _rank(family: str, rank: int, folder: Path) -> None:
 def _compare(family: str, rank: int, folder: Path) -> Row:
     try:
         config, model = tiny(family)
+        loss, gradients = _loss_and_gradients(model)
+        model.zero_grad()
     except Exception as error:
-        return Row(family, problem=f"not built: {_in_a_line(error)}")
-    loss, gradients = _loss_and_gradients(model)
+        return Row(family, problem=f"no small model: {_in_a_line(error)}")
     try:
         plan = TensorPlan.of(config)
         share = Share(Grid(RANKS, tensor=RANKS), rank, {"tensor": plan.cut})
         if problems := plan.problems(RANKS):
             raise ValueError(problems[0])
-        parts = [p for n, p in _cut(copy.deepcopy(model), share).named_parameters()]
+        _cut(model, share)
     except ValueError as error:
         return Row(family, problem=f"refused: {error}")
-    divided_model = _cut(model, share)
     dist.init_process_group("gloo", f"file://{folder / 'ranks'}", rank=rank, world_size=RANKS)
     group = dist.group.WORLD
     assert group is not None
-    divide_forward(divided_model, plan, share, group)
-    divided_loss, own = _loss_and_gradients(divided_model)
+    divide_forward(model, plan, share, group)
+    divided_loss, own = _loss_and_gradients(model)
     by_rank = [Share(share.grid, place, share.cutters) for place in range(RANKS)]
     shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
     whole = dict(
@@ -164,7 +175,6 @@ def _compare(family: str, rank: int, folder: Path) -> Row:
         loss=abs(divided_loss / loss - 1),
         gradient=apart[worst],
         worst=worst,
-        divided=sum(not part.part.is_whole for part in parts),  # type: ignore[attr-defined]
         mixture=is_mixture(config, model),
     )
 
@@ -173,7 +183,7 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:140]}"
 
 
-def _cut(model: nn.Module, share: Share) -> nn.Module:
+def _cut(model: nn.Module, share: Share) -> None:
     """Put this rank's part in the place of every parameter; tied ones stay one object."""
     cut, parts = cutter(share), dict[int, nn.Parameter]()
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -181,7 +191,6 @@ def _cut(model: nn.Module, share: Share) -> nn.Module:
         if id(parameter) not in parts:
             parts[id(parameter)] = cut(name, parameter.detach())
         model.get_submodule(owner)._parameters[attribute] = parts[id(parameter)]
-    return model
 
 
 def _loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -211,14 +220,14 @@ def markdown(rows: list[Row]) -> str:
         f"{versions()}: {dense} dense families and {len(done) - dense} mixtures of",
         f"experts, {differ} differ.",
         "",
-        "| family | parameters divided | loss | gradient | verdict |",
-        "|---|---:|---|---|---|",
+        "| family | loss | gradient | of | verdict |",
+        "|---|---|---|---|---|",
     ]
     for row in [*done, *(row for row in rows if row.problem)]:
         name = row.family + (" (experts)" if row.mixture else "")
         amounts = ["", "", ""]
         if not row.problem:
-            amounts = [str(row.divided), f"{row.loss:.0e}", f"{row.gradient:.0e}"]
+            amounts = [f"{row.loss:.0e}", f"{row.gradient:.0e}", f"`{row.worst}`"]
         lines.append("| " + " | ".join([name, *amounts, row.verdict]) + " |")
     return "\n".join(lines) + "\n"
 

@@ -39,9 +39,19 @@ _COMMON = {
     "n_group": 1,
     "topk_group": 1,
     "use_cache": False,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    "n_shared_experts": 1,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
 }
 # What a family cannot do without, by its own names.
-_OWN: dict[str, dict[str, Any]] = {}
+_OWN: dict[str, dict[str, Any]] = {
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "dots3_note_text": {"num_key_value_heads": 4},
+}
+_LATENT = {"num_key_value_heads": 4, "head_dim": 8}
+"""Of those whose keys and values are projected from few dimensions (kv_lora_rank)."""
 
 
 def families() -> list[str]:
@@ -61,6 +71,7 @@ def tiny(family: str) -> tuple[dict[str, Any], PreTrainedModel]:
         values |= {key: _SIZES[size] for key in keys if _has(default, key)}
     values |= {key: value for key, value in _COMMON.items() if _has(default, key)}
     values |= {key: 0.0 for key in vars(default) if key.endswith(("dropout", "pdrop", "jitter"))}
+    values |= _LATENT if "kv_lora_rank" in values else {}
     values |= _OWN.get(family, {})
     config = hf_config(copy.deepcopy(values))
     torch.manual_seed(0)

@@ -1,1 +1,0 @@
-"""Parts of compare_divided.py."""
