@@ -63,6 +63,8 @@ tables: setup
 		--out build/parity --markdown docs/parity.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_parity.py --self-test \
 		--markdown docs/parity_self_test.md
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/compare_divided.py \
+		--markdown docs/families_divided.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/measure_memory.py --full \
 		--out build/memory --markdown docs/memory_accuracy.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_streams.py --full \

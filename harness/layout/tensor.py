@@ -92,6 +92,9 @@ class TensorPlan:
             if styles[name] == "colwise":  # a norm of each head, which some plans forget
                 head = name.removesuffix("q_proj")
                 styles |= {f"{head}q_norm": SUMMED, f"{head}k_norm": SUMMED}
+        for name in [name for name in styles if name.endswith("mlp.up_proj")]:
+            if styles[name] == "colwise":  # an activation that is trained, such as Apertus's
+                styles[f"{name.removesuffix('up_proj')}act_fn"] = SUMMED
         return cls(
             {**styles, **_VOCABULARY},
             num_heads,

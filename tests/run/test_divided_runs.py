@@ -95,16 +95,18 @@ def test_each_rank_holds_what_was_predicted(divided: RunFolder) -> None:
         assert row["predicted"] == pytest.approx(held, rel=0.01), row
 
 
+@pytest.mark.parametrize("data_ranks", [1, pytest.param(2, marks=pytest.mark.gate)])
 def test_a_killed_run_goes_on_as_zero_3_and_back(
-    divided: RunFolder, folder: Path, data: list[str]
+    data_ranks: int, divided: RunFolder, folder: Path, data: list[str]
 ) -> None:
-    run = RunFolder(folder / "killed" / "run")
-    for layout, ranks, step in ((DIVIDED, 4, 3), (ZERO3, 2, 7)):
+    """Of two stages x data ranks x two tensor ranks."""
+    run = RunFolder(folder / f"killed-{data_ranks}" / "run")
+    for layout, ranks, step in ((DIVIDED, 4 * data_ranks, 3), (ZERO3, 2, 7)):
         group = start(command(data, run, *layout), run.path.parent, ranks=ranks)
         wait_for(partial(has_reached, run, group, step), f"step {step}")
         group.processes[ranks - 1].send_signal(signal.SIGKILL)
         assert 0 not in wait(group).codes
-    run_ranks(command(data, run, *DIVIDED), run.path.parent, ranks=4).succeeded()
+    run_ranks(command(data, run, *DIVIDED), run.path.parent, ranks=4 * data_ranks).succeeded()
     resumed = events(run, "resumed")
     assert len(resumed) == 2
     assert all("deepspeed" in {change["key"] for change in event["changes"]} for event in resumed)

@@ -55,7 +55,8 @@ def main() -> int:
         if args.self_test:
             return _self_test(out, args.markdown, args.brief, args.defects)
         covering = brief_cells() if args.brief else covering_cells()
-        rows = check(chosen(args, all_cells(), covering), out, args.full)
+        whole = args.full or bool(args.markdown)  # as a table shows it
+        rows = check(chosen(args, all_cells(), covering), out, whole)
         if args.markdown:
             args.markdown.parent.mkdir(parents=True, exist_ok=True)
             earlier = _earlier(args.markdown) if args.cells else ""
