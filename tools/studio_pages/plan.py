@@ -119,7 +119,10 @@ def _ranking(
         data_tokens=billions * 1e9,
         assignments=[],
         **dict.fromkeys(
-            ("gpus_per_node", "network", "host_memory", "price", "lora", "measured", "rates")
+            (
+                *("gpus_per_node", "network", "host_memory", "price", "lora", "quantize"),
+                *("measured", "rates"),
+            )
         ),
     )
     question = question_of(args)
