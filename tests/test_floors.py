@@ -47,7 +47,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "sentencepiece": {"data"},
     "tokenizers": {"data"},
     "huggingface_hub": {"plan", "models", "checkpoint"},
-    "bitsandbytes": {"engine"},
+    "bitsandbytes": {"models", "engine"},
     "peft": {"models", "checkpoint"},
     "pyarrow": {"files"},
     "wandb": {"run"},

@@ -136,7 +136,7 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
         from peft import PeftModel
 
         source = json.loads((folder / ADAPTERS).read_text())["base_model_name_or_path"]
-        model = PeftModel.from_pretrained(opened(source, remote), str(folder)).eval()
+        model = PeftModel.from_pretrained(opened(source, remote, folder), str(folder)).eval()
         before = Speaker("before", model, tokenizer, model.disable_adapter)
     else:
         model = opened(folder, remote)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.layout.quantization import DESCRIPTION
 from harness.runfolder import RunFolder
 
 ADAPTERS = "adapter_config.json"
@@ -27,13 +29,14 @@ def export_of(run: Path) -> tuple[Path, str | None]:
     return folder.export_dir, plan.get("run", {}).get("model", {}).get("init_from")
 
 
-def opened(source: Path | str, trust_remote_code: bool) -> Any:
-    """Return a model in the precision of its files, on a GPU if there is one.
+def opened(source: Path | str, trust_remote_code: bool, beside: Path | None = None) -> Any:
+    """Return a model in the precision of its files, on a GPU if there is one; with weights in 4
+    bits if the adapters of the folder `beside` were trained so.
 
     Raises ConfigError if it cannot be opened.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.utils import logging
 
     from harness.models import recurrent
@@ -41,10 +44,21 @@ def opened(source: Path | str, trust_remote_code: bool) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     recurrent.register()
+    description = beside and beside / DESCRIPTION
+    settings: dict[str, Any] = {"dtype": "auto"}
+    if description and description.is_file():
+        quantization = BitsAndBytesConfig.from_dict(json.loads(description.read_text()))
+        dtype = quantization.bnb_4bit_compute_dtype
+        settings = {"dtype": dtype, "quantization_config": quantization}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype="auto", trust_remote_code=trust_remote_code
+            source, trust_remote_code=trust_remote_code, **settings
         )
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise ConfigError(f"{source} cannot be opened: {error}") from error
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # for rows in multiples of 32 alone
+            module.support_avx512bf16_for_cpu = False
+    if "quantization_config" in settings:  # it is where it computes
+        return model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--deadline-days", type=_positive, help="does the best meet it?")
     add("--price", type=_positive, help="of a GPU-hour")
     add("--lora", type=_count_of, metavar="RANK", help="train adapters of this rank alone")
+    add("--quantize", choices=("nf4", "fp4"), help="frozen weights beside adapters in 4 bits")
     add("--write", type=Path, metavar="FOLDER", help="the winner, ready to run")
     add("--html", type=Path, metavar="FILE", help="the answer as one page")
     add("--what-if", action="store_true", help="other numbers of GPUs, lengths and GPUs, too")

@@ -15,6 +15,7 @@ from harness.checkpoint.find import Checkpoint
 from harness.checkpoint.fragment import WEIGHT
 from harness.errors import ConfigError
 from harness.layout.adapters import NAME
+from harness.layout.quantization import DESCRIPTION
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTERS = "adapters"
@@ -31,22 +32,33 @@ def write_adapters(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> 
     }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = {**checkpoint.manifest.adapters, "inference_mode": True}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _write_json(folder / CONFIG, config)
+    if checkpoint.manifest.quantization:
+        _write_json(folder / DESCRIPTION, checkpoint.manifest.quantization)
 
 
-def adapted(folder: Path, base: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Return the base model with the exported adapters of `folder` beside its weights.
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
-    Raises ConfigError where the base cannot be opened.
+
+def base_of(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the model that a checkpoint's adapters belong to, with the weights of its files.
+
+    Raises ConfigError where it cannot be opened.
     """
-    from peft import PeftModel
-
+    base = checkpoint.manifest.adapters["base_model_name_or_path"]
     try:
-        model = opened(Path(base), dtype, trust_remote_code)
+        return opened(Path(base), dtype, trust_remote_code)
     except (OSError, ValueError) as error:
         problem = f"the weights that the adapters belong to cannot be opened: {error}"
         raise ConfigError(f"{base}: {problem}") from error
-    return PeftModel.from_pretrained(model, str(folder))
+
+
+def adapted(folder: Path, base: PreTrainedModel) -> Any:
+    """Return the base model with the exported adapters of `folder` beside its weights."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(base, str(folder))
 
 
 @torch.no_grad()

@@ -76,6 +76,8 @@ class Manifest:
     watch: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, Any] = field(default_factory=dict)
     """peft's description of what was trained beside frozen weights, which are not saved."""
+    quantization: dict[str, Any] = field(default_factory=dict)
+    """transformers' description of how these weights were quantized."""
     files: list[Written] = field(default_factory=list)
     checksum: str = ""
     """SHA-256 of all the rest; a resumed run names it."""
@@ -89,8 +91,9 @@ class Manifest:
     def to_bytes(self) -> builtins.bytes:
         """Return the content of the file, with its checksum."""
         content = {"format": self.format, **asdict(self), "checksum": ""}
-        if not self.adapters:  # what has none is written as before there were any
-            del content["adapters"]
+        for key in ("adapters", "quantization"):
+            if not content[key]:  # what has none is written as before there were any
+                del content[key]
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
@@ -180,6 +183,7 @@ def _manifest(content: Table) -> Manifest:
         about=content.table("about").as_json(),
         watch=watch.as_json(),
         adapters=content.table("adapters").as_json() if "adapters" in content else {},
+        quantization=content.table("quantization").as_json() if "quantization" in content else {},
         files=files,
         checksum=checksum,
         format=version,

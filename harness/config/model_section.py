@@ -24,6 +24,7 @@ from harness.config.sections import (
 )
 from harness.layout.adapters import Adapters
 from harness.layout.attentions import ATTENTIONS
+from harness.layout.quantization import Kind, Quantization
 from harness.layout.recompute import WAYS, Checkpointing
 
 
@@ -51,13 +52,24 @@ class LoraConfig(Section):
     """Add alpha / sqrt(rank) of an adapter's output (arXiv 2312.03732)."""
     dora: bool = False
     """Learn the norms of the adapted weights' rows, too (DoRA, arXiv 2402.09353)."""
+    quantize: Kind | None = None
+    """4-bit type of the frozen weights of the decoder layers' linear maps, with a scale for each 64
+    (QLoRA, arXiv 2305.14314): nf4, fp4; None: the run's precision. Needs ZeRO 0 to 2 and the
+    package bitsandbytes."""
+    double_quantize: bool = True
+    """Hold the scales of quantized weights in 8 bits, too."""
 
     @property
     def adapters(self) -> Adapters | None:
         """The adapters' parameters; None without adapters."""
         if self.rank is None:
             return None
-        return Adapters(self.rank, tuple(self.targets), self.dora)
+        return Adapters(self.rank, tuple(self.targets), self.dora, self.quantization)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How frozen weights are quantized; None where they are not."""
+        return None if self.quantize is None else Quantization(self.quantize, self.double_quantize)
 
 
 class ModelConfig(Section):

@@ -41,6 +41,7 @@ from harness.models.depth import drop_layers
 from harness.models.kernels import use_liger
 from harness.models.logits import Operations, operations_on_logits
 from harness.models.pieces import decoder_layers
+from harness.models.quantized import quantize_linear_maps
 from harness.models.recompute import checkpoint_layers
 from harness.models.reversible import reverse_layers
 from harness.models.skeleton import described_parameters
@@ -74,6 +75,8 @@ def build_engine(
     operations, notes = _operations_on_logits(plan, empty)
     stage, unit, experts, tensor_group, share = None, None, None, None, plan.share
     cut = cutter(share) if share.cutters else None
+    if quantization := plan.config.model.lora.quantization:  # then nothing is divided
+        cut = quantize_linear_maps(empty, quantization)
     if plan.grid.expert > 1:
         experts = Experts(plan)
         cut = cut and experts.marked(cut)

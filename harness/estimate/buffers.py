@@ -148,6 +148,15 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
     ]
 
 
+def dequantized_weights(inputs: Inputs) -> list[Held]:
+    """The weight in 4 bits that something is multiplied by: dequantized as a whole, forward and
+    backward (bitsandbytes' gemm_4bit beyond 1,536 tokens, MatMul4Bit.backward), and before it is
+    quantized.
+    """
+    size, working = inputs.dequantized_bytes, frozenset({"build", "forward", "evaluation"})
+    return [Held("dequantized weight", size, working | BACKWARD, "read")] if size else []
+
+
 def _largest(sizes: list[int]) -> int:
     return max(sizes, default=0)
 

@@ -30,8 +30,8 @@ def loading(inputs: Inputs) -> list[Held]:
     building = frozenset({"build"})
     units = inputs.shape.body.units
     piece = max(sum(tensor.numel for tensor in unit) for unit in units)
-    is_divided = inputs.grid.tensor > 1 or inputs.grid.expert > 1
-    if inputs.loads_weights and is_divided:  # a piece is read, then divided
+    is_divided = inputs.grid.tensor > 1 or inputs.grid.expert > 1 or inputs.quantization
+    if inputs.loads_weights and is_divided:  # a piece is read, then divided or quantized
         size = inputs.element_bytes * piece
     elif inputs.loads_weights and inputs.zero.stage < 3:
         # from_pretrained reads a rank's whole model before it moves to the device.

@@ -9,12 +9,13 @@ from typing import Literal
 
 from harness.estimate.partition import Flat
 from harness.estimate.zero_settings import ZeroSettings
-from harness.layout.adapters import Adapters
+from harness.layout.adapters import Adapters, linear_weights
 from harness.layout.division import divides_vocabulary, tensor_shard
 from harness.layout.expert import EXPERTS, expert_shard
 from harness.layout.grid import Grid
 from harness.layout.loss_chunk import loss_chunk
 from harness.layout.optimizer_table import GroupRule, Parameter, is_frozen, optimizer_groups
+from harness.layout.quantization import Quantization
 from harness.layout.recompute import Checkpointing, is_checkpointed
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, in_flight, stage_shape
@@ -263,6 +264,26 @@ class Inputs:
         """Elements of the parameters that are not trained, unsharded."""
         return sum(tensor.numel for tensor in self.frozen_tensors)
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the parameters that are not trained, unsharded."""
+        quantized = _quantized(self.shape, self.quantization)
+        kept = self.frozen - sum(quantized)
+        own = self.quantization
+        return self.element_bytes * kept + sum(own.weight_bytes(n) for n in quantized if own)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How frozen weights of linear maps are quantized; None where they are not."""
+        return None if self.adapters is None else self.adapters.quantization
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of the largest quantized weight as it is multiplied by; 0 without any."""
+        largest = max(_quantized(self.shape, self.quantization), default=0)
+        own = self.quantization
+        return 0 if own is None else own.temporary_bytes(largest, self.element_bytes)
+
 
 @lru_cache(maxsize=256)
 def _layers_alike(
@@ -278,6 +299,12 @@ def _layers_alike(
         )
         kinds.setdefault(kind, []).append(index)
     return [*kinds.values()]
+
+
+@lru_cache(maxsize=256)
+def _quantized(shape: Shape, quantization: Quantization | None) -> list[int]:
+    """Return the elements of each quantized weight."""
+    return [] if quantization is None else [tensor.numel for tensor in linear_weights(shape)]
 
 
 @lru_cache(maxsize=256)

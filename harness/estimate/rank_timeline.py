@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from harness.estimate.activations import ATTENTION_COPIES, activations, attention_copies
-from harness.estimate.buffers import communication, gathered_parameters, pipeline
+from harness.estimate.buffers import (
+    communication,
+    dequantized_weights,
+    gathered_parameters,
+    pipeline,
+)
 from harness.estimate.carried import carried_states
 from harness.estimate.driver import driver_bytes
 from harness.estimate.held import (
@@ -180,6 +185,7 @@ def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[Held]:
         *model_states(here, shard),
         *communication(here),
         *gathered_parameters(here),
+        *dequantized_weights(here),
         # A piece is drawn or read, then divided.
         *loading(inputs.undivided_stage(stage) if divided else here),
         *nvme_buffers(here),

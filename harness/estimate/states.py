@@ -76,7 +76,7 @@ def master_bytes(inputs: Inputs) -> int:
 
 def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
     element = inputs.element_bytes
-    yield Held("parameters", element * inputs.parameters, ALWAYS, "measured")
+    yield Held("parameters", element * inputs.trained + inputs.frozen_bytes, ALWAYS, "measured")
     yield from _full_gradients(inputs, element * inputs.trained)
     yield Held("moments", _moments(inputs, inputs.trained), STEPPED, "measured")
     yield from _temporaries(inputs, max(tensor.numel for tensor in inputs.trained_tensors))
@@ -113,7 +113,7 @@ def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
 def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     # fp16/fused_optimizer.py: moments at once; a step holds a list of fp32 gradients and its copy.
     count, size = inputs.trained, inputs.element_bytes * inputs.trained
-    yield Held("parameters", inputs.element_bytes * inputs.parameters, ALWAYS, "read")
+    yield Held("parameters", size + inputs.frozen_bytes, ALWAYS, "read")
     yield Held("master", FP32 * count, ALWAYS, "read")
     yield Held("moments", _moments(inputs, count), ALWAYS, "read")
     yield from _full_gradients(inputs, size)
@@ -126,7 +126,7 @@ def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
     # next backward pass sets to zero.
     flats = inputs.flats
     whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
-    yield Held("parameters", 2 * (whole + inputs.frozen), ALWAYS, "measured")
+    yield Held("parameters", 2 * whole + inputs.frozen_bytes, ALWAYS, "measured")
     yield Held("master", FP32 * shard, ALWAYS, "measured")
     yield Held("moments", _moments(inputs, shard), STEPPED, "measured")
     yield Held("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
@@ -141,8 +141,8 @@ def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
     shard = sum(flat.shard for flat in flats)
     where = inputs.zero.offload_optimizer
     where = "host" if where == "nvme" else where
-    elements = _sum_padded(flats) + inputs.frozen
-    yield Held("parameters", inputs.element_bytes * elements, ALWAYS, "measured")
+    trained = inputs.element_bytes * _sum_padded(flats)
+    yield Held("parameters", trained + inputs.frozen_bytes, ALWAYS, "measured")
     yield Held("master", master_bytes(inputs) * shard, ALWAYS, "measured", where)
     yield Held("moments", _moments(inputs, shard), STEPPED, "measured", where)
     if where == "host":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from harness.layout.quantization import Quantization
 from harness.layout.shape import Seen, Shape, active_parameters, all_tokens, flops_per_token
 from harness.layout.tensors import Tensor
 
@@ -23,6 +24,8 @@ class Adapters:
     """Last parts of the names of the linear maps; empty: all."""
     has_magnitudes: bool = False
     """True for DoRA (arXiv 2402.09353), which also learns the norm of each row of W + B A."""
+    quantization: Quantization | None = None
+    """Of the weights of all linear maps, those without an adapter, too; None: as the run."""
 
     def tensors(self, shape: Shape) -> Iterator[Tensor]:
         """Yield the parameters of the adapters, as peft names them, in the model's order.
@@ -57,7 +60,10 @@ class Adapters:
 def linear_weights(shape: Shape) -> Iterator[Tensor]:
     """Yield the weights of the linear maps in a model's decoder layers."""
     for tensor in shape.tensors():
-        if not tensor.name.startswith(shape.body.layer_prefix) or len(tensor.shape) != 2:
-            continue
-        if tensor.kind in _LINEAR and tensor.name.endswith(".weight"):
+        if tensor.name.startswith(shape.body.layer_prefix) and is_linear(tensor):
             yield tensor
+
+
+def is_linear(tensor: Tensor) -> bool:
+    """Return True for the weight of a linear map, if the tensor is one of a decoder layer."""
+    return len(tensor.shape) == 2 and tensor.kind in _LINEAR and tensor.name.endswith(".weight")

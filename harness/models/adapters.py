@@ -28,10 +28,15 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> list[Pa
     from peft import inject_adapter_in_model  # a second, which runs without adapters need not take
 
     model.requires_grad_(False)
+    model.is_loaded_in_4bit = lora.quantize is not None  # peft asks
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(_peft_config(lora, linear_maps(model)), model, NAME)
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    del model.is_loaded_in_4bit
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if lora.quantize is not None:  # else adapters are made in the weights' precision
+        for _, p in trained:
+            p.data = p.data.to(model.dtype)
     return [Parameter(name, matrix=p.ndim >= 2) for name, p in trained]
 
 

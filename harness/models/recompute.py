@@ -35,7 +35,7 @@ from harness.models.flow import StandIn
 from harness.models.host_copies import HostCopy
 from harness.models.pieces import decoder_layers
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "bitsandbytes::gemm_4bit")
 _keeps_none: ContextVar[bool] = ContextVar("_keeps_none", default=False)
 
 

@@ -7,7 +7,7 @@ import importlib.util
 from harness.layout.adapters import linear_weights
 from harness.plan.draft import Draft
 
-_SETTINGS = ("alpha", "dropout", "targets", "rslora", "dora")
+_SETTINGS = ("alpha", "dropout", "targets", "rslora", "dora", "quantize", "double_quantize")
 
 
 def check_adapters(draft: Draft) -> None:
@@ -39,6 +39,24 @@ def check_adapters(draft: Draft) -> None:
         problems.add("model.lora.dora", why, "use zero_optimization.stage=2, or plain adapters")
     _check_layout(draft, "model.lora.rank", "adapters are not divided")
     _check_targets(draft)
+    _check_quantization(draft)
+
+
+def _check_quantization(draft: Draft) -> None:
+    """Refuse quantized weights that cannot be made, or that ZeRO 3 would divide."""
+    lora, problems = draft.config.model.lora, draft.problems
+    if lora.quantize is None:
+        if draft.config.is_set("model.lora.double_quantize"):
+            why, use = "but no weights are quantized", 'set model.lora.quantize="nf4"'
+            problems.add("model.lora.double_quantize", why, use)
+        return
+    if not importlib.util.find_spec("bitsandbytes"):
+        why = "it needs the package bitsandbytes (pip install bitsandbytes)"
+        problems.add("model.lora.quantize", why)
+    if draft.ds.value("zero_optimization.stage") == 3:
+        why = "but ZeRO 3 divides weights, which those in 4 bits, codes and scales, are not"
+        use = "use zero_optimization.stage=2, with the whole model in 4 bits on every rank"
+        problems.add("model.lora.quantize", why, f"{use}, or leave quantize out")
 
 
 def _check_layout(draft: Draft, key: str, why_not: str) -> None:

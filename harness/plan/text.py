@@ -10,6 +10,7 @@ from harness.config.ds_keys import offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.fit import changes_that_help, memory_line, shortages_here
 from harness.estimate.timeline import Estimate
+from harness.layout.adapters import Adapters, linear_weights
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
@@ -88,10 +89,19 @@ def _trained(plan: Plan, shape: Shape) -> str:
     total, adapters = num_parameters(shape), plan.config.model.lora.adapters
     if adapters is not None:
         count = sum(tensor.numel for tensor in adapters.tensors(shape))
-        return f", all frozen; adapters of rank {adapters.rank}: {count:,}, {count / total:.2%}"
+        bits = _in_four_bits(shape, adapters)
+        own = f"adapters of rank {adapters.rank}: {count:,}, {count / total:.2%}"
+        return f", all frozen{bits}; {own}"
     rules = plan.config.optim.groups
     frozen = sum(tensor.numel for tensor in shape.tensors() if is_frozen(tensor.name, rules))
     return f"; {frozen:,} are frozen, {frozen / total:.1%}" if frozen else ""
+
+
+def _in_four_bits(shape: Shape, adapters: Adapters) -> str:
+    if (own := adapters.quantization) is None:
+        return ""
+    count = sum(tensor.numel for tensor in linear_weights(shape))
+    return f", {count:,} of them in 4 bits ({own.kind}{', scales in 8' if own.doubles else ''})"
 
 
 def spread(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.adapter_export import ADAPTERS, adapted, merged, write_adapters
+from harness.checkpoint.adapter_export import ADAPTERS, adapted, base_of, merged, write_adapters
 from harness.checkpoint.export import (
     SHARD_BYTES,
     Progress,
@@ -29,8 +29,10 @@ from harness.data.tokenizer_files import GENERATION, copy_tokenizer
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
+from harness.layout.quantization import DESCRIPTION
 from harness.layout.recompute import REVERSIBLE
 from harness.models.loss import forward
+from harness.models.quantized import of_description, round_linear_maps
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.run.probe import TOLERANCES, stored_probe
 
@@ -108,7 +110,7 @@ def _export_adapters(
     checkpoint: Checkpoint, folder: Path, tokenizer: Path, options: ExportOptions, dtype: str
 ) -> str:
     """`export` of a run that trained adapters: of them alone, or added to the weights."""
-    base = str(checkpoint.manifest.adapters["base_model_name_or_path"])
+    manifest = checkpoint.manifest
     with replacing(folder) as unfinished:
         within = unfinished / ADAPTERS if options.merge else unfinished
         within.mkdir(exist_ok=True)
@@ -117,12 +119,18 @@ def _export_adapters(
             copy_tokenizer(tokenizer, unfinished, options.trust_remote_code)
 
         def model() -> Any:
-            return adapted(within, base, DTYPES[dtype], options.trust_remote_code)
+            base = base_of(checkpoint, DTYPES[dtype], options.trust_remote_code)
+            if manifest.quantization:  # adapters are added to what they were trained beside
+                quantization = of_description(manifest.quantization)
+                round_linear_maps(base, quantization, DTYPES[manifest.precision])
+            return adapted(within, base)
 
         if options.merge:
             whole = merged(model(), unfinished)
             return _checked(checkpoint, lambda: whole, dtype, options)
-        return f"adapters of {base}; {_checked(checkpoint, model, dtype, options)}"
+        base = manifest.adapters["base_model_name_or_path"]
+        quantized = f" with its linear maps as in {DESCRIPTION}" if manifest.quantization else ""
+        return f"adapters of {base}{quantized}; {_checked(checkpoint, model, dtype, options)}"
 
 
 def _put_tokenizer(

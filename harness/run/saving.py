@@ -7,6 +7,7 @@ from importlib.metadata import version
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.save import Saved
 from harness.models.adapters import adapters_of
+from harness.models.quantized import described
 from harness.run.probe import as_tensors, loss_of, probe_batch
 from harness.run.run import Run
 
@@ -16,6 +17,7 @@ def save(run: Run, background: bool = False) -> None:
     run.pulse("save", run.state.step)
     finish_save(run)
     plan, probe = run.plan, probe_batch(run.data)
+    lora = plan.config.model.lora
     manifest = Manifest(
         state=run.state,
         precision=plan.precision,
@@ -26,6 +28,7 @@ def save(run: Run, background: bool = False) -> None:
         held_out_loss=run.held_out_nats,
         watch=run.judge.state(),
         adapters=adapters_of(run.engine.module, plan.config.model.init_from),
+        quantization=described(run.engine.module, lora.quantization) if lora.quantization else {},
         about={
             "world_size": plan.world.world_size,
             "zero_stage": plan.zero_stage,

@@ -42,6 +42,7 @@ def adapted(ds: dict[str, Any], lora: dict[str, Any] = LORA, **model: Any) -> An
 def bytes_of(engine: Any) -> int:
     """Return the bytes of weights, master weights and moments on this rank, each storage once."""
     tensors = [getattr(p, "ds_tensor", p).data for p in engine.module.parameters()]
+    tensors += [t for p in engine.module.parameters() for t in scales_of(p)]
     inner = internals.inner_optimizer(engine.engine)
     tensors += [p.data for group in inner.param_groups for p in group["params"]]
     if internals.is_zero3(engine.engine.optimizer):
@@ -50,6 +51,13 @@ def bytes_of(engine: Any) -> int:
         tensors += [value for value in state.values() if torch.is_tensor(value) and value.ndim]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def scales_of(parameter: Any) -> list[torch.Tensor]:
+    """Return the tensors beside the codes of a weight in 4 bits."""
+    state = getattr(parameter, "quant_state", None)
+    states = [] if state is None else [state, *([state.state2] if state.nested else [])]
+    return [value for each in states for value in vars(each).values() if torch.is_tensor(value)]
 
 
 def estimated(engine: Any) -> int:

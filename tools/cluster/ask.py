@@ -30,6 +30,8 @@ from tools.cluster.layouts import STATES, Layout, Offload, base_json
 def question_of(args: argparse.Namespace) -> Question:
     """Return the question. Raises ConfigError with every problem of the command line."""
     run, world = run_of(args), world_of(args)
+    if args.quantize and not args.lora:
+        raise ConfigError(f"--quantize {args.quantize}: it needs adapters: add --lora 16")
     base: dict[tuple[int, str], Inputs] = {}
     for zero, offload in STATES:
         base[zero, offload] = _inputs(args, run, world, zero, offload)
@@ -126,5 +128,6 @@ def _inputs(
         ) from None
     if not args.lora:
         return inputs
-    adapted = load_run_config(None, [f"model.lora.rank={args.lora}"])
-    return replace(inputs, adapters=adapted.model.lora.adapters)
+    words = [f"model.lora.rank={args.lora}"]
+    words += [f"model.lora.quantize={args.quantize}"] if args.quantize else []
+    return replace(inputs, adapters=load_run_config(None, words).model.lora.adapters)

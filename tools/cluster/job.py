@@ -20,6 +20,8 @@ def settings(args: argparse.Namespace, layout: Layout) -> dict[str, object]:
     }
     if args.lora:
         keys |= {"model.lora.rank": args.lora, "model.init_from": args.model}
+    if args.quantize:
+        keys["model.lora.quantize"] = args.quantize
     return keys
 
 

@@ -125,19 +125,26 @@ def base_json(zero: int, offload: Offload) -> dict[str, Any]:
 
 
 def layouts(
-    shape: Shape, gpus: int, gpus_per_node: int, seq_len: int, global_batch: int, lora: bool
+    shape: Shape,
+    gpus: int,
+    gpus_per_node: int,
+    seq_len: int,
+    global_batch: int,
+    lora: bool,
+    quantized: bool = False,
 ) -> Iterator[Layout]:
     """Yield the layouts of these axes and ways, all of which train.py takes; tensors are divided
     within a node alone.
 
     `lora`: adapters are trained, which are not divided over tensors, experts or stages.
+    `quantized`: the weights beside them are in 4 bits, which ZeRO 3 does not divide.
     """
     for pipeline, tensor, sequence, expert in _axes(shape, gpus, gpus_per_node, seq_len, lora):
         data = gpus // (pipeline * tensor * sequence)
         if global_batch % data:
             continue
         for zero, offload in STATES:
-            if pipeline > 1 and (zero != 1 or offload != "none"):
+            if (pipeline > 1 and (zero != 1 or offload != "none")) or (quantized and zero == 3):
                 continue
             for micro_batch in _divisors(global_batch // data, _MOST_MICRO_BATCH):
                 spread = zero, offload, pipeline, tensor, sequence, expert, micro_batch

@@ -49,7 +49,9 @@ def count_all(
     shape = next(iter(question.base.values())).shape
     per_node = question.machine.gpus_per_node
     every = layouts(
-        *(shape, args.gpus, per_node, args.seq_len, args.global_batch), lora=bool(args.lora)
+        *(shape, args.gpus, per_node, args.seq_len, args.global_batch),
+        lora=bool(args.lora),
+        quantized=bool(args.quantize),
     )
     with _no_collection():
         return ranked(Search(question).count(every), everything)

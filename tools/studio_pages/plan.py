@@ -154,7 +154,12 @@ def _ranking(
         data_tokens=billions * 1e9,
         lora=lora or None,
         assignments=list(words),
-        **dict.fromkeys(("gpus_per_node", "network", "host_memory", "price", "measured", "rates")),
+        **dict.fromkeys(
+            (
+                *("gpus_per_node", "network", "host_memory", "price", "quantize"),
+                *("measured", "rates"),
+            )
+        ),
     )
     question = question_of(args)
     counted = count_all(args, question)

@@ -8,6 +8,7 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.products import product_seconds
+from harness.layout.adapters import is_linear
 from harness.layout.attentions import ATTENTIONS
 from harness.layout.shape import attention_width, is_stacked
 from harness.layout.tensors import Tensor
@@ -106,15 +107,19 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     moved = _moved(inputs, index) / machine.memory_rate
     moved *= FUSED if inputs.compiled else 1.0
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
+    dequantized = _dequantized(inputs, tensors) / machine.memory_rate
     launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
     forward = Seconds(
-        products, attention, serial, moved * FORWARD_PASSES + norms * RMS_NORM_BYTES[0]
+        products,
+        attention,
+        serial,
+        moved * FORWARD_PASSES + norms * RMS_NORM_BYTES[0] + dequantized,
     )
     backward = Seconds(
         _backward_products(inputs) * products + summed,
         ATTENTION_BACKWARD * attention,
         serial,
-        moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1],
+        moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1] + dequantized,
     )
     return Passes(_launched(forward, launch, machine), _launched(backward, 1.5 * launch, machine))
 
@@ -135,6 +140,16 @@ def _written_out(inputs: Inputs, tensors: tuple[Tensor, ...]) -> int:
         return 0
     hidden = inputs.shape.hidden_size
     return sum(hidden for t in tensors if t.kind == "norm" and t.shape == (hidden,))
+
+
+def _dequantized(inputs: Inputs, tensors: tuple[Tensor, ...]) -> float:
+    """Return the bytes moved before products with weights in 4 bits: read, and written in the run's
+    precision.
+    """
+    if (own := inputs.quantization) is None:
+        return 0.0
+    weights = [tensor.numel for tensor in tensors if is_linear(tensor)]
+    return float(sum(own.weight_bytes(n) + inputs.element_bytes * n for n in weights))
 
 
 def _backward_products(inputs: Inputs) -> int:
