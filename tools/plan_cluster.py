@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         counted = _count(args, question)
         best = counted[0] if counted and counted[0].answers else None
         written = write_job(args.write, args, best.layout) if args.write and best else []
-        others = what_if(args, best) if args.what_if else []
+        others = what_if(args, best, counted) if args.what_if else []
     except ValueError as error:
         say(f"cannot plan: {error}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=_count_of, help="default: up to 8")
     add("--network", type=_positive, metavar="GB/S", help="of a node, for each of its GPUs")
     add("--host-memory", type=_positive, metavar="GIB", help="of a node (default: 256 a GPU)")
+    add("--disk", type=_positive, metavar="GB/S", help="of a node, that saves write (default: 2)")
     add("--measured", type=Path, metavar="JSON", help="of preflight.py --json on such nodes")
     add("--rates", type=Path, metavar="JSON", help="of --calibrate RUN... --rates JSON, such nodes")
     add("--seq-len", type=_count_of, required=True, help="tokens of a sample")
@@ -142,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quantize", choices=("nf4", "fp4"), help="frozen weights beside adapters in 4 bits")
     add("--write", type=Path, metavar="FOLDER", help="the winner, ready to run")
     add("--html", type=Path, metavar="FILE", help="the answer as one page")
-    add("--what-if", action="store_true", help="other numbers of GPUs, lengths and GPUs, too")
+    add("--what-if", action="store_true", help="other GPUs, lengths, models, numbers of GPUs")
     add("--all", action="store_true", help="decide of every layout whether it fits (slow)")
     add("--json", action="store_true", help="machine-readable, every layout, best first")
     add("assignments", nargs="*", metavar="key=value", help="as for train.py")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.estimate.hardware import known_gpu
+from harness.estimate.step_time.beside import DISK_GB_PER_S, Beside
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DAY, HOUR, Job
 from harness.estimate.step_time.machine import Machine, machine_of, measured
@@ -67,10 +68,16 @@ def _machine(plan: Plan) -> Machine | None:
 
 
 def job_of(plan: Plan, step: StepTime) -> Job | None:
-    """Return the whole run; None where its length is not known yet."""
+    """Return the steps of the whole run; None where its length is not known yet."""
     if plan.steps is None:
         return None
     return Job(plan.steps * step.seconds, plan.grid.world_size, step.machine.watts)
+
+
+def beside_of(plan: Plan, step: StepTime) -> Beside:
+    """Return the run's evaluations and saves."""
+    run = plan.config
+    return Beside.of(step, plan.steps or 0, (run.eval.every, run.eval.samples), run.save.every)
 
 
 def step_line(step: StepTime) -> str:
@@ -88,9 +95,12 @@ def time_line(plan: Plan, step: StepTime) -> str:
     job = job_of(plan, step)
     if job is None:
         return step_line(step)
+    beside = beside_of(plan, step)
+    saves = f"{beside.saves or 'each'} save{'s' * (beside.saves > 1)} of {beside.save_text}"
     return (
         f"{step_line(step)}; {length(job.seconds)} in all, {job.gpu_hours:,.3g} GPU-hours without "
-        "evaluation, saves and failures"
+        f"failures; beside it {beside.evaluations} evaluations, {beside.evaluating:,.3g} s, and "
+        f"{saves} (guessed: {DISK_GB_PER_S:g} GB/s of a node)"
     )
 
 

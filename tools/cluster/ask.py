@@ -15,6 +15,7 @@ from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu, known_gpu
 from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.step_time.beside import DISK_GB_PER_S
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.machine import machine_of, measured, other_machine
 from harness.layout.world import World
@@ -59,6 +60,8 @@ def question_of(args: argparse.Namespace) -> Question:
         global_batch=args.global_batch,
         data_tokens=args.data_tokens or TOKENS_PER_PARAMETER * some.shape.parameters,
         price=args.price,
+        run=run,
+        disk_gb_per_s=args.disk or DISK_GB_PER_S,
         refusal=lambda layout: refusal(args, layout),
     )
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from harness.config.run_config import RunConfig
 from harness.estimate.held import PHASES
 from harness.estimate.inputs import GIB, Inputs
 from harness.estimate.interval import Interval
+from harness.estimate.step_time.beside import Beside
 from harness.estimate.step_time.job import DAY, Job
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import TERMS, StepTime
@@ -175,6 +177,7 @@ class Counted:
     def to_json(self, job: Job, price: float | None, best: Counted | None) -> dict[str, Any]:
         """Return the layout as plain values; bytes in GiB."""
         low, high = self.peak_interval
+        beside = self.question.beside(self)
         return {
             "deepspeed": self.layout.deepspeed,
             "overrides": self.layout.overrides,
@@ -184,6 +187,8 @@ class Counted:
             "host_gib": round(self.host_bytes_per_node / GIB, 3),
             **self.time.to_json(),
             "gpu_hours": round(job.gpu_hours, 1),
+            "evaluation_s": round(beside.evaluating, 1),
+            "save_s": round(beside.save_seconds, 2),
             "cost": None if price is None else round(job.cost(price), 2),
             "trained": self.trained,
             "why_not": self.why_not(best),
@@ -217,6 +222,9 @@ class Question:
     global_batch: int
     data_tokens: float
     price: float | None
+    run: RunConfig
+    disk_gb_per_s: float
+    """Of a node, that saves write."""
     refusal: Callable[[Layout], str]
     """Why train.py would refuse a layout; "" if it takes it."""
 
@@ -227,8 +235,22 @@ class Question:
 
     def job(self, counted: Counted) -> Job:
         """Return the whole job with a layout."""
-        steps = self.data_tokens / counted.time.tokens
-        return Job(steps * counted.seconds, self.gpus, self.machine.watts)
+        beside = self.beside(counted)
+        return Job(
+            self.steps(counted) * counted.seconds + beside.evaluating,
+            *(self.gpus, self.machine.watts, beside.save_seconds),
+            saves=beside.saves,
+        )
+
+    def steps(self, counted: Counted) -> float:
+        """Return the steps of the whole job."""
+        return self.data_tokens / counted.time.tokens
+
+    def beside(self, counted: Counted) -> Beside:
+        """Return the evaluations and saves of the whole job with a layout."""
+        run, steps = self.run, self.steps(counted)
+        evaluate = run.eval.every, run.eval.samples
+        return Beside.of(counted.time, steps, evaluate, run.save.every, self.disk_gb_per_s)
 
 
 def ranked(counted: Iterable[Counted], everything: bool = False) -> list[Counted]:

@@ -27,7 +27,7 @@ gradients are summed in fp32."""
 WAYS: tuple[Checkpointing, ...] = (*NAMED_WAYS, 4, 2)
 """Ways of checkpointing; a number is of every so many layers one."""
 _MOST_STAGES = 64
-_MOST_MICRO_BATCH = 32
+MOST_MICRO_BATCH = 32
 _LONG = 16_384
 """Tokens of a sample from which on MLPs in tiles and offloaded activations are tried, too."""
 
@@ -146,7 +146,7 @@ def layouts(
         for zero, offload in STATES:
             if (pipeline > 1 and (zero != 1 or offload != "none")) or (quantized and zero == 3):
                 continue
-            for micro_batch in _divisors(global_batch // data, _MOST_MICRO_BATCH):
+            for micro_batch in _divisors(global_batch // data, MOST_MICRO_BATCH):
                 spread = zero, offload, pipeline, tensor, sequence, expert, micro_batch
                 for way in WAYS:
                     yield Layout(*spread, way)

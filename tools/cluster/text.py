@@ -66,6 +66,7 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
         ),
         f"  {tokens_text(question.data_tokens)} tokens: {days(job.seconds)}, "
         f"{job.gpu_hours:,.0f} GPU-hours, {job.energy_kwh:,.0f} kWh of the GPUs",
+        *_beside(question, best),
         f"  with failures {days(job.days_with_failures * DAY)}: one in "
         f"{days(job.failure_seconds)}, a save every {job.save_every_seconds / 60:.0f} minutes",
     ]
@@ -77,6 +78,20 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
         met = f"missed: about {more:,.0f} such GPUs would meet it" if late else "met"
         lines.append(f"  the deadline of {args.deadline_days:g} days is {met}")
     return lines
+
+
+def _beside(question: Question, best: Counted) -> list[str]:
+    beside, run = question.beside(best), question.run
+    often = f"{run.eval.samples} samples every {run.eval.every} steps" if run.eval.every else "none"
+    asked = f", {beside.saves:,} of them" if beside.saves else ""
+    waits = (
+        "read ahead, no wait" if run.data.prefetch else "not read ahead: its wait is not counted"
+    )
+    text = (
+        f"of these evaluation {days(beside.evaluating)} ({often}); a save {beside.save_text}{asked}"
+        f" ({question.disk_gb_per_s:g} GB/s of a node, --disk); data {waits}"
+    )
+    return [f"  {part}" for part in textwrap.wrap(text, WIDTH - 2)]
 
 
 def _shares(counted: Counted) -> str:

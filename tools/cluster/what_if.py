@@ -1,37 +1,156 @@
-"""The same job on other numbers of GPUs, with other lengths, on other GPUs."""
+"""The same job on other numbers of GPUs, with other lengths, on other GPUs, with other models."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
-from tools.cluster.ask import question_of
+from harness.estimate.step_time.job import DAY
+from harness.layout.families import FAMILIES
+from harness.plan.model_config import load_model_config
+from tools.cluster.ask import question_of, run_of
 from tools.cluster.count import Counted, days
-from tools.cluster.search import count_all
+from tools.cluster.layouts import MOST_MICRO_BATCH, layouts
+from tools.cluster.scaled import scaled
+from tools.cluster.search import Search, count_all
 
 _OTHER_GPUS = ("a100-80", "h100-80", "h200", "b200")
+_COUNTS = (0.25, 0.5, 2, 4, 8)
+"""Of GPUs, times those that were asked for."""
+_TRIED = 8
+"""Layouts with least in tensors whose allocator is asked whether a model fits."""
+_LARGEST = 16
+"""Times as wide and deep as the model, at most."""
 
 
-def what_if(args: argparse.Namespace, best: Counted | None) -> list[str]:
+@dataclass(frozen=True)
+class Spent:
+    """What the best layout of a number of GPUs takes."""
+
+    gpus: int
+    days: float
+    """With failures."""
+    cost: float
+    """At the price, or in GPU-hours."""
+    layout: str
+
+
+def what_if(
+    args: argparse.Namespace, best: Counted | None, counted: Sequence[Counted]
+) -> list[str]:
     """Return a line for each change of the question, with the best layout of each."""
     lines = ["", "What if"]
     for name, changed in _changes(args):
-        try:
-            answer = _answer(changed)
-        except ConfigError as error:
-            answer = str(error.problems[0])
-        lines.append(f"  {name:<16} {answer}")
-    return lines
+        lines.append(f"  {name:<16} {_answer(changed)}")
+    if best is not None:
+        lines += [f"  {'micro-batch':<16} {largest_micro_batch(counted)}"]
+        lines += ["", "How many GPUs: none of these is both slower and dearer than another"]
+        lines += _front_lines(args, best)
+    return [*lines, f"  {'largest model':<16} {largest_model(args)}"]
+
+
+def largest_micro_batch(counted: Sequence[Counted]) -> str:
+    """Return the layout with the largest micro-batch that fits, the quickest of these."""
+    by_size: dict[int, list[Counted]] = {}
+    for each in counted:
+        if each.fits is not False:
+            by_size.setdefault(each.layout.micro_batch, []).append(each)
+    for size in sorted(by_size, reverse=True):
+        # Few bytes first: where those do not fit, nothing of this size does.
+        smallest = sorted(by_size[size], key=lambda each: each.peak_bytes)[:_TRIED]
+        quickest = sorted(by_size[size], key=lambda each: each.seconds)[:_TRIED]
+        fit = [each for each in (*quickest, *smallest) if not each.refusal and each.decide()]
+        if fit:
+            found = min(fit, key=lambda each: each.seconds)
+            more = " is the largest counted" if size == MOST_MICRO_BATCH else " at most"
+            return f"{size}{more}, {found.seconds:.2f} s a step: {found.layout.text}"
+    return "nothing fits"
+
+
+def largest_model(args: argparse.Namespace) -> str:
+    """Return the largest relative of the model that fits, of those that are so many sixteenths
+    wider and deeper.
+    """
+    config = load_model_config(run_of(args))[0]
+    if config["model_type"] not in FAMILIES:
+        return f"{config['model_type']} is traced from its class, and not scaled"
+    found: Counted | None = None
+
+    def fits(sixteenths: int) -> bool:
+        nonlocal found
+        layout = _any_that_fits(_scaled(args, scaled(config, sixteenths / 16)))
+        found = layout or found
+        return layout is not None
+
+    beyond = 16
+    while beyond <= 16 * _LARGEST and fits(beyond):
+        beyond *= 2
+    fitting = beyond // 2 if beyond > 16 else 0
+    while beyond - fitting > max(1, fitting // 16):
+        middle = (fitting + beyond) // 2
+        fitting, beyond = (middle, beyond) if fits(middle) else (fitting, middle)
+    if found is None:
+        return "nothing fits"
+    keys = scaled(config, fitting / 16)
+    of = ", ".join(f"{key} {size:,}" for key, size in keys.items())
+    size = found.inputs.shape.parameters / 1e9
+    return f"{size:,.1f}B parameters ({of}): {found.layout.text}"
+
+
+def _scaled(args: argparse.Namespace, keys: dict[str, int]) -> argparse.Namespace:
+    words = [f"model.overrides.{key}={size}" for key, size in keys.items()]
+    return _with(args, assignments=[*args.assignments, *words])
+
+
+def _any_that_fits(args: argparse.Namespace) -> Counted | None:
+    """Return a layout that fits; None if none of those with least in tensors does."""
+    question = question_of(args)
+    shape = next(iter(question.base.values())).shape
+    per_node = question.machine.gpus_per_node
+    every = layouts(
+        *(shape, args.gpus, per_node, args.seq_len, args.global_batch), lora=bool(args.lora)
+    )
+    small = (each for each in every if each.micro_batch == 1 and each.checkpointing == "full")
+    left = [each for each in Search(question).count(small) if each.fits is not False]
+    left.sort(key=lambda each: each.peak_bytes)
+    return next((each for each in left[:_TRIED] if not each.refusal and each.decide()), None)
+
+
+def front_of(spent: Sequence[Spent]) -> list[Spent]:
+    """Return those than which no other is both quicker and cheaper, cheapest first."""
+    kept: list[Spent] = []
+    for each in sorted(spent, key=lambda one: (one.cost, one.days)):
+        if not kept or each.days < kept[-1].days:
+            kept.append(each)
+    return kept
+
+
+def _front_lines(args: argparse.Namespace, best: Counted) -> list[str]:
+    spent = [_spent(best)]
+    for factor in _COUNTS:
+        gpus = int(args.gpus * factor)
+        found = _best(_with(args, gpus=gpus)) if gpus >= 1 else None
+        if isinstance(found, Counted):
+            spent.append(_spent(found))
+    unit = f"at {args.price:g} a GPU-hour" if args.price else "GPU-hours"
+    return [
+        f"  {f'{each.gpus} GPUs':<16} {days(each.days * DAY)}, {each.cost:,.0f} {unit}: "
+        f"{each.layout}"
+        for each in front_of(spent)
+    ]
+
+
+def _spent(best: Counted) -> Spent:
+    job = best.question.job(best)
+    cost = job.cost(best.question.price or 1.0)
+    return Spent(best.question.gpus, job.days_with_failures, cost, best.layout.text)
 
 
 def _changes(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
-    for factor in (0.5, 2, 4):
-        gpus = int(args.gpus * factor)
-        if gpus >= 1:
-            yield f"{gpus} GPUs", _with(args, gpus=gpus)
     yield f"{2 * args.seq_len:,} tokens", _with(args, seq_len=2 * args.seq_len)
     for gpu in _OTHER_GPUS:
         if find_gpu(gpu) is not find_gpu(args.gpu):  # whose rates nobody measured
@@ -44,11 +163,18 @@ def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
     return changed
 
 
+def _best(args: argparse.Namespace) -> Counted | str:
+    """Return the best layout of a question, or why there is none."""
+    try:
+        counted = count_all(args, question_of(args))
+    except ConfigError as error:
+        return str(error.problems[0])
+    return counted[0] if counted and counted[0].answers else "nothing fits"
+
+
 def _answer(args: argparse.Namespace) -> str:
-    question = question_of(args)
-    counted = count_all(args, question)
-    if not counted or not counted[0].answers:
-        return "nothing fits"
-    best = counted[0]
-    job = question.job(best)
+    best = _best(args)
+    if isinstance(best, str):
+        return best
+    job = best.question.job(best)
     return f"{days(job.seconds)}, {job.gpu_hours:,.0f} GPU-hours: {best.layout.text}"

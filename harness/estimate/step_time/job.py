@@ -17,12 +17,14 @@ class Job:
     """So many steps of so many seconds on so many GPUs."""
 
     seconds: float
-    """Of training, without failures."""
+    """Of steps and evaluations, without saves and failures."""
     gpus: int
     watts: float
     """Of one GPU; hosts, network and cooling are not counted."""
     save_seconds: float = 60.0
     """A save stops training so long."""
+    saves: int = 0
+    """How many the run config asks for; 0: as many as lose least."""
     restart_seconds: float = 600.0
     """From a failure to the next step, what is computed again left out."""
 
@@ -48,9 +50,11 @@ class Job:
 
     @property
     def save_every_seconds(self) -> float:
-        """The interval between saves that loses least: sqrt(2 x save x time between failures)
-        (Young 1974, Daly 2006).
+        """The interval between saves: the run config's, or that which loses least,
+        sqrt(2 x save x time between failures) (Young 1974, Daly 2006).
         """
+        if self.saves:
+            return self.seconds / self.saves
         return sqrt(2 * self.save_seconds * self.failure_seconds)
 
     @property
