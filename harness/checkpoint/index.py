@@ -154,7 +154,7 @@ class Index:
 
     def _sorted(self, name: str) -> list[Any]:
         if name not in self._rows:
-            self._rows[name] = sorted(self._parameters[name].row("at"), key=itemgetter(0))  # type: ignore[arg-type]
+            self._rows[name] = sorted(self._parameters[name].row("at"), key=itemgetter(0))
         return self._rows[name]
 
 

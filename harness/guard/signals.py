@@ -32,7 +32,9 @@ class StopGuard:
         # The watchdog ends a hang, not this group's timeout.
         timeout = timedelta(days=30)
         self._groups = [
-            dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+            dist.new_group(
+                ranks, timeout, "gloo", use_local_synchronization=len(ranks) < world_size
+            )
             for ranks in groups_of(dist.get_rank() if world_size > 1 else 0, world_size)
         ]
         self._flags = [torch.tensor([False, True], dtype=torch.int32) for _ in self._groups]

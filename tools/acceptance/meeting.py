@@ -18,6 +18,7 @@ def main(argv: list[str]) -> int:
     folder, *more = argv
     if AS_SLURM in more:
         _as_srun()
+    from harness.checkpoint.meeting import gathered, told
     from harness.engine.processes import ending_together, join
     from harness.layout.world import World
 
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> int:
         dist.all_gather_object(ranks, world.rank)
         first = [device.type if world.rank == 0 else None]
         dist.broadcast_object_list(first)
+        assert told(gathered(world.rank)) == [*range(world.world_size)]
         seen = {
             "launcher": world.launcher,
             "device": str(device),
