@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
+from html import unescape
 
 import pytest
 
-from tests.browser import WIDTHS, Browser, needs_browser
+from tests.browser import PATIENCE_S, WIDTHS, Browser, needs_browser
 from tests.browser import Page as Tab
 from tests.studio.conftest import Studio
 from tests.studio.test_pages import figures_of, number
 from tools.studio_app.catalogue import PAGES
-from tools.studio_app.page import Chart
+from tools.studio_app.drawn import html_of
+from tools.studio_app.page import Chart, Figure, Slider, format_value
+from tools.studio_app.page import Page as StudioPage
 
 pytestmark = needs_browser
 SHOWN = """
@@ -87,6 +92,59 @@ def test_a_slider_moves_the_numbers_and_the_address(browser: Browser, studio: St
     again.wait_for(SHOWN)
     assert figure(again, label) == expected
     assert tab.errors + again.errors == []
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser, studio: Studio) -> Tab:
+    return browser.open(studio.address)
+
+
+SLIDING = [page for page in PAGES if any(isinstance(c, Slider) for c in page.controls)]
+TEXTS = """
+[...document.querySelector(".figures").children].map((card) =>
+  (card.querySelector(".nicegui-echart") ? card.querySelector("h2") : card).textContent)
+"""
+
+
+def texts_of(figures: list[Figure]) -> list[str]:
+    """The words and numbers that a browser shows of figures; of a chart its title."""
+
+    def text(figure: Figure) -> str:
+        if isinstance(figure, Chart):
+            return figure.title
+        return unescape(re.sub(r"<style>.*?</style>|<[^>]*>", "", html_of(figure), flags=re.DOTALL))
+
+    return [words(text(figure)) for figure in figures]
+
+
+def words(text: str) -> str:
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("page", SLIDING, ids=lambda page: page.slug)
+def test_the_first_slider_shows_what_the_call_returns(
+    tab: Tab, studio: Studio, page: StudioPage
+) -> None:
+    """By keyboard, on every page: all its numbers, tables and texts of pictures."""
+    slider = next(control for control in page.controls if isinstance(control, Slider))
+    values = list(slider.values)
+    place = values.index(slider.default)
+    move = 1 if place + 1 < len(values) else -1
+    value = format_value(values[place + move])
+    before, after = figures_of(page.slug), figures_of(page.slug, **{slider.name: value})
+    assert texts_of(before) != texts_of(after)
+    tab.go(studio.address + page.slug)
+    tab.wait_for(SHOWN)
+    assert list(map(words, tab.evaluate(TEXTS))) == texts_of(before)
+    tab.evaluate(f"document.querySelector('[data-control={slider.name}] [tabindex]').focus()")
+    tab.press("ArrowRight" if move > 0 else "ArrowLeft")
+    tab.wait_for(f"location.search.includes('{slider.name}={value}')")
+    deadline = time.monotonic() + PATIENCE_S
+    while list(map(words, tab.evaluate(TEXTS))) != texts_of(after):
+        if time.monotonic() > deadline:
+            assert list(map(words, tab.evaluate(TEXTS))) == texts_of(after)
+        time.sleep(0.05)
+    assert tab.errors == []
 
 
 def test_colours_follow_the_readers_setting(browser: Browser, studio: Studio) -> None:

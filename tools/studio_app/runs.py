@@ -28,15 +28,20 @@ def read_runs_of(root: Path) -> None:
     _roots[0] = root
 
 
+def root() -> Path:
+    """Return the folder whose runs are read."""
+    return _roots[0]
+
+
 def names() -> list[str]:
     """Return the runs' paths below the root, the newest first."""
-    root = _roots[0]
-    aged = [(_age(folder), str(folder.relative_to(root))) for folder in _folders(root)]
+    aged = [(_age(folder), str(folder.relative_to(root()))) for folder in folders_with(_RECORDS)]
     return [name for _, name in sorted(aged)[:_MOST_RUNS]]
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    waiting, seen = [(root, 0)], 0
+def folders_with(files: Sequence[str]) -> Iterator[Path]:
+    """Yield folders below the root that have one of these files; no link is followed."""
+    waiting, seen = [(root(), 0)], 0
     while waiting:
         folder, depth = waiting.pop()
         try:
@@ -49,7 +54,7 @@ def _folders(root: Path) -> Iterator[Path]:
                 return
             if path.is_symlink() or path.name.startswith("."):
                 continue
-            if any((path / name).exists() for name in _RECORDS):
+            if any((path / name).exists() for name in files):
                 yield path
             elif depth + 1 < _DEPTH:
                 waiting.append((path, depth + 1))

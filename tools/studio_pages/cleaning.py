@@ -10,14 +10,15 @@ from tools.cleaning.strictness import (
     FILTERS,
     STRICTNESS,
     Document,
-    Report,
     first_rejecting,
     measured,
     report_at,
 )
 from tools.studio_app.charts import Axis, Line, lines, stacked
+from tools.studio_app.cleanings import AtStrictness, Cleaning, corpus_of, names, read_cleaning
 from tools.studio_app.page import (
     Chart,
+    Choice,
     Drawing,
     Figure,
     Number,
@@ -29,6 +30,7 @@ from tools.studio_app.page import (
 )
 from tools.studio_app.svg import Svg
 
+_OWN = "Python's own library"
 _MOST_DOCUMENTS = 250
 _MOST_CHARACTERS = 20_000
 _WIDTH = 760.0
@@ -36,38 +38,37 @@ _WIDTH = 760.0
 
 def figures(values: Values) -> list[Figure]:
     """Return size, quality and diversity over all strictnesses, and one in detail."""
-    reports = {strictness: cleaned(strictness) for strictness in STRICTNESS}
-    now, whole = cleaned(values["strictness"]), reports[0]
-    share = now.characters / whole.characters
+    own = values["corpus"] == _OWN
+    report = None if own else read_cleaning(values["corpus"])
+    points = report.strictness if report else [*map(cleaned, STRICTNESS)]
+    whole = points[0]
+    now = min(points, key=lambda point: abs(point.strictness - values["strictness"]))
 
     def curve(name: str, read: str) -> Line:
-        first = getattr(whole, read)
-        points = [(at, 100 * getattr(r, read) / first) for at, r in reports.items()]
-        return Line(name, points)
+        first = getattr(whole, read) or 1
+        return Line(name, [(at.strictness, 100 * getattr(at, read) / first) for at in points])
 
     counts = [
         (
             rule.name,
             rule.what,
-            f"{rule.threshold(values['strictness']):.3g}",
-            f"{now.rejected[rule.name]:,}",
+            f"{rule.threshold(now.strictness):.3g}",
+            f"{now.rejects(rule.name):,}",
         )
         for rule in FILTERS
     ]
+    share = now.characters / max(1, whole.characters)
     return [
         Numbers(
             [
-                Number("Documents kept", f"{len(now.kept):,} of {len(whole.kept):,}"),
+                Number("Documents kept", f"{now.documents:,} of {whole.documents:,}"),
                 Number("Size", f"{share:.1%}", f"{now.characters:,} characters"),
                 Number("Quality", f"{now.quality:.1%}", "words that are common in prose"),
                 Number("Diversity", f"{now.diversity:,}", "different words"),
                 Number("Packed", f"{now.packing:.3f}", "zlib bytes a character"),
             ]
         ),
-        Drawing(
-            "Every document: kept, or the filter that rejects it",
-            _picture(whole, now, values["strictness"]),
-        ),
+        *(_recipe(report) if report else [_squares(now)]),
         Chart(
             "Size, quality and diversity over strictness, % of the whole corpus",
             lines(
@@ -81,18 +82,15 @@ def figures(values: Values) -> list[Figure]:
             ),
         ),
         Table(
-            f"Filters at {values['strictness']} %; a document counts at the first that rejects it",
+            f"Filters at {now.strictness} %; a document counts at the first that rejects it",
             ("filter", "keeps if", "threshold", "rejects"),
             counts,
         ),
         Chart(
             "Documents that each filter rejects",
             stacked(
-                [f"{at} %" for at in reports],
-                {
-                    rule.name: [float(r.rejected[rule.name]) for r in reports.values()]
-                    for rule in FILTERS
-                },
+                [f"{at.strictness} %" for at in points],
+                {rule.name: [float(at.rejects(rule.name)) for at in points] for rule in FILTERS},
                 Axis("documents"),
             ),
             300,
@@ -100,10 +98,40 @@ def figures(values: Values) -> list[Figure]:
     ]
 
 
+def corpora() -> tuple[str, ...]:
+    """Return Python's own library, and the reports of tools/clean_data.py in the folder of runs."""
+    return (_OWN, *names())
+
+
+def _recipe(report: Cleaning) -> list[Figure]:
+    """What the recipe itself kept: of the corpus, and of the sample step by step."""
+    read, written = (report.documents.get(key, 0) for key in ("read", "written"))
+    rows = [
+        (
+            each.step.replace("_", " "),
+            f"{each.documents:,}",
+            f"{each.characters:,}",
+            f"{each.quality:.1%}",
+            f"{each.diversity:,}",
+            f"{each.packing:.3f}",
+        )
+        for each in report.after_steps
+    ]
+    head = ("after step", "documents", "characters", "quality", "different words", "zlib bytes")
+    kept = f"{written:,} of {read:,} documents kept"
+    return [Table(f"{corpus_of(report)}: its recipe, on the sample; {kept} in all", head, rows)]
+
+
+def _squares(now: AtStrictness) -> Drawing:
+    return Drawing(
+        "Every document: kept, or the filter that rejects it", _picture(now, now.strictness)
+    )
+
+
 @lru_cache
-def cleaned(strictness: int) -> Report:
+def cleaned(strictness: int) -> AtStrictness:
     """Return what filters of a strictness leave of Python's own library, with their counts."""
-    return report_at(documents(), strictness)
+    return AtStrictness.of(strictness, report_at(documents(), strictness))
 
 
 @lru_cache
@@ -119,12 +147,12 @@ def documents() -> tuple[Document, ...]:
     )
 
 
-def _picture(whole: Report, now: Report, strictness: float) -> str:
+def _picture(now: AtStrictness, strictness: float) -> str:
     """A square for each document, in the corpus's order."""
     each, columns = 15.0, 50
-    everything = list(whole.kept)
+    everything = documents()
     rows = -(-len(everything) // columns)
-    picture = Svg(_WIDTH, rows * each + 44, f"{len(now.kept)} of {len(everything)} documents kept")
+    picture = Svg(_WIDTH, rows * each + 44, f"{now.documents} of {len(everything)} documents kept")
     names_of_rules = [rule.name for rule in FILTERS]
     for place, document in enumerate(everything):
         rule = first_rejecting(document, strictness)
@@ -148,18 +176,22 @@ PAGE = Page(
     slug="cleaning",
     title="Cleaning data",
     group="Data",
-    sees="Documents of Python's own library through six filters: the stricter they are, the less "
-    "is left, the more of it reads like prose, and the fewer different words it has.",
-    controls=(Slider("strictness", "Strictness", STRICTNESS, 80, "%", plays=True),),
+    sees="Documents through six filters: the stricter they are, the less is left, the more of it "
+    "reads like prose, and the fewer different words it has. Python's own library, or any corpus "
+    "that tools/clean_data.py has cleaned into the folder of runs.",
+    controls=(
+        Choice("corpus", "Corpus", corpora, _OWN),
+        Slider("strictness", "Strictness", STRICTNESS, 80, "%", plays=True),
+    ),
     figures=figures,
     computed_by=(
-        "tools.studio_pages.cleaning.cleaned",
+        "tools.cleaning.strictness.report_at",
         "tools.cleaning.strictness.measured",
         "harness.data.corpus.find_corpus",
     ),
     formula="A document is kept if every measure is on the right side of its threshold, which goes "
-    "linearly from its loosest to its strictest value. The filters are this page's own, after "
-    "Gopher's rules; tools/clean_data.py counts the same on your corpus. "
+    "linearly from its loosest to its strictest value. The filters are none of a recipe's, after "
+    "Gopher's rules; tools/clean_data.py counts the same on your corpus, as it was read. "
     "Quality here is the share of words common in prose.",
     sources=(
         ("Gopher, arXiv 2112.11446, table A1", "https://arxiv.org/abs/2112.11446"),

@@ -1,11 +1,14 @@
-"""The page of 3D parallelism: each rank's place on nodes, its groups, and its memory."""
+"""The page of 3D parallelism: a step rank by rank, each rank's place and groups, and its memory."""
 
 from __future__ import annotations
 
 from harness.estimate.inputs import GIB
+from harness.estimate.step_time.step import TERMS, StepTime
 from harness.layout.grid import Axis as GridAxis
 from harness.layout.grid import Grid
 from harness.layout.stages import layers_per_stage
+from harness.plan.duration import step_time
+from tools.layout.moments import Moment, moments
 from tools.look.palette import COMPONENTS
 from tools.studio_app.charts import Axis, series_colour, stacked
 from tools.studio_app.memory import VERDICTS, gib, grouped_gib
@@ -33,11 +36,18 @@ from tools.studio_app.plans import (
     planned,
     settings_of,
 )
-from tools.studio_app.svg import Svg
+from tools.studio_app.ranks import CELL, moment_picture, nodes_picture
 
 _AXES: tuple[GridAxis, ...] = ("tensor", "data", "pipeline")
 _LLAMA_65B = "llama-65b"
-_WIDTH, _NODE = 760.0, 96.0
+_CAPTIONS = {
+    "passes": "Passes: each stage computes a micro-batch, forward (f) or backward (b), or waits",
+    "sums": "In each layer of them, ranks of a tensor group add up their parts (the bars)",
+    "sends": "Hidden states go to the next stage, their gradients to the one before (the arrows)",
+    "gradients": "Data ranks add up the gradients of all micro-batches; the line: the rank's group",
+    "optimizer": "Each rank's optimizer steps with its share of the states",
+    "weights": "ZeRO 1: data ranks gather the stepped weights; the line: the rank's group",
+}
 _SAYS = {
     "tensor": "ranks that hold the parts of one matrix; they talk twice in every layer and pass",
     "data": "ranks that read other samples; they add gradients once a step",
@@ -67,6 +77,10 @@ def figures(values: Values) -> list[Figure]:
     estimate, group = estimate_of(plan), grid.group(axis, rank)
     peaks = [grouped_gib(part.phase(part.peak_phase)) for part in estimate.fullest]
     assert plan.stages is not None, "two stages at least"
+    step = step_time(plan)
+    assert step is not None, "every GPU of the page is known"
+    turns = [*moments(grid, plan.grad_accum, estimate.inputs.zero.stage)]
+    now = round(values["moment"] / 100 * (len(turns) - 1))
     layers = layers_per_stage(plan.stages)
     device = estimate.device_bytes or 0
     return [
@@ -81,8 +95,12 @@ def figures(values: Values) -> list[Figure]:
                 ),
                 Number("Rank", str(rank), grid.described(rank).strip(" ()")),
                 Number(f"Its {axis} group", ", ".join(map(str, group)), _SAYS[axis]),
+                Number("Moment", f"{now + 1} of {len(turns)}", _place(turns[now], turns)),
+                Number("A step", f"{step.seconds:,.2f} s", f"{_waits(step):.0%} waiting"),
             ]
         ),
+        Drawing(_CAPTIONS[turns[now].kind], moment_picture(grid, nodes, rank, turns[now])),
+        Chart("Where a step's time goes, seconds", _spent(step), 240),
         Drawing(
             f"{nodes} nodes of {PER_NODE} GPUs: colours are pipeline stages, numbers are ranks; "
             f"framed: rank {rank} and its {axis} group",
@@ -100,6 +118,21 @@ def figures(values: Values) -> list[Figure]:
         ),
         _groups(grid),
     ]
+
+
+def _place(turn: Moment, turns: list[Moment]) -> str:
+    ticks = turns[-1].tick + 1
+    return f"tick {turn.tick + 1} of {ticks}" if any(turn.work) else "after the passes"
+
+
+def _waits(step: StepTime) -> float:
+    return step.terms["bubble"] / step.seconds
+
+
+def _spent(step: StepTime) -> dict[str, object]:
+    return stacked(
+        [""], {TERMS[key]: [value] for key, value in step.terms.items() if value > 0}, Axis("s")
+    )
 
 
 def crossing(grid: Grid, axis: GridAxis) -> int:
@@ -120,34 +153,16 @@ def _groups(grid: Grid) -> Table:
 
 
 def _picture(grid: Grid, nodes: int, rank: int, group: set[int]) -> str:
-    columns = 2 if nodes > 1 else 1
-    lines = -(-nodes // columns)
-    width = _WIDTH / columns
-    picture = Svg(_WIDTH, lines * _NODE, f"{grid.world_size} ranks on {nodes} nodes")
-    for node in range(nodes):
-        left, top = node % columns * width, node // columns * _NODE
-        picture.rect(left + 3, top + 2, width - 6, _NODE - 8, "page", stroke="grid", radius=8)
-        picture.text(left + 12, top + 15, f"node {node}", size=11, fill="muted")
-        cell = (width - 24) / PER_NODE
-        for place in range(PER_NODE):
-            number = node * PER_NODE + place
-            here = grid.coords(number)
-            x, y = left + 12 + place * cell, top + 26
-            colour = series_colour(here.pipeline % 8)
-            title = (
-                f"rank {number}: pipeline {here.pipeline}, data {here.data}, tensor {here.tensor}"
-            )
-            if number in group:
-                picture.rect(x - 1, y - 2, cell - 2, 56, "ink", radius=6)
-            inset = 2 if number in group else 0
-            picture.rect(
-                x + inset, y + inset, cell - 4 - 2 * inset, 52 - 2 * inset, colour, title=title
-            )
-            middle = x + cell / 2 - 2
-            bold = number == rank
-            picture.text(middle, y + 18, str(number), fill="on-colour", anchor="middle", bold=bold)
-            text = f"d{here.data} t{here.tensor}"
-            picture.text(middle, y + 37, text, fill="on-colour", anchor="middle", size=10)
+    picture, cells = nodes_picture(nodes, f"{grid.world_size} ranks on {nodes} nodes")
+    for number, cell in enumerate(cells):
+        here = grid.coords(number)
+        if number in group:
+            picture.rect(cell.x - 1, cell.y - 2, cell.width + 2, CELL + 4, "ink", radius=6)
+        inset = 2 if number in group else 0
+        colour = series_colour(here.pipeline % 8)
+        title = f"rank {number}: pipeline {here.pipeline}, data {here.data}, tensor {here.tensor}"
+        cell.fill(picture, colour, title, inset)
+        cell.write(picture, str(number), f"d{here.data} t{here.tensor}", bold=number == rank)
     return str(picture)
 
 
@@ -155,8 +170,8 @@ PAGE = Page(
     slug="hybrid",
     title="3D parallelism",
     group="Parallelism",
-    sees="Where each rank of a job sits, which part it holds, and whom it talks to, when pipeline, "
-    "data and tensor parallelism are combined.",
+    sees="One step of a job that combines pipeline, data and tensor parallelism: who computes, who "
+    "waits, and who talks to whom at each moment; and where each rank sits and what it holds.",
     controls=(
         Choice("model", "Model", (_LLAMA_65B, *MODELS), _LLAMA_65B),
         GPU,
@@ -168,17 +183,22 @@ PAGE = Page(
         ACCUMULATION,
         Choice("checkpointing", "Checkpointing", ("none", "selective", "full"), "full"),
         Choice("axis", "Frame the group of", _AXES, "tensor"),
-        Slider("rank", "Rank", tuple(range(128)), 0, plays=True),
+        Slider("rank", "Rank", tuple(range(128)), 0),
+        Slider("moment", "Place in the step", tuple(range(101)), 10, "%", plays=True),
     ),
     figures=figures,
     computed_by=(
         "harness.layout.grid.Grid",
+        "harness.layout.stages.schedule",
+        "harness.plan.duration.step_time",
         "harness.plan.make.make_plan",
         "harness.estimate.timeline.estimate_memory",
         "tools.studio_pages.hybrid.crossing",
     ),
     formula="rank = (pipeline x data ranks + data) x tensor ranks + tensor: ranks that talk most, "
-    "those of a tensor group, are neighbours on one node. GPUs = pipeline x data x tensor.",
+    "those of a tensor group, are neighbours on one node. GPUs = pipeline x data x tensor. "
+    "A step: DeepSpeed's 1F1B schedule, whose ticks count forward and backward pass alike; seconds "
+    "are the planner's.",
     sources=(
         ("Narayanan et al., arXiv 2104.04473", "https://arxiv.org/abs/2104.04473"),
         ("LLaMA-65B, arXiv 2302.13971, table 2", "https://arxiv.org/abs/2302.13971"),

@@ -104,7 +104,7 @@ def trained(kind: str, size: int) -> Callable[[str], list[str]]:
     """
     import sentencepiece
 
-    model = spm_model(list(_sentences()), kind.lower(), size)
+    model = _model(kind, size)
     if kind == "BPE":
         tokenizer: Any = wrap(to_backend(model))
 
@@ -118,6 +118,11 @@ def trained(kind: str, size: int) -> Callable[[str], list[str]]:
             return [piece.replace(SPACE, " ") for piece in pieces] or [text]
 
     return cut
+
+
+@lru_cache
+def _model(kind: str, size: int) -> bytes:
+    return spm_model(list(_sentences()), kind.lower(), size)
 
 
 @lru_cache
@@ -168,7 +173,7 @@ PAGE = Page(
     figures=figures,
     computed_by=(
         "tools.studio_pages.tokenizers.trained",
-        "tools.studio_pages.tokenizers.pieces",
+        "harness.data.tokenizer.spm_model",
         "harness.data.tokenizer.to_backend",
     ),
     formula="BPE joins the most frequent pair of pieces again and again; unigram keeps the pieces "

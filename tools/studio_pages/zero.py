@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.estimate.changes import with_stage
 from harness.estimate.dividable import division_problems
 from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.step_time.exchanges import Reductions, reductions
+from harness.estimate.step_time.machine import machine_of
 from harness.estimate.timeline import Estimate, estimate_memory
 from tools.look.palette import COMPONENTS
 from tools.memory.text import paper_bytes
@@ -37,6 +39,12 @@ from tools.studio_app.plans import (
     settings_of,
 )
 
+_ONE_BYTE_A_SECOND = replace(
+    machine_of("h100-sxm", 8, "bf16"),
+    **dict.fromkeys(("link_rate", "network_rate"), 1.0),
+    **dict.fromkeys(("link_latency", "network_latency", "gathered_layer_seconds"), 0.0),
+    host_link_rate=float("inf"),
+)
 _STAGES = range(4)
 _DIVIDES = ("nothing", "optimizer states", "gradients, too", "weights, too")
 _LLAMA_13B = "llama-13b"
@@ -44,14 +52,14 @@ _LLAMA_13B = "llama-13b"
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one GPU sends in a step."""
+    """Bytes that one GPU sends in a step, or seconds that it sends."""
 
     gradients: float
     weights: float
 
     @property
     def total(self) -> float:
-        """Bytes of both."""
+        """The sum of both."""
         return self.gradients + self.weights
 
 
@@ -98,23 +106,22 @@ def figures(values: Values) -> list[Figure]:
             ),
             300,
         ),
-        _table(inputs, estimates, flows),
+        _table(inputs, estimates, flows, values["gpu"]),
     ]
 
 
 def traffic(inputs: Inputs) -> Traffic:
-    """Return the bytes that a ring sends of each GPU's in a step (arXiv 1910.02054, section 7).
-
-    A reduce-scatter or an all-gather of n elements over r ranks sends n (r - 1) / r of each. Stages
-    0 and 1 reduce gradients once a step, 2 and 3 in every micro-batch; 1 and 2 gather the stepped
-    weights once, 3 gathers them in both passes of every micro-batch.
+    """Return the bytes that each GPU sends in a step: the seconds of the planner's collectives over
+    links of one byte a second that answer at once (arXiv 1910.02054, section 7).
     """
-    zero, ranks = inputs.zero, inputs.shards
-    share = inputs.parameters * (ranks - 1) / ranks
-    reductions = inputs.grad_accum if zero.stage >= 2 else 1
-    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * inputs.grad_accum}[zero.stage]
-    gradients = share * inputs.comm_bytes * reductions * (2 if zero.stage == 0 else 1)
-    return Traffic(gradients, share * inputs.element_bytes * gathers)
+    one_node = replace(inputs, gpus_per_node=inputs.grid.world_size)
+    return Traffic(*_each_step(one_node, reductions(one_node, _ONE_BYTE_A_SECOND)))
+
+
+def _each_step(inputs: Inputs, each: Reductions) -> tuple[float, float]:
+    """Of gradients and of weights, in a step."""
+    batches = inputs.grad_accum
+    return batches * each.gradients + each.last, batches * each.weights + each.updated
 
 
 def _inputs(values: Values) -> tuple[Inputs, int]:
@@ -141,7 +148,12 @@ def _estimate(inputs: Inputs, stage: int, device: int) -> Estimate:
     return estimate_memory(staged, device)
 
 
-def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic]) -> Table:
+def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu: str) -> Table:
+    machine = machine_of(gpu, inputs.gpus_per_node, inputs.precision)
+    seconds = []
+    for stage in _STAGES:
+        staged = with_stage(inputs, stage)
+        seconds.append(Traffic(*_each_step(staged, reductions(staged, machine))).total)
     rows = [
         (
             str(stage),
@@ -150,10 +162,19 @@ def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic]) -> T
             estimate.worst.peak_phase,
             f"{flow.total / GIB:,.2f}",
             f"{flow.total / flows[1].total:.2f} x" if flows[1].total else "",
+            f"{seconds[stage]:,.3f}",
         )
         for stage, (estimate, flow) in enumerate(zip(estimates, flows, strict=True))
     ]
-    head = ("stage", "states by the paper", "peak", "in phase", "sent a step", "of stage 1's")
+    head = (
+        "stage",
+        "states by the paper",
+        "peak",
+        "in phase",
+        "sent a step",
+        "of stage 1's",
+        "s on links",
+    )
     return Table("All four, GiB", head, rows)
 
 
@@ -175,12 +196,14 @@ PAGE = Page(
     computed_by=(
         "harness.estimate.timeline.estimate_memory",
         "harness.estimate.changes.with_stage",
-        "tools.studio_pages.zero.traffic",
+        "harness.estimate.step_time.exchanges.reductions",
         "tools.memory.text.paper_bytes",
     ),
     formula="States by the paper: parameters x (2 weights + 2 gradients + 12 optimizer) bytes, "
     "each part divided by the ranks from stages 3, 2 and 1 on. Sent by a GPU: (r - 1) / r x "
     "parameters x bytes for every reduce-scatter and all-gather; with one micro-batch 2 of "
-    "them in stages 0 to 2 and 3 in stage 3. Stage 0 in bf16 or fp16 is run as stage 1.",
+    "them in stages 0 to 2 and 3 in stage 3, which keeps models below "
+    "half a billion weights between its passes and gathers them once. Seconds on links: all of "
+    "them, though computation hides most. Stage 0 in bf16 or fp16 is run as stage 1.",
     sources=(("ZeRO, arXiv 1910.02054, sections 5 and 7", "https://arxiv.org/abs/1910.02054"),),
 )

@@ -1,0 +1,114 @@
+"""Reports of tools/clean_data.py below the folder of runs: only read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
+
+from harness.config.bounds import MAX_FILE_BYTES
+from harness.errors import Unusable
+from harness.files.regular_file import read_json
+from tools.cleaning.recipe import STEPS
+from tools.cleaning.strictness import FILTERS, Report
+from tools.studio_app.runs import folders_with, root
+
+_FILE = "report.json"
+_MOST = 100
+Count = Annotated[int, Field(ge=0)]
+Ratio = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+
+
+class Left(BaseModel):
+    """The documents that are left of a corpus, or of its sample."""
+
+    documents: Count
+    characters: Count
+    quality: Ratio
+    """Share of words that are common in prose."""
+    diversity: Count
+    """Different words."""
+    packing: Ratio
+    """Bytes that zlib makes of a character."""
+
+
+class AtStrictness(Left):
+    """What filters of a strictness leave."""
+
+    strictness: Annotated[int, Field(ge=0, le=100)]
+    rejected: dict[str, Count]
+    """Documents by the first filter that rejects them."""
+
+    @classmethod
+    def of(cls, strictness: int, report: Report) -> AtStrictness:
+        """Return the numbers of documents that were filtered here."""
+        return cls(
+            strictness=strictness,
+            documents=len(report.kept),
+            characters=report.characters,
+            quality=report.quality,
+            diversity=report.diversity,
+            packing=report.packing,
+            rejected=dict(report.rejected),
+        )
+
+    def rejects(self, name: str) -> int:
+        """Return the documents that a filter rejects."""
+        return self.rejected.get(name, 0)
+
+
+class AfterStep(Left):
+    """What is left of the sample after a step of the recipe."""
+
+    step: str
+
+
+class Cleaning(BaseModel):
+    """A report of tools/clean_data.py, as far as the page shows it."""
+
+    corpus: str
+    documents: dict[str, Count]
+    strictness: Annotated[list[AtStrictness], Field(min_length=1, max_length=101)]
+    after_steps: Annotated[list[AfterStep], Field(max_length=1 + len(STEPS))]
+
+
+def names() -> list[str]:
+    """Return the folders of reports below the root, the newest first."""
+    aged = []
+    for folder in folders_with((_FILE,)):
+        try:
+            aged.append((-(folder / _FILE).lstat().st_mtime, str(folder.relative_to(root()))))
+        except OSError:
+            continue
+    return [name for _, name in sorted(aged)[:_MOST]]
+
+
+def read_cleaning(name: str) -> Cleaning:
+    """Return the report in a folder of `names`. Raises ValueError for others, and damaged ones."""
+    if name not in names():
+        raise ValueError(f"there is no report in {name!r}")
+    path = root() / name / _FILE
+    try:
+        report = Cleaning.model_validate(read_json(path, MAX_FILE_BYTES))
+    except (OSError, Unusable) as error:
+        raise ValueError(str(error).replace(f"{root()}/", "")) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise ValueError(
+            f"{name}/{_FILE} is no report of tools/clean_data.py: {place}: {first['msg']}"
+        ) from None
+    rules = {rule.name for rule in FILTERS}
+    unknown = {name for at in report.strictness for name in at.rejected} - rules
+    unknown |= {each.step for each in report.after_steps} - {"read", *STEPS}
+    if unknown:
+        raise ValueError(
+            f"{name}/{_FILE} is of another version: it has {', '.join(sorted(unknown))}"
+        )
+    return report
+
+
+def corpus_of(report: Cleaning) -> str:
+    """Return the name of a report's corpus, without its folders."""
+    return Path(report.corpus).name or report.corpus

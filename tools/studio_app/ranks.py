@@ -1,0 +1,113 @@
+"""Pictures of a job's ranks on their nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.layout.grid import Grid
+from tools.layout.moments import Moment
+from tools.studio_app.plans import PER_NODE
+from tools.studio_app.svg import Svg
+
+_WIDTH, _NODE = 760.0, 96.0
+CELL = 52.0
+"""Height of a rank's box."""
+_AFTER = {"gradients": "gradients", "optimizer": "optimizer", "weights": "weights"}
+_LEGEND = (
+    ("activations", "forward"),
+    ("gradients", "backward, gradients"),
+    ("optimizer", "optimizer"),
+    ("weights", "weights gathered"),
+    ("faint", "waits"),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A rank's box."""
+
+    x: float
+    y: float
+    width: float
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Its centre."""
+        return self.x + self.width / 2, self.y + CELL / 2
+
+    def fill(self, picture: Svg, colour: str, title: str, inset: float = 0) -> None:
+        """Draw it."""
+        size = self.width - 2 * inset, CELL - 2 * inset
+        picture.rect(self.x + inset, self.y + inset, *size, colour, title=title)
+
+    def write(self, picture: Svg, first: str, second: str, bold: bool = False) -> None:
+        """Write two lines into it."""
+        x, y = self.middle[0], self.y
+        picture.text(x, y + 18, first, fill="on-colour", anchor="middle", bold=bold)
+        picture.text(x, y + 37, second, fill="on-colour", anchor="middle", size=10)
+
+
+def nodes_picture(nodes: int, label: str, below: float = 0) -> tuple[Svg, list[Cell]]:
+    """Return a picture of nodes with room `below` them, and the place of each rank."""
+    columns = 2 if nodes > 1 else 1
+    width = _WIDTH / columns
+    picture = Svg(_WIDTH, -(-nodes // columns) * _NODE + below, label)
+    cells = []
+    for node in range(nodes):
+        left, top = node % columns * width, node // columns * _NODE
+        picture.rect(left + 3, top + 2, width - 6, _NODE - 8, "page", stroke="grid", radius=8)
+        picture.text(left + 12, top + 15, f"node {node}", size=11, fill="muted")
+        each = (width - 24) / PER_NODE
+        cells += [Cell(left + 12 + n * each, top + 26, each - 4) for n in range(PER_NODE)]
+    return picture, cells
+
+
+def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
+    """Draw what every rank does at a moment of a step, and whom it talks to."""
+    picture, cells = nodes_picture(nodes, f"{moment.kind} of {grid.world_size} ranks", 26)
+    for number, cell in enumerate(cells):
+        stage = grid.coords(number).pipeline
+        task = moment.work[stage]
+        colour = _AFTER.get(moment.kind, "faint")
+        text = {"gradients": "sum", "optimizer": "step", "weights": "gather"}.get(moment.kind, "")
+        if task is not None:
+            colour = "activations" if task[0] == "forward" else "gradients"
+            text = f"{task[0][0]}{task[1]}"
+        does = " ".join(map(str, task)) if task else text or "waits"
+        cell.fill(picture, colour, f"rank {number}, stage {stage}: {does}")
+        cell.write(picture, f"s{stage}", text, bold=number == rank)
+    if moment.kind == "sums":
+        for group in grid.groups("tensor"):
+            if moment.work[grid.coords(group[0]).pipeline] is not None:
+                _join(picture, [cells[number] for number in group])
+    if moment.kind in ("gradients", "weights"):
+        places = [cells[number].middle for number in grid.group("data", rank)]
+        picture.line(places, "ink", width=2.5)
+        for x, y in places:
+            picture.circle(x, y, 4, "ink")
+    for stage, to in moment.sends:
+        for group in grid.groups("pipeline"):
+            _arrow(picture, cells[group[stage]], cells[group[to]])
+    top = picture.size[1] - 12
+    for place, (colour, text) in enumerate(_LEGEND):
+        picture.rect(place * 150 + 4, top - 6, 12, 12, colour)
+        picture.text(place * 150 + 21, top, text, size=12, fill="muted")
+    return str(picture)
+
+
+def _join(picture: Svg, cells: list[Cell]) -> None:
+    """A bar below boxes of a row, for each row that they are in."""
+    for y in {cell.y for cell in cells}:
+        row = [cell for cell in cells if cell.y == y]
+        left = min(cell.x for cell in row)
+        right = max(cell.x + cell.width for cell in row)
+        picture.rect(left, y + CELL + 2, right - left, 5, "ink")
+
+
+def _arrow(picture: Svg, one: Cell, other: Cell) -> None:
+    (x, y), (to_x, to_y) = one.middle, other.middle
+    length = ((to_x - x) ** 2 + (to_y - y) ** 2) ** 0.5 or 1.0
+    along, across = (to_x - x) / length, (to_y - y) / length
+    begin = (x + 14 * along, y + 14 * across)
+    end = (to_x - 14 * along, to_y - 14 * across)
+    picture.line([begin, end], "ink", width=1.2, arrow=True)
