@@ -30,6 +30,7 @@ from tests.run_tools import run_tool
 from tests.shipped import ranks_with_experts
 from tests.two_ranks import REPOSITORY, Group, environment, start, wait_for
 from tools import rehearse
+from tools.rehearsal import report
 from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.compare import apart, differing, done_twice
 from tools.rehearsal.excerpt import MOST_BYTES, excerpt
@@ -37,7 +38,7 @@ from tools.rehearsal.job import STEPS, VOCAB_SIZE, Job
 from tools.rehearsal.layout import Layout, elsewhere, rehearsed
 from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
 from tools.rehearsal.shrink import shrunk, size_of
-from tools.rehearsal.stages import train_command
+from tools.rehearsal.stages import Done, train_command
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads for a key make Llama-3.1-405B the largest
 LAYERS = 4
@@ -407,6 +408,43 @@ def test_dry_run_says_what_would_be_rehearsed() -> None:
     done = run_tool("rehearse", *asked, "train.global_batch=256", "model.name=mixtral-8x7b")
     assert "8 ranks = 4 stages x 2 data, a mixtral of" in done.stdout
     assert "64 GPUs = 4 stages x 16 data, ZeRO 1, bf16, 256 samples a step" in done.stdout
+
+
+def test_all_takes_a_mixture_where_a_json_divides_experts() -> None:
+    asked = ("--all", "--dry-run", "--gpus", 8, "--ranks", 2, "data.seq_len=64")
+    only = ("--only", "moe_expert8.json", "--only", "zero1.json")
+    done = run_tool("rehearse", *asked, *only, "model.name=llama-3-8b")
+    assert "moe_expert8.json divides experts, of which the model has none" in done.stdout
+    assert re.search(r"rehearsing moe_expert8.json as 2 ranks, a mixtral of", done.stdout)
+    assert re.search(r"rehearsing zero1.json as 2 ranks, a llama of", done.stdout)
+    assert "2 of 2 rehearsals held" in done.stdout
+    own = run_tool("rehearse", *asked, *only[:2], "model.name=qwen3-30b-a3b")
+    assert "a qwen3_moe of" in own.stdout
+    unknown = run_tool("rehearse", "--all", "--only", "zero9.json", code=2)
+    assert "--only zero9.json: ds_configs/ has no such file" in unknown.stderr
+    alone = run_tool("rehearse", "--only", "zero1.json", code=2)
+    assert "it chooses of --all" in " ".join(alone.stderr.split())
+
+
+def test_rows_that_are_not_rehearsed_again_stay_in_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def result(name: str, seconds: float, model: str | None = None) -> report.Result:
+        done = [Done("plan", seconds, "")]
+        return report.Result(name, job("model.name=llama-1b"), done, model=model)
+
+    monkeypatch.setattr(report, "machine", lambda: "2 cores of one")
+    first = report.markdown([result("b.json", 2), result("a.json", 1)], "--gpus 8")
+    monkeypatch.setattr(report, "machine", lambda: "4 cores of another")
+    second = report.markdown([result("c.json", 4, "mixtral-8x7b")], "--gpus 8", first)
+    third = report.markdown([result("c.json", 5, "mixtral-8x7b")], "--gpus 8", second)
+    kept = [line for line in first.splitlines() if line.startswith("| `")]
+    rows = [line for line in third.splitlines() if line.startswith("| `")]
+    assert rows[:2] == kept
+    assert rows[2].startswith("| `c.json` with mixtral-8x7b | ")
+    assert "\non 2 cores of one: torch " in third
+    assert "\nOthers, `c.json`: 4 cores of another: torch " in third
+    assert third.endswith("All together: 8 s.\n")
 
 
 def kept_folder(printed: str) -> Path:

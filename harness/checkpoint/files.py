@@ -88,7 +88,8 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
         for tensor in map(tensors.__getitem__, places):
             for part in STAGING.on_host(tensor):
                 hashed.append(_HASHING.submit(digest.update, part.numpy().data))
-                STAGING.used_until(hashed[-1].result)
+                if STAGING.is_remote(tensor):
+                    STAGING.used_until(hashed[-1].result)
                 file.write(part.numpy().data)
         size = file.tell()
         file.flush()

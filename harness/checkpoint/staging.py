@@ -55,8 +55,7 @@ class Staging:
 
     def used_until(self, done: Callable[[], object]) -> None:
         """Let the half that was filled last be filled again only after `done` has returned."""
-        if self._users:
-            self._users[-1] = done
+        self._users[-1] = done
 
     def _free_half(self) -> torch.Tensor:
         if not self._halves:

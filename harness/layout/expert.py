@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from harness.layout.box import Range, share_of
-from harness.layout.families import family_of
+from harness.layout.families import compared_families, family_of
 from harness.layout.plans import expert_plan
 from harness.layout.shape import Shape
 from harness.layout.tensors import Tensor
@@ -21,10 +21,7 @@ _DIVIDED, _MODULE = "grouped_gemm", "ep_dispatch_experts"
 EXPERTS = "experts"
 """The kind of their tensors."""
 Ranges = tuple[Range, ...]
-FAMILIES = (
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe"),
-    *("qwen2_moe", "qwen3_moe"),
-)
+FAMILIES = compared_families("divided experts")
 """Those whose divided experts were compared with the undivided ones."""
 
 

@@ -24,7 +24,7 @@ SIZE_KEYS: dict[str, tuple[str, ...]] = {
 
 _FILE = Path(__file__).with_name("families.toml")
 _NOT_INHERITED = {"like", "compared"}  # what was compared for one family says nothing of another
-_COMPARISONS = {"activations", "divided activations", "liger", "halves"}
+_COMPARISONS = {"activations", "divided activations", "divided experts", "liger", "halves"}
 _WINDOW_RULES = {"every", "even", "asked", "upper"}
 
 
@@ -122,6 +122,11 @@ class Family:
 def family_of(model_type: str) -> Family:
     """Return the family of a model type: all defaults and no layers if it has no table."""
     return _TABLES.get(model_type) or Family(model_type)
+
+
+def compared_families(comparison: str) -> tuple[str, ...]:
+    """Return the model types of which something was held equal to real runs, in order."""
+    return tuple(sorted(name for name, each in _TABLES.items() if comparison in each.compared))
 
 
 def read_families(text: str) -> dict[str, Family]:

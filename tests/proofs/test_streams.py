@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.two_ranks import REPOSITORY
 from tools.proofs.streams.cells import CONTROLS, Cell, all_cells, covering_cells
 from tools.proofs.streams.clocks import Event, Stream
 from tools.proofs.streams.report import markdown
@@ -132,6 +134,19 @@ def test_what_has_to_hold() -> None:
     page = markdown([row_of(*allowed), Row(all_cells()[1], skipped="no libaio")])
     assert "| 6.5 | 1 | 1 | 0 |" in page
     assert "`deepspeed/runtime/engine.py:1`" in page
+
+
+def test_other_cells_of_a_table_stay() -> None:
+    committed = (REPOSITORY / "docs" / "host_waits.md").read_text()
+    assert markdown([], committed) == committed
+    wait = Wait("step", "deepspeed/runtime/new.py:7", "value", 3)
+    page = markdown([row_of(wait)], committed)
+    name = row_of().cell.name
+    assert f"| `deepspeed/runtime/new.py:7` | value | step | {name} (3) |" in page
+    before, after = (re.findall(rf"[ ,]{name}[ ,]", text) for text in (committed, page))
+    assert len(before) > 3
+    assert len(after) == 2  # its row, and that line
+    assert len(page.splitlines()) <= len(committed.splitlines()) + 1
 
 
 def test_names_of_cells_are_their_own() -> None:

@@ -2,7 +2,7 @@
 
     python tools/proofs/check_streams.py                      # a few runs
     python tools/proofs/check_streams.py --full --markdown docs/host_waits.md
-    python tools/proofs/check_streams.py --cells zero2-discard
+    python tools/proofs/check_streams.py --cells zero2-discard    # with --markdown the others stay
     python tools/proofs/check_streams.py --self-test          # without synchronize(): races show
 
 Real runs on CPU ranks, whose device has streams and events with vector clocks
@@ -19,9 +19,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
-from tools.proofs.matrix import chosen, matrix_arguments, same_versions, self_test_result
+from tools.proofs.matrix import chosen, matrix_arguments, refuse, same_versions, self_test_result
 from tools.proofs.streams.cells import CONTROLS, Cell, all_cells, covering_cells
-from tools.proofs.streams.report import markdown, terminal_line
+from tools.proofs.streams.report import made_with, markdown, terminal_line
 from tools.proofs.streams.trial import Failed, impossible, prepare, seen
 from tools.proofs.streams.verdict import Row
 from tools.proofs.zygote import Zygote
@@ -33,6 +33,11 @@ def main() -> int:
     cells = chosen(args, all_cells(), covering_cells())
     if args.self_test:
         cells = [cell for cell in all_cells() if cell.name in CONTROLS]
+    kept = ""
+    if args.markdown and args.cells and args.markdown.exists():
+        kept = args.markdown.read_text()
+        if made_with() not in kept:
+            refuse(f"--markdown: {args.markdown} is of other versions: its cells cannot stay")
     with tempfile.TemporaryDirectory() as scratch, Zygote() as zygote:
         folder = args.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +53,7 @@ def main() -> int:
         ]
         return self_test_result(missed, f"{len(rows)} runs whose device is never waited for")
     if args.markdown:
-        args.markdown.write_text(markdown(rows))
+        args.markdown.write_text(markdown(rows, kept))
     failed = [row for row in rows if row.problems]
     print(f"{len(rows)} runs, {len(failed)} with races or waits of the harness")
     return 1 if failed else 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from tools.made_with import versions
+from tools.proofs.streams.cells import all_cells
 from tools.proofs.streams.verdict import DECIDES, Row, hot
-from tools.proofs.streams.worker import Wait
 
 _ABOUT = """\
 A host that waits for its GPU launches nothing meanwhile. These are all waits of one optimizer step,
@@ -30,14 +31,18 @@ def terminal_line(row: Row) -> str:
     return f"{row.cell.name}: {verdict}; waits per {counts}"
 
 
-def markdown(rows: list[Row]) -> str:
-    """Return docs/host_waits.md."""
-    lines = [
+def markdown(rows: list[Row], kept: str = "") -> str:
+    """Return docs/host_waits.md; what `kept`, an earlier one, says of other cells stays."""
+    ours = {row.cell.name: _line(row) for row in rows}
+    lines = {match[1]: match[0] for match in re.finditer(r"^\| (\S+) \|.*\|$", kept, re.MULTILINE)}
+    lines = {**lines, **ours}
+    names = [name for name in (cell.name for cell in all_cells()) if name in lines]
+    text = [
         "# Waits of the host",
         "",
         *_ABOUT,
         "",
-        f"With {versions()}.",
+        made_with(),
         "",
         "## How many",
         "",
@@ -45,16 +50,23 @@ def markdown(rows: list[Row]) -> str:
         "",
         "| run | optimizer | micro-batch | step | log line | races |",
         "|---|---|---:|---:|---:|---:|",
+        *(lines[name] for name in names),
     ]
-    for row in rows:
-        if not row.ranks:
-            why = f"not run: {row.skipped}" if row.skipped else "failed"
-            lines.append(f"| {row.cell.name} | {why} | | | | |")
-            continue
-        counts = " | ".join(_waits(row).values())
-        races = sum(row.races.values()) + sum(row.reuses.values())
-        lines.append(f"| {row.cell.name} | {row.ranks[0].optimizer} | {counts} | {races} |")
-    return "\n".join([*lines, "", *_places(rows), "", *_own(), ""])
+    return "\n".join([*text, "", *_places(rows, kept, names), "", *_own(), ""])
+
+
+def made_with() -> str:
+    """Return the line that says with which versions the table was made."""
+    return f"With {versions()}."
+
+
+def _line(row: Row) -> str:
+    if not row.ranks:
+        why = f"not run: {row.skipped}" if row.skipped else "failed"
+        return f"| {row.cell.name} | {why} | | | | |"
+    counts = " | ".join(_waits(row).values())
+    races = sum(row.races.values()) + sum(row.reuses.values())
+    return f"| {row.cell.name} | {row.ranks[0].optimizer} | {counts} | {races} |"
 
 
 def _waits(row: Row) -> dict[str, str]:
@@ -67,26 +79,32 @@ def _waits(row: Row) -> dict[str, str]:
     }
 
 
-def _places(rows: Iterable[Row]) -> list[str]:
-    runs: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+def _places(rows: Iterable[Row], kept: str, names: list[str]) -> list[str]:
+    runs: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for match in re.finditer(r"^\| `(.+?)` \| (.+?) \| (.+?) \| (.+) \|$", kept, re.MULTILINE):
+        place, kind, when, cells = match.groups()
+        for name, count in re.findall(r"([^ ,]+)(?: \((\d+)\))?", cells):
+            runs[when, place, kind][name] = int(count or 1)
     for row in rows:
+        for cells in runs.values():
+            cells.pop(row.cell.name, None)
         for wait in hot(row.ranks[0].waits) if row.ranks else ():
-            runs[_WHEN.get(wait.phase, "log line"), wait.place, wait.kind].append(
-                _counted(row, wait)
-            )
+            when = _WHEN.get(wait.phase, "log line")
+            runs[when, wait.place, wait.kind][row.cell.name] += wait.count
     lines = [
         "## Where",
         "",
         "| line | waits for | in each | runs (times in a step) |",
         "|---|---|---|---|",
     ]
-    for (when, place, kind), names in sorted(runs.items(), key=lambda item: item[0][1]):
-        lines.append(f"| `{place}` | {kind} | {when} | {', '.join(names)} |")
+    for (when, place, kind), cells in sorted(runs.items(), key=lambda item: item[0][1]):
+        if shown := ", ".join(_counted(name, cells[name]) for name in names if cells[name]):
+            lines.append(f"| `{place}` | {kind} | {when} | {shown} |")
     return lines
 
 
-def _counted(row: Row, wait: Wait) -> str:
-    return row.cell.name if wait.count == 1 else f"{row.cell.name} ({wait.count})"
+def _counted(name: str, count: int) -> str:
+    return name if count == 1 else f"{name} ({count})"
 
 
 def _own() -> list[str]:
