@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
+    SerializerFunctionWrapHandler,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -31,20 +33,22 @@ from harness.files.kept_sample import TRAIN, kept_sample
 DEFAULT_VOCAB_SIZE = 8192
 NEW, REHEARSED = "new", "rehearsed"
 """Names of the sources of a run that rehearses old data."""
+_ANY_LENGTH: dict[str, Any] = {"min_tokens": None, "max_tokens": None}
 
 
-def _unnamed(value: object) -> object:
-    """Return a single path as a table with an empty name."""
-    return {"": value} if isinstance(value, str) else value
+def _named(value: object) -> object:
+    """Return a single path as a table with an empty name, and each path as a table."""
+    named = {"": value} if isinstance(value, str) else value
+    if not isinstance(named, dict):
+        return named
+    return {name: {"path": of} if isinstance(of, str) else of for name, of in named.items()}
 
 
-class MixSource(Section):
-    """A source of data.mix."""
+class ReadAs(Section):
+    """Data of its own, and how it is read."""
 
     path: PathText
     """Data as in data.path."""
-    name: Text | None = None
-    """Name in metrics and in the plan; None: the file's or folder's."""
     format: Literal[tuple(FORMATS)] | None = None  # type: ignore[valid-type]
     """Format of its files; None: data.format."""
     columns: dict[str, Text] | None = None
@@ -53,12 +57,10 @@ class MixSource(Section):
     """Values that its records have in some columns; None: data.where."""
     learn: Literal["assistant", "last", "all"] | None = None
     """Turns of its conversations to learn; None: data.learn."""
-    share: PositiveOrZero | None = None
-    """Share of the mixture, relative to the other sources' (data.mix_by)."""
-    then: PositiveOrZero | None = None
-    """Share from data.mix_until on."""
-    epochs: Annotated[float, Field(gt=0, le=MAX_SAMPLES)] | None = None
-    """Most passes over the source; its share then goes to the other sources."""
+    min_tokens: Samples | None = None
+    """Fewest tokens of a document that is read; None: data.min_tokens for a source of data.mix."""
+    max_tokens: Samples | None = None
+    """Most tokens of a document that is read; None: data.max_tokens for a source of data.mix."""
 
     @field_validator("columns")
     @classmethod
@@ -67,10 +69,37 @@ class MixSource(Section):
             raise ValueError(problem)
         return columns
 
+
+class EvalSet(ReadAs):
+    """A held-out set of data.eval_path."""
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, whole: SerializerFunctionWrapHandler) -> Any:
+        """Return the path where there is nothing else, as earlier versions wrote it."""
+        values = {key: value for key, value in whole(self).items() if value is not None}
+        return self.path if [*values] == ["path"] else values
+
+
+class MixSource(ReadAs):
+    """A source of data.mix."""
+
+    name: Text | None = None
+    """Name in metrics and in the plan; None: the file's or folder's."""
+    share: PositiveOrZero | None = None
+    """Share of the mixture, relative to the other sources' (data.mix_by)."""
+    then: PositiveOrZero | None = None
+    """Share from data.mix_until on."""
+    epochs: Annotated[float, Field(gt=0, le=MAX_SAMPLES)] | None = None
+    """Most passes over the source; its share then goes to the other sources."""
+
     @property
     def label(self) -> str:
         """The source's name."""
-        return self.name or PurePath(self.path).stem
+        if self.name is not None:
+            return self.name
+        bounds = (("min", self.min_tokens), ("max", self.max_tokens))
+        of_length = [f"-{name}-{bound}" for name, bound in bounds if bound is not None]
+        return "".join([PurePath(self.path).stem, *of_length])
 
 
 class DataConfig(Section):
@@ -81,19 +110,18 @@ class DataConfig(Section):
     None: Python's own standard library."""
     mix: list[MixSource] = Field(default_factory=list)
     """Several sources instead of data.path, each with path, and share, then, epochs, name, format,
-    columns, where, learn as needed: data.mix=[{path="a", share=0.7}, {path="b", share=0.3,
-    epochs=2}]."""
+    columns, where, learn, min_tokens, max_tokens as needed: data.mix=[{path="a", share=0.7},
+    {path="b", share=0.3, epochs=2}]."""
     mix_by: Literal["samples", "tokens"] = "samples"
     """Unit of the shares; tokens: padding does not count."""
     mix_temperature: Annotated[float, Field(ge=1)] | None = None
     """Shares are the sources' sizes to the power of 1 / this, where none has a share; None: 1."""
     mix_until: Annotated[float, Field(gt=0, le=MAX_SAMPLES)] | None = None
     """Optimizer steps, or below 1 the fraction of the run, after which the shares `then` hold."""
-    eval_path: Annotated[dict[str, PathText], BeforeValidator(_unnamed)] = Field(
-        default_factory=dict
-    )
+    eval_path: Annotated[dict[str, EvalSet], BeforeValidator(_named)] = Field(default_factory=dict)
     """Held-out set, which replaces the split by data.held_out; or several by name, {chat="a.jsonl",
-    code="b.jsonl"}: eval_loss/NAME is the loss of each, eval_loss that of the first."""
+    code="b.jsonl"}: eval_loss/NAME is the loss of each, eval_loss that of the first. A table has
+    path, and format, columns, where, learn, min_tokens, max_tokens as needed."""
     format: Literal[tuple(FORMATS)] | None = None  # type: ignore[valid-type]
     """Format of the files, whatever their names; None: by file name."""
     columns: dict[str, Text] = Field(default_factory=dict)
@@ -101,6 +129,10 @@ class DataConfig(Section):
     their usual names. prompt and completion are joined as they are, questions become chats."""
     where: dict[str, str] = Field(default_factory=dict)
     """Values that a record must have in some columns to be read, as in {language="de"}."""
+    min_tokens: Samples | None = None
+    """Fewest tokens of a document that is trained on, with the one that ends it; None: any."""
+    max_tokens: Samples | None = None
+    """Most tokens of a document that is trained on, with the one that ends it; None: any."""
     balance: Text | None = None
     """Column of the records whose values become sources of equal share, as those of data.mix; each
     has its own loss/VALUE."""
@@ -168,17 +200,18 @@ class DataConfig(Section):
             return None
         kept = kept_sample(self.rehearse)
         if kept is None:
-            return self._only(self.rehearse)
+            return self._only(self.rehearse).model_copy(update=_ANY_LENGTH)
         as_kept: dict[str, Any] = {"format": None, "columns": {}, "where": {}}
-        return self._only(str(kept / side)).model_copy(update=as_kept)
+        return self._only(str(kept / side)).model_copy(update=as_kept | _ANY_LENGTH)
 
     def eval_sets(self) -> dict[str, DataConfig]:
         """Return the data section of each held-out set of `eval_path` by name."""
-        return {name: self._only(path) for name, path in self.eval_path.items()}
+        sets = {name: self.model_copy(update=_ANY_LENGTH) for name in self.eval_path}
+        return {name: sets[name]._only(of.path, of) for name, of in self.eval_path.items()}
 
-    def _only(self, path: str, source: MixSource | None = None) -> DataConfig:
+    def _only(self, path: str, source: ReadAs | None = None) -> DataConfig:
         """Return the section of one path; a source may say how it is read."""
-        own = {key: getattr(source, key, None) for key in ("format", "columns", "where", "learn")}
+        own = {key: getattr(source, key, None) for key in ReadAs.model_fields if key != "path"}
         changes: dict[str, Any] = {"path": path, "mix": [], "eval_path": {}, "rehearse": None}
         changes |= {key: value for key, value in own.items() if value is not None}
         return self.model_copy(update=changes)
@@ -186,7 +219,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _settings_fit_together(self) -> DataConfig:
         problems = [*_packing_problems(self), *_mix_problems(self), *_eval_problems(self)]
-        problems += _rehearsal_problems(self)
+        problems += [*_rehearsal_problems(self), *_length_problems(self)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -225,6 +258,18 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
             f"data.too_long is {data.too_long!r}, but data.packing=stream cuts documents of any "
             "length: remove one of them"
         )
+
+
+def _length_problems(data: DataConfig) -> Iterator[str]:
+    for key, of in (
+        ("data", data),
+        *((f"data.mix {of.label}", of) for of in data.mix),
+        *((f"data.eval_path {name}".rstrip(), of) for name, of in data.eval_path.items()),
+    ):
+        in_mix = data if isinstance(of, MixSource) else of
+        least, most = of.min_tokens or in_mix.min_tokens, of.max_tokens or in_mix.max_tokens
+        if least is not None and most is not None and least > most:
+            yield f"{key}: min_tokens is {least}, above max_tokens = {most}: no document has both"
 
 
 def _eval_problems(data: DataConfig) -> Iterator[str]:

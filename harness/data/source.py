@@ -30,6 +30,7 @@ from harness.data.prepare import (
 )
 from harness.data.spec import DataSpec
 from harness.data.split import SIDES, load_split
+from harness.data.token_bounds import ANY_LENGTH, LeftOut, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.data.whole import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.errors import ConfigError
@@ -53,6 +54,8 @@ class Source:
     """Windows of the documents to train on and of those held out, if any."""
     pairs: tuple[tuple[str, int, int], ...] = ()
     """Name, documents and tokens of each .bin/.idx pair of a folder of them."""
+    bounds: TokenBounds = ANY_LENGTH
+    """Lengths of the documents that are read."""
 
     @property
     def tokens(self) -> int:
@@ -69,9 +72,16 @@ class Source:
         order = order_key(self.facts.fingerprint)
         return Stream(self.sides[side], seed, order, document_mask=document_mask)
 
+    @property
+    def _of_other_length(self) -> str:
+        """Counts of documents that are too short or too long to be read; "" without any."""
+        return LeftOut(self.facts.shorter, self.facts.longer).text(self.bounds)
+
     def summary(self) -> str:
         """Return a line about the source, from which users see that it is the right data."""
         name, held_out, left_out, packing = f"{self.name}: " if self.name else "", "", "", ""
+        if self._of_other_length:
+            left_out = f"; not read: {self._of_other_length}"
         pairs = f"{len(self.pairs):,} .bin/.idx pairs, " if self.pairs else ""
         if "held_out" in self.sides:
             held_out = f", of which {self.sides['held_out'].split.num_tokens:,} are held out"
@@ -81,7 +91,7 @@ class Source:
             joint = " and" if held_out else ", of which"
             learned = f"{joint} {count:,} ({count / self.tokens:.1%}) are learned"
         if self.corpus.left_out:
-            left_out = f"; left out: {self.corpus.left_out}"
+            left_out += f"; left out: {self.corpus.left_out}"
         if isinstance(packed := self.sides["train"], WholeWindows):
             packing = f"; whole documents in {packed.num_windows:,} samples: {packed.counts()}"
         return (
@@ -95,9 +105,13 @@ class Source:
         if self.corpus.left_out:
             message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
             yield {"kind": "left_out", "message": message}
+        of = {"source": self.name} if self.name else {}
+        if self._of_other_length:
+            counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
+            message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"
+            yield {"kind": "left_out_by_length", "message": message, **of, **counts}
         for side, packed in self.sides.items():
             if isinstance(packed, WholeWindows):
-                of = {"source": self.name} if self.name else {}
                 counts = {"samples": packed.num_windows, **asdict(packed.facts)}
                 yield {"kind": "packed_whole", **of, "side": side, **counts}
 
@@ -107,6 +121,8 @@ class Source:
         share = ""
         if "held_out" in self.sides:
             share = f", or change data.held_out (now {spec.config.held_out})"
+        if self._of_other_length:
+            share += f"; not read were {self._of_other_length} ({self.bounds.text()})"
         for side, packed in self.sides.items():
             if packed.num_windows:
                 continue
@@ -141,11 +157,18 @@ def open_source(
         )
         prefixes, masks = (folder / TOKENS,), load_masks(folder / MASKS)
     elif masks_of(corpus.path).is_file():
+        if spec.bounds != ANY_LENGTH:
+            raise ConfigError(
+                f"{spec.bounds.text()}: {corpus.path} holds samples that a run kept, cut from its "
+                "documents, whose lengths they do not say: remove it for this data"
+            )
         masks = load_masks(masks_of(corpus.path))
     tokens = IndexedTokens(*prefixes)
     folder = build_once(
         _split_folder(cache, key, spec),
-        lambda path: write_split(tokens, masks, tokenizer, _held_out(spec), path, report),
+        lambda path: write_split(
+            tokens, masks, tokenizer, _held_out(spec), path, report, spec.bounds
+        ),
         report,
     )
     facts = read_facts(folder)
@@ -167,7 +190,7 @@ def open_source(
         (str(path.relative_to(corpus.path)), documents, count)
         for path, documents, count in (tokens.sizes() if corpus.is_folder_of_pairs else ())
     )
-    return Source(name, corpus, facts, _first_line(tokens, tokenizer), sides, pairs)
+    return Source(name, corpus, facts, _first_line(tokens, tokenizer), sides, pairs, spec.bounds)
 
 
 def cached_fingerprint_of(
@@ -213,7 +236,8 @@ def tokens_folder(cache: Path, key: str) -> Path:
 
 
 def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
-    name = cache_key(source=key, held_out=_held_out(spec), format=SPLIT_FORMAT)
+    bounds = asdict(spec.bounds) if spec.bounds != ANY_LENGTH else {}
+    name = cache_key(source=key, held_out=_held_out(spec), format=SPLIT_FORMAT, **bounds)
     return cache / f"split-{name}"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.config.data_section import REHEARSED, DataConfig
 from harness.config.run_config import RunConfig, run_and_step
+from harness.data.token_bounds import TokenBounds
 from harness.errors import ConfigError
 from harness.files.kept_sample import HELD_OUT, TRAIN, kept_facts, kept_sample
 from harness.runfolder import RunFolder
@@ -71,6 +72,11 @@ class DataSpec:
         if self.rehearses:
             specs[REHEARSED] = self._old(specs[REHEARSED].config, TRAIN)
         return specs
+
+    @property
+    def bounds(self) -> TokenBounds:
+        """Lengths of the documents that are read."""
+        return TokenBounds(self.config.min_tokens, self.config.max_tokens)
 
     @property
     def rehearses(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -106,11 +106,14 @@ def glance(data: DataConfig) -> str:
 def _glance(data: DataConfig) -> Glance:
     corpus = find_files(data.path, data.format, at_most=_MOST_FILES)
     try:
-        return _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
+        seen = _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
     except Unusable as error:
         raise ConfigError(f"data.path: {error}") from error
+    bounds = {"min_tokens": data.min_tokens, "max_tokens": data.max_tokens}
+    of = " and ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)
+    return replace(seen, text=f"{seen.text}; read are those of {of} alone") if of else seen
 
 
 def _pairs(corpus: CorpusFiles) -> Glance:

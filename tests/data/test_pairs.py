@@ -19,8 +19,14 @@ from harness.data.indexed import IndexedTokens, join_indexed, write_indexed
 from harness.data.mixture import Mixture
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
+from tests.data.number_tokenizer import write_number_tokenizer
 
 SEQ_LEN, VOCAB = 16, 8192
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_number_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(autouse=True)

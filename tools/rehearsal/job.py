@@ -51,7 +51,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 # Keys of the run config that a rehearsal sets, or that make no sense in one.
 _REPLACED = (
     *("model.name", "model.init_from", "model.overrides", "data.path", "data.tokenizer"),
-    *("data.mix", "data.eval_path", "data.too_long"),
+    *("data.mix", "data.eval_path", "data.too_long", "data.min_tokens", "data.max_tokens"),
     *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
     *("ramp", "profile", "optim.groups", "eval.patience", "eval.better_by"),
     *("eval.seq_len", "eval.needle_lengths"),
@@ -321,15 +321,21 @@ def _data(real: Plan, folder: Path) -> dict[str, Any]:
     if data.mix:  # without limits: the beginnings of the sources have fewer samples
         keys["data.mix"] = [
             {
-                **source.model_dump(exclude_none=True, exclude={"epochs"}),
+                **source.model_dump(
+                    exclude_none=True, exclude={"epochs", "min_tokens", "max_tokens"}
+                ),
                 "name": source.label,
                 "path": first(source.path, source.label, source.format or data.format),
             }
             for source in data.mix
         ]
-    sets = {name: first(path, f"sets/{name}") for name, path in data.eval_path.items()}
+    sets: dict[str, Any] = {}
+    for name, of in data.eval_path.items():
+        path = first(of.path, f"sets/{name}", of.format or data.format)
+        changes = {"path": path, "min_tokens": None, "max_tokens": None}
+        sets[name] = of.model_copy(update=changes).model_dump()
     if sets:
-        keys["data.eval_path"] = sets.get("", sets)
+        keys["data.eval_path"] = sets[""] if isinstance(sets.get(""), str) else sets
     if (tokenizer := _tokenizer(real)) is not None:
         keys["data.tokenizer"] = tokenizer
     return keys
