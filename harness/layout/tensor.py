@@ -82,8 +82,9 @@ class TensorPlan:
         """
         family = family_of(model_type)
         styles = dict(family.tensor_plan) or tensor_plan(model_type) or {}
-        # Of experts plans name the weights, too; their module's style says all.
-        styles = {name: style for name, style in styles.items() if ".experts." not in name}
+        # Of experts plans name the weights, too; their module's style says all, unless these
+        # weights are (in, out).
+        styles = {n: s for n, s in styles.items() if ".experts." not in n or s == "packed_rowwise"}
         unknown = sorted({style for style in styles.values() if style not in STYLES})
         if not styles or unknown:
             reason = f"the styles {', '.join(unknown)} are unknown" if styles else "there is none"

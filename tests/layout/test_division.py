@@ -11,7 +11,7 @@ from harness.layout.division import plan_of, tensor_problems, tensor_shard
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.share import Share
-from harness.layout.tensor import TensorPlan
+from harness.layout.tensor import SUMMED, TensorPlan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -143,3 +143,13 @@ def test_the_ranks_have_every_parameter_once_and_the_first_has_what_is_counted(
             uncovered([p for s, p in zip(shares, parts, strict=True) if s.is_first(name, sizes)])
             is None
         )
+
+
+def test_a_trained_activation_in_a_divided_mlp_has_its_gradient_added_up() -> None:
+    plan = TensorPlan.make("apertus", 4, 2, 96)
+    assert plan.style_of("model.layers.0.mlp.act_fn") == SUMMED
+
+
+def test_experts_whose_weights_are_transposed_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="aria_text has no plan .* packed_rowwise are unknown"):
+        TensorPlan.make("aria_text", 4, 2, 96)

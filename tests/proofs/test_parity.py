@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from tests.run_tools import run_tool
+from tools.made_with import versions
 from tools.proofs.models import FLAT, PLANTED, PRESETS, RECURRENT
 from tools.proofs.parity.cells import COVERED_KINDS, DIVIDED_STAGES, FEW, NVME, Cell, all_cells
 from tools.proofs.parity.compare import judge
 from tools.proofs.parity.covering import brief_cells, covering_cells
 from tools.proofs.parity.measure import Difference, Trajectory, difference, unit_of
 from tools.proofs.parity.model import Way
+from tools.proofs.parity.report import with_kept
 from tools.proofs.parity.spread import spreads
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -164,6 +166,20 @@ def test_all_cells_are_the_full_table() -> None:
     assert (
         len(cells) == flat + pipelined + divided + varlen + chunked + recomputed + recurrent + kinds
     )
+
+
+def test_a_page_keeps_the_lines_that_are_not_made_anew() -> None:
+    page = f"# A page\n{versions()}\n| a | 1 | old |\n| b | 2 | old |\n| gone | 3 | old |\n"
+    order = [("b", "2"), ("new", "4"), ("a", "1")]
+    lines = with_kept(["| b | 2 | new |", "| new | 4 | new |"], page, order)
+    assert lines == ["| b | 2 | new |", "| new | 4 | new |", "| a | 1 | old |"]
+    with pytest.raises(ValueError, match="run everything"):
+        with_kept(lines, page.replace("torch", "other"), order)
+
+
+def test_an_unknown_defect_is_refused_by_name() -> None:
+    done = run_tool("proofs/check_parity", "--self-test", "--defects", "no such", code=2)
+    assert "no such defect: no such; there are gradients x2" in done.stderr
 
 
 def test_an_unknown_cell_is_refused_by_name() -> None:
