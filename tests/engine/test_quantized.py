@@ -86,12 +86,17 @@ def expected_losses(
     return plain_losses(adapted), adapted
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[list[float], Any]:
+    return expected_losses(folder / "base")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FP32)
 def test_losses_are_those_of_peft_in_a_plain_loop(
-    layout: str, result: Result, folder: Path
+    layout: str, result: Result, folder: Path, plain: tuple[list[float], Any]
 ) -> None:
-    expected, model = expected_losses(folder / "base")
+    expected, model = plain
     assert expected[-1] < expected[0] - 0.02
     for rank in result("quantized"):
         assert rank[layout]["losses"] == pytest.approx(expected, rel=2e-6)
@@ -103,19 +108,21 @@ def test_losses_are_those_of_peft_in_a_plain_loop(
 
 
 @pytest.mark.slow
-def test_half_precision_stays_near(result: Result, folder: Path) -> None:
-    expected, _ = expected_losses(folder / "base")
+def test_half_precision_stays_near(result: Result, plain: tuple[list[float], Any]) -> None:
     for rank in result("quantized"):
-        assert rank["zero1_bf16"]["losses"] == pytest.approx(expected, rel=2e-3)
+        assert rank["zero1_bf16"]["losses"] == pytest.approx(plain[0], rel=2e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_are_those_of_peft(variant: str, result: Result, folder: Path) -> None:
+def test_variants_are_those_of_peft(
+    variant: str, result: Result, folder: Path, plain: tuple[list[float], Any]
+) -> None:
     """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions
     bitsandbytes packs weights anew as it first evaluates, and their gradients end.
     """
-    expected, _ = expected_losses(folder / "base", **VARIANTS[variant])
+    settings = VARIANTS[variant]
+    expected, _ = expected_losses(folder / "base", **settings) if settings else plain
     for rank in result("variants"):
         assert rank[variant] == pytest.approx(expected, rel=2e-6)
 
