@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from harness.config.run_config import RunConfig
@@ -231,3 +232,33 @@ def test_rounded_weights_are_what_quantized_ones_compute_with(
     rounded = model(input_ids=ids).logits
     assert (rounded - before).abs().max() > 1e-3
     torch.testing.assert_close(rounded, empty(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+class Dequantized(TorchDispatchMode):
+    """Notes the bytes of everything that is dequantized: of a weight its scales, then itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if "dequantize" in func.name():
+            self.bytes.append(output.nbytes)
+        return output
+
+
+def test_one_weight_at_a_time_is_dequantized_with_the_estimated_bytes() -> None:
+    own = base_model().state_dict()
+    empty, quantization = skeleton(hf_config(MODEL), torch.float32), Quantization("nf4")
+    cut = quantize_linear_maps(empty, quantization)
+    materialize(empty, 0, torch.device("cpu"), cut=cut, read=lambda piece: own)
+    embedded = empty.get_input_embeddings()(torch.arange(16)[None]).detach().requires_grad_()
+    loss = empty(inputs_embeds=embedded).logits.sum()
+    with Dequantized() as noted:
+        loss.backward()
+    sizes = [sum(pair) for pair in zip(noted.bytes[::2], noted.bytes[1::2], strict=True)]
+    weights = [tensor.numel for tensor in linear_weights(Shape.from_hf(MODEL))]
+    assert sorted(sizes) == sorted(quantization.temporary_bytes(n, 4) for n in weights)
