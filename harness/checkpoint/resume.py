@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from harness.config.model_section import LoraConfig
 from harness.config.run_config import RunConfig
 from harness.layout.attentions import ATTENTIONS
 
@@ -74,6 +75,8 @@ def _differences(
             key = f"{section}.{name}"
             if saved_values and (name in saved_values or key in _ADDED):
                 old = saved_values.get(name, _ADDED.get(key))
+                if key == "model.lora" and isinstance(old, dict):
+                    old = {**LoraConfig().model_dump(), **old}
                 if old != new:
                     yield key, old, new
     for key in ("precision", "model_config", "data_fingerprint", "data_mixture"):

@@ -28,7 +28,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> list[Pa
     from peft import inject_adapter_in_model  # a second, which runs without adapters need not take
 
     model.requires_grad_(False)
-    model.is_loaded_in_4bit = lora.quantize is not None  # peft asks
+    model.is_loaded_in_4bit = lora.quantize is not None  # type: ignore[assignment]  # peft asks
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(_peft_config(lora, linear_maps(model)), model, NAME)

@@ -43,8 +43,9 @@ def quantize_linear_maps(
         if source is None:
             return nn.Parameter(whole)
         values = _upright(source, whole).contiguous()
-        made = Params4bit(values, requires_grad=False, blocksize=BLOCK, **settings)
-        return made.to(whole.device)  # type: ignore[no-any-return]
+        made: Any = Params4bit(values, requires_grad=False, blocksize=BLOCK, **settings)
+        parameter: nn.Parameter = made.to(whole.device)  # which quantizes
+        return parameter
 
     return quantized
 

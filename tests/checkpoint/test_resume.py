@@ -44,6 +44,7 @@ def test_length_and_reporting_may_change(change: dict[str, Any]) -> None:
         ({"model": {"dropout": 0.5}}, "model.dropout"),
         ({"model": {"attention": "longformer"}}, "model.attention"),
         ({"model": {"attention_window": 64}}, "model.attention_window"),
+        ({"model": {"lora": {"rank": 4, "quantize": "nf4"}}}, "model.lora"),
     ],
 )
 def test_what_is_learned_may_not_change_unless_allowed(change: dict[str, Any], key: str) -> None:
@@ -62,6 +63,15 @@ def test_pairs_of_a_folder_that_have_changed_are_named() -> None:
     after = planned(("a.bin", 3, 9), ("c.bin", 1, 5), ("d.bin", 1, 2))
     (problem,) = resume_problems(before, after, [])
     assert "; b.bin gone; d.bin new; c.bin of another size: bring back" in problem
+
+
+def test_adapters_of_earlier_versions_were_beside_weights_as_they_are() -> None:
+    saved = record(model={"lora": {"rank": 4}})
+    for key in ("quantize", "double_quantize"):
+        del saved["run"]["model"]["lora"][key]
+    assert resume_problems(saved, record(model={"lora": {"rank": 4}}), []) == []
+    planned = record(model={"lora": {"rank": 4, "quantize": "nf4"}})
+    assert len(resume_problems(saved, planned, [])) == 1
 
 
 @pytest.mark.parametrize("key", ["precision", "model_config", "data_fingerprint"])

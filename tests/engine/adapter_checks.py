@@ -122,15 +122,17 @@ def resumed() -> dict[str, list[float]]:
 
 
 def frozen() -> dict[str, Any]:
-    """Losses where rules freeze parameters; whether those changed."""
+    """Losses where rules freeze parameters; whether those changed; what the ranks hold."""
     results: dict[str, Any] = {}
     rules = [{"pattern": "embed|layers.1.", "frozen": True}]
-    for name in ("zero0", "zero1", "zero2", "zero3", "zero2_offload"):
+    for name in ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero1_bf16"):
         engine = engine_of(LAYOUTS[name], optim={"groups": rules})
         before = dict(engine.masters())
         results[name] = {
             "losses": losses(engine, STEPS),
             "changed": sorted(n for n, after in engine.masters() if not after.equal(before[n])),
+            "bytes": bytes_of(engine),
+            "estimated": estimated(engine),
         }
         engine.close()
     return results

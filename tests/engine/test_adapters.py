@@ -155,6 +155,12 @@ def test_frozen_parameters_stay_as_they_are(result: Result) -> None:
         assert all(values["changed"] == trained for values in rank.values())
 
 
+def test_runs_with_frozen_parameters_have_the_estimated_bytes(result: Result) -> None:
+    for rank in result("frozen"):
+        for layout, values in rank.items():
+            assert values["bytes"] == pytest.approx(values["estimated"], rel=0.01), layout
+
+
 def test_frozen_parameters_change_nothing_else(result: Result, folder: Path) -> None:
     first = result("frozen")[0]["zero0"]["losses"]
     assert first[-1] < first[0] - 0.02

@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from harness.config.run_config import RunConfig
@@ -86,12 +87,17 @@ def expected_losses(
     return plain_losses(adapted), adapted
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[list[float], Any]:
+    return expected_losses(folder / "base")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FP32)
 def test_losses_are_those_of_peft_in_a_plain_loop(
-    layout: str, result: Result, folder: Path
+    layout: str, result: Result, folder: Path, plain: tuple[list[float], Any]
 ) -> None:
-    expected, model = expected_losses(folder / "base")
+    expected, model = plain
     assert expected[-1] < expected[0] - 0.02
     for rank in result("quantized"):
         assert rank[layout]["losses"] == pytest.approx(expected, rel=2e-6)
@@ -103,19 +109,21 @@ def test_losses_are_those_of_peft_in_a_plain_loop(
 
 
 @pytest.mark.slow
-def test_half_precision_stays_near(result: Result, folder: Path) -> None:
-    expected, _ = expected_losses(folder / "base")
+def test_half_precision_stays_near(result: Result, plain: tuple[list[float], Any]) -> None:
     for rank in result("quantized"):
-        assert rank["zero1_bf16"]["losses"] == pytest.approx(expected, rel=2e-3)
+        assert rank["zero1_bf16"]["losses"] == pytest.approx(plain[0], rel=2e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_are_those_of_peft(variant: str, result: Result, folder: Path) -> None:
+def test_variants_are_those_of_peft(
+    variant: str, result: Result, folder: Path, plain: tuple[list[float], Any]
+) -> None:
     """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions
     bitsandbytes packs weights anew as it first evaluates, and their gradients end.
     """
-    expected, _ = expected_losses(folder / "base", **VARIANTS[variant])
+    settings = VARIANTS[variant]
+    expected, _ = expected_losses(folder / "base", **settings) if settings else plain
     for rank in result("variants"):
         assert rank[variant] == pytest.approx(expected, rel=2e-6)
 
@@ -224,3 +232,33 @@ def test_rounded_weights_are_what_quantized_ones_compute_with(
     rounded = model(input_ids=ids).logits
     assert (rounded - before).abs().max() > 1e-3
     torch.testing.assert_close(rounded, empty(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+class Dequantized(TorchDispatchMode):
+    """Notes the bytes of everything that is dequantized: of a weight its scales, then itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if "dequantize" in func.name():
+            self.bytes.append(output.nbytes)
+        return output
+
+
+def test_one_weight_at_a_time_is_dequantized_with_the_estimated_bytes() -> None:
+    own = base_model().state_dict()
+    empty, quantization = skeleton(hf_config(MODEL), torch.float32), Quantization("nf4")
+    cut = quantize_linear_maps(empty, quantization)
+    materialize(empty, 0, torch.device("cpu"), cut=cut, read=lambda piece: own)
+    embedded = empty.get_input_embeddings()(torch.arange(16)[None]).detach().requires_grad_()
+    loss = empty(inputs_embeds=embedded).logits.sum()
+    with Dequantized() as noted:
+        loss.backward()
+    sizes = [sum(pair) for pair in zip(noted.bytes[::2], noted.bytes[1::2], strict=True)]
+    weights = [tensor.numel for tensor in linear_weights(Shape.from_hf(MODEL))]
+    assert sorted(sizes) == sorted(quantization.temporary_bytes(n, 4) for n in weights)
