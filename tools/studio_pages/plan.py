@@ -118,13 +118,14 @@ def _ranking(
         global_batch=global_batch,
         data_tokens=billions * 1e9,
         assignments=[],
+        rates=None,
         **dict.fromkeys(
-            ("gpus_per_node", "network", "host_memory", "price", "lora", "measured", "rates")
+            ("gpus_per_node", "network", "host_memory", "disk", "price", "lora", "measured")
         ),
     )
     question = question_of(args)
     counted = count_all(args, question)
-    best = counted[0] if counted and counted[0].fits else None
+    best = counted[0] if counted and counted[0].answers else None
     rows = [
         (
             each.layout.text,
