@@ -219,7 +219,7 @@ def test_the_papers_accounting():
         (("--gpus", "3", "ds.pipeline.stages=2"), "pipeline"),
         (
             ("--gpus", "8", "ds.tensor_parallel.autotp_size=3"),
-            "must be a multiple of it (tensor_parallel.autotp_size: command line)",
+            "must be a multiple of it: use 6 or 9 ranks",
         ),
         (
             ("--model", "gpt2-124m", "--gpus", "5", "ds.tensor_parallel.autotp_size=5"),

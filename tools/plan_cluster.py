@@ -92,7 +92,11 @@ def _json(
         "fit": sum(bool(each.fits) for each in counted),
         "undecided": sum(each.fits is None for each in counted),
         "data_tokens": question.data_tokens,
-        "evidence": {"memory": counted[0].memory.evidence, "time": question.machine.evidence},
+        "evidence": {
+            "memory": counted[0].memory.evidence,
+            "time": counted[0].time.evidence,
+            "evaluation, saves and failures": "guessed",
+        },
         **({"what_if": others} if others else {}),
     }
 

@@ -80,7 +80,7 @@ def _parameters(plan: Plan) -> str:
         return "not counted: the planner does not know this architecture"
     kinds = parameters_by_kind(shape)
     parts = ", ".join(f"{kind} {count:,}" for kind, count in kinds.items())
-    traced = "" if plan.shape else "; kinds by place, traced from its class"
+    traced = "" if plan.shape else "; traced from its class"
     return f"{num_parameters(shape):,} ({parts}){_trained(plan, shape)}{traced}"
 
 

@@ -138,7 +138,8 @@ def _evidence(question: Question, best: Counted) -> list[str]:
     host = question.host_bytes / GIB
     network = question.machine.network_rate / NETWORK_REACHED / 1e9
     text = (
-        f"Memory: {best.memory.evidence}; time: {question.machine.evidence} rates of the GPU. "
+        f"Memory: {best.memory.evidence}; time: {best.time.evidence}; evaluation, saves and "
+        "failures: guessed. "
         f"A network of {network:g} GB/s a GPU (--network) and hosts of {host:,.0f} GiB "
         "(--host-memory) were taken. How near such estimates are to published runs: "
         "docs/time_accuracy.md. --json has every layout."

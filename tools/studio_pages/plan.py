@@ -156,14 +156,14 @@ def _ranking(
         assignments=list(words),
         **dict.fromkeys(
             (
-                *("gpus_per_node", "network", "host_memory", "price", "quantize"),
+                *("gpus_per_node", "network", "host_memory", "disk", "price", "quantize"),
                 *("measured", "rates"),
             )
         ),
     )
     question = question_of(args)
     counted = count_all(args, question)
-    best = counted[0] if counted and counted[0].fits else None
+    best = counted[0] if counted and counted[0].answers else None
     rows = [
         (
             each.layout.text,
