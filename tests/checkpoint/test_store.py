@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from harness.checkpoint import manifest as manifests
+from harness.checkpoint.files import Written
+from harness.checkpoint.manifest import check_size
 from harness.checkpoint.store import Retention, Store
 from harness.errors import CannotSave, RunStopped
 from tests.checkpoint.small import save
@@ -104,3 +108,26 @@ def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path:
         save(tmp_path, 3, before_publishing=fails)
     assert stop.value.code == 74
     assert list(tmp_path.iterdir()) == []
+
+
+def test_kept_checkpoints_are_looked_at_once_until_a_name_goes(tmp_path: Path) -> None:
+    """Of a thousand ranks each has a thousand files, and the ranks wait for rank 0."""
+    store = Store(tmp_path)
+    looked = []
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, Retention(last=9))
+
+    def look(folder: Path, file: Written) -> None:
+        looked.append(folder.name)
+        check_size(folder, file)
+
+    with mock.patch.object(manifests, "check_size", look):
+        store.retain(Retention(last=9), newest=4)
+        assert {*looked} == {"step-00000001", "step-00000002", "step-00000003"}
+        looked.clear()
+        store.retain(Retention(last=9), newest=4)
+        assert looked == []
+        (store.at(2) / "index.json").unlink()
+        assert store.retain(Retention(last=2), newest=4) == [store.at(1)]
+        assert {*looked} == {"step-00000002"}
+    assert steps(tmp_path) == [2, 3, 4]

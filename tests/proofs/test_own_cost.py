@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.proofs.own_cost.measure import Row, agreement, heartbeat, measured
-from tools.proofs.own_cost.report import power_of
+from tools.proofs.own_cost.report import beyond
 from tools.proofs.own_cost.simulated import Group
 
 FEW, MANY = 4, 16
@@ -66,4 +66,10 @@ def test_a_gather_to_all_would_be_seen() -> None:
 
         group.run(work)
         costs.append(group.costs[1].bytes)
-    assert power_of(costs, (FEW, MANY)) == pytest.approx(1)
+    assert costs[1] == 4 * costs[0]
+
+
+def test_what_grows_goes_on_in_a_straight_line() -> None:
+    assert beyond((114, 306), (64, 256), (1_024, 16_384)) == [1_074, 16_434]
+    assert beyond((3, 3), (64, 256), (16_384,)) == [3]
+    assert beyond((1.2, 0.9), (64, 256), (16_384,)) == [0.9]  # noise

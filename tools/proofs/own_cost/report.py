@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,10 @@ from tools.proofs.own_cost.measure import TENSORS, Row, agreement, heartbeat, me
 
 FURTHER = (1_024, 4_096, 16_384)
 _REPOSITORY = Path(__file__).resolve().parents[3]
-_LINEAR = (0.85, 1.15)  # powers of the number of ranks
 _TABLES = {
     "calls": "Calls of a file system (open, stat, list, rename, remove, sync)",
     "bytes": "Bytes that a rank receives from others, or reads of an index",
-    "milliseconds": "Milliseconds of a processor, the simulation's own included",
+    "milliseconds": "Milliseconds of a processor on rank 0, the simulation's own included",
 }
 
 
@@ -29,7 +27,7 @@ def own_cost(sizes: Sequence[int], gloo: Sequence[int]) -> Iterator[str]:
     yield "Ranks are threads of one process that call the harness's own code, of a model of"
     yield f"{TENSORS} tensors of which each rank has a fragment, as under ZeRO 3: bytes of saves"
     yield "and of the index grow with the tensors, too. Numbers in *italics* were not measured:"
-    yield f"they are extrapolated, growing as from {sizes[-2]} to {sizes[-1]} ranks."
+    yield f"they are extrapolated on a straight line through {sizes[-2]} and {sizes[-1]} ranks."
     yield ""
     for of, title in _TABLES.items():
         yield from _table(title, of, rows)
@@ -48,26 +46,22 @@ def _table(title: str, of: str, rows: dict[int, list[Row]]) -> Iterator[str]:
             values = [getattr(rows[n][number], of)[who] for n in sizes]
             if not any(values):
                 continue
-            power = power_of(values[-2:], sizes[-2:])
-            further = [values[-1] * (n / sizes[-1]) ** power for n in FURTHER]
+            further = beyond(values[-2:], sizes[-2:], FURTHER)
             cells = [_number(v) for v in values] + [f"*{_number(v)}*" for v in further]
             if who and sizes[0] == 1:
                 cells[0] = ""
-            yield f"| {first.what} | {name} | {' | '.join(cells)} | {_growth(power)} |"
+            yield f"| {first.what} | {name} | {' | '.join(cells)} | {_growth(values[-2:])} |"
     yield ""
 
 
-def power_of(values: Sequence[float], sizes: Sequence[int]) -> float:
-    """Return the power of the number of ranks that two values grow with."""
-    if min(values) <= 0:
-        return 0.0
-    return max(0.0, math.log(values[1] / values[0]) / math.log(sizes[1] / sizes[0]))
+def beyond(values: Sequence[float], sizes: Sequence[int], further: Sequence[int]) -> list[float]:
+    """Return what two values come to at further sizes, on a straight line; none falls."""
+    slope = max(0.0, (values[1] - values[0]) / (sizes[1] - sizes[0]))
+    return [values[1] + slope * (size - sizes[1]) for size in further]
 
 
-def _growth(power: float) -> str:
-    if power < 0.1:
-        return "no"
-    return "with N" if _LINEAR[0] < power < _LINEAR[1] else f"N^{power:.1f}"
+def _growth(values: Sequence[float]) -> str:
+    return "no" if values[1] < 1.05 * values[0] else "with N"
 
 
 def _number(value: float) -> str:
