@@ -59,7 +59,7 @@ def nodes_picture(nodes: int, label: str, below: float = 0) -> tuple[Svg, list[C
         left, top = node % columns * width, node // columns * _NODE
         picture.rect(left + 3, top + 2, width - 6, _NODE - 8, "page", stroke="grid", radius=8)
         end = left + width - 12
-        picture.text(end, top + 15, f"node {node}", size=11, fill="muted", anchor="end")
+        picture.text(end, top + 10, f"node {node}", size=11, fill="muted", anchor="end")
         each = (width - 24) / PER_NODE
         cells += [Cell(left + 12 + n * each, top + 26, each - 4) for n in range(PER_NODE)]
     return picture, cells
