@@ -554,3 +554,46 @@ def test_the_fit_is_that_of_the_paper() -> None:
     assert loss(70e9, 1.4e12) == pytest.approx(1.69 + 0.0835 + 0.1634, abs=2e-3)
     parameters, tokens = optimum(6 * 70e9 * 1.4e12)
     assert (parameters, tokens) == pytest.approx((70e9, 1.4e12))
+
+
+def test_a_step_of_3d_parallelism_is_the_pipelines_schedule() -> None:
+    """Each pass happens once on each stage, after what it needs was sent; then the rest."""
+    from harness.layout.grid import Grid
+    from tools.layout.moments import moments
+
+    grid = Grid(32, pipeline=4, tensor=4)
+    turns = [*moments(grid, micro_batches=3, zero_stage=1)]
+    kinds = [turn.kind for turn in turns]
+    assert kinds[-3:] == ["gradients", "optimizer", "weights"]
+    assert kinds.count("passes") == kinds.count("sums") == 2 * (3 + 4 - 1)
+    done, sent = set(), {(0, "forward", batch) for batch in range(3)}
+    for turn in turns:
+        for stage, task in enumerate(turn.work):
+            if task is not None and turn.kind == "passes":
+                last = stage == grid.pipeline - 1 and task[0] == "backward"
+                assert last or (stage, *task) in sent
+                assert (stage, *task) not in done
+                done.add((stage, *task))
+        for stage, to in turn.sends:
+            task = turn.work[stage]
+            assert task is not None
+            sent.add((to, *task))
+    assert len(done) == 4 * 2 * 3
+    alone = [turn.kind for turn in moments(Grid(4, pipeline=4), 1, zero_stage=0)]
+    assert {*alone} == {"passes", "sends", "optimizer"}
+
+
+def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture and its place follow the slider and the schedule."""
+    from harness.plan.duration import step_time
+    from tools.studio_pages import hybrid
+
+    shown = [figures_of("hybrid", moment=str(place)) for place in (0, 12, 23, 97, 100)]
+    pictures = {next(f.svg for f in page if isinstance(f, Drawing)) for page in shown}
+    assert len(pictures) == len(shown)
+    assert number(shown[-1], "Moment") == "68 of 68"
+    monkeypatch.setattr("tools.layout.moments.schedule", lambda stages, _: [[None]] * stages)
+    assert number(figures_of("hybrid", moment="100"), "Moment") == "5 of 5"
+    plans = []
+    monkeypatch.setattr(hybrid, "step_time", lambda plan: plans.append(plan) or step_time(plan))
+    assert number(figures_of("hybrid"), "A step") == f"{step_time(plans[0]).seconds:,.2f} s"

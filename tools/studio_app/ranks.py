@@ -18,7 +18,7 @@ _LEGEND = (
     ("gradients", "backward, gradients"),
     ("optimizer", "optimizer"),
     ("weights", "weights gathered"),
-    ("faint", "waits"),
+    ("grid", "waits"),
 )
 
 
@@ -31,20 +31,22 @@ class Cell:
     width: float
 
     @property
-    def middle(self) -> tuple[float, float]:
-        """Its centre."""
-        return self.x + self.width / 2, self.y + CELL / 2
+    def middle(self) -> float:
+        """Its centre from the left."""
+        return self.x + self.width / 2
 
     def fill(self, picture: Svg, colour: str, title: str, inset: float = 0) -> None:
         """Draw it."""
         size = self.width - 2 * inset, CELL - 2 * inset
         picture.rect(self.x + inset, self.y + inset, *size, colour, title=title)
 
-    def write(self, picture: Svg, first: str, second: str, bold: bool = False) -> None:
+    def write(
+        self, picture: Svg, first: str, second: str, bold: bool = False, fill: str = "on-colour"
+    ) -> None:
         """Write two lines into it."""
-        x, y = self.middle[0], self.y
-        picture.text(x, y + 18, first, fill="on-colour", anchor="middle", bold=bold)
-        picture.text(x, y + 37, second, fill="on-colour", anchor="middle", size=10)
+        x, y = self.middle, self.y
+        picture.text(x, y + 18, first, fill=fill, anchor="middle", bold=bold)
+        picture.text(x, y + 37, second, fill=fill, anchor="middle", size=10)
 
 
 def nodes_picture(nodes: int, label: str, below: float = 0) -> tuple[Svg, list[Cell]]:
@@ -56,7 +58,8 @@ def nodes_picture(nodes: int, label: str, below: float = 0) -> tuple[Svg, list[C
     for node in range(nodes):
         left, top = node % columns * width, node // columns * _NODE
         picture.rect(left + 3, top + 2, width - 6, _NODE - 8, "page", stroke="grid", radius=8)
-        picture.text(left + 12, top + 15, f"node {node}", size=11, fill="muted")
+        end = left + width - 12
+        picture.text(end, top + 10, f"node {node}", size=11, fill="muted", anchor="end")
         each = (width - 24) / PER_NODE
         cells += [Cell(left + 12 + n * each, top + 26, each - 4) for n in range(PER_NODE)]
     return picture, cells
@@ -68,26 +71,28 @@ def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
     for number, cell in enumerate(cells):
         stage = grid.coords(number).pipeline
         task = moment.work[stage]
-        colour = _AFTER.get(moment.kind, "faint")
+        colour = _AFTER.get(moment.kind, "grid")
         text = {"gradients": "sum", "optimizer": "step", "weights": "gather"}.get(moment.kind, "")
         if task is not None:
             colour = "activations" if task[0] == "forward" else "gradients"
             text = f"{task[0][0]}{task[1]}"
         does = " ".join(map(str, task)) if task else text or "waits"
         cell.fill(picture, colour, f"rank {number}, stage {stage}: {does}")
-        cell.write(picture, f"s{stage}", text, bold=number == rank)
+        ink = "muted" if colour == "grid" else "on-colour"
+        cell.write(picture, f"s{stage}", text, number == rank, ink)
     if moment.kind == "sums":
         for group in grid.groups("tensor"):
             if moment.work[grid.coords(group[0]).pipeline] is not None:
                 _join(picture, [cells[number] for number in group])
     if moment.kind in ("gradients", "weights"):
-        places = [cells[number].middle for number in grid.group("data", rank)]
-        picture.line(places, "ink", width=2.5)
+        group = [cells[number] for number in grid.group("data", rank)]
+        places = [(cell.middle, cell.y + CELL + 5) for cell in group]
+        picture.line(places, "ink", width=2)
         for x, y in places:
             picture.circle(x, y, 4, "ink")
+    peers = grid.group("pipeline", rank)
     for stage, to in moment.sends:
-        for group in grid.groups("pipeline"):
-            _arrow(picture, cells[group[stage]], cells[group[to]])
+        _arrow(picture, cells[peers[stage]], cells[peers[to]])
     top = picture.size[1] - 12
     for place, (colour, text) in enumerate(_LEGEND):
         picture.rect(place * 150 + 4, top - 6, 12, 12, colour)
@@ -105,9 +110,10 @@ def _join(picture: Svg, cells: list[Cell]) -> None:
 
 
 def _arrow(picture: Svg, one: Cell, other: Cell) -> None:
-    (x, y), (to_x, to_y) = one.middle, other.middle
-    length = ((to_x - x) ** 2 + (to_y - y) ** 2) ** 0.5 or 1.0
-    along, across = (to_x - x) / length, (to_y - y) / length
-    begin = (x + 14 * along, y + 14 * across)
-    end = (to_x - 14 * along, to_y - 14 * across)
-    picture.line([begin, end], "ink", width=1.2, arrow=True)
+    """From box to box, between the rows of boxes."""
+    down = other.y > one.y
+    begin = one.y + CELL + 1 if down else one.y - 1
+    lane = begin + 7 if down else begin - 8
+    end = other.y - 2 if other.y >= one.y else other.y + CELL + 2
+    points = [(one.middle, begin), (one.middle, lane), (other.middle, lane), (other.middle, end)]
+    picture.line(points, "ink", width=2, arrow=True)

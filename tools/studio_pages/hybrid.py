@@ -43,7 +43,7 @@ _LLAMA_65B = "llama-65b"
 _CAPTIONS = {
     "passes": "Passes: each stage computes a micro-batch, forward (f) or backward (b), or waits",
     "sums": "In each layer of them, ranks of a tensor group add up their parts (the bars)",
-    "sends": "Hidden states go to the next stage, their gradients to the one before (the arrows)",
+    "sends": "Hidden states go on to the next stage, gradients back; arrows: the rank's group",
     "gradients": "Data ranks add up the gradients of all micro-batches; the line: the rank's group",
     "optimizer": "Each rank's optimizer steps with its share of the states",
     "weights": "ZeRO 1: data ranks gather the stepped weights; the line: the rank's group",
