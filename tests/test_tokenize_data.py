@@ -145,13 +145,16 @@ def stuck(parts, prefix):
     time.sleep(600)
 
 phase = sys.argv.pop(1)
-shards.encode_corpus = slowly if phase == "shards" else encode
-shards.join_indexed = stuck if phase == "join" else join
+if phase == "shards":
+    shards.encode_corpus = slowly
+else:
+    shards.join_indexed = stuck
 sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("into", ["cache", "pair"])
 def test_the_whole_command_is_killed_in_both_phases(
     tmp_path: Path, write_jsonl: Callable[..., Path], into: str
@@ -159,31 +162,30 @@ def test_the_whole_command_is_killed_in_both_phases(
     """By SIGKILL to its process group, as an out-of-memory killer or a node that fails ends it."""
     corpus, tokenizer = write_jsonl(*records(200)), write_number_tokenizer(tmp_path / "numbers")
 
-    def command(folder: str, phase: str) -> subprocess.Popen[bytes]:
+    def asked(folder: str) -> list[str]:
         (tmp_path / folder).mkdir(exist_ok=True)
-        asked = [
+        return [
             *(f"data.path={corpus}", f"data.tokenizer={tokenizer}", "--workers=2"),
             f"data.cache_dir={tmp_path / folder}",
             *([f"--out={tmp_path / folder / 'tokens'}"] if into == "pair" else []),
             "data.seq_len=16",
         ]
-        words = [sys.executable, "-c", _COMMAND, phase, *asked]
-        return subprocess.Popen(words, cwd=REPOSITORY, start_new_session=True)
 
     def killed(phase: str, sign: str, count: int) -> None:
-        process = command("killed", phase)
+        words = [sys.executable, "-c", _COMMAND, phase, *asked("killed")]
+        process = subprocess.Popen(words, cwd=REPOSITORY, start_new_session=True)
         while len([*(tmp_path / "killed").glob(sign)]) < count:
             assert process.poll() is None
             time.sleep(0.005)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
 
-    assert command("whole", "none").wait() == ExitCode.DONE
+    assert main(asked("whole")) == ExitCode.DONE
     killed("shards", "tokens*-shards/[0-9]*[0-9]", 2)
     finished = len([*(tmp_path / "killed").glob("tokens*-shards/[0-9]*[0-9]")])
     killed("join", "tokens*.partial-*/begun", 1)
     assert len([*(tmp_path / "killed").glob("tokens*-shards/[0-9]*[0-9]")]) > finished
-    assert command("killed", "none").wait() == ExitCode.DONE
+    assert main(asked("killed")) == ExitCode.DONE
 
     def tree(folder: str) -> dict[str, bytes]:
         files = (path for path in (tmp_path / folder).rglob("*") if path.is_file())
