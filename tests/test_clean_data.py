@@ -254,7 +254,7 @@ def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
 @pytest.mark.slow
 def test_what_is_planted_is_found(tmp_path: Path) -> None:
     """The proof of docs/cleaning_proof.md on a small corpus: each row of it must hold."""
-    rows = recall(tmp_path / "recall", near=60, of_a_kind=25).splitlines()[4:]
+    rows = recall(tmp_path / "recall", duplicates=60, of_a_kind=25).splitlines()[4:]
     assert [row.split("|")[1].split()[0] for row in rows] == [
         *("equal", "near", "email:", "IP:", "phone:")
     ]

@@ -26,7 +26,7 @@ _SECRETS = 200
 KINDS = ("email", "IP", "phone")
 
 
-def recall(folder: Path, near: int = _NEAR, of_a_kind: int = _SECRETS) -> str:
+def recall(folder: Path, duplicates: int = _NEAR, of_a_kind: int = _SECRETS) -> str:
     """Return the table of planted duplicates and personal data that the light recipe finds: so many
     equal documents, as many near ones, and so many secrets of each kind.
     """
@@ -35,11 +35,11 @@ def recall(folder: Path, near: int = _NEAR, of_a_kind: int = _SECRETS) -> str:
     folder.mkdir()
     draw, words = random.Random(1), frequent_words()
     rows: list[tuple[str, str]] = []  # (kind, text)
-    originals = [prose(draw, words, 200) for _ in range(2 * near)]
+    originals = [prose(draw, words, 200) for _ in range(2 * duplicates)]
     rows += [("original", text) for text in originals]
-    rows += [("exact", text) for text in originals[:near]]
+    rows += [("exact", text) for text in originals[:duplicates]]
     similar = []
-    for text in originals[near:]:
+    for text in originals[duplicates:]:
         near, likeness = near_duplicate(draw, text, words)
         similar.append(likeness)
         rows.append(("near", near))
@@ -65,7 +65,7 @@ def recall(folder: Path, near: int = _NEAR, of_a_kind: int = _SECRETS) -> str:
         "",
         "| planted | count | found | recall | required | holds |",
         "|---|---|---|---|---|---|",
-        _row("equal documents", near, removed["exact_duplicates"], 1.0),
+        _row("equal documents", duplicates, removed["exact_duplicates"], 1.0),
         _row(
             f"near duplicates, Jaccard {min(similar):.3f} to {max(similar):.3f} of 5-grams",
             len(similar), removed["near_duplicates"], 0.95,
