@@ -85,6 +85,12 @@ def test_the_command_needs_the_run_folder_alone(
     main = importlib.import_module("tools.show_batch").main
     assert main([str(tmp_path), "--step", "3"]) == 0
     assert capsys.readouterr().out == show_step(library, 3, 4, 8) + "\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for no_color, color in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert main([str(tmp_path), "--step", "3"]) == 0
+        assert capsys.readouterr().out == show_step(library, 3, 4, 8, color=color) + "\n"
+    assert "\033[32m" in show_step(library, 3, 4, 8, color=True)
     plan["data_fingerprint"] = "0" * 64
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert main([str(tmp_path), "--step", "3"]) == 2

@@ -20,6 +20,7 @@ from harness.errors import ExitCode
 from tests.browser import Browser, needs_browser
 from tests.run_tools import printed
 from tools.clean_data import main
+from tools.proofs.cleaning.tables import recall
 from tools.tokenize_data import main as tokenize
 
 pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")
@@ -248,6 +249,16 @@ def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
     assert main([*asked, "--json"]) == ExitCode.DONE  # nothing left to do
     assert json.loads(capsys.readouterr().out)["documents"]["written"] == written
     assert not [*out.glob("tokens.*shards*")]
+
+
+@pytest.mark.slow
+def test_what_is_planted_is_found(tmp_path: Path) -> None:
+    """The proof of docs/cleaning_proof.md on a small corpus: each row of it must hold."""
+    rows = recall(tmp_path / "recall", duplicates=60, of_a_kind=25).splitlines()[4:]
+    assert [row.split("|")[1].split()[0] for row in rows] == [
+        *("equal", "near", "email:", "IP:", "phone:")
+    ]
+    assert all(row.endswith("| yes |") for row in rows), "\n".join(rows)
 
 
 def test_a_tokenizer_is_looked_at_before_the_text(

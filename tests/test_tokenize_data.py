@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +19,9 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
 from harness.errors import ExitCode
+from tests.data.number_tokenizer import write_number_tokenizer
 from tests.run_tools import printed
+from tests.two_ranks import REPOSITORY
 from tools.tokenize_data import main
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
@@ -120,6 +125,73 @@ def test_a_pair_is_the_same_data(
     corpus.write_text(json.dumps({"text": "other"}) + "\n")
     assert main([*asked, "--out", str(out)]) == ExitCode.BAD_CONFIG
     assert "not made from this data" in capsys.readouterr().err
+
+
+_COMMAND = """
+import os, sys, time
+from harness.data import shards
+from tools.tokenize_data import main
+
+whole, join, encode = shards.shards_of, shards.join_indexed, shards.encode_corpus
+shards.shards_of = lambda corpus, _: whole(corpus, 2000)
+
+def slowly(*arguments):
+    time.sleep(0.2)
+    return encode(*arguments)
+
+def stuck(parts, prefix):
+    join(parts[:2], prefix)
+    prefix.with_name("begun").touch()
+    time.sleep(600)
+
+phase = sys.argv.pop(1)
+if phase == "shards":
+    shards.encode_corpus = slowly
+else:
+    shards.join_indexed = stuck
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("into", ["cache", "pair"])
+def test_the_whole_command_is_killed_in_both_phases(
+    tmp_path: Path, write_jsonl: Callable[..., Path], into: str
+) -> None:
+    """By SIGKILL to its process group, as an out-of-memory killer or a node that fails ends it."""
+    corpus, tokenizer = write_jsonl(*records(200)), write_number_tokenizer(tmp_path / "numbers")
+
+    def asked(folder: str) -> list[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return [
+            *(f"data.path={corpus}", f"data.tokenizer={tokenizer}", "--workers=2"),
+            f"data.cache_dir={tmp_path / folder}",
+            *([f"--out={tmp_path / folder / 'tokens'}"] if into == "pair" else []),
+            "data.seq_len=16",
+        ]
+
+    def killed(phase: str, sign: str, count: int) -> None:
+        words = [sys.executable, "-c", _COMMAND, phase, *asked("killed")]
+        process = subprocess.Popen(words, cwd=REPOSITORY, start_new_session=True)
+        while len([*(tmp_path / "killed").glob(sign)]) < count:
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+
+    assert main(asked("whole")) == ExitCode.DONE
+    killed("shards", "tokens*-shards/[0-9]*[0-9]", 2)
+    finished = len([*(tmp_path / "killed").glob("tokens*-shards/[0-9]*[0-9]")])
+    killed("join", "tokens*.partial-*/begun", 1)
+    assert len([*(tmp_path / "killed").glob("tokens*-shards/[0-9]*[0-9]")]) > finished
+    assert main(asked("killed")) == ExitCode.DONE
+
+    def tree(folder: str) -> dict[str, bytes]:
+        files = (path for path in (tmp_path / folder).rglob("*") if path.is_file())
+        return {str(path.relative_to(tmp_path / folder)): path.read_bytes() for path in files}
+
+    assert tree("killed") == tree("whole")
 
 
 def test_all_problems_come_at_once(

@@ -261,11 +261,12 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _length_problems(data: DataConfig) -> Iterator[str]:
-    for key, of in (
+    entries: list[tuple[str, DataConfig | ReadAs]] = [
         ("data", data),
         *((f"data.mix {of.label}", of) for of in data.mix),
         *((f"data.eval_path {name}".rstrip(), of) for name, of in data.eval_path.items()),
-    ):
+    ]
+    for key, of in entries:
         in_mix = data if isinstance(of, MixSource) else of
         least, most = of.min_tokens or in_mix.min_tokens, of.max_tokens or in_mix.max_tokens
         if least is not None and most is not None and least > most:

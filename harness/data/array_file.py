@@ -15,7 +15,7 @@ class ArrayFile:
     def __init__(self, path: Path, dtype: str, *shape: int) -> None:
         self._dtype = np.dtype(dtype)
         mapped = np.lib.format.open_memmap(path, mode="w+", dtype=self._dtype, shape=shape)
-        begin: int = mapped.offset  # type: ignore[attr-defined]
+        begin: int = mapped.offset
         rows = shape[0] if shape[1:] else 1
         self._at = [begin + row * shape[-1] * self._dtype.itemsize for row in range(rows)]
         self._file = path.open("r+b")

@@ -94,11 +94,28 @@ def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> N
 
 def release(array: NDArray[Any]) -> None:
     """Take the pages of a cached_array out of this process; the page cache may keep them."""
+    if (mapped := _map_of(array)) is not None:
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def fetch(array: NDArray[Any], places: NDArray[np.int64]) -> None:
+    """Have the pages of places in a cached_array of one dimension read from the disk together: page
+    faults wait for one after the other.
+    """
+    if (mapped := _map_of(array)) is None:
+        return
+    begin = array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    pages = (begin + places * array.itemsize) // mmap.PAGESIZE
+    for page in sorted({*pages.tolist()}):
+        mapped.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE, mmap.PAGESIZE)
+
+
+def _map_of(array: NDArray[Any]) -> mmap.mmap | None:
+    """Return the memory map that an array lies in; None for one in memory."""
     base: Any = array
     while base is not None and not isinstance(base, mmap.mmap):
         base = base.base
-    if base is not None:
-        base.madvise(mmap.MADV_DONTNEED)
+    return base
 
 
 def damaged(path: Path, problem: object) -> ConfigError:

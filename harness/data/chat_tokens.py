@@ -23,6 +23,9 @@ _MOST_TEMPLATE_BYTES = 1 << 20
 _CONTROL = re.compile(r"<\|[\w ]+\|>|<(?:start|end)_of_\w+>")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_SOURCE = "chat_template_source"
+"""Attribute of a tokenizer: what set_template was given."""
+
 Spans = list[tuple[int, int]]
 
 
@@ -53,6 +56,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
             f"data.template: cannot read {template}: {error}; it must be a .jinja file or one of "
             f"{', '.join(names)}"
         ) from error
+    setattr(tokenizer, _SOURCE, template)
 
 
 def divided_control_tokens(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> dict[str, int]:
@@ -70,6 +74,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, learn: str) -> None:
         self._tokenizer, self._learn = tokenizer, learn
+        self._name = f"chat template of {getattr(tokenizer, _SOURCE, tokenizer.name_or_path)}"
         if not tokenizer.chat_template:
             raise ConfigError(
                 "data.path holds conversations, but the tokenizer has no chat template: set "
@@ -102,7 +107,7 @@ class ChatEncoder:
             return text, [self._turn(chat, template, text, turn) for turn in learned]
         text, spans = self._text(chat, template, marks=True)
         if sum(start < stop for start, stop in spans) < len(turns):
-            raise ValueError("has assistant turns outside {% generation %} of the chat template")
+            raise ValueError(f"has assistant turns outside {{% generation %}} of the {self._name}")
         if self._learn == "last":
             before = Chat(chat.messages[: turns[-1]], chat.tools)
             spans = spans[len(self._text(before, template, marks=True)[1]) :]
@@ -114,17 +119,17 @@ class ChatEncoder:
         through, _ = self._text(Chat(chat.messages[: turn + 1], chat.tools), template)
         if not through.startswith(before):
             raise ValueError(
-                "cannot be masked exactly: the chat template writes an assistant turn that does "
+                f"cannot be masked exactly: the {self._name} writes an assistant turn that does "
                 "not begin with its generation prompt" + _WAYS_OUT
             )
         if not text.startswith(through):
             raise ValueError(
-                "cannot be masked exactly: the chat template writes an earlier assistant turn "
+                f"cannot be masked exactly: the {self._name} writes an earlier assistant turn "
                 "differently when others follow (as one that drops earlier thinking)" + _WAYS_OUT
             )
         answer = through[len(before) :]
         if not answer.strip():
-            raise ValueError("has an assistant turn of which the chat template writes nothing")
+            raise ValueError(f"has an assistant turn of which the {self._name} writes nothing")
         ended = answer.rstrip()
         # Generation stops at the end of the turn: the line break behind it is the template's.
         return len(before), len(before) + len(ended if ended.endswith(self._ends) else answer)
@@ -146,7 +151,7 @@ class ChatEncoder:
             texts[0].encode()  # a lone surrogate in a call of a tool is valid JSON and no text
         except Exception as error:  # a template may raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"is refused by the chat template: {problem[:300]}") from error
+            raise ValueError(f"is refused by the {self._name}: {problem[:300]}") from error
         return texts[0], list(spans[0]) if marks else []  # type: ignore[arg-type]
 
     def encode(self, texts: list[str], spans: list[Spans]) -> Iterator[Encoded]:

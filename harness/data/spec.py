@@ -47,9 +47,9 @@ class DataSpec:
         cls, run: RunConfig, model_config: Mapping[str, Any], *, trust_remote_code: bool = False
     ) -> DataSpec:
         """Return the spec of a run; initial weights bring their tokenizer."""
-        tokenizer = run.data.tokenizer or _tokenizer_of(run.model.init_from)
+        tokenizer = run.data.tokenizer or tokenizer_of(run.model.init_from)
         if tokenizer is None and run.data.rehearse and kept_sample(run.data.rehearse):
-            tokenizer = _tokenizer_of(run.data.rehearse)
+            tokenizer = tokenizer_of(run.data.rehearse)
         config = run.data.model_copy(update={"tokenizer": tokenizer})
         vocab_size = model_config.get("vocab_size")
         rows = run.train.global_batch if run.train.carry_state else None
@@ -125,7 +125,7 @@ class DataSpec:
         return {name: replace(self, config=of, splits=False) for name, of in sets.items()}
 
 
-def _tokenizer_of(init_from: str | None) -> str | None:
+def tokenizer_of(init_from: str | None) -> str | None:
     """Return the tokenizer of initial weights; a run of ours has a folder of its own for it."""
     if init_from is None:
         return None

@@ -19,6 +19,11 @@ _NAMES = (
 _TEMPLATES = "additional_chat_templates"  # a folder of *.jinja
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if a folder holds files of a tokenizer."""
+    return any(any(folder.glob(name)) for name in _NAMES if name != GENERATION)
+
+
 def copy_tokenizer(source: Path, folder: Path, with_code: bool = False) -> list[str]:
     """Copy a tokenizer's files; return the names left out: links and other irregular files, names
     that no tokenizer has and, without `with_code`, code.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from harness.data.array_file import ArrayFile
 from harness.data.best_fit import BestFit
-from harness.data.cache import cached_array, damaged, release
+from harness.data.cache import cached_array, damaged, fetch, release
 from harness.data.packing import IGNORED, Packed, Windows
 from harness.data.pair import BLOCK
 from harness.errors import ConfigError, Unusable
@@ -195,6 +195,7 @@ class WholeWindows(Packed):
     def lengths(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the tokens of each of the (n,) windows, without padding."""
         if self._lengths is not None:
+            fetch(self._lengths, windows)
             return self._lengths[windows].astype(np.int64)
         _, window, lengths, _ = self._documents_in(windows)
         return np.bincount(window, lengths, len(windows)).astype(np.int64)

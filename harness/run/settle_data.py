@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from harness.config.data_section import REHEARSED
 from harness.data.data import Data
 from harness.data.padded import Padded
+from harness.data.spec import tokenizer_of
+from harness.data.tokenizer_files import has_tokenizer
 from harness.errors import ConfigError
 from harness.plan.plan import Plan
 from harness.plan.text import row
@@ -93,8 +96,23 @@ def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
     if source is None or not isinstance(rows, int) or data.vocab_size > 0.9 * rows:
         return []
     message = f"{data.vocab_size:,} of {rows:,} rows of the vocabulary are used"
-    advice = "set data.tokenizer to the one that belongs to the weights, if it is another"
+    advice = _fitting_tokenizer(plan.config.data.tokenizer, str(tokenizer_of(source)))
     return [{"kind": "unused_rows", "message": f"{message}: {advice}"}]
+
+
+def _fitting_tokenizer(given: str | None, own: str) -> str:
+    """Return which tokenizer belongs to given weights, which `own` may have brought."""
+    if given in (None, own):
+        return f"{own}, which brought the weights, has no tokenizer with more; the others rest"
+    if Path(own).is_dir() and not has_tokenizer(Path(own)):
+        return (
+            f"data.tokenizer is {given}, and {own}, which brought the weights, has none: set "
+            "data.tokenizer to the one that they were trained with"
+        )
+    return (
+        f"data.tokenizer is {given}; the weights were trained with {own}'s: set "
+        f"data.tokenizer={own}, or leave the key away"
+    )
 
 
 def _total_steps(plan: Plan, data: Data) -> int:

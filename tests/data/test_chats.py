@@ -254,7 +254,7 @@ RAISING = "{{ raise_exception('no ' + messages[0].role + ' here') }}"
             "surrogates not allowed",
         ),
         ("a? b.", None, "messages must be an array of turns, not str"),
-        ([USER, BOT], RAISING, "is refused by the chat template: TemplateError: no user here"),
+        ([USER, BOT], RAISING, "/tokenizer: TemplateError: no user here"),
     ],
 )
 def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
@@ -279,6 +279,21 @@ def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
     assert message in problem
     assert problem.endswith("(30 of 32 lines read; this is the first)")
     assert not [file for file in (tmp_path / "cache").rglob("*") if file.suffix != ".lock"]
+
+
+def test_a_template_that_cannot_be_masked_is_named(
+    tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    """It leaves out what the assistant said before."""
+    own = tmp_path / "own.jinja"
+    own.write_text(
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    path = write_jsonl({"messages": [USER, BOT, USER, BOT]})
+    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match=f"exactly: the chat template of {own} writes an earlier"):
+        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"), template=str(own))
 
 
 def test_conversations_are_not_mixed_with_other_text(tmp_path: Path) -> None:

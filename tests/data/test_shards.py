@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from harness.config.data_section import DataConfig
+from harness.data.build import build_data
 from harness.data.chat_tokens import set_template
 from harness.data.corpus import Corpus, find_corpus
 from harness.data.prepare import MASKS, TOKENS, write_tokens
 from harness.data.shards import ShardedTokens, shards_of
+from harness.data.spec import DataSpec
 from harness.data.tokenizer import load_tokenizer, train_tokenizer
 from harness.errors import ConfigError
 from tools.workers import run_workers
@@ -117,6 +120,35 @@ def test_row_groups_of_one_file_are_the_same_tokens(
         damaged.write(number, nothing)
     with pytest.raises(ConfigError, match=r"rows\.parquet:151: "):
         damaged.join(nothing)
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.9])
+def test_a_truncated_parquet_leaves_nothing_half_written(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kept: float
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows, file = [a_text(number) for number in range(2000)], tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=100)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * kept)])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    cache = tmp_path / "cache"
+    config = DataConfig(
+        path=str(file), tokenizer=str(tmp_path / "tokenizer"), cache_dir=str(cache), seq_len=16
+    )
+    with pytest.raises(ConfigError, match=r"cannot read .*rows\.parquet"):
+        build_data(DataSpec(config))
+    assert not [path for path in cache.rglob("*") if path.suffix != ".lock"]
+    file.write_bytes(whole)
+    assert build_data(DataSpec(config)).documents == len(rows)
+    # A footer that is whole over groups that are not: the last of them cannot be read.
+    file.write_bytes(whole[: len(whole) // 3] + b"\0" * 4000 + whole[len(whole) // 3 + 4000 :])
+    before = {path for path in cache.rglob("*") if path.suffix != ".lock"}
+    with pytest.raises(ConfigError, match=r"rows\.parquet"):
+        build_data(DataSpec(config))
+    assert {path for path in cache.rglob("*") if path.suffix != ".lock"} == before
 
 
 def test_files_are_put_together_and_large_ones_divided(

@@ -64,6 +64,11 @@ Made by `python tools/proofs/benchmark_cleaning.py --rounds {rounds} --markdown 
 
 """
 
+_OF_A_START = """\
+A tool's rate, not a start's: N processes each read, tokenise and write shards of their own.
+What a run does by itself at its first start, in one process, is slower: [0.85 of the
+tokenizer's rate](overhead.md)."""
+
 
 def _tables(folder: Path, rounds: int) -> Iterator[str]:
     yield recall(folder / "recall")
@@ -87,6 +92,7 @@ def _tables(folder: Path, rounds: int) -> Iterator[str]:
         *("Tokenising", COPIES, "tokenize_data.py", "the tokenizer's own batches"),
         *(runs["tokenize"], runs["encode"]),
     )
+    yield _OF_A_START
 
 
 def _copies(data: Path, folder: Path) -> Path:

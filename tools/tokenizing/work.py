@@ -100,7 +100,7 @@ class Work:
             lock.unlink(missing_ok=True)
         pair = IndexedTokens(self._out)
         return (
-            f"wrote {self._out}.bin and .idx: {len(pair.document_starts()) - 1:,} documents, "
+            f"wrote {self._out}.bin and .idx: {pair.documents:,} documents, "
             f"{len(pair.ids):,} tokens"
         )
 

@@ -21,27 +21,29 @@ from tools.proofs.cleaning.planted import (
 )
 from tools.workers import cores
 
-_NEAR = 400
+_NEAR = 200
 _SECRETS = 200
 KINDS = ("email", "IP", "phone")
 
 
-def recall(folder: Path) -> str:
-    """Return the table of planted duplicates and personal data that the light recipe finds."""
+def recall(folder: Path, duplicates: int = _NEAR, of_a_kind: int = _SECRETS) -> str:
+    """Return the table of planted duplicates and personal data that the light recipe finds: so many
+    equal documents, as many near ones, and so many secrets of each kind.
+    """
     from tools.clean_data import main as clean
 
     folder.mkdir()
     draw, words = random.Random(1), frequent_words()
     rows: list[tuple[str, str]] = []  # (kind, text)
-    originals = [prose(draw, words, 200) for _ in range(_NEAR)]
+    originals = [prose(draw, words, 200) for _ in range(2 * duplicates)]
     rows += [("original", text) for text in originals]
-    rows += [("exact", text) for text in originals[:200]]
+    rows += [("exact", text) for text in originals[:duplicates]]
     similar = []
-    for text in originals[200:]:
+    for text in originals[duplicates:]:
         near, likeness = near_duplicate(draw, text, words)
         similar.append(likeness)
         rows.append(("near", near))
-    secrets = [(kind, drawn_secret(draw, kind)) for kind in KINDS for _ in range(_SECRETS)]
+    secrets = [(kind, drawn_secret(draw, kind)) for kind in KINDS for _ in range(of_a_kind)]
     for _, secret in secrets:
         before, after = prose(draw, words, 60), prose(draw, words, 60)
         rows.append(("secret", f"{before} Write or call {secret} today. {after}"))
@@ -63,7 +65,7 @@ def recall(folder: Path) -> str:
         "",
         "| planted | count | found | recall | required | holds |",
         "|---|---|---|---|---|---|",
-        _row("equal documents", 200, removed["exact_duplicates"], 1.0),
+        _row("equal documents", duplicates, removed["exact_duplicates"], 1.0),
         _row(
             f"near duplicates, Jaccard {min(similar):.3f} to {max(similar):.3f} of 5-grams",
             len(similar), removed["near_duplicates"], 0.95,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from tools.proofs.data_scale.corpus import Made
 from tools.proofs.data_scale.readers import BATCH, MICRO_BATCH, RANKS, RESUMED_STEP, SEQ_LEN
 
 _STATES = ("build", "cold", "warm")
+_IN_BLOCKS = (Path(__file__).parent / "in_blocks.md").read_text()
+"""Measured once, beside the way before."""
 
 
 def _megatron(results: list[dict[str, Any]]) -> str:
@@ -53,5 +56,5 @@ lengths. A rank of {RANKS} opens them, reads the micro-batches of its first step
   are needed to reach that step; datatrove is its `DatatroveFolderDataset`, which reads files in
   their own order: no shuffling, no documents.
 
-Written by `tools/proofs/measure_data_scale.py`.
+{_IN_BLOCKS}Written by `tools/proofs/measure_data_scale.py`.
 """
