@@ -59,8 +59,8 @@ def tensor_shares() -> dict[str, int]:
 
 
 def building() -> dict[str, dict[str, int]]:
-    """Bytes while a model's weights are drawn, and read: the share that is kept, the peak, and the
-    largest piece of the whole model.
+    """Bytes while a model's weights are drawn: the share that is kept, the peak, and the largest
+    piece of the whole model.
     """
     folder = OUT / "larger"
     model = AutoModelForCausalLM.from_config(hf_config(_LARGER))
@@ -77,16 +77,15 @@ def building() -> dict[str, dict[str, int]]:
     }
     results = {}
     for name, ds in layouts.items():
-        for way, keys in (("drawn", {}), ("given", {"init_from": str(folder)})):
-            peaks: list[int] = []
-            with (
-                mock.patch.object(build, "build_whole", _measured(build.build_whole, peaks)),
-                mock.patch.object(build, "build_stage", _measured(build.build_stage, peaks)),
-            ):
-                engine = engine_of(ds, model={"name": str(folder), **keys})
-            share = 4 * engine.describe()["elements_held"]
-            engine.close()
-            results[f"{name}, {way}"] = {"share": share, "peak": peaks[0], "piece": piece}
+        peaks: list[int] = []
+        with (
+            mock.patch.object(build, "build_whole", _measured(build.build_whole, peaks)),
+            mock.patch.object(build, "build_stage", _measured(build.build_stage, peaks)),
+        ):
+            engine = engine_of(ds, model={"name": str(folder)})
+        share = 4 * engine.describe()["elements_held"]
+        engine.close()
+        results[name] = {"share": share, "peak": peaks[0], "piece": piece}
     return results
 
 
