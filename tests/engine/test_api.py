@@ -34,4 +34,4 @@ def test_the_interface_is_known_without_deepspeed() -> None:
 
 def test_both_engines_have_every_member_as_it_is_declared() -> None:
     """Types are mypy's: Run.engine is an Engine, and gets what build_engine returns."""
-    assert int(printed(SATISFIES).splitlines()[-1]) <= 23
+    assert int(printed(SATISFIES).splitlines()[-1]) <= 24

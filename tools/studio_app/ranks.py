@@ -85,8 +85,8 @@ def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
             if moment.work[grid.coords(group[0]).pipeline] is not None:
                 _join(picture, [cells[number] for number in group])
     if moment.kind in ("gradients", "weights"):
-        group = [cells[number] for number in grid.group("data", rank)]
-        places = [(cell.middle, cell.y + CELL + 5) for cell in group]
+        alike = [cells[number] for number in grid.group("data", rank)]
+        places = [(cell.middle, cell.y + CELL + 5) for cell in alike]
         picture.line(places, "ink", width=2)
         for x, y in places:
             picture.circle(x, y, 4, "ink")

@@ -202,7 +202,8 @@ PAGE = Page(
     formula="States by the paper: parameters x (2 weights + 2 gradients + 12 optimizer) bytes, "
     "each part divided by the ranks from stages 3, 2 and 1 on. Sent by a GPU: (r - 1) / r x "
     "parameters x bytes for every reduce-scatter and all-gather; with one micro-batch 2 of "
-    "them in stages 0 to 2 and 3 in stage 3, which keeps models below "
+    "them in stage 0, and 3 from stage 1 on: 1 and 2 add up whole gradients, as DeepSpeed does "
+    "unless told otherwise, where the paper counts a reduce-scatter; stage 3 keeps models below "
     "half a billion weights between its passes and gathers them once. Seconds on links: all of "
     "them, though computation hides most. Stage 0 in bf16 or fp16 is run as stage 1.",
     sources=(("ZeRO, arXiv 1910.02054, sections 5 and 7", "https://arxiv.org/abs/1910.02054"),),
