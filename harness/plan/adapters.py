@@ -53,6 +53,9 @@ def _check_quantization(draft: Draft) -> None:
     if not importlib.util.find_spec("bitsandbytes"):
         why = "it needs the package bitsandbytes (pip install bitsandbytes)"
         problems.add("model.lora.quantize", why)
+    if draft.model_config.get("model_type") == "falcon":
+        why = "but the linear maps of falcon are a class of its own, which nobody quantizes"
+        problems.add("model.lora.quantize", why, "leave it out")
     if draft.ds.value("zero_optimization.stage") == 3:
         why = "but ZeRO 3 divides weights, which those in 4 bits, codes and scales, are not"
         use = "use zero_optimization.stage=2, with the whole model in 4 bits on every rank"
