@@ -93,9 +93,10 @@ def materialize(
     tied_names = {name for name, _ in ties}
     todo = [p for p in pieces(model) if {slot[0] for slot in p.parameters()} - tied_names]
     problem: ValueError | None = None
+    weights: dict[str, torch.Tensor]
     for start in range(0, len(todo), world_size):
         round_ = todo[start : start + world_size]
-        mine = {}
+        mine = weights = {}  # a piece of the last round is freed before the next is drawn
         if rank < len(round_) and seed is not None:
             try:
                 mine = read(round_[rank]) if read else draw(model, round_[rank], seed)
