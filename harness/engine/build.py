@@ -35,6 +35,7 @@ from harness.engine.zero import ZeroEngine
 from harness.errors import ConfigError
 from harness.layout.optimizer_table import Parameter, is_frozen, optimizer_groups
 from harness.layout.recompute import REVERSIBLE
+from harness.layout.share import Purpose
 from harness.layout.tensor import TensorPlan
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.depth import drop_layers
@@ -126,7 +127,12 @@ def build_engine(
         built = ZeroEngine(engine, plan, events, unit, experts, row_group)
         built.make_undivided = partial(empty_model, plan, trust_remote_code, document_mask)
     else:
-        made = make_groups(share, "loss", "stage") if tensor_group else []
+        made = []
+        if tensor_group:
+            # With one data rank the tensor ranks are their whole stage: they have a group.
+            purposes: tuple[Purpose, ...] = ("loss", "stage")
+            others = (p for p in purposes if share.ranks(p) != share.ranks("tensor"))
+            made = make_groups(share, *others)
         built = PipelineEngine(engine, plan, events, stage, empty, made)
     if isinstance(inner := inner_optimizer(engine), Orthogonalizing):
         names = {name for group in groups if group["muon"] for name in group["names"]}
