@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
@@ -20,6 +21,7 @@ from harness.guard.pulse import Pulse
 from harness.guard.signals import StopGuard
 from harness.guard.time_left import TimeLeft
 from harness.guard.watchdog import Watchdog
+from harness.layout.share import Purpose
 from harness.plan.plan import Plan
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter
@@ -116,9 +118,10 @@ class Run:
         """True on the rank that writes the run folder."""
         return self.plan.world.rank == 0
 
-    def sum(self, values: torch.Tensor) -> list[float]:
-        """Return the values summed over all ranks; waits for the device. Collective."""
-        sums: list[float] = self.engine.sum_over_ranks(values).tolist()
+    def sum(self, values: torch.Tensor, over: Purpose = "loss") -> list[float]:
+        """Return the values summed over the ranks of a group; waits for the device. Collective."""
+        dist.all_reduce(values, group=self.engine.group_of(over))
+        sums: list[float] = values.tolist()
         return sums
 
     def event(self, kind: str, **fields: Any) -> None:

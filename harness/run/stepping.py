@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
-import torch.distributed as dist
 
 from harness.config.curriculum import Slice
 from harness.engine.api import StepResult
@@ -44,8 +43,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
         """
         grid = run.plan.grid
         shares = torch.stack([loss_share.double() / grid.tensor, norm.double() / grid.world_size])
-        dist.all_reduce(shares, group=run.engine.group_of("norm"))
-        spike = look_for_spike(run, step.number, step.reads, *shares.tolist())
+        spike = look_for_spike(run, step.number, step.reads, *run.sum(shares, over="norm"))
         spikes.extend([spike] if spike else [])
         return spike is not None
 

@@ -36,8 +36,8 @@ def spoil(spoils: dict[str, Any]) -> None:
             weight = weights[spoils.get("weight", [*weights][-1])]
             weight.view(-1).view(torch.int32)[-1] ^= 1
         if step.number == spoils.get("ruin"):
-            *_, replica = run.engine.replicated()
-            replica.tensor.fill_(float("nan"))
+            *_, weight = run.engine.module.parameters()
+            weight.data.fill_(float("nan"))
         return result
 
     loop.take_step = spoiled
