@@ -68,7 +68,7 @@ class LoraConfig(Section):
 
     @property
     def quantization(self) -> Quantization | None:
-        """How frozen weights are quantized; None where they are not."""
+        """Quantization of frozen weights; None: they are not quantized."""
         return None if self.quantize is None else Quantization(self.quantize, self.double_quantize)
 
 

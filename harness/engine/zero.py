@@ -123,8 +123,9 @@ class ZeroEngine:
         return gradients_apart(self._held, self.groups.of("tensor"), self.device)
 
     def replicated(self) -> Iterator[Replica]:
-        """What this rank and others of its stage hold alike between steps: under ZeRO-3 whole
-        weights below `stage3_param_persistence_threshold`, and tensor-parallel ranks' shards.
+        """Yield the weights that this rank and others of its stage hold alike between steps: under
+        ZeRO-3 whole weights below `stage3_param_persistence_threshold`, and tensor-parallel ranks'
+        shards.
         """
         peers = self.share.ranks("tensor")
         for name, parameter, tensor in fragments.weights_here(self._held):

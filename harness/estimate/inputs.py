@@ -274,7 +274,7 @@ class Inputs:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How frozen weights of linear maps are quantized; None where they are not."""
+        """Quantization of the frozen weights of linear maps; None: they are not quantized."""
         return None if self.adapters is None else self.adapters.quantization
 
     @property

@@ -17,7 +17,7 @@ _CODES, _SCALES_CODES = 16, 256  # entries of the tables that each weight has a 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How weights are quantized."""
+    """Format of quantized weights."""
 
     kind: Kind
     doubles: bool = True

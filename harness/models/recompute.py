@@ -73,6 +73,7 @@ def _checkpoint(layer: nn.Module, options: dict[str, Any], to_host: bool) -> Non
     inner: Callable[..., Any] = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Run the layer, keeping its inputs alone while gradients are wanted."""
         if not (layer.training and torch.is_grad_enabled()):
             return inner(*args, **kwargs)
         hidden, *others = args or (kwargs.pop("hidden_states"),)

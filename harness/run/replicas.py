@@ -50,7 +50,7 @@ def check_replicas(run: Run, saves: bool) -> None:
 
 @dataclass
 class _Compared:
-    """What one rank, or all of them, have found."""
+    """Differences that one rank, or all of them together, have found."""
 
     weights: int = 0
     differing: dict[str, list[int]] = field(default_factory=dict)

@@ -106,7 +106,7 @@ def test_a_sample_that_a_run_kept_has_no_documents(asked: list[str], tmp_path: P
 def test_a_held_out_set_is_read_as_it_says(
     asked: list[str], tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
-    """What data itself takes; its lengths are its own."""
+    """With the keys that data itself takes, and bounds of its own."""
     lines = [{"t": f"{n} " * (1 + n % 40), "kind": "ab"[n % 2]} for n in range(60)]
     text = write_jsonl(*lines).rename(tmp_path / "lines")
     table = f'path="{text}", format="jsonl", columns={{text="t"}}, where={{kind="a"}}'

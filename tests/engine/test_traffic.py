@@ -1,4 +1,4 @@
-"""What a step sends over two ranks: the bytes of every collective are those of the formulas."""
+"""Bytes that a step sends over two ranks: those of every collective equal the formulas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_ranks_of_a_row_exchange_heads_and_are_data_ranks(result: Result) -> Non
 
 
 def test_experts_ranks_exchange_every_chosen_token_and_share_all_else(result: Result) -> None:
-    """How many come back from a rank depends on the load: it is the mean that is known."""
+    """The tokens that come back from a rank depend on the load; only their mean is known."""
     ranks = [rank["expert"] for rank in result("step_traffic")]
     assert sum(rank["seen"]["alltoall_base_"] for rank in ranks) == 2 * ranks[0]["axis"]
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""What does not go together, and sizes that do not divide: one report, with what can be run."""
+"""Layouts that exclude each other, and sizes that do not divide: one report with alternatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does on its own account does not grow with the number of ranks."""
+"""The harness's own cost on a rank does not grow with the number of ranks."""
 
 from __future__ import annotations
 

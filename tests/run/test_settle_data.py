@@ -1,4 +1,4 @@
-"""What a run says of its data before it begins."""
+"""Messages of a run about its data before it begins."""
 
 from __future__ import annotations
 

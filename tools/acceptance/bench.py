@@ -21,7 +21,7 @@ from tools.proofs.zygote import Outcome, Zygote
 NEEDS_CUDA = "needs CUDA"
 NEEDS_TWO = "needs two ranks"
 _PATIENCE_S = 90.0
-"""How long ranks may outlive one that failed: then they hang."""
+"""Seconds that ranks may outlive one that failed; beyond them they hang."""
 # A Llama of about a million parameters, most of them of 8,192 tokens, for CPU ranks.
 _SMALL = {
     "hidden_size": 64,
@@ -58,7 +58,7 @@ class Bench:
     """When the process of this step is ended."""
     checks: list[Check] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    """What was measured, for programs."""
+    """Measurements, for programs."""
     began: float = field(default_factory=time.monotonic)
     _zygote: Zygote | None = None
 

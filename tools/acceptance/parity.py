@@ -54,7 +54,7 @@ def cell_of(architecture: str, layout: str, precision: str, ranks: int) -> Cell:
 
 
 def _trained_together(bench: Bench, cells: list[Cell], folder: str, env: dict[str, str]) -> str:
-    """Train what can be on these ranks by one launch. Where that fails each is tried alone."""
+    """Train the cells that fit these ranks in one launch; if it fails, each is tried alone."""
     from tools.proofs.check_parity import train
 
     able = [cell for cell in cells if cell.how.pipeline <= cell.ranks]

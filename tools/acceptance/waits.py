@@ -21,7 +21,7 @@ RUN_AHEAD = (
     "deepspeed/runtime/zero/partitioned_param_coordinator.py",
     "deepspeed/runtime/zero/stage3.py:1667",
 )
-"""Where ZeRO 3 bounds how far it launches ahead: as often as a model has weights, for work done."""
+"""Waits by which ZeRO 3 bounds its look-ahead: as many as a model has weights, for work done."""
 
 
 def look(bench: Bench) -> str:

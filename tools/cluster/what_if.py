@@ -29,7 +29,7 @@ _LARGEST = 16
 
 @dataclass(frozen=True)
 class Spent:
-    """What the best layout of a number of GPUs takes."""
+    """Time and cost of the best layout of a number of GPUs."""
 
     gpus: int
     days: float

@@ -14,7 +14,7 @@ Kind = Literal["passes", "sums", "sends", "gradients", "optimizer", "weights"]
 
 @dataclass(frozen=True)
 class Moment:
-    """What all ranks do at the same time."""
+    """Work of all ranks at the same time."""
 
     kind: Kind
     work: tuple[Work, ...]

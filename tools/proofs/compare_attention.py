@@ -1,4 +1,4 @@
-"""How well each kind of attention learns, beside exact attention and LSTMs, over several seeds.
+"""Compare how well kinds of attention, an LSTM and a GRU learn, over several seeds.
 
     python tools/proofs/compare_attention.py --folder /tmp/kinds --write docs/learning.md
 

@@ -34,7 +34,7 @@ class Left(BaseModel):
 
 
 class AtStrictness(Left):
-    """What filters of a strictness leave."""
+    """Documents and tokens that filters of a strictness leave."""
 
     strictness: Annotated[int, Field(ge=0, le=100)]
     rejected: dict[str, Count]
@@ -59,7 +59,7 @@ class AtStrictness(Left):
 
 
 class AfterStep(Left):
-    """What is left of the sample after a step of the recipe."""
+    """Rest of the sample after a step of the recipe."""
 
     step: str
 

@@ -104,7 +104,7 @@ def corpora() -> tuple[str, ...]:
 
 
 def _recipe(report: Cleaning) -> list[Figure]:
-    """What the recipe itself kept: of the corpus, and of the sample step by step."""
+    """Show what the recipe kept of the corpus, and of the sample step by step."""
     read, written = (report.documents.get(key, 0) for key in ("read", "written"))
     rows = [
         (

@@ -186,9 +186,9 @@ def _serial(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> tu
 
 
 def _moved(inputs: Inputs, index: int) -> float:
-    """Return the bytes that operations on elements save of a layer. Where a state was traced
-    through reference code, no more than its kernels read and write: both sides of each product and
-    convolution.
+    """Return the bytes that operations on elements save of a layer. Of a state that was traced
+    through reference code these are those that its kernels read and write: both sides of each
+    product and convolution.
     """
     saved = layer_activations(inputs, index).total
     tensors = inputs.shape.body.layers[index]

@@ -1,1 +1,1 @@
-"""What the harness itself costs each of many ranks, counted on ranks that are threads."""
+"""Costs of the harness itself on each of many ranks, counted on ranks that are threads."""

@@ -37,7 +37,7 @@ _KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Row:
-    """What one thing costs rank 0, and the busiest other rank."""
+    """Cost of one operation on rank 0, and on the busiest other rank."""
 
     what: str
     calls: tuple[float, float]
