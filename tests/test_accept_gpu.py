@@ -112,8 +112,8 @@ def test_the_table_fits_80_columns_whatever_a_step_prints(planted: tuple[Any, An
 def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     done = accept("--only", "good", "hanging", "--limit", "40", folder=tmp_path)
     assert done.returncode == 1
-    said = " ".join(done.stdout.split())
-    assert "FAILED: it took longer than 40 s, and was ended, at: hanging" in said
+    output = " ".join(done.stdout.split())
+    assert "FAILED: it took longer than 40 s, and was ended, at: hanging" in output
     assert "of at most 40 s: hanging" in done.stderr
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2

@@ -105,10 +105,10 @@ def test_waits_of_a_gpu_are_counted_in_a_step_that_is_not_timed(
 )
 def test_a_rung_with_another_loss_is_named(losses: list[float], differs: bool) -> None:
     lowest = {"precision": "fp32", "losses": [5.0, 4.0, 3.0]}
-    found = losses_apart({"losses": losses}, lowest)
-    assert bool(found) == differs
-    if found and losses[0] == 5.0:
-        assert "4.01, not 4" in found
+    message = losses_apart({"losses": losses}, lowest)
+    assert bool(message) == differs
+    if message and losses[0] == 5.0:
+        assert "4.01, not 4" in message
     assert losses_apart(lowest, {}) is None  # the lowest itself
 
 

@@ -44,17 +44,19 @@ def estimated(*arguments: str) -> dict:
 
 
 def test_json_has_stable_keys():
-    found = estimated(*LARGE, "--gpus-per-node", "8", "--gpu", "h100-80", "--seq-len", "4096")
-    assert found.keys() >= STABLE_KEYS
-    assert list(found["phases"]) == list(PHASES)
-    assert found["peak_phase"] == "loss"
+    estimate = estimated(*LARGE, "--gpus-per-node", "8", "--gpu", "h100-80", "--seq-len", "4096")
+    assert estimate.keys() >= STABLE_KEYS
+    assert list(estimate["phases"]) == list(PHASES)
+    assert estimate["peak_phase"] == "loss"
     # As the layers' backward begins: without the head's, and without logits.
-    saved = [v for k, v in found["phases"]["backward_first"].items() if k.startswith("activations")]
+    saved = [
+        v for k, v in estimate["phases"]["backward_first"].items() if k.startswith("activations")
+    ]
     assert sum(saved) == pytest.approx(24.519, abs=0.01)
-    peak = sum(found["phases"][found["peak_phase"]].values())
-    assert found["peak_allocated_gib"] == pytest.approx(peak, abs=0.01)
-    assert found["verdict"] == "fits"
-    assert found["evidence"]["weakest"] == "read"
+    peak = sum(estimate["phases"][estimate["peak_phase"]].values())
+    assert estimate["peak_allocated_gib"] == pytest.approx(peak, abs=0.01)
+    assert estimate["verdict"] == "fits"
+    assert estimate["evidence"]["weakest"] == "read"
 
 
 # Each machine differs in something that a run would look at.
@@ -109,12 +111,12 @@ def test_tensors_and_sequences_are_divided(key, value, title, parts):
     assert whole["not_trained"] == []
     text = run(*LARGE, f"ds.{key}={value}").stdout
     assert f"{title}, ZeRO 3" in text
-    found = estimated(*LARGE, f"ds.{key}={value}")
-    assert found["not_trained"] == []
-    part, all_of_it = (estimate["phases"]["loss"] for estimate in (found, whole))
+    divided = estimated(*LARGE, f"ds.{key}={value}")
+    assert divided["not_trained"] == []
+    part, all_of_it = (estimate["phases"]["loss"] for estimate in (divided, whole))
     for name, times in zip(("activations: mlp", "logits and loss"), parts, strict=True):
         assert times * part[name] == pytest.approx(all_of_it[name], abs=1e-3)
-    assert found["checkpoint_gib"] == whole["checkpoint_gib"]
+    assert divided["checkpoint_gib"] == whole["checkpoint_gib"]
 
 
 def test_what_is_counted_is_no_problem_beside_those_there_are():
@@ -125,8 +127,8 @@ def test_what_is_counted_is_no_problem_beside_those_there_are():
 
 def test_a_trace_is_compared_with_the_undivided_run():
     keys = ("--model", "llama-1b", "--gpus", "4", "--trace", "ds.tensor_parallel.autotp_size=2")
-    found = estimated(*keys)
-    assert found["counted_saved_gib"] == pytest.approx(found["traced_saved_gib"], rel=0.001)
+    estimate = estimated(*keys)
+    assert estimate["counted_saved_gib"] == pytest.approx(estimate["traced_saved_gib"], rel=0.001)
 
 
 def test_the_paper_counts_what_a_rank_has():
@@ -238,12 +240,12 @@ def test_bad_input_is_one_report_and_code_2(arguments, message):
 @pytest.mark.slow
 def test_a_trace_of_8b_agrees_within_4_gib():
     """The loss takes the vocabulary in chunks: 26.601 GiB less 4 bytes for each logit."""
-    found = estimated(
+    estimate = estimated(
         "--model", "llama-3-8b", "--seq-len", "4096", "--trace", "ds.bf16.enabled=true"
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert found["traced_saved_gib"] == pytest.approx(24.644, abs=0.002)
-    assert found["counted_saved_gib"] == pytest.approx(found["traced_saved_gib"], rel=0.001)
+    assert estimate["traced_saved_gib"] == pytest.approx(24.644, abs=0.002)
+    assert estimate["counted_saved_gib"] == pytest.approx(estimate["traced_saved_gib"], rel=0.001)
     assert after.ru_maxrss < 4 * 2**20  # KiB
 
 

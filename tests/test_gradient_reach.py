@@ -37,8 +37,8 @@ def test_a_norm_is_that_of_the_loss_of_the_last_token() -> None:
     norms = gradient_norms(model, ids)
     embedded = model.get_input_embeddings()(ids[None, :-1]).detach().requires_grad_()
 
-    def loss(given: torch.Tensor) -> torch.Tensor:
-        logits = model(inputs_embeds=given).logits[0, -1]
+    def loss(embeddings: torch.Tensor) -> torch.Tensor:
+        logits = model(inputs_embeds=embeddings).logits[0, -1]
         return torch.nn.functional.cross_entropy(logits, ids[-1])
 
     (gradient,) = torch.autograd.grad(loss(embedded), embedded)

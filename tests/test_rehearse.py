@@ -97,12 +97,12 @@ def test_a_shrunken_preset_is_small_and_of_its_kind(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_shrinks_from_its_default_sizes(family: str, filled: bool) -> None:
     """Also from a config.json that says no more than it must."""
-    said = ("model_type", "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts")
-    said += ("ffn_dim", "multi_query")
+    kept = ("model_type", "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts")
+    kept += ("ffn_dim", "multi_query")
     ends = ("_size", "_heads", "_layers", "_per_tok", "_embd", "_head", "_layer", "_positions")
     ends += ("_embeddings",)
     whole = AutoConfig.for_model(family).to_dict()
-    large = {k: v for k, v in whole.items() if filled or k in said or k.endswith(ends)}
+    large = {k: v for k, v in whole.items() if filled or k in kept or k.endswith(ends)}
     small = shrunk(large, LAYERS, VOCAB_SIZE)
     assert small_parameters(small) < MOST_PARAMETERS
     assert_same_kind(small, large)
@@ -189,10 +189,10 @@ def test_ranks_that_are_no_such_layout_are_refused() -> None:
 def test_another_layout_takes_the_same_batch(
     layout: Layout, micro: int, accum: int, expected: tuple[Layout, int] | None
 ) -> None:
-    found = elsewhere(layout, micro, accum)
-    assert found == expected
-    if found:
-        assert (micro * accum * layout.data) % (found[1] * found[0].data) == 0
+    replacement = elsewhere(layout, micro, accum)
+    assert replacement == expected
+    if replacement:
+        assert (micro * accum * layout.data) % (replacement[1] * replacement[0].data) == 0
 
 
 # --- the job ---
@@ -324,10 +324,10 @@ def test_of_large_data_the_first_lines_are_read(tmp_path: Path) -> None:
     line = json.dumps({"text": "word " * 200}) + "\n"
     large = tmp_path / "large.jsonl"
     large.write_text(line * (2 * MOST_BYTES // len(line)))
-    found = Path(excerpt(str(large), tmp_path / "part"))
-    assert found == tmp_path / "part" / "large.jsonl"
-    assert MOST_BYTES <= found.stat().st_size < MOST_BYTES + len(line)
-    assert set(found.read_text().splitlines(keepends=True)) == {line}
+    part = Path(excerpt(str(large), tmp_path / "part"))
+    assert part == tmp_path / "part" / "large.jsonl"
+    assert MOST_BYTES <= part.stat().st_size < MOST_BYTES + len(line)
+    assert set(part.read_text().splitlines(keepends=True)) == {line}
 
 
 def test_of_many_files_each_gives_its_part(tmp_path: Path) -> None:
@@ -335,11 +335,9 @@ def test_of_many_files_each_gives_its_part(tmp_path: Path) -> None:
     for number in range(8):
         (folder / f"{number}").mkdir(parents=True)
         (folder / f"{number}" / "a.txt").write_text("a line\n" * (MOST_BYTES // 28))
-    found = Path(excerpt(str(folder), tmp_path / "part"))
-    files = sorted(found.rglob("*.txt"))
-    assert [file.relative_to(found).parts for file in files] == [
-        (str(n), "a.txt") for n in range(8)
-    ]
+    part = Path(excerpt(str(folder), tmp_path / "part"))
+    files = sorted(part.rglob("*.txt"))
+    assert [file.relative_to(part).parts for file in files] == [(str(n), "a.txt") for n in range(8)]
     assert sum(file.stat().st_size for file in files) == pytest.approx(MOST_BYTES, rel=0.01)
 
 
@@ -380,12 +378,12 @@ def test_how_far_apart_counts_what_is_no_number() -> None:
 
 
 def test_what_cannot_be_planned_is_said_before_anything_runs() -> None:
-    found = ("--gpus", "8", "train.step=10", "train.global_batch=20", "model.name=llama-3-8b")
-    done = run_tool("rehearse", *found, code=2)
+    words = ("--gpus", "8", "train.step=10", "train.global_batch=20", "model.name=llama-3-8b")
+    done = run_tool("rehearse", *words, code=2)
     assert "train.step (command line) is not a key" in done.stderr
-    done = run_tool("rehearse", *found[:2], *found[3:], code=2)
+    done = run_tool("rehearse", *words[:2], *words[3:], code=2)
     assert "the nearest that do are 16 or 24" in done.stderr
-    done = run_tool("rehearse", "--gpus", "1", "--gpu", "h100-80", found[4], code=2)
+    done = run_tool("rehearse", "--gpus", "1", "--gpu", "h100-80", words[4], code=2)
     assert "GiB of GPU memory, but 79.65 GiB are free" in done.stderr
     done = run_tool("rehearse", "--gpus", "8", "--ranks", "9", code=2)
     assert "--ranks is 9" in done.stderr
@@ -448,9 +446,9 @@ def test_rows_that_are_not_rehearsed_again_stay_in_the_table(
 
 
 def kept_folder(printed: str) -> Path:
-    found = re.search(r"^kept: (.+)$", printed, re.MULTILINE)
-    assert found, printed
-    return Path(found[1])
+    match = re.search(r"^kept: (.+)$", printed, re.MULTILINE)
+    assert match, printed
+    return Path(match[1])
 
 
 def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
@@ -486,15 +484,15 @@ def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path, data: list[str
 
 def ranks_under(folder: Path) -> list[str]:
     """Processes that train into a folder."""
-    found = []
+    names = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_text()
         except OSError:  # ended meanwhile
             continue
         if "harness/train.py" in command and str(folder) in command:
-            found.append(process.name)
-    return found
+            names.append(process.name)
+    return names
 
 
 @pytest.mark.slow

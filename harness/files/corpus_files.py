@@ -93,10 +93,10 @@ def _files_of(named: Path, path: str, format: str | None, at_most: int | None) -
     if named.is_dir() and (saved := saved_dataset(named)) is not None:
         files = saved
     elif named.is_dir():
-        found = _files_in(named, format, at_most)
-        if found.kind == "indexed":
-            return found
-        files, left_out = found.files, found.left_out
+        corpus = _files_in(named, format, at_most)
+        if corpus.kind == "indexed":
+            return corpus
+        files, left_out = corpus.files, corpus.left_out
     elif named.is_file():
         files = (named,)
     else:

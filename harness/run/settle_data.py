@@ -100,17 +100,17 @@ def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
     return [{"kind": "unused_rows", "message": f"{message}: {advice}"}]
 
 
-def _fitting_tokenizer(given: str | None, own: str) -> str:
-    """Return which tokenizer belongs to given weights, which `own` may have brought."""
-    if given in (None, own):
+def _fitting_tokenizer(tokenizer: str | None, own: str) -> str:
+    """Return the advice: which tokenizer belongs to weights that came from `own`."""
+    if tokenizer in (None, own):
         return f"{own}, which brought the weights, has no tokenizer with more; the others rest"
     if Path(own).is_dir() and not has_tokenizer(Path(own)):
         return (
-            f"data.tokenizer is {given}, and {own}, which brought the weights, has none: set "
+            f"data.tokenizer is {tokenizer}, and {own}, which brought the weights, has none: set "
             "data.tokenizer to the one that they were trained with"
         )
     return (
-        f"data.tokenizer is {given}; the weights were trained with {own}'s: set "
+        f"data.tokenizer is {tokenizer}; the weights were trained with {own}'s: set "
         f"data.tokenizer={own}, or leave the key away"
     )
 

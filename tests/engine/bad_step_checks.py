@@ -215,8 +215,10 @@ def flipped_bit_is_found() -> dict[str, Any]:
     def outliers(engine: Any) -> dict[str, list[int]]:
         replicas = [*engine.replicated()]
         sums = checksums([r.tensor for r in replicas], engine.group_of("stage"), engine.device)
-        found = {r.name: outside_majority(s) for r, s in zip(replicas, sums, strict=True)}
-        return {name: ranks for name, ranks in found.items() if ranks}
+        outliers_by_name = {
+            r.name: outside_majority(s) for r, s in zip(replicas, sums, strict=True)
+        }
+        return {name: ranks for name, ranks in outliers_by_name.items() if ranks}
 
     facts = {}
     for name in ("zero0-fp32", "zero2-bf16", "zero3-fp32", "zero3-bf16-whole", "pipeline1-fp32"):

@@ -157,7 +157,7 @@ def given() -> dict[str, Any]:
     """
     layouts = {"stages": divided(), "zero3": {**stage(3), "tensor_parallel": {"autotp_size": 2}}}
     experts = {**stage(3), "expert_parallel": {"enabled": True, "autoep_size": 2}}
-    told: dict[str, Any] = {}
+    reads: dict[str, Any] = {}
     for (name, ds), model in (
         *itertools.product(layouts.items(), GIVEN),
         (("experts", experts), "mixtral"),
@@ -169,13 +169,13 @@ def given() -> dict[str, Any]:
         save(f"given-{name}-{model}", engine.masters())
         built = engine.stage.model if name == "stages" else engine.module
         buffers = {n: b.tolist() for n, b in built.named_buffers() if n.endswith("correction_bias")}
-        told[f"{name}-{model}"] = {"read": watched.elements, "buffers": buffers}
+        reads[f"{name}-{model}"] = {"read": watched.elements, "buffers": buffers}
         engine.close()
     try:
         engine_of(divided(), model={"init_from": str(OUT / "incomplete")})
     except ConfigError as error:
-        told["refused"] = str(error)
-    return told
+        reads["refused"] = str(error)
+    return reads
 
 
 def traffic() -> dict[str, Any]:

@@ -130,6 +130,6 @@ def test_the_first_host_of_slurms_list(nodelist: str, host: str) -> None:
 def test_rank_0_is_reached_by_its_hosts_name_where_that_is_known(
     nodelist: str | None, srun: str | None, address: str | None
 ) -> None:
-    given = {"SLURM_STEP_NODELIST": nodelist, "SLURM_LAUNCH_NODE_IPADDR": srun}
-    environ = {name: value for name, value in given.items() if value is not None}
+    variables = {"SLURM_STEP_NODELIST": nodelist, "SLURM_LAUNCH_NODE_IPADDR": srun}
+    environ = {name: value for name, value in variables.items() if value is not None}
     assert processes._slurm_address(environ) == address

@@ -26,6 +26,6 @@ def test_shorter_rows_at_the_start_of_a_ramp_are_divided_too(result: Result) -> 
 
 
 def test_tokens_attend_within_their_document_across_ranks(result: Result) -> None:
-    for found in result("documents_kept"):
-        assert found["apart"] == 0
-        assert found["together"] > 1e-4
+    for differences in result("documents_kept"):
+        assert differences["apart"] == 0
+        assert differences["together"] > 1e-4

@@ -18,9 +18,9 @@ Tensors = Callable[[str, str], dict[str, torch.Tensor]]
 def test_ranks_start_from_the_weights_that_one_process_draws(
     stage: int, tensors: Tensors, drawn_weights: dict[str, torch.Tensor]
 ) -> None:
-    found = tensors("tensor_weights", f"tensor-initial-{stage}")
-    assert found.keys() == drawn_weights.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in drawn_weights.items())
+    assembled = tensors("tensor_weights", f"tensor-initial-{stage}")
+    assert assembled.keys() == drawn_weights.keys()
+    assert all(torch.equal(assembled[name], tensor) for name, tensor in drawn_weights.items())
 
 
 def test_each_rank_holds_half_of_what_is_divided_and_all_of_the_rest(
@@ -28,9 +28,14 @@ def test_each_rank_holds_half_of_what_is_divided_and_all_of_the_rest(
 ) -> None:
     whole = sum(tensor.numel() for tensor in drawn_weights.values())
     for rank in result("tensor_weights"):
-        for held in rank.values():
-            assert held["undivided"] == sum(t.numel() for t in drawn_weights.values() if t.ndim < 2)
-            assert held["elements_held"] == held["undivided"] + (whole - held["undivided"]) // 2
+        for elements in rank.values():
+            assert elements["undivided"] == sum(
+                t.numel() for t in drawn_weights.values() if t.ndim < 2
+            )
+            assert (
+                elements["elements_held"]
+                == elements["undivided"] + (whole - elements["undivided"]) // 2
+            )
 
 
 def test_the_last_tokens_logits_and_an_evaluation_are_the_undivided_models(result: Result) -> None:
@@ -41,8 +46,8 @@ def test_the_last_tokens_logits_and_an_evaluation_are_the_undivided_models(resul
 
 
 def test_a_divided_vocabulary_has_torchs_cross_entropy(result: Result) -> None:
-    for found in result("divided_cross_entropy"):
-        for smoothing, apart in found.items():
+    for differences in result("divided_cross_entropy"):
+        for smoothing, apart in differences.items():
             assert apart["loss"] < 1e-6, smoothing
             assert apart["gradient"] < 1e-6, smoothing
 

@@ -208,9 +208,9 @@ def test_every_layout_goes_back_to_what_it_saved(spoiled: Run, tmp_path: Path, j
     assert ended.codes == [0, 0], ended.output
     (event,) = events(run, "rollback")
     assert (event["from_step"], event["to_step"]) == (9, 5)
-    found = {line["step"]: line for line in run.read_metrics()}
-    assert found[12]["loss"] < found[1]["loss"]
-    assert found[12]["eval_loss"] < found[5]["eval_loss"]
+    lines = {line["step"]: line for line in run.read_metrics()}
+    assert lines[12]["loss"] < lines[1]["loss"]
+    assert lines[12]["eval_loss"] < lines[5]["eval_loss"]
 
 
 def test_what_a_step_read_is_shown_past_the_samples_left_out(

@@ -58,9 +58,9 @@ def test_the_ranks_outside_the_majority_are_named(tmp_path: Path) -> None:
     command = [sys.executable, "-c", THREE_RANKS]
     ended = run_ranks(command, tmp_path, ranks=3, env={"PYTHONPATH": str(REPOSITORY)}).succeeded()
     (line,) = [line for line in ended.outputs[2].splitlines() if line.startswith("found ")]
-    found = json.loads(line.removeprefix("found "))
-    assert math.isnan(found.pop("not finite"))
-    assert found == {
+    results = json.loads(line.removeprefix("found "))
+    assert math.isnan(results.pop("not finite"))
+    assert results == {
         "equal": {},
         "one": {"b": [1]},
         "two": {"a": [2], "b": [0, 1, 2]},

@@ -88,8 +88,8 @@ def test_of_all_axes_those_that_do_not_go_with_stages_are_named(mixture: dict[st
 
 def test_sizes_that_divide_nothing_are_in_one_report_with_those_that_would() -> None:
     ds = {"tensor_parallel": {"autotp_size": 3}, SEQUENCE: 5}
-    found = problems(ds, model={"name": "tiny"}, data={"seq_len": 511})
-    ranks, heads, vocabulary, rows = found
+    report = problems(ds, model={"name": "tiny"}, data={"seq_len": 511})
+    ranks, heads, vocabulary, rows = report
     assert ranks.startswith("4 ranks cannot be split into pipeline 1 x tensor 3 x sequence 5 = 15")
     assert "use 15 ranks, or sizes with a product of 4" in ranks
     assert heads.startswith(f"{TENSOR} is 3")

@@ -131,13 +131,13 @@ def test_the_same_layout_on_other_ranks_is_another_one() -> None:
 def test_one_bit_of_a_loss_is_a_difference() -> None:
     base = trajectory(3.0, 2.0)
     assert apart(base, base) == Apart(0.0, 0.0)
-    found = apart(trajectory(3.0, 2.0 + 2**-40), base)
-    assert found.exceeds(Apart(0.0, 0.0)) == ["loss"]
+    distance = apart(trajectory(3.0, 2.0 + 2**-40), base)
+    assert distance.exceeds(Apart(0.0, 0.0)) == ["loss"]
 
 
 def test_what_is_no_number_is_a_difference() -> None:
-    found = apart(trajectory(3.0, float("nan")), trajectory(3.0, 2.0))
-    assert found.exceeds(Apart(1e9, 1e9)) == ["loss"]
+    distance = apart(trajectory(3.0, float("nan")), trajectory(3.0, 2.0))
+    assert distance.exceeds(Apart(1e9, 1e9)) == ["loss"]
 
 
 def test_a_norm_counts_across_layouts_but_where_the_scale_grew() -> None:
@@ -179,6 +179,6 @@ def test_every_bit_of_a_checkpoint_is_compared(
     tmp_path: Path, tensors: dict[str, torch.Tensor], step: float, expected: list[str]
 ) -> None:
     first = held(tmp_path / "first", {WEIGHT: torch.tensor([0.0, 1.0, 2.0, 3.0])})
-    found = differences(first, held(tmp_path / "second", tensors, step), 0, 1)
-    assert len(found) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
+    problems = differences(first, held(tmp_path / "second", tensors, step), 0, 1)
+    assert len(problems) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(problems, expected, strict=True))

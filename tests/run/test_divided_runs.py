@@ -91,8 +91,8 @@ def test_each_rank_holds_what_was_predicted(divided: RunFolder) -> None:
     assert {row["rank"] for row in memory["rows"]} == {0, 1, 2, 3}
     batches = 3 * 4 * 2 * (2 * 32 * 8)  # of this step and two ahead: ids and labels; no estimate
     for row in memory["rows"]:
-        held = row["measured"] - (batches if row["point"] == "between_steps" else 0)
-        assert row["predicted"] == pytest.approx(held, rel=0.01), row
+        measured = row["measured"] - (batches if row["point"] == "between_steps" else 0)
+        assert row["predicted"] == pytest.approx(measured, rel=0.01), row
 
 
 @pytest.mark.parametrize("data_ranks", [1, pytest.param(2, marks=pytest.mark.gate)])

@@ -65,9 +65,9 @@ def largest_micro_batch(counted: Sequence[Counted]) -> str:
         quickest = sorted(by_size[size], key=lambda each: each.seconds)[:_TRIED]
         fit = [each for each in (*quickest, *smallest) if not each.refusal and each.decide()]
         if fit:
-            found = min(fit, key=lambda each: each.seconds)
+            best = min(fit, key=lambda each: each.seconds)
             more = " is the largest counted" if size == MOST_MICRO_BATCH else " at most"
-            return f"{size}{more}, {found.seconds:.2f} s a step: {found.layout.text}"
+            return f"{size}{more}, {best.seconds:.2f} s a step: {best.layout.text}"
     return "nothing fits"
 
 
@@ -78,12 +78,12 @@ def largest_model(args: argparse.Namespace) -> str:
     config = load_model_config(run_of(args))[0]
     if config["model_type"] not in FAMILIES:
         return f"{config['model_type']} is traced from its class, and not scaled"
-    found: Counted | None = None
+    largest: Counted | None = None
 
     def fits(sixteenths: int) -> bool:
-        nonlocal found
+        nonlocal largest
         layout = _any_that_fits(_scaled(args, scaled(config, sixteenths / 16)))
-        found = layout or found
+        largest = layout or largest
         return layout is not None
 
     beyond = 16
@@ -93,12 +93,12 @@ def largest_model(args: argparse.Namespace) -> str:
     while beyond - fitting > max(1, fitting // 16):
         middle = (fitting + beyond) // 2
         fitting, beyond = (middle, beyond) if fits(middle) else (fitting, middle)
-    if found is None:
+    if largest is None:
         return "nothing fits"
     keys = scaled(config, fitting / 16)
     of = ", ".join(f"{key} {size:,}" for key, size in keys.items())
-    size = found.inputs.shape.parameters / 1e9
-    return f"{size:,.1f}B parameters ({of}): {found.layout.text}"
+    size = largest.inputs.shape.parameters / 1e9
+    return f"{size:,.1f}B parameters ({of}): {largest.layout.text}"
 
 
 def _scaled(args: argparse.Namespace, keys: dict[str, int]) -> argparse.Namespace:
@@ -133,9 +133,9 @@ def _front_lines(args: argparse.Namespace, best: Counted) -> list[str]:
     spent = [_spent(best)]
     for factor in _COUNTS:
         gpus = int(args.gpus * factor)
-        found = _best(_with(args, gpus=gpus)) if gpus >= 1 else None
-        if isinstance(found, Counted):
-            spent.append(_spent(found))
+        other = _best(_with(args, gpus=gpus)) if gpus >= 1 else None
+        if isinstance(other, Counted):
+            spent.append(_spent(other))
     unit = f"at {args.price:g} a GPU-hour" if args.price else "GPU-hours"
     return [
         f"  {f'{each.gpus} GPUs':<16} {days(each.days * DAY)}, {each.cost:,.0f} {unit}: "

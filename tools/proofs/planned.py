@@ -56,8 +56,8 @@ _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 
 def families() -> list[str]:
     """Return the families of causal language models that have a plan, by transformers or by us."""
-    known = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
-    return sorted(name for name in known if family_of(name).tensor_plan or tensor_plan(name))
+    types = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
+    return sorted(name for name in types if family_of(name).tensor_plan or tensor_plan(name))
 
 
 def tiny(family: str) -> tuple[dict[str, Any], PreTrainedModel]:

@@ -113,8 +113,8 @@ def _rows(table: str) -> dict[str, tuple[str, str]]:
         for line in re.finditer(rf"^{_OTHERS}([^:]+): (.+)\.$", table, re.MULTILINE)
         for name in re.findall(r"`(.+?)`", line[1])
     }
-    found = re.finditer(r"^\| `(.+?)`.*$", table, re.MULTILINE)
-    return {row[1]: (row[0], others.get(row[1], first[1] if first else "")) for row in found}
+    rows = re.finditer(r"^\| `(.+?)`.*$", table, re.MULTILINE)
+    return {row[1]: (row[0], others.get(row[1], first[1] if first else "")) for row in rows}
 
 
 def _names(rows: dict[str, tuple[str, str]], made: str) -> str:

@@ -79,10 +79,10 @@ def recall(folder: Path, duplicates: int = _NEAR, of_a_kind: int = _SECRETS) -> 
     return "\n".join(lines)
 
 
-def _row(name: str, count: int, found: int, required: float) -> str:
-    recall = found / count
+def _row(name: str, count: int, recalled: int, required: float) -> str:
+    recall = recalled / count
     verdict = "yes" if required <= recall <= 1 else "**no**"
-    return f"| {name} | {count} | {found} | {recall:.1%} | {required:.0%} | {verdict} |"
+    return f"| {name} | {count} | {recalled} | {recall:.1%} | {required:.0%} | {verdict} |"
 
 
 def counts(tool: Path, bare: Path) -> str:
