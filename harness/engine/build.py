@@ -8,7 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import set_z3_leaf_modules
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,35 +18,22 @@ from harness.engine.adapters import adapt
 from harness.engine.allocators import set_allocators
 from harness.engine.deepspeed_0_19.experts import expert_groups
 from harness.engine.deepspeed_0_19.internals import inner_optimizer
-from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.empty import empty_model
-from harness.engine.expert import Experts
 from harness.engine.float32 import float32_products
-from harness.engine.groups import Groups, ModelParallelUnit, make_groups
+from harness.engine.groups import make_groups
+from harness.engine.layers import change_layers
 from harness.engine.matrices import Matrices
+from harness.engine.module import build_module
 from harness.engine.optimizers import Orthogonalizing, our_optimizer
-from harness.engine.parts import cutter, note_copies
+from harness.engine.parts import note_copies
 from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together, share_cores
-from harness.engine.stages import build_stage
-from harness.engine.tensor import divide_forward
-from harness.engine.whole import build_whole
 from harness.engine.zero import ZeroEngine
-from harness.errors import ConfigError
 from harness.layout.optimizer_table import Parameter, is_frozen, optimizer_groups
-from harness.layout.recompute import REVERSIBLE
-from harness.layout.share import Purpose
-from harness.layout.tensor import TensorPlan
+from harness.layout.share import Purpose, Share
 from harness.models.chunked_loss import ChunkedLoss
-from harness.models.depth import drop_layers
-from harness.models.kernels import use_liger
 from harness.models.logits import Operations, operations_on_logits
-from harness.models.pieces import decoder_layers
-from harness.models.quantized import quantize_linear_maps
-from harness.models.recompute import checkpoint_layers
-from harness.models.reversible import reverse_layers
 from harness.models.skeleton import described_parameters
-from harness.models.tiles import tile_mlps
 from harness.plan.machine import missing_for_cpu_adam
 from harness.plan.plan import Plan
 
@@ -61,10 +48,11 @@ def build_engine(
 ) -> ZeroEngine:
     """Build the model that `plan` names and hand it to DeepSpeed.
 
-    Under ZeRO-3 no rank ever holds more than one decoder layer in full, under pipeline stages no
-    more than its stage. `document_mask`: batches will come with document boundaries, which the
-    model must heed. `blank`: the weights come from a checkpoint, and are zeros until then.
-    `padded`: batches will come with padding, which a mixture of experts does not balance.
+    Under ZeRO-3 no rank ever holds more than two decoder layers in full, the one that it drew and
+    the one that it receives; under pipeline stages no more than its stage. `document_mask`:
+    batches will come with document boundaries, which the model must heed. `blank`: the weights
+    come from a checkpoint, and are zeros until then. `padded`: batches will come with padding,
+    which a mixture of experts does not balance.
     Raises ConfigError where the model or its weights do not fit the plan.
     """
     _compile_cpu_adam(plan)
@@ -74,70 +62,46 @@ def build_engine(
     empty = empty_model(plan, trust_remote_code, document_mask)
     parameters = described_parameters(empty)  # while its shapes are whole
     operations, notes = _operations_on_logits(plan, empty)
-    stage, unit, experts, tensor_group, share = None, None, None, None, plan.share
-    cut = cutter(share) if share.cutters else None
-    if quantization := plan.config.model.lora.quantization:  # then nothing is divided
-        cut = quantize_linear_maps(empty, quantization)
-    if plan.grid.expert > 1:
-        experts = Experts(plan)
-        cut = cut and experts.marked(cut)
-    row_group = None
-    if plan.grid.sequence > 1:
-        (row_group,) = make_groups(share, "sequence")
-    if plan.stages is None:
-        if plan.grid.tensor > 1:
-            unit = ModelParallelUnit(Groups(share, make_groups(share, "tensor", "replicas")))
-            tensor_group = unit.tensor_group
-        model, events = build_whole(plan, empty, device, trust_remote_code, blank, unit, cut)
-        handed: nn.Module = model
-    else:
-        stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank, cut)
-        model, handed = stage.model, StageModule(stage, plan.grid, tied)
-        tensor_group = handed.tensor_group if plan.grid.tensor > 1 else None
-    if experts is not None:  # within what tensor-parallel ranks then add up
-        experts.dispatch(model, device)
-    if tensor_group is not None:
-        divide_forward(model, TensorPlan.of(plan.model_config), share, tensor_group)
+    module = build_module(plan, empty, device, trust_remote_code, blank)
+    model, stage = module.model, module.stage
     parameters = adapt(model, plan) or parameters
-    if rate := plan.config.model.stochastic_depth:
-        for drawn in (model, *([empty] if stage else [])):
-            drop_layers(drawn, rate)
-    if plan.config.model.kernels == "liger":
-        use_liger(model)
-    _recompute(plan, model)
-    if plan.config.model.compile:
-        _compile_layers(model, plan.zero_stage)
+    change_layers(plan, model, empty if stage else None)
     model.gets_padding = empty.gets_padding = padded  # type: ignore[assignment]
-    note_copies(model, share)
+    note_copies(model, plan.share)
     groups = _parameter_groups(plan, parameters, model)
-    if experts is not None:
+    if module.experts is not None:
         groups = expert_groups(groups, plan.zero_stage)
     engine, *_ = deepspeed.initialize(
-        model=handed,
+        model=module.handed,
         model_parameters=groups,
         optimizer=our_optimizer(plan),
         config=config,
-        mpu=unit,
+        mpu=module.unit,
     )
     if operations is not None and (stage is None or stage.leave is None):
         chunked: Any = ChunkedLoss(model, plan.loss_chunk, operations)
         model.chunked_loss = chunked
-    events = [*events, *settings, *notes]
+    events = [*module.events, *settings, *notes]
     if stage is None:
-        built = ZeroEngine(engine, plan, events, unit, experts, row_group)
+        built = ZeroEngine(engine, plan, events, module.unit, module.experts, module.row_group)
         built.make_undivided = partial(empty_model, plan, trust_remote_code, document_mask)
     else:
-        made = []
-        if tensor_group:
-            # With one data rank the tensor ranks are their whole stage: they have a group.
-            purposes: tuple[Purpose, ...] = ("loss", "stage")
-            others = (p for p in purposes if share.ranks(p) != share.ranks("tensor"))
-            made = make_groups(share, *others)
+        made = _groups_of_a_stage(plan.share) if module.tensor_group else []
         built = PipelineEngine(engine, plan, events, stage, empty, made)
     if isinstance(inner := inner_optimizer(engine), Orthogonalizing):
         names = {name for group in groups if group["muon"] for name in group["names"]}
         inner.matrices = Matrices(engine, model, names, built.data_group)
     return built
+
+
+def _groups_of_a_stage(share: Share) -> list[dist.ProcessGroup]:
+    """Make the groups of tensor-parallel stages that DeepSpeed does not make. Collective.
+
+    With one data rank the tensor ranks are their whole stage, and have a group.
+    """
+    purposes: tuple[Purpose, ...] = ("loss", "stage")
+    others = (p for p in purposes if share.ranks(p) != share.ranks("tensor"))
+    return make_groups(share, *others)
 
 
 def _operations_on_logits(
@@ -151,39 +115,6 @@ def _operations_on_logits(
     except ValueError as error:
         message = f"the loss holds all logits of a micro-batch (model.loss_chunk): {error}"
         return None, [{"kind": "loss_not_chunked", "message": message}]
-
-
-def _recompute(plan: Plan, model: PreTrainedModel) -> None:
-    """Let layers and MLPs compute again, for their backward pass, what they do not keep.
-
-    Under ZeRO-3 an MLP in tiles is gathered as a whole: hooks on the modules in it would gather
-    every weight once for each tile.
-    """
-    run = plan.config.model
-    if plan.checkpointing == REVERSIBLE:
-        reverse_layers(model)
-    else:
-        checkpoint_layers(model, run.checkpointing, run.activation_offload)
-    if run.mlp_tiles > 1:
-        try:
-            mlps = tile_mlps(model, run.mlp_tiles)
-        except ValueError as error:
-            raise ConfigError(f"model.mlp_tiles={run.mlp_tiles}: {error}: use 1") from error
-        if plan.zero_stage == 3:
-            set_z3_leaf_modules(model, list(mlps))
-
-
-def _compile_layers(model: PreTrainedModel, zero_stage: int) -> None:
-    """Compile every decoder layer for itself: alike, they are compiled once, and fast.
-
-    Under ZeRO-3 a layer is gathered as a whole then: hooks on the modules in it would break it into
-    two dozen graphs.
-    """
-    _, layers = decoder_layers(model)
-    if zero_stage == 3:
-        set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward)
 
 
 def _parameter_groups(

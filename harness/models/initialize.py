@@ -77,9 +77,9 @@ def materialize(
 
     Ranks draw different pieces at the same time and `send` them to each other, so each tensor is
     drawn once. `placed` is called after each piece with its new parameters: ZeRO-3 partitions
-    them there, so no rank ever holds more than one piece in full. `cut` makes what a rank keeps of
-    each weight. `read` gives weights in the place of a draw, and saved buffers with them. Tied
-    parameters stay one object.
+    them there, so no rank ever holds more than two pieces in full, the one that it drew and the
+    one that it receives. `cut` makes what a rank keeps of each weight. `read` gives weights in the
+    place of a draw, and saved buffers with them. Tied parameters stay one object.
     Without a seed nothing is drawn or sent: the weights are zeros.
     Raises what `draw` raises on the rank that drew, after it has sent zeros: no other waits for it.
     """

@@ -124,6 +124,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": FAMILIES["qwen2_moe"],
     "qwen3_moe": FAMILIES["qwen3_moe"],
 }
+_GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": SEQ_LEN,
+}
+CONFIGS = {"llama": MODEL, "gpt2": _GPT2, **FAMILIES, **MIXTURES}
 
 
 def run_config(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:

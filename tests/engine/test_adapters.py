@@ -39,12 +39,16 @@ def base_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(hf_config(MODEL))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapters")
+def saved_model(folder: Path) -> Path:
+    """A folder with the model's config, and the model below base/."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     base_model().save_pretrained(folder / "base")
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")

@@ -116,13 +116,12 @@ def test_zero_3_shares_out_what_tensor_ranks_hold(result: Result) -> None:
         assert rank["held"] == divided // (2 * 2) + rank["undivided"] // 2
 
 
-def test_no_rank_draws_with_more_than_its_share_and_two_layers(result: Result) -> None:
+def test_no_rank_builds_with_more_than_its_share_and_two_layers(result: Result) -> None:
     for rank in result("building"):
         for way, built in rank.items():
-            assert built["share"] <= built["peak"] <= built["share"] + 2 * built["piece"], (
-                way,
-                built,
-            )
+            # Given weights lie in the mapped file until they are cut.
+            least = built["share"] * (1.0 if way.endswith("drawn") else 0.99)
+            assert least <= built["peak"] <= built["share"] + 2 * built["piece"], (way, built)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from harness.models.quantized import quantize_linear_maps, round_linear_maps
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.make import make_plan
 from tests.engine.results import Result, results_of
-from tests.engine.small import FAMILIES, MIXTURES, MODEL, run_config
-from tests.engine.test_adapters import ALL, ALPHA, RANK, base_model, plain_losses
+from tests.engine.small import CONFIGS, MODEL, run_config
+from tests.engine.test_adapters import ALL, ALPHA, RANK, base_model, plain_losses, saved_model
 from tests.two_ranks import Ended, run_ranks
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -46,10 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quantized")
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    base_model().save_pretrained(folder / "base")
-    return folder
+    return saved_model(tmp_path_factory.mktemp("quantized"))
 
 
 @pytest.fixture(scope="module")
@@ -190,17 +187,6 @@ def test_weights_are_read_and_quantized_a_piece_at_a_time(tmp_path: Path) -> Non
         torch.testing.assert_close(empty.get_parameter(name).data, p.data, rtol=0, atol=0)
 
 
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 16,
-}
-CONFIGS = {"llama": MODEL, "gpt2": GPT2, **FAMILIES, **MIXTURES}
-
-
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"falcon", "mamba", "rwkv"}))
 def test_quantized_weights_are_those_that_the_estimate_counts(name: str) -> None:
     try:
@@ -219,14 +205,15 @@ def test_quantized_weights_are_those_that_the_estimate_counts(name: str) -> None
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("doubles", [True, False])
-@pytest.mark.parametrize("config", [MODEL, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_rounded_weights_are_what_quantized_ones_compute_with(
-    config: dict[str, Any], kind: Any, doubles: bool
+    family: str, kind: Any, doubles: bool
 ) -> None:
     torch.manual_seed(2)
+    config = hf_config(CONFIGS[family])
     quantization, ids = Quantization(kind, doubles), torch.arange(24).view(2, 12)
-    model = AutoModelForCausalLM.from_config(hf_config(config)).eval()
-    empty = skeleton(hf_config(config), torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    empty = skeleton(config, torch.float32).eval()
     own = model.state_dict()
     cut = quantize_linear_maps(empty, quantization)
     materialize(empty, 0, torch.device("cpu"), cut=cut, read=lambda piece: own)

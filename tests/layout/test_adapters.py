@@ -10,17 +10,8 @@ from harness.layout.adapters import Adapters
 from harness.layout.shape import Shape
 from harness.models.adapters import add_adapters
 from harness.models.skeleton import hf_config, skeleton
-from tests.engine.small import FAMILIES, MIXTURES, MODEL
+from tests.engine.small import CONFIGS
 
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 16,
-}
-CONFIGS = {"llama": MODEL, "gpt2": GPT2, **FAMILIES, **MIXTURES}
 COUNTED = sorted(name for name, config in CONFIGS.items() if name not in ("mamba", "rwkv"))
 
 
@@ -42,7 +33,7 @@ def test_adapters_are_those_of_peft(name: str, lora: dict[str, object]) -> None:
 
 
 def test_targets_are_the_last_parts_of_names() -> None:
-    tensors = [*Adapters(4, ("q_proj", "v_proj")).tensors(Shape.from_hf(MODEL))]
+    tensors = [*Adapters(4, ("q_proj", "v_proj")).tensors(Shape.from_hf(CONFIGS["llama"]))]
     assert len(tensors) == 3 * 2 * 2
     assert tensors[0].name == "model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert (tensors[0].shape, tensors[1].shape) == ((4, 32), (32, 4))

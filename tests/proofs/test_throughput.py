@@ -10,6 +10,7 @@ import pytest
 from tests.run_tools import run_tool
 from tools.proofs.check_throughput import MEDIAN, NINETY
 from tools.proofs.ranking import kendall_tau
+from tools.proofs.throughput.products import fitted_share, products
 from tools.proofs.throughput.report import compared, markdown, quantile, rankings
 from tools.proofs.throughput.rows import SOURCES, published
 
@@ -21,6 +22,21 @@ def test_rows_that_nothing_was_fitted_to_are_near() -> None:
     assert len(judged) > 150
     assert quantile(judged, 0.5) <= MEDIAN
     assert quantile(judged, 0.9) <= NINETY
+
+
+def test_products_of_every_shape_follow_tables_that_others_measured() -> None:
+    measured = [product for product in products() if product.gpu == "h100-sxm"]
+    errors = [product.error(fitted_share(measured)) for product in measured]
+    assert len(errors) >= 60
+    assert quantile(errors, 0.5) < 0.06
+    assert quantile(errors, 0.9) < 0.15
+
+
+def test_what_more_gpus_cost_is_near_what_was_published() -> None:
+    runs = [each for each in compared(published()) if each.row.source == "nvidia-15b"]
+    few, *_, many = sorted(runs, key=lambda each: each.row.inputs.grid.world_size)
+    lost = 1 - many.row.tokens_per_s_per_gpu / few.row.tokens_per_s_per_gpu
+    assert 1 - many.estimated / few.estimated == pytest.approx(lost, abs=0.02)
 
 
 def test_five_jobs_that_ran_in_many_layouts_are_ranked_as_published() -> None:

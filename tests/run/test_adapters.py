@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from harness.errors import ExitCode
 from harness.runfolder import RunFolder
+from tests.run.short_run import train
 from tests.run_tools import run_tool
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
 from tools.proofs.zygote import Zygote
 
 pytestmark = pytest.mark.slow
@@ -22,37 +22,13 @@ pytestmark = pytest.mark.slow
 IDS = torch.arange(24).view(2, 12)
 
 
-def train(zygote: Zygote, layout: str, run: Path, *words: str, code: int = 0) -> str:
-    """End a run on two ranks with `code`; return its output."""
-    json_path = REPOSITORY / "ds_configs" / f"{layout}.json"
-    arguments = [f"--deepspeed={json_path}", *SHORT_RUN, f"run.dir={run}", *words]
-    ended = zygote.run(arguments, run.parent / f"{run.name}-logs")
-    assert ended.codes == [code, code], ended.output
-    return ended.output
-
-
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, data: list[str], zygote: Zygote) -> Path:
-    """A model with its tokenizer, as a run exported it."""
-    run = tmp_path_factory.mktemp("base") / "run"
-    train(zygote, "zero1", run, *SMALL_MODEL, *data, "save.export=true")
-    return run / "export"
-
-
-@pytest.fixture(scope="module")
-def words(base: Path, data: list[str]) -> list[str]:
-    return [
-        *data,
-        *(f"model.name={base}", f"model.init_from={base}", "model.lora.rank=4"),
-        *("optim.schedule=constant", "optim.lr=0.01", "save.every=2"),
-    ]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, words: list[str], zygote: Zygote) -> RunFolder:
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, lora_words: list[str], zygote: Zygote
+) -> RunFolder:
     """A run of six steps, never stopped."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    train(zygote, "zero3", run, *words, "train.steps=6", "save.export=true")
+    train(zygote, "zero3", run, *lora_words, "train.steps=6", "save.export=true")
     return RunFolder(run)
 
 
@@ -100,22 +76,22 @@ def test_a_stopped_run_goes_on(
     layout: str,
     tolerance: float,
     whole: RunFolder,
-    words: list[str],
+    lora_words: list[str],
     zygote: Zygote,
     tmp_path: Path,
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    train(zygote, "zero3", run.path, *words, "train.steps=4")
-    train(zygote, layout, run.path, *words, "train.steps=6")
+    train(zygote, "zero3", run.path, *lora_words, "train.steps=4")
+    train(zygote, layout, run.path, *lora_words, "train.steps=6")
     assert losses(run) == pytest.approx(losses(whole), rel=tolerance, abs=0)
 
 
 def test_another_base_is_another_model(
-    whole: RunFolder, words: list[str], base: Path, zygote: Zygote, tmp_path: Path
+    whole: RunFolder, lora_words: list[str], base: Path, zygote: Zygote, tmp_path: Path
 ) -> None:
     """Weights that are not in the checkpoint are those that it was trained beside."""
     run, other = tmp_path / "run", tmp_path / "other"
-    own = [word for word in words if not word.startswith(("model.name", "model.init_from"))]
+    own = [word for word in lora_words if not word.startswith(("model.name", "model.init_from"))]
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_pretrained(base)
     model.save_pretrained(other)

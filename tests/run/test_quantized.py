@@ -15,9 +15,9 @@ from harness.checkpoint.find import checkpoint_of
 from harness.models.loss import forward
 from harness.run.probe import stored_probe
 from harness.runfolder import RunFolder
-from tests.run.test_adapters import logits, losses, train
+from tests.run.short_run import train
+from tests.run.test_adapters import logits, losses
 from tests.run_tools import run_tool
-from tests.two_ranks import SMALL_MODEL
 from tools.proofs.zygote import Zygote
 
 pytest.importorskip("bitsandbytes")
@@ -25,20 +25,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, data: list[str], zygote: Zygote) -> Path:
-    """A model with its tokenizer, as a run exported it."""
-    run = tmp_path_factory.mktemp("base") / "run"
-    train(zygote, "zero1", run, *SMALL_MODEL, *data, "save.export=true")
-    return run / "export"
-
-
-@pytest.fixture(scope="module")
-def words(base: Path, data: list[str]) -> list[str]:
-    return [
-        *data,
-        *(f"model.name={base}", f"model.init_from={base}", "model.lora.rank=4"),
-        *("model.lora.quantize=nf4", "optim.schedule=constant", "optim.lr=0.01", "save.every=2"),
-    ]
+def words(lora_words: list[str]) -> list[str]:
+    return [*lora_words, "model.lora.quantize=nf4"]
 
 
 @pytest.fixture(scope="module")

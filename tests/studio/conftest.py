@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.two_ranks import REPOSITORY, environment
+from tools.studio_app.runs import read_runs_of
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,13 @@ def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
     runs.mkdir()
     with serving(runs) as running:
         yield running
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder, of which the studio of this process reads the runs."""
+    root = tmp_path / "runs"
+    root.mkdir()
+    read_runs_of(root)
+    yield root
+    read_runs_of(Path("runs"))

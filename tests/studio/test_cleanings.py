@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,8 @@ from tools.cleaning.strictness import STRICTNESS, measured, report_at
 from tools.studio_app.cleanings import names, read_cleaning
 from tools.studio_app.drawn import html_of
 from tools.studio_app.page import Chart
-from tools.studio_app.runs import read_runs_of
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Path]:
-    root = tmp_path / "runs"
-    root.mkdir()
-    read_runs_of(root)
-    yield root
-    read_runs_of(Path("runs"))
 
 
 def left(documents: int, **more: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,7 +17,7 @@ from tests.studio.test_guard import ask
 from tests.studio.test_pages import BY_SLUG, figures_of, number
 from tools.studio_app.drawn import html_of
 from tools.studio_app.page import Chart, Code, Note, Table
-from tools.studio_app.runs import logs, names, read_run, read_runs_of, thinned
+from tools.studio_app.runs import logs, names, read_run, thinned
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<img src=x onerror=window.hacked=1>"
@@ -49,15 +48,6 @@ def write_run(path: Path, steps: int = 12, loss: float = 5.0) -> RunFolder:
         folder.append_event("spike", step=3, loss=9.0, policy="log")
         folder.write_status("stopped", 75, steps)
     return folder
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Path]:
-    root = tmp_path / "runs"
-    root.mkdir()
-    read_runs_of(root)
-    yield root
-    read_runs_of(Path("runs"))
 
 
 def test_no_folder_is_no_runs(runs: Path) -> None:

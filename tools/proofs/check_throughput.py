@@ -32,7 +32,7 @@ def main() -> int:
     for source in SOURCES:
         errors = [each.error for each in results if each.row.source == source]
         print(f"{source:<24}{len(errors):4} rows, median error {quantile(errors, 0.5):6.1%}")
-    print(summary(results, "fitted"), summary(results, "judged"), sep="\n")
+    print(*(summary(results, part) for part in ("fitted", "judged", "other")), sep="\n")
     if args.markdown:
         args.markdown.write_text(markdown(results))
     judged = [each.error for each in results if each.row.part == "judged"]

@@ -50,6 +50,10 @@ class Machine:
     """Seconds of the host for each step, whatever the layout."""
     gathered_layer_seconds: float = 0.0
     """Seconds of the host for each layer that ZeRO 3 gathers or reduces."""
+    partial_wave: float = 1.0
+    """What the empty part of a product's last wave costs, of what it would cost if it were full."""
+    kernel_seconds: float = 0.0
+    """Seconds of a kernel that has nothing to do."""
     is_asynchronous: bool = True
     """True if the device computes while the host goes on and collectives move."""
 
@@ -80,6 +84,8 @@ def machine_of(
         watts=rates["watts"],
         gpus_per_node=gpus_per_node,
         evidence=rates["evidence"],
+        partial_wave=rates["partial_wave"],
+        kernel_seconds=rates["kernel_microseconds"] * 1e-6,
     )
 
 

@@ -17,10 +17,13 @@ def product_seconds(
 
     Multiprocessors compute tiles in waves, of which the last may be partly empty (NVIDIA, "Matrix
     Multiplication Background User's Guide", sections 3 and 4); a small product takes as long as
-    its operands take to be read and its result to be written.
+    its operands take to be read and its result to be written, and none less than a kernel does
+    that has nothing to do. How these follow tables that others measured: docs/time_accuracy.md.
     """
     tiles = ceil(rows / TILE) * ceil(columns / TILE)
-    waves = ceil(tiles / machine.multiprocessors)
+    full = tiles / machine.multiprocessors
+    waves = full + machine.partial_wave * (ceil(full) - full)
     flops = 2 * waves * machine.multiprocessors * TILE * TILE * depth
     moved = element_bytes * (rows * columns + rows * depth + columns * depth)
-    return max(flops / (machine.peak_flops * machine.products), moved / machine.memory_rate)
+    computed = flops / (machine.peak_flops * machine.products)
+    return max(computed, moved / machine.memory_rate) + machine.kernel_seconds

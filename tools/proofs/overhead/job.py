@@ -58,6 +58,10 @@ class Job:
     """Steps after these under the counters, which slow them."""
     out: str
     """Folder of each rank's measurements, and of the run."""
+    frozen: bool
+    """Collect no garbage from the end of the first step on."""
+    unevaluated: bool
+    """The harness: leave out the held-out loss before the first step."""
     began: float
     """time.monotonic() when the command was typed."""
 

@@ -20,7 +20,10 @@ from harness.data.spec import DataSpec
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from tools.proofs.overhead.job import ACCUMULATED, LEARNED, MODEL, REPOSITORY, Job
-from tools.proofs.ranks import started
+from tools.proofs.overhead.suspects import Suspect
+from tools.proofs.ranks import ON_CPU, started
+
+_USUAL = Suspect()
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,21 @@ class Bench:
     warm_up: int
     timed: int
 
-    def measure(self, side: str, stage: int, ranks: int, counted: int) -> list[dict[str, Any]]:
-        """Start one side now; return each rank's measurements.
+    def measure(
+        self, side: str, stage: int, ranks: int, counted: int, suspect: Suspect = _USUAL
+    ) -> list[dict[str, Any]]:
+        """Start one side now, with `suspect` switched; return each rank's measurements.
 
         `counted` is the number of steps under the counters. Raises SystemExit with the failure.
         """
         require_no_lock()
         out = self.folder / "process"
         out.mkdir(exist_ok=True)
-        arguments = (*self.arguments, f"train.global_batch={ACCUMULATED * ranks}")
+        arguments = (
+            *self.arguments,
+            *suspect.arguments,
+            f"train.global_batch={ACCUMULATED * ranks}",
+        )
         json_file = REPOSITORY / "ds_configs" / f"zero{stage}.json"
         job = Job(
             weights=str(weights_of(self.folder)),
@@ -54,10 +63,13 @@ class Bench:
             timed=self.timed,
             counted=counted,
             out=str(out),
+            frozen=suspect.frozen,
+            unevaluated=suspect.unevaluated,
             began=time.monotonic(),
         )
+        environment = {**ON_CPU, **suspect.environment}
         command = [sys.executable, "-m", "tools.proofs.overhead.side", side, str(job.write())]
-        with started(command, ranks, logs=out) as group:
+        with started(command, ranks, logs=out, env=environment) as group:
             codes = group.wait()
         if any(codes):
             texts = [path.read_text() for path in sorted(out.glob("*.error"))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -52,6 +53,10 @@ class Recorder:
         done = len(self.stamps)
         if done == 1:
             self.mark("first step")
+            if self.job.frozen:
+                gc.collect()
+                gc.freeze()
+                gc.disable()
         if done == self.job.steps:
             for counter in reversed(self._counters):
                 counter.__exit__(None, None, None)

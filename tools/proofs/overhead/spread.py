@@ -45,11 +45,11 @@ def spread_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
             [a / b for a, b in zip(seconds(cell, over), seconds(cell, under), strict=True)]
             for cell in cells
         ]
-        yield f"{NAMES[over]} / {NAMES[under]}", [_percentiles(ratios) for ratios in each]
+        yield f"{NAMES[over]} / {NAMES[under]}", [percentiles(ratios) for ratios in each]
     again = [
         [after / before for before, after in pairwise(seconds(cell, "bare"))] for cell in cells
     ]
-    yield "bare DeepSpeed / itself, one start before", [_percentiles(ratios) for ratios in again]
+    yield "bare DeepSpeed / itself, one start before", [percentiles(ratios) for ratios in again]
 
 
 def kernel_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
@@ -88,7 +88,8 @@ def picture(results: dict[str, Any]) -> Figure:
     return figure
 
 
-def _percentiles(ratios: Sequence[float]) -> str:
+def percentiles(ratios: Sequence[float]) -> str:
+    """Return below which of them 5 %, half and 95 % lie; "-" of a single one."""
     if len(ratios) < 2:
         return "-"
     twentieths = statistics.quantiles(ratios, n=20, method="inclusive")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from harness.layout.shape import num_parameters
 from tools.proofs.ranking import kendall_tau
+from tools.proofs.throughput.products import product_lines
 from tools.proofs.throughput.rows import SOURCES, Row
 
 LEAST_LAYOUTS = 3
@@ -65,6 +66,9 @@ def markdown(results: Sequence[Compared]) -> str:
         "",
         f"- {summary(results, 'judged')}",
         f"- {summary(results, 'fitted')}",
+        f"- {summary(results, 'other')}: Megatron-Core with",
+        "  kernels of Transformer Engine, which this harness does not use. On H100 they are faster",
+        "  than torch's and flash-attn's; the rows show how speed falls with the number of GPUs.",
         "",
         "| source | rows | median error | 90th percentile | too quick by (median) |",
         "|---|---|---|---|---|",
@@ -87,6 +91,10 @@ def markdown(results: Sequence[Compared]) -> str:
         "were launched one by",
         "one against hangs): its small micro-batches are estimated too quick.",
         "",
+        *product_lines(),
+        "",
+        *_weak_scaling(results),
+        "",
         *_rankings(results),
         "",
         "| source | part | GPUs | parameters | tokens | micro-batch x steps | layout | "
@@ -95,6 +103,26 @@ def markdown(results: Sequence[Compared]) -> str:
     ]
     lines += map(_line, results)
     return "\n".join(lines) + "\n"
+
+
+def _weak_scaling(results: Sequence[Compared]) -> Iterator[str]:
+    """Yield what is lost where one job runs on more GPUs with more samples."""
+    yield "## More GPUs, and as many more samples"
+    yield ""
+    yield "| source | GPUs | published tokens/s/GPU, fewest | most | lost | estimated to be lost |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for source, text in SOURCES.items():
+        runs = [each for each in results if each.row.source == source]
+        if runs[0].row.part != "other":
+            continue
+        runs.sort(key=lambda each: each.row.inputs.grid.world_size)
+        few, many = runs[0], runs[-1]
+        sizes = [each.row.inputs.grid.world_size for each in (few, many)]
+        rates = [each.row.tokens_per_s_per_gpu for each in (few, many)]
+        yield (
+            f"| {text} | {sizes[0]:,} to {sizes[1]:,} | {rates[0]:,.0f} | {rates[1]:,.0f} | "
+            f"{1 - rates[1] / rates[0]:.1%} | {1 - many.estimated / few.estimated:.1%} |"
+        )
 
 
 def rankings(results: Sequence[Compared]) -> list[tuple[list[Compared], float]]:

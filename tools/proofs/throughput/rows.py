@@ -39,6 +39,12 @@ SOURCES = {
     "fused norms, no checkpointing",
     "hagemann-flash": "the same: FlashAttention 2, norms that are not fused, no checkpointing",
     "opt-175b": "Zhang et al., arXiv 2205.01068, section 2.4",
+    "nvidia-15b": "NVIDIA, dgxc-benchmarking, nemotron/README_15b.md: BF16, 16 to 2,048 H100",
+    "nvidia-340b": "the same, nemotron/README_340b.md: BF16",
+    "nvidia-175b": "the same, nemo_megatron/README_175b.md: BF16",
+    "nvidia-8b": "the same, llama3.1/README_8b.md: BF16",
+    "rocm-fsdp": "AMD, ROCm PyTorch Training Container (v25.2), README.md: BF16",
+    "torchtitan-a100": "torchtitan, docs/performance.md of 2024: 64 A100",
     "torchtitan-2024": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3",
 }
 """Where a row's figures stand."""
@@ -50,7 +56,9 @@ class Row:
 
     source: str
     part: str
-    """fitted or judged: whether constants of rates.toml were fitted to it."""
+    """fitted or judged: whether constants of rates.toml were fitted to it; other: it ran with
+    kernels that this harness does not use.
+    """
     setting: str
     """yes, or what the source does not say or has other than we train."""
     gpu: str
@@ -103,7 +111,12 @@ def _row(values: dict[str, str]) -> Row:
         shape=shape,
         zero=ZeroSettings.read(partial(value_of, ds)),
         precision=precision,  # type: ignore[arg-type]
-        grid=Grid(number["gpus"], pipeline=pipeline, tensor=int(values["tensor"])),
+        grid=Grid(
+            number["gpus"],
+            pipeline=pipeline,
+            tensor=int(values["tensor"]),
+            sequence=int(values["sequence"]),
+        ),
         micro_batch=number["micro_batch"],
         seq_len=number["seq_len"],
         grad_accum=number["grad_accum"],
@@ -132,20 +145,21 @@ def _checkpointing(text: str) -> Checkpointing:
 
 
 def _shape(model: str, seq_len: int) -> Shape:
-    """Return the shape of family:hidden:layers:heads:vocabulary[:key heads:width]."""
+    """Return the shape of family:hidden:layers:heads:vocabulary[:key heads:width[:window]]."""
     family, *sizes = model.split(":")
     hidden, layers, heads, vocabulary, *more = map(int, sizes)
-    config: dict[str, Any] = {
-        "model_type": "gpt2",
-        "n_embd": hidden,
-        "n_layer": layers,
-        "n_head": heads,
-        "n_positions": seq_len,
-        "vocab_size": vocabulary,
-    }
-    if family == "llama":
+    if not more:
+        config: dict[str, Any] = {
+            "model_type": "gpt2",
+            "n_embd": hidden,
+            "n_layer": layers,
+            "n_head": heads,
+            "n_positions": seq_len,
+            "vocab_size": vocabulary,
+        }
+    else:
         config = {
-            "model_type": "llama",
+            "model_type": family,
             "hidden_size": hidden,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
@@ -153,5 +167,9 @@ def _shape(model: str, seq_len: int) -> Shape:
             "num_key_value_heads": more[0],
             "intermediate_size": more[1],
             "max_position_embeddings": seq_len,
+            "sliding_window": more[2] if len(more) > 2 else None,
+            "tie_word_embeddings": False,
+            **({"num_kv_heads": more[0], "ffn_hidden_size": more[1]} if family == "falcon" else {}),
+            **({"new_decoder_architecture": True} if family == "falcon" else {}),
         }
     return Shape.from_hf(config)

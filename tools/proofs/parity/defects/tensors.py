@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import nn
 
-from harness.engine import build, tensor
+from harness.engine import build, module, tensor
 from harness.layout import share
 from harness.layout.world import World
 from harness.models.vocabulary import Vocabulary
@@ -58,15 +58,15 @@ def dropout_of_every_rank(world: World) -> contextlib.AbstractContextManager[Any
 @contextlib.contextmanager
 def heads_undivided(world: World) -> Iterator[None]:
     """An attention module views its part of the width as all heads of half as many tokens."""
-    divide = build.divide_forward
+    divide = module.divide_forward
 
     def divide_all_but_heads(model: nn.Module, *rest: Any) -> None:
         heads = [(m, m.num_heads) for m in model.modules() if hasattr(m, "num_heads")]
         divide(model, *rest)  # type: ignore[arg-type]
-        for module, number in heads:
-            module.num_heads = number
+        for attention, number in heads:
+            attention.num_heads = number
 
-    with mock.patch.object(build, "divide_forward", divide_all_but_heads):
+    with mock.patch.object(module, "divide_forward", divide_all_but_heads):
         yield
 
 

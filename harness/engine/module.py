@@ -1,0 +1,71 @@
+"""The module that a rank trains: the whole model or a stage, with its parts of the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from harness.engine.deepspeed_0_19.pipe_module import StageModule
+from harness.engine.expert import Experts
+from harness.engine.groups import Groups, ModelParallelUnit, make_groups
+from harness.engine.parts import cutter
+from harness.engine.stages import build_stage
+from harness.engine.tensor import divide_forward
+from harness.engine.whole import build_whole
+from harness.layout.tensor import TensorPlan
+from harness.models.quantized import quantize_linear_maps
+from harness.models.stage import Stage
+from harness.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Module:
+    """A model with weights, and the ranks that share it."""
+
+    model: PreTrainedModel
+    handed: nn.Module
+    """The module that DeepSpeed gets: the model, or a stage around its part of it."""
+    events: list[dict[str, Any]]
+    stage: Stage | None
+    unit: ModelParallelUnit | None
+    experts: Experts | None
+    tensor_group: dist.ProcessGroup | None
+    row_group: dist.ProcessGroup | None
+
+
+def build_module(
+    plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool, blank: bool
+) -> Module:
+    """Fill `empty`, or a stage of it, with weights on `device`; zeros where it is to be `blank`.
+    Collective. Raises ConfigError where the model or its weights do not fit the plan.
+    """
+    share, grid = plan.share, plan.grid
+    cut = cutter(share) if share.cutters else None
+    if quantization := plan.config.model.lora.quantization:  # then no weight is divided
+        cut = quantize_linear_maps(empty, quantization)
+    experts = Experts(plan) if grid.expert > 1 else None
+    if experts is not None:
+        cut = cut and experts.marked(cut)
+    row_group, stage, unit, tensor_group = None, None, None, None
+    if grid.sequence > 1:
+        (row_group,) = make_groups(share, "sequence")
+    if plan.stages is None:
+        if grid.tensor > 1:
+            unit = ModelParallelUnit(Groups(share, make_groups(share, "tensor", "replicas")))
+            tensor_group = unit.tensor_group
+        model, events = build_whole(plan, empty, device, trust_remote_code, blank, unit, cut)
+        handed: nn.Module = model
+    else:
+        stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank, cut)
+        model, handed = stage.model, StageModule(stage, grid, tied)
+        tensor_group = handed.tensor_group if grid.tensor > 1 else None
+    if experts is not None:  # within what tensor-parallel ranks then add up
+        experts.dispatch(model, device)
+    if tensor_group is not None:
+        divide_forward(model, TensorPlan.of(plan.model_config), share, tensor_group)
+    return Module(model, handed, events, stage, unit, experts, tensor_group, row_group)
