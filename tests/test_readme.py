@@ -183,6 +183,17 @@ def test_no_link_leads_nowhere() -> None:
     assert lost == []
 
 
+def test_no_page_names_a_file_that_is_not_there() -> None:
+    """The changelog may: it tells what was."""
+    lost = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        named = re.findall(
+            r"`((?:harness|tools|tests|slurm|ds_configs)/[\w./-]*)`", page.read_text()
+        )
+        lost += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
+    assert lost == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from harness.config.ds_file import PREFIX, load_ds_json
 from harness.errors import ConfigError
-from harness.layout.world import World
+from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
-from harness.plan.elsewhere import cluster
+from harness.plan.other_machine import cluster
 from harness.plan.pipeline import num_stages
 from harness.plan.plan import Plan
 from tools.figure import plot_problems
@@ -47,6 +47,19 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="of the whole job")
     parser.add_argument("--gpus-per-node", type=int, help="default: up to 8")
     parser.add_argument("--gpu", help="a name such as h100-80; without it there is no verdict")
+    add_kernels(parser)
+
+
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    """Packages that are installed on those machines."""
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        choices=STATE_KERNELS,
+        default=(),
+        metavar="PACKAGE",
+        help=f"installed there for layers that carry a state: {', '.join(STATE_KERNELS)}",
+    )
 
 
 def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:
@@ -71,7 +84,7 @@ def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:
 
 def world_of(args: argparse.Namespace) -> World:
     """The machines as a World. Raises ConfigError with every problem of their arguments."""
-    return cluster(args.gpus, args.gpus_per_node, args.gpu)
+    return cluster(args.gpus, args.gpus_per_node, args.gpu, args.kernels)
 
 
 def assumed_batch(args: argparse.Namespace) -> dict[str, int]:

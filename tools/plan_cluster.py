@@ -32,6 +32,7 @@ from tools.cluster.page import page_of
 from tools.cluster.search import count_all
 from tools.cluster.text import describe
 from tools.cluster.what_if import what_if
+from tools.plan_args import add_kernels
 
 
 def main(argv: list[str]) -> int:
@@ -132,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="preset, config.json, folder or hub id")
     add("--gpus", type=_count_of, required=True, help="of the whole job")
     add("--gpu", required=True, help="a name such as h100-80")
+    add_kernels(parser)
     add("--gpus-per-node", type=_count_of, help="default: up to 8")
     add("--network", type=_positive, metavar="GB/S", help="of a node, for each of its GPUs")
     add("--host-memory", type=_positive, metavar="GIB", help="of a node (default: 256 a GPU)")

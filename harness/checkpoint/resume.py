@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.config.model_section import LoraConfig
 from harness.config.run_config import RunConfig
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 
 # What a resumed run may change freely: it says how long, how often and how spread, not what is
 # learned. Everything else needs the user's word (resume.allow).

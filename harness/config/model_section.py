@@ -23,7 +23,7 @@ from harness.config.sections import (
     Text,
 )
 from harness.layout.adapters import Adapters
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.quantization import Kind, Quantization
 from harness.layout.recompute import WAYS, Checkpointing
 

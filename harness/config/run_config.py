@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from harness.config.conduct import (
+from harness.config.conduct_sections import (
     EvalConfig,
     GuardConfig,
     LayoutConfig,

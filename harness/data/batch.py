@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

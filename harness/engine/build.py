@@ -24,7 +24,7 @@ from harness.engine.groups import make_groups
 from harness.engine.layers import change_layers
 from harness.engine.matrices import Matrices
 from harness.engine.module import build_module
-from harness.engine.optimizers import Orthogonalizing, our_optimizer
+from harness.engine.our_optimizers import Orthogonalizing, our_optimizer
 from harness.engine.parts import note_copies
 from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together, share_cores

@@ -7,9 +7,9 @@ import logging
 from transformers import PreTrainedModel
 
 from harness.errors import ConfigError
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.models.attention import takes_keywords
-from harness.models.efficient.kinds import function_name
+from harness.models.efficient_attention.kinds import function_name
 from harness.models.skeleton import DTYPES, hf_config, separates_documents, skeleton
 from harness.plan.plan import Plan
 

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from harness.layout import tensor as styles
 from harness.layout.share import Share
 from harness.layout.tensor import TensorPlan
-from harness.models.draws import draw_by_place
+from harness.models.divided_dropout import draw_by_place
 from harness.models.exchange import added, copied, joined, sliced, summed
-from harness.models.vocabulary import Vocabulary
+from harness.models.vocabulary_loss import Vocabulary
 
 Forward = Callable[..., torch.Tensor]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.estimate.held import BACKWARD, BEFORE_BACKWARD, FP32, Evidence, Held, Place
-from harness.estimate.inputs import Inputs
+from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Inputs
 from harness.estimate.layer_bytes import (
     Layer,
     dense_mlp,
@@ -20,7 +20,7 @@ from harness.estimate.layer_bytes import (
     writes_scores,
 )
 from harness.estimate.logits import INDEX, log_softmax, logits
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.recompute import REVERSIBLE, is_checkpointed
 
 _FORWARD, _FIRST, _LAST = map(frozenset, (["forward"], ["backward_first"], ["backward_last"]))
@@ -32,10 +32,12 @@ def activation_evidence(inputs: Inputs) -> Evidence:
     """Return the evidence for the family's activations."""
     compared = inputs.shape.family.compared
     traced = "activations" in compared and not inputs.dropout
-    traced |= bool(inputs.traced_layers) and not inputs.traced_by_reference
+    traced |= bool(inputs.traced_layers) and inputs.traced_way != BY_REFERENCE
     traced &= ATTENTIONS[inputs.attention].is_traced and not (inputs.liger or inputs.compiled)
     if max(inputs.grid.tensor, inputs.grid.sequence, inputs.grid.expert) > 1:
         traced &= "divided activations" in compared
+    if traced and inputs.traced_layers and inputs.traced_way == WITH_KERNELS:
+        return "read"
     return "traced" if traced else "guessed"
 
 

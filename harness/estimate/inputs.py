@@ -25,6 +25,13 @@ GIB = 2**30
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+Way = Literal["traced", "traced through reference code", "traced with kernels"]
+"""How layers were traced that carry a state: through transformers' reference code, or as if with
+the kernels of another package, from what their sources keep (models/state_kernels.py)."""
+BY_REFERENCE: Way = "traced through reference code"
+WITH_KERNELS: Way = "traced with kernels"
+
+
 @dataclass(frozen=True)
 class Inputs:
     """A run, as far as its memory goes."""
@@ -90,8 +97,7 @@ class Inputs:
     counted."""
     traced_outside: float = 0.0
     """Traced bytes that are kept of a token outside the layers, all logits included."""
-    traced_by_reference: bool = False
-    """True if layers were traced that a GPU computes by kernels of another package."""
+    traced_way: Way = "traced"
     stage: int | None = None
     """The pipeline stage that `shape` is; None where it is the whole model."""
     divides_vocabulary: bool = False
@@ -127,10 +133,8 @@ class Inputs:
 
     @property
     def layers_by(self) -> str:
-        """The way to the bytes of layers: counted | traced | traced through reference code."""
-        if not self.traced_layers:
-            return "counted"
-        return "traced through reference code" if self.traced_by_reference else "traced"
+        """The way to the bytes of layers: counted, or how they were traced."""
+        return self.traced_way if self.traced_layers else "counted"
 
     @property
     def first_layer(self) -> int:

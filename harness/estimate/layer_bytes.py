@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from harness.estimate.held import FP32
 from harness.estimate.inputs import Inputs
 from harness.estimate.logits import INDEX
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.expert import EXPERTS
 from harness.layout.tensors import Tensor
 

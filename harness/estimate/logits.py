@@ -36,7 +36,7 @@ def logits(inputs: Inputs) -> list[Held]:
     if inputs.chunk:
         return _logits_in_chunks(inputs, saved)
     if inputs.divides_vocabulary:
-        # models/vocabulary.py: logits, in fp32, less their largest, and its exponential.
+        # models/vocabulary_loss.py: logits, in fp32, less their largest, and its exponential.
         whole = (e + (FP32 if half else 0) + 2 * FP32) * vocabulary
         return [
             Held("logits and loss", saved, frozenset({"forward"}), "read"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from harness.config.conduct import EvalConfig, GuardConfig
+from harness.config.conduct_sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
 from harness.guard.patience import Patience
 from harness.guard.spikes import Spike, SpikeDetector

@@ -56,7 +56,7 @@ class Shape(Sizes):
 
 Seen = Callable[[int], float]
 """Tokens that attention counts for one token of so many, before a layer's window
-(layout/attentions.py: seen_by)."""
+(layout/attention_table.py: seen_by)."""
 
 
 def all_tokens(seq_len: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ NVIDIA_CONTROL = Path("/dev/nvidiactl")
 NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
 CPU_INFO = Path("/proc/cpuinfo")
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+STATE_KERNELS = ("causal_conv1d", "mamba_ssm", "fla")
+"""Packages with a GPU's kernels for layers that carry a state, as they are imported."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class World:
     accelerator: Literal["cuda", "cpu"] = "cpu"
     gpu: str | None = None
     allocators: str | None = None
+    kernels: tuple[str, ...] = ()
+    """Those of STATE_KERNELS that are installed, where ranks compute on GPUs."""
 
     @property
     def rounds_pinned(self) -> bool:
@@ -64,6 +69,7 @@ class World:
         return cls(
             *(rank, world_size, local_rank, local_world_size),
             *(launcher, accelerator, gpu, allocators if accelerator == "cuda" else None),
+            state_kernels() if accelerator == "cuda" else (),
         )
 
 
@@ -123,6 +129,11 @@ def find_gpu_name() -> str | None:
         if match:
             return match.group(1).strip()
     return None
+
+
+def state_kernels() -> tuple[str, ...]:
+    """Return those of STATE_KERNELS that are installed here."""
+    return tuple(name for name in STATE_KERNELS if importlib.util.find_spec(name))
 
 
 def cpu_has_bf16() -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harness.models.efficient.kinds import is_kind
+from harness.models.efficient_attention.kinds import is_kind
 
 QUERIES = 64
 """Queries of a sample that are looked at, evenly distributed over it; all of a shorter one."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from harness.models.by_source import record
 from harness.models.exchange import copied
 from harness.models.logits import Operations, applied
-from harness.models.vocabulary import Vocabulary
+from harness.models.vocabulary_loss import Vocabulary
 
 
 class ChunkedLoss:

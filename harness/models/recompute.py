@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from harness.layout.recompute import Checkpointing, is_checkpointed
-from harness.models.draws import ATTENTION_DROPOUTS
+from harness.models.divided_dropout import ATTENTION_DROPOUTS
 from harness.models.flow import StandIn
 from harness.models.host_copies import HostCopy
 from harness.models.pieces import decoder_layers

@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Way
+from harness.models import state_kernels
 from harness.models.loss import forward
 from harness.models.pieces import decoder_layers
 from harness.models.saved import saved_by
@@ -65,6 +67,8 @@ class Request:
     attention: str
     micro_batch: int
     seq_len: int
+    kernels: tuple[str, ...] = ()
+    """Packages of state_kernels.py whose kernels the run has; heeded by the command alone."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,7 @@ class Traced:
     """Of every layer."""
     outside: int
     """Of all else: embedding, last norm, head and loss, and what layers share."""
-    by_reference: bool
-    """True if layers ran through transformers' reference code, where a GPU has other kernels."""
+    way: Way
 
     @property
     def bytes(self) -> int:
@@ -103,8 +106,8 @@ def trace(request: Request, change: Change = lambda model: None) -> Traced:
             kind: _saved(model, request, name, layers, sorted([*chosen, index])) - once
             for kind, index in first.items()
         }
-        by_reference = _by_reference(model)
-    return Traced(tuple(more[kind] for kind in kinds), once - sum(more.values()), by_reference)
+        way = _way(layers)
+    return Traced(tuple(more[kind] for kind in kinds), once - sum(more.values()), way)
 
 
 def trace_whole(request: Request, change: Change = lambda model: None) -> int:
@@ -206,10 +209,13 @@ def _only(
         text.num_hidden_layers = len(layers)
 
 
-def _by_reference(model: PreTrainedModel) -> bool:
-    """Return whether a layer has kernels of another package, which this machine lacks."""
-    files = {type(module).__module__ for module in model.modules()}
-    return any(key in vars(sys.modules[file]) for file in files for key in _KERNELS)
+def _way(layers: nn.ModuleList) -> Way:
+    """Return whether layers with a state have kernels of another package, and ran through them."""
+    carry = [layer for layer in layers if "states" in _mixers(layer).values()]
+    files = {type(module).__module__ for layer in carry for module in layer.modules()}
+    if not any(key in vars(sys.modules[file]) for file in files for key in _KERNELS):
+        return "traced"
+    return WITH_KERNELS if state_kernels.calls else BY_REFERENCE
 
 
 def shape_of(request: Request) -> dict[str, Any]:
@@ -305,6 +311,7 @@ def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:
 def main() -> int:
     """Standard input -> standard output; 1 with one line on standard error if it cannot be done."""
     request = Request(**json.load(sys.stdin))
+    state_kernels.stand_in(request.kernels)
     try:
         traced = trace(request)
         answer = {**shape_of(request), **vars(traced)}

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -132,14 +132,14 @@ def _in_turn(
     before: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    alone = functools.partial(_alone, scale=scale, before=before, softcap=softcap)
-    output: torch.Tensor = _InTurn.apply(  # type: ignore[no-untyped-call]
-        query, key, value, bounds.tolist(), alone
+    one = functools.partial(alone, scale=scale, before=before, softcap=softcap)
+    output: torch.Tensor = InTurn.apply(  # type: ignore[no-untyped-call]
+        query, key, value, bounds.tolist(), one
     )
     return output
 
 
-class _InTurn(torch.autograd.Function):
+class InTurn(torch.autograd.Function):
     """Attention document by document, which keeps what a kernel keeps: queries, keys, values, and
     the output, though it computes each document again.
     """
@@ -165,22 +165,29 @@ class _InTurn(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         """Return the gradients of queries, keys and values, of their shapes."""
         *states, _ = context.saved_tensors
-        gradients = [torch.empty(s.shape, dtype=s.dtype) for s in states]
-        for tokens in _slices(context.bounds):
-            own = [s[tokens].detach().requires_grad_() for s in states]
-            with torch.enable_grad():
-                output = context.alone(*own)
-            computed = torch.autograd.grad(output, own, gradient[tokens])
-            for whole, part in zip(gradients, computed, strict=True):
-                whole[tokens] = part
-        return *gradients, None, None
+        return *gradients_in_turn(states, context.bounds, context.alone, gradient), None, None
+
+
+def gradients_in_turn(
+    states: Sequence[torch.Tensor], bounds: list[int], alone: Kernel, gradient: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the gradients of queries, keys and values, one document after the other."""
+    gradients = [torch.empty(s.shape, dtype=s.dtype) for s in states]
+    for tokens in _slices(bounds):
+        own = [s[tokens].detach().requires_grad_() for s in states]
+        with torch.enable_grad():
+            output = alone(*own)
+        computed = torch.autograd.grad(output, own, gradient[tokens])
+        for whole, part in zip(gradients, computed, strict=True):
+            whole[tokens] = part
+    return gradients
 
 
 def _slices(bounds: list[int]) -> Iterator[slice]:
     return (slice(*pair) for pair in itertools.pairwise(bounds))
 
 
-def _alone(
+def alone(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

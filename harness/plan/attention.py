@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.estimate.hardware import Precision, known_gpu
-from harness.layout.attentions import ATTENTIONS, SIZES
+from harness.layout.attention_table import ATTENTIONS, SIZES
 from harness.layout.families import family_of
 from harness.layout.plans import without_sdpa
 from harness.layout.shape import Shape

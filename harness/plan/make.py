@@ -27,6 +27,7 @@ from harness.plan.data import check_mix
 from harness.plan.draft import Draft
 from harness.plan.duration import check_rates
 from harness.plan.evaluation import check_evaluation
+from harness.plan.exclusions import check_together
 from harness.plan.expert import divide_experts
 from harness.plan.fill_in import fill_in, fill_in_swap_folder
 from harness.plan.fine_tuning import default_to_fine_tuning
@@ -44,7 +45,6 @@ from harness.plan.recompute import check_recompute
 from harness.plan.reversible import check_reversible
 from harness.plan.sequence import divide_sequences
 from harness.plan.tensor import divide_tensors
-from harness.plan.together import check_together
 from harness.plan.trackers import adopt_monitors, check_trackers
 from harness.plan.vocabulary import note_whole_vocabulary
 

@@ -44,6 +44,7 @@ def traced_inputs(plan: Plan) -> Inputs:
             "attention": model.attention,
             "micro_batch": micro_batch,
             "seq_len": seq_len,
+            "kernels": plan.world.kernels,
         }
     )
     inputs = memory_inputs(replace(plan, shape=trace.shape))
@@ -53,7 +54,7 @@ def traced_inputs(plan: Plan) -> Inputs:
         inputs,
         traced_layers=tuple(size / tokens for size in trace.layers),
         traced_outside=trace.outside / tokens,
-        traced_by_reference=trace.by_reference,
+        traced_way=trace.way,
     )
 
 

@@ -21,12 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.estimate.inputs import Way
 from harness.layout.shape import Shape
 from harness.layout.tensors import Body, Tensor
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _MODULE = "harness.models.tracing"
-_FILES = ("models/tracing.py", "models/saved.py", "models/loss.py")
+_FILES = (
+    *("models/tracing.py", "models/state_kernels.py"),
+    *("models/saved.py", "models/loss.py"),
+)
 _PATIENCE_S = 600
 
 
@@ -41,7 +45,7 @@ class Traced:
     shape: Shape
     layers: tuple[int, ...]
     outside: int
-    by_reference: bool
+    way: Way
 
 
 def traced(request: dict[str, Any]) -> Traced:
@@ -60,7 +64,7 @@ def traced(request: dict[str, Any]) -> Traced:
         tensors(body["after"]),
     )
     shape = Shape(**sizes, body=made)
-    return Traced(shape, tuple(answer["layers"]), answer["outside"], answer["by_reference"])
+    return Traced(shape, tuple(answer["layers"]), answer["outside"], answer["way"])
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:

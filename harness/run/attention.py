@@ -6,7 +6,7 @@ import torch
 
 from harness.engine.processes import problem_of_any
 from harness.errors import ConfigError
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.plan.attention import Asked, with_attention
 from harness.plan.plan import Event, Plan
 from harness.run.attention_proof import Different, compare

@@ -37,8 +37,8 @@ from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter
 from harness.run.open_folder import open_folder
 from harness.run.pages import Pages
+from harness.run.plan_record import plan_record
 from harness.run.progress import Progress
-from harness.run.record import plan_record
 from harness.run.resumption import find_beginning
 from harness.run.run import Profiler, Run
 from harness.run.settle_data import settle_data

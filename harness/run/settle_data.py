@@ -103,7 +103,7 @@ def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
 def _fitting_tokenizer(tokenizer: str | None, own: str) -> str:
     """Return the advice: which tokenizer belongs to weights that came from `own`."""
     if tokenizer in (None, own):
-        return f"{own}, which brought the weights, has no tokenizer with more; the others rest"
+        return f"{own}, which brought the weights, has no larger one: no text uses the other rows"
     if Path(own).is_dir() and not has_tokenizer(Path(own)):
         return (
             f"data.tokenizer is {tokenizer}, and {own}, which brought the weights, has none: set "

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from harness.models.vocabulary import Vocabulary
+from harness.models.vocabulary_loss import Vocabulary
 from tests.engine.rank import DEVICE, WORLD, engine_of, run_checks, save, share_of, stage
 from tests.engine.small import SEQ_LEN, VOCAB_SIZE
 

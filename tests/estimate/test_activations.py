@@ -13,12 +13,12 @@ from harness.estimate.activations import activation_evidence, activations, saved
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.zero_settings import ZeroSettings
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.grid import Grid
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape
 from harness.models.chunked_loss import ChunkedLoss
-from harness.models.efficient.kinds import function_name
+from harness.models.efficient_attention.kinds import function_name
 from harness.models.logits import operations_on_logits
 from harness.models.loss import forward
 from harness.models.recompute import checkpoint_layers

@@ -86,7 +86,7 @@ def test_a_rank_reads_the_whole_model_or_a_piece_at_a_time_of_what_it_divides() 
 
 
 def test_divided_logits_are_there_in_full_precision_three_times() -> None:
-    """models/vocabulary.py; in bf16 14 bytes of each logit, of half the vocabulary."""
+    """models/vocabulary_loss.py; in bf16 14 bytes of each logit, of half the vocabulary."""
     inputs = run(grid=Grid(2, tensor=2))
     rank = estimate_memory(inputs).worst
     assert rank.phase("loss")["logits and loss"] == 14 * 150 * inputs.tokens

@@ -12,7 +12,7 @@ from harness.estimate.activations import activations, saved_for_backward
 from harness.estimate.inputs import Inputs
 from harness.models.logits import operations_on_logits
 from harness.models.skeleton import DTYPES, hf_config, skeleton
-from harness.models.vocabulary import Vocabulary
+from harness.models.vocabulary_loss import Vocabulary
 from tests.estimate.test_activations import FAMILIES, inputs_of, saved_bytes
 from tests.models.head_alone import HeadAlone, Peak
 

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig
 
 from harness.estimate.activations import saved_for_backward
+from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS
 from harness.layout.shape import Shape, num_parameters
-from harness.layout.world import World
+from harness.layout.world import STATE_KERNELS, World
 from harness.models.skeleton import hf_config, skeleton
 from harness.models.tracing import Request, shape_of, trace, trace_whole
 from harness.plan import traced
@@ -88,7 +89,39 @@ def test_each_kind_of_layer_is_traced_once(model_type: str) -> None:
     made = trace(request)
     assert made.bytes == pytest.approx(trace_whole(request), rel=0.001)
     assert len({*made.layers}) > 1
-    assert made.by_reference == (model_type in ("qwen3_next", "jamba"))
+    has_states = model_type in ("qwen3_next", "jamba")
+    assert made.way == (BY_REFERENCE if has_states else "traced")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "mamba", "mamba2", "bamba", "lfm2"])
+def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
+    """As they lie in their packages' sources; the rest of the layers keeps the same."""
+    kinds = {"layer_types": ["conv", "full_attention"] * 2} if model_type == "lfm2" else {}
+    config = AutoConfig.for_model(model_type, num_hidden_layers=4, **kinds).to_dict()
+    request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
+    request |= {"micro_batch": 1, "seq_len": 128}
+    reference, fused = (
+        traced.traced({**request, "kernels": kernels}) for kernels in ((), STATE_KERNELS)
+    )
+    assert (reference.way, fused.way) == (BY_REFERENCE, WITH_KERNELS)
+    assert fused.shape == reference.shape
+    assert fused.outside == reference.outside
+    assert sum(fused.layers) < sum(reference.layers)
+
+
+def test_a_fused_layer_of_mamba_keeps_what_its_source_says() -> None:
+    """MambaInnerFn: input, projection, states, output; and what stands around it."""
+    sizes = {"hidden_size": 64, "state_size": 16, "conv_kernel": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("mamba", **sizes).to_dict()
+    rank, tokens, channels = config["time_step_rank"], 3000, 128
+    request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
+    request |= {"micro_batch": 1, "seq_len": tokens, "kernels": STATE_KERNELS}
+    kept = 2 * tokens * (2 * channels + rank + 2 * 16 + 2 * 16 + channels)  # xz, x_dbl, B, C, out
+    kept += 4 * channels * 2 * 2 * 16  # two chunks' states, each twice, in fp32
+    kept += 4 * channels * 16  # A
+    norm = 4 * tokens + tokens * 64 * (4 + 2 + 2)  # its root, in fp32, twice in bf16
+    layer, _ = traced.traced(request).layers
+    assert abs(layer - kept - norm) < 4 * tokens * 64
 
 
 def test_attention_is_the_runs_and_its_dropout_takes_no_other_path() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from harness.config.conduct import EvalConfig, GuardConfig
+from harness.config.conduct_sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
 from harness.guard.judge import Judge
 

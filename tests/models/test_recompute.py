@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from harness.models.depth import drop_layers
-from harness.models.draws import draw_by_place
+from harness.models.divided_dropout import draw_by_place
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.recompute import Keep, Reuse, checkpoint_layers

@@ -12,7 +12,7 @@ import pytest
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.estimate.activations import activation_evidence
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.world import World
 from harness.plan.attention import with_attention
 from harness.plan.make import make_plan

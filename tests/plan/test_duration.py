@@ -11,7 +11,7 @@ from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.plan.duration import job_of, length, step_time
-from harness.plan.elsewhere import cluster
+from harness.plan.other_machine import cluster
 from harness.plan.text import describe, summary
 from tests.run_tools import printed
 

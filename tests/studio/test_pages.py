@@ -184,8 +184,8 @@ CHANGES: dict[str, tuple[str, str, Callable[[Callable[..., Any]], Callable[..., 
         _larger_batch,
     ),
     "optimizers": (
-        "harness.engine.optimizers.Lion",
-        "harness.engine.optimizers.Lion.step",
+        "harness.engine.our_optimizers.Lion",
+        "harness.engine.our_optimizers.Lion.step",
         lambda step: lambda optimizer: None,
     ),
     "precision": (

@@ -17,7 +17,7 @@ from harness.config.run_config import RunConfig
 from harness.data.batch import Batch
 from harness.engine.processes import ending_together, join
 from harness.errors import ConfigError
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from tools.proofs.parity.measure import worst_relative

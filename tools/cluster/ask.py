@@ -19,9 +19,9 @@ from harness.estimate.step_time.beside import DISK_GB_PER_S
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.machine import machine_of, measured, other_machine
 from harness.layout.world import World
-from harness.plan.elsewhere import cluster
 from harness.plan.make import make_plan
 from harness.plan.memory import memory_inputs, traced_inputs
+from harness.plan.other_machine import cluster
 from harness.plan.plan import Plan
 from harness.plan.traced import Untraceable
 from tools.cluster.count import TOKENS_PER_PARAMETER, Question
@@ -97,7 +97,7 @@ def run_of(args: argparse.Namespace, **more: Any) -> RunConfig:
 
 def world_of(args: argparse.Namespace) -> World:
     """Return the cluster. Raises ConfigError for GPUs that are not known, or do not fill nodes."""
-    return cluster(args.gpus, args.gpus_per_node, args.gpu)
+    return cluster(args.gpus, args.gpus_per_node, args.gpu, args.kernels)
 
 
 def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:

@@ -20,7 +20,7 @@ from harness.data.source import corpus_of
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.plan.plan import Plan
-from harness.run.record import git_commit
+from harness.run.plan_record import git_commit
 from tools.made_with import PACKAGES
 from tools.preflight_checks.report import Row, Verdict, by_text, grouped, same_row, who
 

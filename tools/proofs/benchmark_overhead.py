@@ -27,7 +27,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
-from harness.run.record import git_commit
+from harness.run.plan_record import git_commit
 from tools.figure import write_plot
 from tools.made_with import machine, versions
 from tools.proofs.overhead.data_path import data_rates

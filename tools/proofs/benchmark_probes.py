@@ -22,7 +22,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
-from harness.config.conduct import LogConfig
+from harness.config.conduct_sections import LogConfig
 from harness.runfolder import RunFolder
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.prepare import prepare

@@ -28,8 +28,10 @@ _PAGE = """# What decides how long a step takes, from start to start
 
 Written by `{command}`.
 
-Each suspect is switched alone, in {rounds} rounds of starts (ZeRO {stage}, ranks: {ranks}); the job
-is that of [overhead.md](overhead.md). A start's time is the median of its timed steps.
+Each suspect is switched alone, in {rounds} rounds of starts (ZeRO {stage}; ranks: {ranks}); the job
+is that of [overhead.md](overhead.md). A start's time is the median of its timed steps. "Freed pages
+kept" sets MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, so that glibc keeps what a step frees
+for the next one, and the kernel maps no page again; "huge pages" lets it map 2 MiB at a time.
 
 {table}
 

@@ -25,8 +25,8 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harness.layout.attentions import ATTENTIONS
-from harness.models.efficient.kinds import KINDS, function_name
+from harness.layout.attention_table import ATTENTIONS
+from harness.models.efficient_attention.kinds import KINDS, function_name
 from tools.made_with import versions
 
 HEADS, WIDTH = 2, 32

@@ -22,10 +22,11 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.inputs import GIB
+from harness.estimate.inputs import BY_REFERENCE, GIB, WITH_KERNELS
 from harness.layout.shape import num_parameters
-from harness.layout.world import World
+from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import Command, plan_from
+from harness.plan.plan import Plan
 
 # fmt: off
 FAMILIES = [
@@ -52,13 +53,14 @@ _HEAD = """\
 Every family in the size that its transformers class has by default, one sample of {tokens} tokens
 in bf16 with the attention that "auto" chooses, on fake tensors. *Counted* families are those that
 the planner knows tensor by tensor; of the others each kind of layer is *traced* once. Those
-*through reference code* have kernels of another package on a GPU, which keep less. Falcon's one key
-head has no fused kernel in torch's attention, on CPUs and GPUs: all scores are kept, in fp32.
-Written by
+*through reference code* have kernels of another package on a GPU (`--kernels`), which keep less:
+*fused* GiB, what the sources of mamba-ssm, causal-conv1d and flash-linear-attention save. Falcon's
+one key head has no fused kernel in torch's attention, on CPUs and GPUs: all scores are kept, in
+fp32. Written by
 `python tools/proofs/trace_families.py --out build/families --markdown docs/memory_families.md`.
 
-| family | parameters | layers | kinds | way | estimate GiB | whole trace GiB | error |
-|---|---:|---:|---:|---|---:|---:|---:|
+| family | parameters | layers | kinds | way | estimate GiB | whole trace GiB | error | fused |
+|---|---:|---:|---:|---|---:|---:|---:|---:|
 """
 
 
@@ -106,12 +108,36 @@ def kept_row(family: str, folder: Path) -> dict[str, Any]:
 
 def traced_row(family: str) -> dict[str, Any]:
     """Return a family's estimate and the trace of its whole model, in bytes."""
-    from transformers import AutoConfig
-
     from harness.models.tracing import Request, trace_whole
 
+    plan = _plan(family)
+    assert plan.estimate is not None, "it is not estimated"
+    inputs = plan.estimate.inputs
+    attention = plan.config.model.attention  # what "auto" stands for
+    request = Request(plan.model_config, None, "bf16", attention, 1, _TOKENS)
+    row = {
+        "family": family,
+        "parameters": num_parameters(inputs.shape),
+        "layers": inputs.shape.num_layers,
+        "kinds": len({*inputs.traced_layers}) or None,
+        "way": inputs.layers_by,
+        "estimate": saved_for_backward(inputs),
+        "whole": trace_whole(request),
+    }
+    if inputs.layers_by == BY_REFERENCE:
+        fused = _plan(family, STATE_KERNELS).estimate
+        assert fused is not None
+        assert fused.inputs.layers_by == WITH_KERNELS
+        row["kernels"] = saved_for_backward(fused.inputs)
+    return row
+
+
+def _plan(family: str, kernels: tuple[str, ...] = ()) -> Plan:
+    """Return the plan of one sample on a GPU's node with these packages."""
+    from transformers import AutoConfig
+
     warnings.filterwarnings("ignore")
-    world = World(accelerator="cuda", gpu="h100-80")
+    world = World(accelerator="cuda", gpu="h100-80", kernels=kernels)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         AutoConfig.for_model(family, **COMPLETED.get(family, {})).save_pretrained(folder)
@@ -123,19 +149,8 @@ def traced_row(family: str) -> dict[str, Any]:
         )
         command = Command(folder / "ds.json", assignments=words)
         plan = plan_from(command, world=world, estimating=True)
-    assert plan.estimate is not None, "it is not estimated"
-    inputs = plan.estimate.inputs
-    attention = plan.config.model.attention  # what "auto" stands for
-    request = Request(plan.model_config, None, "bf16", attention, 1, _TOKENS)
-    return {
-        "family": family,
-        "parameters": num_parameters(inputs.shape),
-        "layers": inputs.shape.num_layers,
-        "kinds": len({*inputs.traced_layers}) or None,
-        "way": inputs.layers_by,
-        "estimate": saved_for_backward(inputs),
-        "whole": trace_whole(request),
-    }
+        assert plan.estimate is not None, "it is estimated while its folder is there"
+        return plan
 
 
 def _page(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -149,11 +164,12 @@ def _page(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     if "error" in row:
-        return f"| {row['family']} | | | | | | | {row['error']} |\n"
+        return f"| {row['family']} | | | | | | | | {row['error']} |\n"
     cells = (
         *(row["family"], f"{row['parameters']:,}", row["layers"], row["kinds"] or "", row["way"]),
         *(f"{row[key] / GIB:.3f}" for key in ("estimate", "whole")),
         f"{error_of(row):+.2%}",
+        f"{row['kernels'] / GIB:.3f}" if "kernels" in row else "",
     )
     return f"| {' | '.join(map(str, cells))} |\n"
 

@@ -18,7 +18,7 @@ from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.estimate.hardware import GPUS
 from harness.estimate.timeline import Estimate
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.world import World
 from harness.plan.make import make_plan

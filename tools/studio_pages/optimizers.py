@@ -155,7 +155,9 @@ class _Whole:
 
 def build(name: str, weights: torch.nn.Parameter, rate: float, decay: float) -> Any:
     """Return an optimizer: the harness's own, or torch's, which DeepSpeed and it build."""
-    from harness.engine.optimizers import BUILT_HERE  # takes seconds, as DeepSpeed comes with it
+    from harness.engine.our_optimizers import (
+        BUILT_HERE,  # takes seconds, as DeepSpeed comes with it
+    )
 
     entry = OPTIMIZERS[name]
     settings: dict[str, Any] = {"lr": rate, "weight_decay": decay}
@@ -279,8 +281,8 @@ PAGE = Page(
     figures=figures,
     computed_by=(
         "tools.studio_pages.optimizers.trajectory",
-        "harness.engine.optimizers.Lion",
-        "harness.engine.optimizers.Orthogonalizing",
+        "harness.engine.our_optimizers.Lion",
+        "harness.engine.our_optimizers.Orthogonalizing",
     ),
     formula="sgd: w - r g; momentum: w - r m; Adam, AdamW: w - r m / (sqrt(v) + eps), with "
     "decay in the gradient or beside it; Adafactor: v by its rows and columns; Lion: "

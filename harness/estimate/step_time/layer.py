@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.estimate.inputs import Inputs
+from harness.estimate.inputs import BY_REFERENCE, Inputs
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.products import product_seconds
 from harness.layout.adapters import is_linear
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.shape import attention_width, is_stacked
 from harness.layout.tensors import Tensor
 
@@ -192,7 +192,7 @@ def _moved(inputs: Inputs, index: int) -> float:
     """
     saved = layer_activations(inputs, index).total
     tensors = inputs.shape.body.layers[index]
-    if not (inputs.traced_by_reference and any(t.kind == "states" for t in tensors)):
+    if not (inputs.traced_way == BY_REFERENCE and any(t.kind == "states" for t in tensors)):
         return saved
     sides = sum(sum(t.shape) for t in tensors if len(t.shape) == 2)
     sides += sum(2 * t.shape[0] for t in tensors if len(t.shape) == 3 and not is_stacked(t))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,8 @@ class Machine:
     watts: float
     gpus_per_node: int
     evidence: RateEvidence
+    known: tuple[tuple[str, RateEvidence], ...] = ()
+    """Evidence of rates by their names here; that of all others is guessed."""
     link_latency: float = 2e-6
     """Seconds of one step of a collective within a node."""
     network_latency: float = 8e-6
@@ -84,6 +86,7 @@ def machine_of(
         watts=rates["watts"],
         gpus_per_node=gpus_per_node,
         evidence=rates["evidence"],
+        known=tuple((name, rates["evidence"]) for name in _LISTED),
         partial_wave=rates["partial_wave"],
         kernel_seconds=rates["kernel_microseconds"] * 1e-6,
     )
@@ -105,13 +108,21 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
     if nodes == 1:
         link = ring or link
     network = ring / machine.gpus_per_node if nodes > 1 else 0.0
+    seen = {"products": products, "link_rate": link, "network_rate": network}
     return replace(
         machine,
         products=min(1.0, products / machine.peak_flops),
         link_rate=link or machine.link_rate,
         network_rate=network or machine.network_rate,
         evidence="measured",
+        known=_known(machine, (name for name, value in seen.items() if value)),
     )
+
+
+def _known(machine: Machine, measured: Iterable[str]) -> tuple[tuple[str, RateEvidence], ...]:
+    """Return the evidence of a machine's rates, some of which were measured."""
+    known: dict[str, RateEvidence] = {**dict(machine.known), **dict.fromkeys(measured, "measured")}
+    return tuple(known.items())
 
 
 def other_machine(
@@ -159,7 +170,8 @@ def refined(machine: Machine, factors: Mapping[str, float]) -> Machine:
     if unknown or not all(0 < factor < float("inf") for factor in factors.values()):
         raise ValueError(f"factors that are none of {', '.join(FITTED)}: {dict(factors)}")
     changes = {name: getattr(machine, name) * factor for name, factor in factors.items()}
-    return replace(machine, evidence="measured", **changes)
+    known = _known(machine, FITTED)
+    return replace(machine, evidence="measured", known=known, **changes)
 
 
 FITTED = (
@@ -168,6 +180,8 @@ FITTED = (
     "gathered_layer_seconds",
 )
 """Numbers that a site's runs refit."""
+_LISTED = ("products", "attention", "memory_rate", "link_rate", "network_rate")
+"""Numbers that rates.toml has of a GPU."""
 NETWORK_REACHED = 0.8
 """Share of a network's rate that collectives reach."""
 

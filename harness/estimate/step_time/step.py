@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from harness.estimate.inputs import Inputs
+from harness.estimate.step_time.evidence import has_states, terms_evidence
 from harness.estimate.step_time.exchanges import (
     OVERLAPPED,
     Reductions,
@@ -22,7 +23,7 @@ from harness.estimate.step_time.exchanges import (
 from harness.estimate.step_time.layer import Passes, Seconds, head_passes, layer_passes
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.optimizer import optimizer_seconds
-from harness.layout.attentions import seen_by
+from harness.layout.attention_table import seen_by
 from harness.layout.recompute import is_checkpointed, runs_again
 from harness.layout.shape import flops_per_token
 
@@ -90,15 +91,14 @@ class StepTime:
         """The evidence of the time: of the machine's rates, but guessed where layers carry a state
         from token to token, of which no run was compared.
         """
-        layers = self.inputs.shape.body.layers
-        if self.machine.evidence != "measured" and any(
-            tensor.kind == "states" for layer in layers for tensor in layer
-        ):
+        if self.machine.evidence != "measured" and has_states(self.inputs):
             return "guessed"
         return self.machine.evidence
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values under stable keys; seconds and tokens."""
+        shown = [term for term, seconds in self.terms.items() if seconds]
+        known = terms_evidence(shown, self.inputs, self.machine)
         return {
             "step_time_s": round(self.seconds, 4),
             "tokens_per_s_per_gpu": round(self.tokens_per_s_per_gpu, 2),
@@ -106,6 +106,7 @@ class StepTime:
             "bound": TERMS[self.bound],
             "terms_s": {TERMS[k]: round(v, 4) for k, v in self.terms.items() if v},
             "evidence": self.evidence,
+            "terms_evidence": {TERMS[term]: of for term, of in known.items()},
         }
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.inputs import Inputs
+from harness.estimate.inputs import BY_REFERENCE, Inputs
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.step_time.step import estimate_time
 from harness.layout.adapters import Adapters
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.shape import Shape, active_parameters, flops_per_token
 from harness.layout.tensors import Body, Tensor
 from tests.estimate.step_time.test_step import MACHINE, run
@@ -66,7 +66,7 @@ def test_a_recurrent_layer_has_no_attention_but_a_step_for_each_token() -> None:
 def test_a_state_costs_no_more_than_its_kernels_move() -> None:
     """Reference code keeps every state that a scan goes through; its kernel does not."""
     reference, little = (
-        estimate_time(replace(traced(MAMBA, bytes=size), traced_by_reference=True), MACHINE)
+        estimate_time(replace(traced(MAMBA, bytes=size), traced_way=BY_REFERENCE), MACHINE)
         for size in (1e9, 1e3)
     )
     assert reference.terms["attention"] == reference.terms["serial"] == 0

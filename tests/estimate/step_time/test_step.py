@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.estimate.inputs import Inputs
-from harness.estimate.step_time.machine import machine_of
+from harness.estimate.step_time.machine import machine_of, measured
 from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
@@ -67,6 +67,20 @@ def test_recomputation_costs_a_forward_pass() -> None:
     assert 0.2 < full.terms["again"] / full.seconds < 0.27
     assert 0 < selective.terms["again"] < full.terms["again"]
     assert timed().terms["again"] > 0  # logits in chunks are computed twice
+
+
+def test_every_term_has_the_evidence_of_its_rates() -> None:
+    known = timed().to_json()["terms_evidence"]
+    assert {*known} == {*timed().to_json()["terms_s"]}
+    assert known["matrix products"] == known["gradients reduced"] == "fitted"
+    offloaded = run()
+    offloaded = replace(offloaded, zero=replace(offloaded.zero, offload_optimizer="cpu"))
+    assert estimate_time(offloaded, MACHINE).to_json()["terms_evidence"]["optimizer"] == "guessed"
+    rates = {"matmul_tflops": 600.0, "nodes": 1, "all_reduce_gb_per_s": 300.0}
+    here = measured(MACHINE, {**rates, "within_node_gb_per_s": 200.0})
+    known = estimate_time(run(), here).to_json()["terms_evidence"]
+    assert known["matrix products"] == known["weights gathered"] == "measured"
+    assert known["attention"] == "fitted"
 
 
 def test_tensor_ranks_divide_products_and_add_sums() -> None:

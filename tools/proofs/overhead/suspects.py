@@ -75,7 +75,7 @@ def suspect_rows(rounds: Sequence[Sides]) -> Iterator[str]:
             _own(rounds, name, "harness"),
             _own(rounds, name, "bare") if suspect.is_of_both else "",
             _faults(rounds, name, "harness"),
-            _faults(rounds, name, "bare") if suspect.is_of_both else "",
+            _faults(rounds, name, "bare") if other == name else "",
         ]
         yield f"| {name} | {' | '.join(cells)} |"
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from harness.config.model_section import ModelConfig
 from harness.data.batch import Batch
 from harness.models.attention import attend_with
-from harness.models.efficient.kinds import function_name
+from harness.models.efficient_attention.kinds import function_name
 from harness.models.initialize import materialize
 from harness.models.pieces import decoder_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton

@@ -103,6 +103,7 @@ def _offloaded(*arguments: str) -> tuple[str, ...]:
 
 
 _OFFLOADED_LAYERS = ("model.checkpointing=full", "model.activation_offload=true")
+_VARLEN = ("model.attention=varlen", "data.document_mask=true")
 _CHUNKS = "model.loss_chunk=128"  # a quarter of the vocabulary
 _SKIP, _CLIP = "guard.spikes=skip", "optim.clip_value=0.001"
 VARIANTS = [
@@ -118,6 +119,8 @@ VARIANTS = [
     *(Cell(f"{n}-resume", n, resumes=True) for n in ("zero1", "zero2", "zero3", "pipeline2")),
     Cell("zero2_offload-resume", "zero2_offload", (_LION,), resumes=True),
     *(Cell(f"{n}-documents", n, ("data.document_mask=true",)) for n in ("zero1", "pipeline2")),
+    *(Cell(f"{n}-varlen", n, _VARLEN) for n in ("zero1", "zero3", "pipeline2")),
+    Cell("zero3-varlen-recompute", "zero3", (*_VARLEN, "model.checkpointing=full")),
     *(Cell(f"{n}-recompute", n, ("model.checkpointing=full",)) for n in ("zero1", "zero3")),
     *(Cell(f"{n}-activation_offload", n, _OFFLOADED_LAYERS) for n in ("zero1", "zero3")),
     *(Cell(f"{n}-chunked", n, (_CHUNKS,)) for n in ("zero1", "zero3", "pipeline2")),
@@ -139,7 +142,7 @@ def all_cells() -> list[Cell]:
 def covering_cells() -> list[Cell]:
     """Return a few cells: each ZeRO stage, stages of a pipeline, offload, and what is judged."""
     names = (
-        *("zero1", "zero2-discard", "zero3-clip_value", "pipeline2-documents"),
+        *("zero1", "zero2-discard", "zero3-clip_value", "pipeline2-documents", "zero1-varlen"),
         *("zero2_offload-late-clip_value", "zero0"),
     )
     by_name = {cell.name: cell for cell in all_cells()}

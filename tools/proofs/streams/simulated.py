@@ -232,6 +232,8 @@ def simulated(synchronizes: bool = True) -> Iterator[Device]:
     from deepspeed.comm.comm import cdb
 
     from harness.data.batch import on_device
+    from harness.models import varlen
+    from tools.proofs.streams.kernels import varlen_kernel
 
     device, accelerator = Device(), type(get_accelerator())
     timeline, memory = device.timeline, device.memory
@@ -270,6 +272,7 @@ def simulated(synchronizes: bool = True) -> Iterator[Device]:
         mock.patch.multiple(torch.Tensor, **of_tensors),
         mock.patch.object(torch, "tensor", _sent(device, torch.tensor, always=False)),
         contextlib.ExitStack() as loads,
+        mock.patch.object(varlen, "_in_turn", varlen_kernel(memory)),
         _Watched(device),
     ):
         for room in [m for m in sys.modules.values() if vars(m).get("on_device") is on_device]:

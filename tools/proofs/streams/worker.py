@@ -96,7 +96,10 @@ def main(argv: list[str]) -> int:
         with devices[0].timeline.during("data"):
             step = taken(run)
         for batch in step.batches:  # as the thread that reads ahead does for a GPU
-            for tensor in (batch.input_ids, batch.labels, batch.position_ids):
+            for tensor in (
+                *(batch.input_ids, batch.labels, batch.position_ids),
+                batch.bounds.places,
+            ):
                 if tensor is not None:
                     devices[0].pin(tensor)
         micro_batches.append(len(step.batches))

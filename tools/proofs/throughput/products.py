@@ -44,7 +44,7 @@ def products() -> list[Product]:
     """Return every row of products.csv."""
     with _TABLE.open(newline="", encoding="utf-8") as file:
         return [
-            Product(row["gpu"], *(int(row[key]) for key in _SIDES), float(row["tflops"]))
+            Product(row["gpu"], **{k: int(row[k]) for k in _SIDES}, tflops=float(row["tflops"]))
             for row in csv.DictReader(file)
         ]
 
@@ -63,9 +63,9 @@ def product_lines() -> Iterator[str]:
     yield "## Matrix products of every shape"
     yield ""
     yield "Products of other sizes reach other shares of the peak: tiles do not fill the last wave,"
-    yield "and no kernel takes less than some microseconds. Each GPU's share of the peak, the cost of"
-    yield "the empty part of a wave and those microseconds follow its table; in a step the share is"
-    yield "lower, and is fitted to published runs. The rates were published by"
+    yield "and no kernel takes less than some microseconds. The share of the peak, the cost of the"
+    yield "empty part of a wave and those microseconds follow each GPU's table; in a step the share"
+    yield "is lower, and is fitted to published runs. The rates were published by"
     yield ""
     yield from (f"- {source}" for source in _SOURCES)
     yield ""

@@ -12,7 +12,7 @@ from torch import nn
 from harness.engine import build, module, tensor
 from harness.layout import share
 from harness.layout.world import World
-from harness.models.vocabulary import Vocabulary
+from harness.models.vocabulary_loss import Vocabulary
 
 
 def gradients_not_summed(world: World) -> contextlib.AbstractContextManager[Any]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.models.efficient.draws import normal
-from harness.models.efficient.pieces import Piece, States, repeated
+from harness.models.efficient_attention.draws import normal
+from harness.models.efficient_attention.pieces import Piece, States, repeated
 
 _ROUNDS = 2
 _QUERIES = 64

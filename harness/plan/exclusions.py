@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.layout.together import apart_problems
+from harness.layout.exclusions import apart_problems
 from harness.plan.draft import Draft
 from harness.plan.expert import asked_experts
 from harness.plan.plan import NOT_TRAINED

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harness.models.efficient.hashes import Reformer
-from harness.models.efficient.patterns import Linformer, Longformer, Strided
-from harness.models.efficient.performer import ByChunks, Performer
-from harness.models.efficient.pieces import ByPieces
+from harness.models.efficient_attention.hashes import Reformer
+from harness.models.efficient_attention.patterns import Linformer, Longformer, Strided
+from harness.models.efficient_attention.performer import ByChunks, Performer
+from harness.models.efficient_attention.pieces import ByPieces
 from harness.models.recompute import keeping_none
 
 Sizes = Mapping[str, int]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from harness.models.efficient.draws import orthogonal
-from harness.models.efficient.pieces import documents
+from harness.models.efficient_attention.draws import orthogonal
+from harness.models.efficient_attention.pieces import documents
 
 _CHUNK = 128  # tokens
 _LEAST = 1e-6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
 from harness.layout.world import World
@@ -10,8 +12,13 @@ USUAL_NODE = 8
 """GPUs of a node where nobody says."""
 
 
-def cluster(gpus: int, gpus_per_node: int | None, gpu: str | None) -> World:
-    """Return nodes of GPUs by name. Raises ConfigError with every problem of the numbers."""
+def cluster(
+    gpus: int, gpus_per_node: int | None, gpu: str | None, kernels: Sequence[str] = ()
+) -> World:
+    """Return nodes of GPUs by name. Raises ConfigError with every problem of the numbers.
+
+    `kernels`: those of STATE_KERNELS that are installed there.
+    """
     problems = []
     if gpu is not None:
         try:
@@ -28,4 +35,10 @@ def cluster(gpus: int, gpus_per_node: int | None, gpu: str | None) -> World:
         )
     if problems:
         raise ConfigError(problems)
-    return World(world_size=gpus, local_world_size=per_node, accelerator="cuda", gpu=gpu)
+    return World(
+        world_size=gpus,
+        local_world_size=per_node,
+        accelerator="cuda",
+        gpu=gpu,
+        kernels=tuple(kernels),
+    )

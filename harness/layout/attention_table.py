@@ -32,7 +32,7 @@ class Attention:
 
 
 def _kind(keys: Callable[[Mapping[str, int], float], float], **sizes: int) -> Attention:
-    """Return a row of models/efficient, which keeps queries, keys and values alone."""
+    """Return a row of models/efficient_attention, which keeps queries, keys and values alone."""
     return Attention(takes_bounds=True, has_dropout=False, is_traced=True, sizes=sizes, keys=keys)
 
 

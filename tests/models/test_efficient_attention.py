@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harness.layout.attentions import ATTENTIONS
+from harness.layout.attention_table import ATTENTIONS
 from harness.models.attention_sums import AttentionSums
-from harness.models.efficient.draws import normal
-from harness.models.efficient.kinds import KINDS, function_name
+from harness.models.efficient_attention.draws import normal
+from harness.models.efficient_attention.kinds import KINDS, function_name
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
 SMALL = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.models.efficient.pieces import Piece, States, masked, repeated
+from harness.models.efficient_attention.pieces import Piece, States, masked, repeated
 
 _QUERIES = (64, 512)
 """Fewest and most queries of a piece, if the rule leaves it open."""
