@@ -41,5 +41,5 @@ def test_unused_rows_name_the_tokenizer_that_fits(tmp_path: Path, source: str) -
         assert f"{own}, which brought the weights, has none: set data.tokenizer to" in message
     else:
         assert f"set data.tokenizer={fits}, or leave the key away" in message
-    assert "has no tokenizer with more" in said(own, None)[0]["message"]
+    assert "has no larger one: no text uses the other rows" in said(own, None)[0]["message"]
     assert said(own, "other", used=50_000) == []
