@@ -23,6 +23,7 @@ RMS_NORM_BYTES = (26, 52)
 beside those of what it saves: written out, it is cast to fp32, squared, averaged, multiplied, cast
 back and multiplied, 36 bytes forward and twice that backward, of which the passes count 10 and 20.
 Runs with and without such a kernel (arXiv 2311.05610, torchtitan) are 8 to 14 % apart."""
+_NEWEST = "flash_attention_3"
 FUSED = 0.67
 """Share of these passes that is left where layers are compiled."""
 ATTENTION_BACKWARD = 2.5
@@ -102,7 +103,8 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
         for tensor in tensors
         if len(tensor.shape) == 2 and tensor.kind != "experts" and not is_serial(tensor)
     )
-    attention = _attention(inputs, index) / (machine.peak_flops * machine.attention)
+    reached = machine.attention_3 if inputs.attention == _NEWEST else machine.attention
+    attention = _attention(inputs, index) / (machine.peak_flops * reached)
     serial, summed = _serial(inputs, tensors, machine)
     moved = _moved(inputs, index) / machine.memory_rate
     moved *= FUSED if inputs.compiled else 1.0

@@ -24,6 +24,8 @@ class Machine:
     """Share of the peak that large matrix products reach."""
     attention: float
     """Share of the peak that fused attention reaches."""
+    attention_3: float
+    """The same of flash-attn 3 and later."""
     memory_rate: float
     """Bytes of GPU memory that operations on elements read and write a second."""
     multiprocessors: int
@@ -79,6 +81,7 @@ def machine_of(
         peak_flops=device.peak_tflops(precision) * 1e12,
         products=rates["products"],
         attention=rates["attention"],
+        attention_3=rates.get("attention_3", rates["attention"]),
         memory_rate=rates["hbm_gb_per_s"] * rates["streaming"] * 1e9,
         multiprocessors=rates["multiprocessors"],
         link_rate=link * 1e9,
@@ -146,6 +149,7 @@ def cpu_machine(ranks: int, cores: int) -> Machine:
         peak_flops=1e11 * share,
         products=0.5,
         attention=0.3,
+        attention_3=0.3,
         memory_rate=5e9 * share,
         multiprocessors=1,
         link_rate=1e9 * share,

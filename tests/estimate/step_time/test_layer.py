@@ -116,7 +116,10 @@ def test_utilisation_is_never_above_1(gpu: str) -> None:
                 inputs = run(micro_batch=1, seq_len=length, attention=attention, adapters=adapters)
                 sizes = tuple(row.sizes.items())
                 step = estimate_time(replace(inputs, attention_sizes=sizes), machine)
-                assert 0 < step.mfu < 1, (attention, length)
+                # The convention counts what the causal mask hides, half of attention's operations,
+                # which flash-attn 3 leaves out at 0.65 of the peak.
+                most = 2 * 0.65 if attention == "flash_attention_3" else 1
+                assert 0 < step.mfu < most, (attention, length)
 
 
 def test_frozen_weights_have_no_gradient_in_utilisation() -> None:

@@ -44,6 +44,7 @@ SOURCES = {
     "nvidia-175b": "the same, nemo_megatron/README_175b.md: BF16",
     "nvidia-8b": "the same, llama3.1/README_8b.md: BF16",
     "rocm-fsdp": "AMD, ROCm PyTorch Training Container (v25.2), README.md: BF16",
+    "bekman-2026": "Bekman, ml-engineering, insights/when-to-upgrade-gpus: DeepSpeed, H200 and B200",
     "torchtitan-a100": "torchtitan, docs/performance.md of 2024: 64 A100",
     "torchtitan-2024": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3",
 }
@@ -101,11 +102,13 @@ def _row(values: dict[str, str]) -> Row:
     }
     pipeline = int(values["pipeline"])
     precision = "fp16" if values["gpu"].startswith("v100") else "bf16"
-    ds = {
+    ds: dict[str, Any] = {
         "optimizer": {"type": "AdamW"},
         precision: {"enabled": True},
         "zero_optimization": {"stage": number["stage"]},
     }
+    if values["offload"] == "optimizer":
+        ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     shape = _shape(values["model"], number["seq_len"])
     inputs = Inputs(
         shape=shape,
