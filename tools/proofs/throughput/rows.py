@@ -44,7 +44,7 @@ SOURCES = {
     "nvidia-175b": "the same, nemo_megatron/README_175b.md: BF16",
     "nvidia-8b": "the same, llama3.1/README_8b.md: BF16",
     "rocm-fsdp": "AMD, ROCm PyTorch Training Container (v25.2), README.md: BF16",
-    "bekman-2026": "Bekman, ml-engineering, insights/when-to-upgrade-gpus: DeepSpeed, H200 and B200",
+    "bekman-2026": "Bekman, ml-engineering, insights/when-to-upgrade-gpus: DeepSpeed on H200, B200",
     "torchtitan-a100": "torchtitan, docs/performance.md of 2024: 64 A100",
     "torchtitan-2024": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3",
 }
