@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 from harness.estimate.held import PHASES
 from tests.run_tools import run_tool
 from tools.look.palette import COMPONENTS
+from tools.plan_args import add_kernels
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOOL = REPOSITORY / "tools/estimate_memory.py"
@@ -41,6 +43,13 @@ run = partial(run_tool, "estimate_memory")
 
 def estimated(*arguments: str) -> dict:
     return json.loads(run(*arguments, "--json").stdout)
+
+
+def test_kernels_are_named_as_pip_or_python_knows_them() -> None:
+    parser = argparse.ArgumentParser()
+    add_kernels(parser)
+    words = ["--kernels", "mamba-ssm", "flash-linear-attention", "causal_conv1d"]
+    assert parser.parse_args(words).kernels == ["mamba_ssm", "fla", "causal_conv1d"]
 
 
 def test_json_has_stable_keys():

@@ -55,11 +55,18 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
         nargs="+",
+        type=_imported_as,
         choices=STATE_KERNELS,
         default=(),
         metavar="PACKAGE",
         help=f"installed there for layers that carry a state: {', '.join(STATE_KERNELS)}",
     )
+
+
+def _imported_as(package: str) -> str:
+    """Return the name under which a package is imported that pip knows by another."""
+    name = package.replace("-", "_")
+    return "fla" if name == "flash_linear_attention" else name
 
 
 def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.estimate.changes import helpful_changes, with_stage
 from harness.estimate.dividable import division_problems
 from harness.estimate.held import FP32, PHASES
-from harness.estimate.inputs import GIB
+from harness.estimate.inputs import BY_REFERENCE, GIB
 from harness.estimate.interval import Interval
 from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.states import optimizer_class
@@ -72,6 +72,7 @@ def _setting(estimate: Estimate) -> str:
         )
         if ranks > 1
     ]
+    less = " (--kernels: with those of mamba-ssm and others less)"
     frozen = f" ({inputs.frozen:,} frozen)" if inputs.frozen else ""
     return (
         f"{inputs.parameters:,} parameters{frozen} in {inputs.precision}, {''.join(divided)}"
@@ -79,7 +80,7 @@ def _setting(estimate: Estimate) -> str:
         f"({optimizer_class(inputs)}) over {inputs.shards} ranks; micro-batch "
         f"{inputs.micro_batch} x {inputs.seq_len} tokens, {inputs.grad_accum} accumulated, "
         f"checkpointing {inputs.checkpointing}, attention {inputs.attention}, layers "
-        f"{inputs.layers_by}"
+        f"{inputs.layers_by}{less if inputs.layers_by == BY_REFERENCE else ''}"
     )
 
 
