@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +24,7 @@ from tests.engine.small import MODEL
 from tools.proofs.memory.live import rise
 
 _TENSORS = {"tensor_parallel": {"autotp_size": 2}}
+_CHANCES = 3
 _LARGER = {
     **MODEL,
     "vocab_size": 512,
@@ -81,9 +83,13 @@ def building() -> dict[str, dict[str, int]]:
     }
     results = {}
     for (name, ds), (way, keys) in itertools.product(layouts.items(), ways.items()):
-        # Of a few builds the lowest peak: what gloo's threads just sent is freed a moment later.
-        built = [_build(ds, {"name": str(folder), **keys}, mapped) for _ in range(3)]
-        share, peak = min(built)
+        # What gloo's threads just sent is freed a moment later: a high peak has another chance.
+        for _ in range(_CHANCES):
+            share, peak = _build(ds, {"name": str(folder), **keys}, mapped)
+            is_high = torch.tensor(int(peak > share + 2 * piece))
+            dist.all_reduce(is_high)
+            if not is_high:
+                break
         results[f"{name}, {way}"] = {"share": share, "peak": peak, "piece": piece}
     return results
 

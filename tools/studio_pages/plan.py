@@ -154,6 +154,7 @@ def _ranking(
         data_tokens=billions * 1e9,
         lora=lora or None,
         assignments=list(words),
+        kernels=(),
         **dict.fromkeys(
             (
                 *("gpus_per_node", "network", "host_memory", "disk", "price", "quantize"),
