@@ -25,7 +25,7 @@ from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import fsync
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.errors import CannotSave, ConfigError, is_full_disk
-from harness.estimate.inputs import as_size
+from harness.estimate.units import as_size
 
 SHARD_BYTES = 4 * 10**9
 _LOCK, _REPLACED = ".lock", "replaced"

@@ -22,7 +22,7 @@ from harness.checkpoint.manifest import DIVIDED, MANIFEST, PROBE, Manifest
 from harness.checkpoint.meeting import gathered, told
 from harness.checkpoint.store import Retention, Store
 from harness.errors import ExitCode, RunStopped
-from harness.estimate.inputs import as_size
+from harness.estimate.units import as_size
 
 
 @dataclass(frozen=True)

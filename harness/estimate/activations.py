@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.estimate.held import BACKWARD, BEFORE_BACKWARD, FP32, Evidence, Held, Place
-from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import (
     Layer,
     dense_mlp,
@@ -19,6 +19,7 @@ from harness.estimate.layer_bytes import (
     rms_norm,
     writes_scores,
 )
+from harness.estimate.layer_trace import BY_REFERENCE, WITH_KERNELS
 from harness.estimate.logits import INDEX, log_softmax, logits
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.recompute import REVERSIBLE, is_checkpointed
@@ -32,11 +33,11 @@ def activation_evidence(inputs: Inputs) -> Evidence:
     """Return the evidence for the family's activations."""
     compared = inputs.shape.family.compared
     traced = "activations" in compared and not inputs.dropout
-    traced |= bool(inputs.traced_layers) and inputs.traced_way != BY_REFERENCE
+    traced |= inputs.trace is not None and inputs.trace.way != BY_REFERENCE
     traced &= ATTENTIONS[inputs.attention].is_traced and not (inputs.liger or inputs.compiled)
     if max(inputs.grid.tensor, inputs.grid.sequence, inputs.grid.expert) > 1:
         traced &= "divided activations" in compared
-    if traced and inputs.traced_layers and inputs.traced_way == WITH_KERNELS:
+    if traced and inputs.layers_by == WITH_KERNELS:
         return "read"
     return "traced" if traced else "guessed"
 
@@ -137,7 +138,7 @@ def _results(inputs: Inputs, index: int) -> tuple[int, int]:
     backward pass needs as they are, and those from which it computes others.
     """
     shape, e = inputs.shape, inputs.element_bytes
-    if inputs.traced_layers:
+    if inputs.trace is not None:
         return 0, 0
     # Rotated queries and keys, and the sums that norms take, are computed from them.
     from_them = e * (shape.q_size + 2 * shape.kv_size + shape.hidden_size)
@@ -208,9 +209,9 @@ def _embedding_norm(inputs: Inputs) -> int:
 def _head(inputs: Inputs) -> int:
     """The final norm, the input of the output head, and what caps the logits."""
     e, h = inputs.element_bytes, inputs.shape.hidden_size
-    if inputs.traced_layers:
+    if inputs.trace is not None:
         counted = (FP32 * inputs.shape.vocab_size + 2 * INDEX) * inputs.tokens + _positions(inputs)
-        return max(0, int(inputs.traced_outside * inputs.tokens) - counted)
+        return max(0, int(inputs.trace.outside * inputs.tokens) - counted)
     family = inputs.shape.family
     if family.layer_norm:
         return (2 * e * h + 2 * e) * inputs.tokens

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.estimate.changes import helpful_changes
-from harness.estimate.inputs import GIB, as_size
 from harness.estimate.timeline import Estimate
+from harness.estimate.units import GIB, as_size
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from harness.estimate.driver import generation_of
 from harness.estimate.held import ALWAYS, FP32, STEPPED, Held
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.partition import sub_groups
 from harness.estimate.states import master_bytes, moment_bytes
+from harness.estimate.units import GIB
 
 # A rank that has imported torch, transformers and deepspeed, before any weight.
 PROCESS_HOST = int(0.5 * GIB)

@@ -7,29 +7,28 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from harness.estimate.layer_trace import LayerTrace
+from harness.estimate.parameter_groups import (
+    is_of_experts,
+    parameter_groups,
+    quantized_elements,
+    trained_tensors,
+)
 from harness.estimate.partition import Flat
 from harness.estimate.zero_settings import ZeroSettings
-from harness.layout.adapters import Adapters, linear_weights
+from harness.layout.adapters import Adapters
 from harness.layout.division import divides_vocabulary, tensor_shard
-from harness.layout.expert import EXPERTS, expert_shard
+from harness.layout.expert import expert_shard
 from harness.layout.grid import Grid
 from harness.layout.loss_chunk import loss_chunk
-from harness.layout.optimizer_table import GroupRule, Parameter, is_frozen, optimizer_groups
+from harness.layout.optimizer_table import GroupRule, is_frozen
 from harness.layout.quantization import Quantization
 from harness.layout.recompute import Checkpointing, is_checkpointed
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, in_flight, stage_shape
 from harness.layout.tensors import Tensor
 
-GIB = 2**30
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-Way = Literal["traced", "traced through reference code", "traced with kernels"]
-"""How layers were traced that carry a state: through transformers' reference code, or as if with
-the kernels of another package, from what their sources keep (models/state_kernels.py)."""
-BY_REFERENCE: Way = "traced through reference code"
-WITH_KERNELS: Way = "traced with kernels"
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,8 @@ class Inputs:
     """True if each tensor-parallel rank of a stage sends its part of the hidden states."""
     parallel_residual: bool = True
     """True if GPT-NeoX's attention and MLP read norms of one input (use_parallel_residual)."""
-    traced_layers: tuple[float, ...] = ()
-    """Traced bytes that each of the model's layers keeps of a token; none if the operations are
-    counted."""
-    traced_outside: float = 0.0
-    """Traced bytes that are kept of a token outside the layers, all logits included."""
-    traced_way: Way = "traced"
+    trace: LayerTrace | None = None
+    """What was traced of the model; None if its operations are counted."""
     stage: int | None = None
     """The pipeline stage that `shape` is; None where it is the whole model."""
     divides_vocabulary: bool = False
@@ -134,7 +129,7 @@ class Inputs:
     @property
     def layers_by(self) -> str:
         """The way to the bytes of layers: counted, or how they were traced."""
-        return self.traced_way if self.traced_layers else "counted"
+        return "counted" if self.trace is None else self.trace.way
 
     @property
     def first_layer(self) -> int:
@@ -148,7 +143,7 @@ class Inputs:
         """The layers here of each kind: those with the same tensors, window, traced bytes and
         checkpointing keep and take the same.
         """
-        return _layers_alike(self.shape, self.checkpointing, self.first_layer, self.traced_layers)
+        return _layers_alike(self.shape, self.checkpointing, self.first_layer, self.trace)
 
     @property
     def has_head(self) -> bool:
@@ -206,7 +201,7 @@ class Inputs:
         """Ranks that ZeRO spreads the states of a group of `groups` over: of experts, those that
         have the same ones.
         """
-        return self.shards // (self.grid.expert if _is_of_experts(group) else 1)
+        return self.shards // (self.grid.expert if is_of_experts(group) else 1)
 
     @cached_property
     def flats(self) -> list[Flat]:
@@ -216,7 +211,7 @@ class Inputs:
             Flat(
                 tuple(tensor.numel for tensor in group),
                 self.shards_of(group),
-                expert if _is_of_experts(group) else 1,
+                expert if is_of_experts(group) else 1,
             )
             for group in self.groups()
         ]
@@ -232,7 +227,7 @@ class Inputs:
     @cached_property
     def trained_tensors(self) -> list[Tensor]:
         """The parameters that the optimizer steps."""
-        return _trained(self.shape, self.rules, self.adapters)
+        return trained_tensors(self.shape, self.rules, self.adapters)
 
     @cached_property
     def frozen_tensors(self) -> list[Tensor]:
@@ -243,13 +238,9 @@ class Inputs:
         return [t for t in self.shape.tensors() if is_frozen(t.name, rules)] if rules else []
 
     def groups(self) -> list[list[Tensor]]:
-        """The parameter groups of the optimizer, each in the model's order.
-
-        Matrices decay; biases, norms and embeddings, tied to the head or not, do not. Divided
-        experts have groups of their own.
-        """
+        """The parameter groups of the optimizer (parameter_groups.py)."""
         muon, divided = self.zero.optimizer == "muon", self.grid.expert > 1
-        return _groups(self.shape, self.rules, self.adapters, muon, divided)
+        return parameter_groups(self.shape, self.rules, self.adapters, muon, divided)
 
     @property
     def parameters(self) -> int:
@@ -271,7 +262,7 @@ class Inputs:
     @property
     def frozen_bytes(self) -> int:
         """Bytes of the parameters that are not trained, unsharded."""
-        quantized = _quantized(self.shape, self.quantization)
+        quantized = quantized_elements(self.shape, self.quantization)
         kept = self.frozen - sum(quantized)
         own = self.quantization
         return self.element_bytes * kept + sum(own.weight_bytes(n) for n in quantized if own)
@@ -284,70 +275,22 @@ class Inputs:
     @property
     def dequantized_bytes(self) -> int:
         """Bytes of the largest quantized weight as it is multiplied by; 0 without any."""
-        largest = max(_quantized(self.shape, self.quantization), default=0)
+        largest = max(quantized_elements(self.shape, self.quantization), default=0)
         own = self.quantization
         return 0 if own is None else own.temporary_bytes(largest, self.element_bytes)
 
 
 @lru_cache(maxsize=256)
 def _layers_alike(
-    shape: Shape, checkpointing: Checkpointing, first: int, traced: tuple[float, ...]
+    shape: Shape, checkpointing: Checkpointing, first: int, trace: LayerTrace | None
 ) -> list[list[int]]:
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, tensors in enumerate(shape.body.layers):
         kind = (
             id(tensors),  # of layers that are alike one object (Body)
             shape.sliding_windows[index] if shape.sliding_windows else None,
-            traced[first + index] if traced else None,
+            trace.layers[first + index] if trace else None,
             is_checkpointed(checkpointing, first + index),
         )
         kinds.setdefault(kind, []).append(index)
     return [*kinds.values()]
-
-
-@lru_cache(maxsize=256)
-def _quantized(shape: Shape, quantization: Quantization | None) -> list[int]:
-    """Return the elements of each quantized weight."""
-    return [] if quantization is None else [tensor.numel for tensor in linear_weights(shape)]
-
-
-@lru_cache(maxsize=256)
-def _trained(shape: Shape, rules: tuple[GroupRule, ...], adapters: Adapters | None) -> list[Tensor]:
-    if adapters is not None:
-        return [*adapters.tensors(shape)]
-    tensors = [*shape.tensors()]
-    return [t for t in tensors if not is_frozen(t.name, rules)] if rules else tensors
-
-
-@lru_cache(maxsize=256)
-def _groups(
-    shape: Shape, rules: tuple[GroupRule, ...], adapters: Adapters | None, muon: bool, divided: bool
-) -> list[list[Tensor]]:
-    tensors = {tensor.name: tensor for tensor in _trained(shape, rules, adapters)}
-    parameters = (
-        Parameter(
-            name,
-            matrix=len(tensor.shape) >= 2 and tensor.kind != "embedding",
-            head=tensor.kind == "head",
-        )
-        for name, tensor in tensors.items()
-    )
-    groups = optimizer_groups(parameters, 1.0, rules, muon)
-    named = [[tensors[name] for name in names] for _, names in groups]
-    if not divided:
-        return named
-    parts = [
-        [tensor for tensor in group if (tensor.kind == EXPERTS) == experts]
-        for group in named
-        for experts in (False, True)
-    ]
-    return [part for part in parts if part]
-
-
-def _is_of_experts(group: Sequence[Tensor]) -> bool:
-    return group[0].kind == EXPERTS
-
-
-def as_size(size: float) -> str:
-    """Bytes in GiB, or in MiB where that would be less than one: a small disk is not 0.00 GiB."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.2f} MiB"

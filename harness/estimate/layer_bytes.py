@@ -35,8 +35,8 @@ class Layer:
 
 def layer_activations(inputs: Inputs, index: int) -> Layer:
     """Return the bytes that autograd keeps of layer `index` without checkpointing."""
-    if inputs.traced_layers:
-        each = inputs.traced_layers[inputs.first_layer + index]
+    if inputs.trace is not None:
+        each = inputs.trace.layers[inputs.first_layer + index]
         return Layer(0, 0, 0, int(each * inputs.tokens))
     per_token = Layer(_attention(inputs, index), _mlp(inputs, index), _norms(inputs))
     layer = Layer(*(size * inputs.tokens for size in vars(per_token).values()))
@@ -95,7 +95,7 @@ def writes_scores(inputs: Inputs) -> bool:
 
 def is_masked(inputs: Inputs, index: int) -> bool:
     """Return whether a mask is made for SDPA: it knows only the plain causal one by itself."""
-    window = inputs.shape.sliding_windows[index] if not inputs.traced_layers else None
+    window = inputs.shape.sliding_windows[index] if inputs.trace is None else None
     return inputs.document_mask or (window is not None and inputs.seq_len >= window)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from harness.estimate.held import PHASES, Evidence, Place
 from harness.estimate.host import checkpoint_bytes
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.rank_timeline import RankTimeline, rank_timeline, weakest
 from harness.estimate.states import optimizer_class
+from harness.estimate.units import GIB
 from harness.layout.grid import Coords
 
 

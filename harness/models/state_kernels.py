@@ -1,4 +1,4 @@
-"""What the kernels of state-space and delta-rule layers keep for the backward pass, without a GPU.
+"""Stand-ins for the kernels of state-space and delta-rule layers, which keep what those keep.
 
 mamba-ssm, causal-conv1d and flash-linear-attention compute on GPUs alone. `stand_in` puts modules
 of their names in their place, whose functions return tensors of the right shapes and keep what the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Collection
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -25,15 +24,15 @@ _DELTA_CHUNK = 64
 """Tokens of a chunk of the delta rule (fla/ops/gated_delta_rule/chunk.py)."""
 
 
-calls: Counter[str] = Counter()
-"""Calls of each stand-in in this process."""
-
-
 class _Kept(torch.autograd.Function):
     """Keeps tensors beside an output that was made of others."""
 
+    calls = 0
+    """In this process."""
+
     @staticmethod
     def forward(context: Any, output: torch.Tensor, *kept: Any) -> torch.Tensor:
+        _Kept.calls += 1
         context.save_for_backward(*(tensor for tensor in kept if torch.is_tensor(tensor)))
         return output.view_as(output)
 
@@ -44,7 +43,6 @@ class _Kept(torch.autograd.Function):
 
 def _keeping(output: torch.Tensor, *kept: Any) -> torch.Tensor:
     """Return `output` as if a kernel had made it, which keeps the tensors among `kept`."""
-    calls[sys._getframe(1).f_code.co_name] += 1
     result: torch.Tensor = _Kept.apply(output.requires_grad_(), *kept)  # type: ignore[no-untyped-call]
     return result
 
@@ -107,13 +105,13 @@ def mamba_inner_fn(
     """
     (batch, channels, tokens), rank = xz.shape, A.shape[-1]
     projected = xz.new_empty(batch * tokens, x_proj_weight.shape[0])
-    given = [tensor if tensor is not None else _row(xz, rank) for tensor in (B, C)]
+    maps = [tensor if tensor is not None else _row(xz, rank) for tensor in (B, C)]
     scanned = xz.new_empty(batch, channels // 2, tokens)
     output = xz.new_empty(batch, tokens, out_proj_weight.shape[0])
     weights = conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight
     states = _states(scanned, A)
     return _keeping(
-        output, _by_rows(xz), *weights, projected, A, *given, D, delta_bias, states, scanned
+        output, _by_rows(xz), *weights, projected, A, *maps, D, delta_bias, states, scanned
     )
 
 
@@ -198,13 +196,13 @@ def chunk_gated_delta_rule(
     (gated_delta_rule/chunk.py: ChunkGatedDeltaRuleFunction).
     """
     query, key, value = (tensor.contiguous() for tensor in (q, k, v))
-    norms: list[torch.Tensor] = []
-    if use_qk_l2norm_in_kernel:
-        norms = [q.new_empty(tensor.shape[:-1], dtype=torch.float32) for tensor in (q, k)]
+    roots: list[torch.Tensor] = []
+    if use_qk_l2norm_in_kernel:  # which keeps the scaled ones, and what they were divided by
+        roots = [q.new_empty(tensor.shape[:-1], dtype=torch.float32) for tensor in (q, k)]
         query, key = torch.empty_like(query), torch.empty_like(key)
     sums = torch.empty_like(g, dtype=torch.float32)
     within = k.new_empty(*v.shape[:-1], _DELTA_CHUNK)
-    kept = (*norms, query, key, value, sums, beta, within, initial_state, cu_seqlens)
+    kept = (*roots, query, key, value, sums, beta, within, initial_state, cu_seqlens)
     return _keeping(torch.empty_like(value), *kept), None
 
 
@@ -216,7 +214,7 @@ def _states(of: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
 
 
 def _row(xz: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return what is made of the projection where B or C depends on the tokens."""
+    """Return a map into or out of the state that depends on the tokens (B or C)."""
     batch, _, tokens = xz.shape
     return xz.new_empty(batch, 1, rank, tokens)
 
@@ -229,6 +227,11 @@ _FUNCTIONS = {
     ),
     "fla": (chunk_gated_delta_rule,),
 }
+
+
+def were_called() -> bool:
+    """Return whether a model ran through a stand-in in this process."""
+    return _Kept.calls > 0
 
 
 def stand_in(packages: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Way
+from harness.estimate.layer_trace import BY_REFERENCE, WITH_KERNELS, Way
 from harness.models import state_kernels
 from harness.models.loss import forward
 from harness.models.pieces import decoder_layers
@@ -67,8 +67,6 @@ class Request:
     attention: str
     micro_batch: int
     seq_len: int
-    kernels: tuple[str, ...] = ()
-    """Packages of state_kernels.py whose kernels the run has; heeded by the command alone."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,7 @@ def _way(layers: nn.ModuleList) -> Way:
     files = {type(module).__module__ for layer in carry for module in layer.modules()}
     if not any(key in vars(sys.modules[file]) for file in files for key in _KERNELS):
         return "traced"
-    return WITH_KERNELS if state_kernels.calls else BY_REFERENCE
+    return WITH_KERNELS if state_kernels.were_called() else BY_REFERENCE
 
 
 def shape_of(request: Request) -> dict[str, Any]:
@@ -310,8 +308,9 @@ def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:
 
 def main() -> int:
     """Standard input -> standard output; 1 with one line on standard error if it cannot be done."""
-    request = Request(**json.load(sys.stdin))
-    state_kernels.stand_in(request.kernels)
+    values = json.load(sys.stdin)
+    state_kernels.stand_in(values.pop("kernels", ()))
+    request = Request(**values)
     try:
         traced = trace(request)
         answer = {**shape_of(request), **vars(traced)}

@@ -9,8 +9,10 @@ from harness.config.ds_keys import value_of
 from harness.errors import ConfigError
 from harness.estimate.dividable import division_problems
 from harness.estimate.hardware import known_gpu
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
+from harness.estimate.layer_trace import LayerTrace
 from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.units import GIB
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.carried import carried_numbers
 from harness.plan.plan import Plan
@@ -52,9 +54,9 @@ def traced_inputs(plan: Plan) -> Inputs:
     tokens = micro_batch * seq_len
     return replace(
         inputs,
-        traced_layers=tuple(size / tokens for size in trace.layers),
-        traced_outside=trace.outside / tokens,
-        traced_way=trace.way,
+        trace=LayerTrace(
+            tuple(size / tokens for size in trace.layers), trace.outside / tokens, trace.way
+        ),
     )
 
 

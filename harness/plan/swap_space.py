@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from harness.config.ds_keys import literal, offloaded_to
-from harness.estimate.inputs import GIB
+from harness.estimate.units import GIB
 from harness.plan.plan import Plan
 
 _KEY = "zero_optimization.offload_optimizer"

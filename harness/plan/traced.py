@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.estimate.inputs import Way
+from harness.estimate.layer_trace import Way
 from harness.layout.shape import Shape
 from harness.layout.tensors import Body, Tensor
 

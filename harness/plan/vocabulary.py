@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.estimate.inputs import GIB
 from harness.estimate.timeline import estimate_memory
+from harness.estimate.units import GIB
 from harness.layout.division import divides_vocabulary, tensor_shard
 from harness.layout.shape import Shape, num_parameters
 from harness.plan.plan import Plan

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from harness.estimate.hardware import known_gpu
-from harness.estimate.inputs import GIB
+from harness.estimate.units import GIB
 from harness.layout.attention_table import seen_by
 from harness.layout.shape import Shape, flops_per_token
 from harness.plan.plan import Plan

@@ -9,8 +9,9 @@ import pytest
 
 from harness.estimate.changes import helpful_changes
 from harness.estimate.dividable import division_problems
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.timeline import estimate_memory
+from harness.estimate.units import GIB
 from harness.layout.grid import Grid
 from tests.estimate.test_activations import FAMILIES, WAYS, inputs_of
 

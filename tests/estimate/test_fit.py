@@ -10,8 +10,8 @@ import pytest
 
 from harness.config.run_config import RunConfig
 from harness.estimate import fit
-from harness.estimate.inputs import GIB
 from harness.estimate.timeline import Estimate
+from harness.estimate.units import GIB
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan

@@ -7,10 +7,11 @@ import pytest
 
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.changes import helpful_changes, with_stage
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.estimate.states import model_states, optimizer_class
 from harness.estimate.timeline import estimate_memory
+from harness.estimate.units import GIB
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape

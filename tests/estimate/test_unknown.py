@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS
+from harness.estimate.layer_trace import BY_REFERENCE, WITH_KERNELS
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.world import STATE_KERNELS, World
 from harness.models.skeleton import hf_config, skeleton
@@ -118,10 +118,10 @@ def test_a_fused_layer_of_mamba_keeps_what_its_source_says() -> None:
     request |= {"micro_batch": 1, "seq_len": tokens, "kernels": STATE_KERNELS}
     kept = 2 * tokens * (2 * channels + rank + 2 * 16 + 2 * 16 + channels)  # xz, x_dbl, B, C, out
     kept += 4 * channels * 2 * 2 * 16  # two chunks' states, each twice, in fp32
-    kept += 4 * channels * 16  # A
+    kept += 4 * channels * (2 * 16 + 2)  # A and what it is the negative of, D, delta_bias
     norm = 4 * tokens + tokens * 64 * (4 + 2 + 2)  # its root, in fp32, twice in bf16
     layer, _ = traced.traced(request).layers
-    assert abs(layer - kept - norm) < 4 * tokens * 64
+    assert layer == kept + norm
 
 
 def test_attention_is_the_runs_and_its_dropout_takes_no_other_path() -> None:

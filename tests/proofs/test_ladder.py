@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.estimate.inputs import GIB
+from harness.estimate.units import GIB
 from tools.proofs.ladder.rungs import RUNGS, STEP, Job, write_model
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from harness.estimate.hardware import GPUS
-from harness.estimate.inputs import GIB
 from harness.estimate.interval import Interval
+from harness.estimate.units import GIB
 from tests.two_ranks import REPOSITORY
 from tools.proofs.cards.report import is_kept, markdown, summary
 from tools.proofs.cards.runs import Card, carded, published

@@ -215,6 +215,6 @@ def test_a_script_in_a_name_is_not_executed(studio: Studio) -> None:
     status, _, body = ask(studio.port, f"/report?run={name}")
     assert (status, "Training loss" in body) == (200, True)
     assert "<img src=x" not in body
-    for wrong in ("..", "%2e%2e%2fsecret", "/etc", ""):
-        assert ask(studio.port, f"/report?run={wrong}")[0] == 404
+    for outside in ("..", "%2e%2e%2fsecret", "/etc", ""):
+        assert ask(studio.port, f"/report?run={outside}")[0] == 404
     assert ask(studio.port, f"/runs/{quote(folder.path.name)}/metrics.jsonl")[0] == 404

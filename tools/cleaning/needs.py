@@ -1,4 +1,4 @@
-"""What a recipe needs on this machine."""
+"""Packages and files that a recipe needs on this machine."""
 
 from __future__ import annotations
 

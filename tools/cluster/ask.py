@@ -14,10 +14,11 @@ from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu, known_gpu
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.beside import DISK_GB_PER_S
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.machine import machine_of, measured, other_machine
+from harness.estimate.units import GIB
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.memory import memory_inputs, traced_inputs

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.config.run_config import RunConfig
 from harness.estimate.held import PHASES
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.interval import Interval
 from harness.estimate.step_time.beside import Beside
 from harness.estimate.step_time.job import DAY, Job
@@ -24,6 +24,7 @@ from harness.estimate.totals import (
     peak,
     verdict_without_allocator,
 )
+from harness.estimate.units import GIB
 from tools.cluster.layouts import Layout
 
 TOKENS_PER_PARAMETER = 20

@@ -260,7 +260,7 @@ def _layer_kinds(inputs: Inputs) -> list[int]:
     """Return a number for each layer of the model, equal where layers are alike."""
     layers = inputs.shape.body.layers
     windows = inputs.shape.sliding_windows
-    traced = inputs.traced_layers or (None,) * len(layers)
+    traced = inputs.trace.layers if inputs.trace else (None,) * len(layers)
     numbers: dict[_Key, int] = {}
     kinds = zip(map(id, layers), windows, traced, strict=True)
     return [numbers.setdefault(kind, len(numbers)) for kind in kinds]

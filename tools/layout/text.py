@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.estimate.inputs import GIB
 from harness.estimate.timeline import Estimate
+from harness.estimate.units import GIB
 from harness.layout.division import tensor_shard
 from harness.layout.expert import expert_shard
 from harness.layout.grid import Coords

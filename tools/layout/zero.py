@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.estimate.inputs import GIB
+from harness.estimate.units import GIB
 from harness.plan.plan import Plan
 from harness.report.components import grouped
 from tools.figure import new_figure

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from harness.estimate.changes import with_stage
 from harness.estimate.held import PHASES
-from harness.estimate.inputs import GIB
 from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.units import GIB
 from harness.report.components import grouped
 from tools.figure import limit_line, new_figure
 from tools.look.palette import COMPONENTS, MUTED, SERIES

@@ -10,8 +10,9 @@ from typing import Any
 
 from harness.estimate.changes import with_micro_batch
 from harness.estimate.dividable import division_problems
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.units import GIB
 
 NAMES = ("micro_batch", "seq_len", "gpus")
 

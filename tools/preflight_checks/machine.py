@@ -17,7 +17,7 @@ import torch
 from harness.config.ds_keys import offloaded_to
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
-from harness.estimate.inputs import GIB
+from harness.estimate.units import GIB
 from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan
 from tools.preflight_checks.report import Row, by_text, grouped, same_row, slow, span, who

@@ -32,7 +32,7 @@ from tools.figure import write_plot
 from tools.made_with import machine, versions
 from tools.proofs.overhead.data_path import data_rates
 from tools.proofs.overhead.job import LAYERS
-from tools.proofs.overhead.prepare import Bench, prepare
+from tools.proofs.overhead.prepare import Bench, add_length, prepare
 from tools.proofs.overhead.report import COUNTED, SIDES, markdown, tables
 from tools.proofs.overhead.spread import name_of, picture
 
@@ -122,9 +122,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=3, help="timed, in each process")
-    # In its first three steps the harness also compares the memory it holds with the estimate.
-    parser.add_argument("--warm-up", type=int, default=4, help="steps before, at least one")
+    add_length(parser)
     parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
     parser.add_argument("--results", type=Path, metavar="FILE", help="of --json: measure nothing")
     parser.add_argument("--starts", type=Path, metavar="FILE", help="of --json: start-ups, instead")

@@ -1,4 +1,4 @@
-"""Switch one by one what could decide at a start how long its steps take.
+"""Switch, one by one, suspects that could decide at a start how long its steps take.
 
     python tools/proofs/compare_starts.py --stage 3 --ranks 1 --rounds 8
     python tools/proofs/compare_starts.py --stage 3 --ranks 1 --out FOLDER --markdown PAGE
@@ -21,12 +21,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tools.made_with import machine, versions
 from tools.proofs.overhead.job import LAYERS
-from tools.proofs.overhead.prepare import Bench, prepare
-from tools.proofs.overhead.suspects import SUSPECTS, Sides, suspect_rows
+from tools.proofs.overhead.prepare import Bench, add_length, prepare
+from tools.proofs.overhead.suspects import NOTHING, SUSPECTS, Sides, suspect_rows
 
-_PAGE = """# What decides how long a step takes, from start to start
+_PAGE = """# The time of a step from start to start: suspects, switched one by one
 
-Written by `{command}`.
+Written by `python tools/proofs/compare_starts.py --stage {stage} --ranks {ranks} --rounds {rounds}
+--markdown PAGE`.
 
 Each suspect is switched alone, in {rounds} rounds of starts (ZeRO {stage}; ranks: {ranks}); the job
 is that of [overhead.md](overhead.md). A start's time is the median of its timed steps. "Freed pages
@@ -51,15 +52,15 @@ def main() -> int:
     print(table)
     if args.markdown:
         about = {"stage": args.stage, "ranks": args.ranks, "rounds": args.rounds, "table": table}
-        command = " ".join(["python tools/proofs/compare_starts.py", *sys.argv[1:]])
-        made = {"command": command, "machine": machine(), "versions": versions()}
+        made = {"machine": machine(), "versions": versions()}
         args.markdown.write_text(_PAGE.format(**about, **made), encoding="utf-8")
     return 0
 
 
 def _round(bench: Bench, args: argparse.Namespace, out: Path, number: int) -> Sides:
     """Return one round's measurements: those in `out`, or measured now and written there."""
-    path = out / f"zero{args.stage}-{args.ranks}-{number}.json"
+    lengths = f"{args.layers}-layers-{args.warm_up}-{args.steps}-steps"
+    path = out / f"zero{args.stage}-{args.ranks}-ranks-{lengths}-{number}.json"
     if path.exists():
         sides: Sides = json.loads(path.read_text())
         return sides
@@ -67,7 +68,7 @@ def _round(bench: Bench, args: argparse.Namespace, out: Path, number: int) -> Si
         (name, side)
         for name, suspect in SUSPECTS.items()
         for side in ("harness", "bare")
-        if side == "harness" or suspect.is_of_both or suspect == SUSPECTS["nothing"]
+        if side == "harness" or suspect.is_of_both or name == NOTHING
     ]
     first = number * 5 % len(starts)
     sides = {name: {} for name in SUSPECTS}
@@ -87,8 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3, help="timed, in each process")
-    parser.add_argument("--warm-up", type=int, default=4, help="steps before, at least one")
+    add_length(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the rounds; resumes")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     return parser.parse_args()

@@ -19,7 +19,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
-from harness.estimate.inputs import GIB
+from harness.estimate.units import GIB
 from harness.layout.recompute import flops_again
 from harness.layout.shape import flops_per_token
 from harness.layout.world import World

@@ -22,7 +22,9 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.inputs import BY_REFERENCE, GIB, WITH_KERNELS
+from harness.estimate.inputs import Inputs
+from harness.estimate.layer_trace import BY_REFERENCE, WITH_KERNELS
+from harness.estimate.units import GIB
 from harness.layout.shape import num_parameters
 from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import Command, plan_from
@@ -111,24 +113,22 @@ def traced_row(family: str) -> dict[str, Any]:
     from harness.models.tracing import Request, trace_whole
 
     plan = _plan(family)
-    assert plan.estimate is not None, "it is not estimated"
-    inputs = plan.estimate.inputs
+    inputs = _inputs(plan)
     attention = plan.config.model.attention  # what "auto" stands for
     request = Request(plan.model_config, None, "bf16", attention, 1, _TOKENS)
     row = {
         "family": family,
         "parameters": num_parameters(inputs.shape),
         "layers": inputs.shape.num_layers,
-        "kinds": len({*inputs.traced_layers}) or None,
+        "kinds": len({*inputs.trace.layers}) if inputs.trace else None,
         "way": inputs.layers_by,
         "estimate": saved_for_backward(inputs),
         "whole": trace_whole(request),
     }
     if inputs.layers_by == BY_REFERENCE:
-        fused = _plan(family, STATE_KERNELS).estimate
-        assert fused is not None
-        assert fused.inputs.layers_by == WITH_KERNELS
-        row["kernels"] = saved_for_backward(fused.inputs)
+        fused = _inputs(_plan(family, STATE_KERNELS))
+        assert fused.layers_by == WITH_KERNELS
+        row["kernels"] = saved_for_backward(fused)
     return row
 
 
@@ -149,8 +149,14 @@ def _plan(family: str, kernels: tuple[str, ...] = ()) -> Plan:
         )
         command = Command(folder / "ds.json", assignments=words)
         plan = plan_from(command, world=world, estimating=True)
-        assert plan.estimate is not None, "it is estimated while its folder is there"
+        _inputs(plan)  # while its folder is there
         return plan
+
+
+def _inputs(plan: Plan) -> Inputs:
+    """Return the inputs of a plan's estimate, which is made when it is first asked for."""
+    assert plan.estimate is not None, "it is not estimated"
+    return plan.estimate.inputs
 
 
 def _page(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from harness.estimate.inputs import GIB
+from harness.estimate.units import GIB
 from harness.report.components import grouped
 from tools.studio_app.page import Verdict
 

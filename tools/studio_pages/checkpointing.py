@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from harness.estimate.activations import activations
 from harness.estimate.held import Place
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
+from harness.estimate.units import GIB
 from harness.layout.recompute import (
     REVERSIBLE,
     WAYS,

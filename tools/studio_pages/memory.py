@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.estimate.held import PHASES
-from harness.estimate.inputs import GIB
 from harness.estimate.timeline import Estimate
+from harness.estimate.units import GIB
 from harness.report.components import group_of
 from tools.look.palette import COMPONENTS
 from tools.studio_app.charts import Axis, stacked

@@ -155,9 +155,8 @@ class _Whole:
 
 def build(name: str, weights: torch.nn.Parameter, rate: float, decay: float) -> Any:
     """Return an optimizer: the harness's own, or torch's, which DeepSpeed and it build."""
-    from harness.engine.our_optimizers import (
-        BUILT_HERE,  # takes seconds, as DeepSpeed comes with it
-    )
+    # Takes seconds, as DeepSpeed comes with it.
+    from harness.engine.our_optimizers import BUILT_HERE
 
     entry = OPTIMIZERS[name]
     settings: dict[str, Any] = {"lr": rate, "weight_decay": decay}

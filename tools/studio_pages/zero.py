@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from harness.estimate.changes import with_stage
 from harness.estimate.dividable import division_problems
-from harness.estimate.inputs import GIB, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.exchanges import Reductions, reductions
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.units import GIB
 from tools.look.palette import COMPONENTS
 from tools.memory.text import paper_bytes
 from tools.studio_app.charts import Axis, stacked

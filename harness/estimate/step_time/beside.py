@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from harness.estimate.host import checkpoint_bytes
-from harness.estimate.inputs import GIB
 from harness.estimate.step_time.step import StepTime
+from harness.estimate.units import GIB
 
 DISK_GB_PER_S = 2.0
 """10**9 bytes a second that a node writes of a save; nobody measured yours."""

@@ -16,6 +16,7 @@ _RATES = {
     "elements": ("memory_rate",),
     "launches": ("launch_scale",),
     "again": _COMPUTED,
+    "optimizer": ("memory_rate",),
     "bubble": _COMPUTED,
     "host": ("step_seconds",),
 }
@@ -29,11 +30,11 @@ def terms_evidence(
     """Return the weakest evidence of the rates of each term, by key of step.TERMS."""
     # Of recurrent kernels no run was compared.
     guessed = {"serial", *(("elements", "again", "bubble") if has_states(inputs) else ())}
-    known = dict(machine.known)
+    evidence = dict(machine.rate_evidence)
     return {
         term: "guessed"
         if term in guessed
-        else max((known.get(rate, "guessed") for rate in _rates(term, inputs)), key=_ORDER)
+        else max((evidence.get(rate, "guessed") for rate in _rates(term, inputs)), key=_ORDER)
         for term in terms
     }
 
@@ -54,8 +55,9 @@ def _rates(term: str, inputs: Inputs) -> tuple[str, ...]:
             *(["network_rate"] if crosses else []),
             *(["host_link_rate"] if hosts else []),
         )
-    if term == "optimizer":
-        return ("host_memory_rate", "host_link_rate") if _uses_host(inputs) else ("memory_rate",)
+    if term == "optimizer" and _uses_host(inputs):
+        drives = inputs.zero.offload_optimizer == "nvme"
+        return ("host_memory_rate", "host_link_rate", *(["nvme_rate"] if drives else []))
     return _RATES[term]
 
 

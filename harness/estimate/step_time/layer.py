@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.estimate.inputs import BY_REFERENCE, Inputs
+from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
+from harness.estimate.layer_trace import BY_REFERENCE
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.products import product_seconds
 from harness.layout.adapters import is_linear
@@ -23,7 +24,6 @@ RMS_NORM_BYTES = (26, 52)
 beside those of what it saves: written out, it is cast to fp32, squared, averaged, multiplied, cast
 back and multiplied, 36 bytes forward and twice that backward, of which the passes count 10 and 20.
 Runs with and without such a kernel (arXiv 2311.05610, torchtitan) are 8 to 14 % apart."""
-_NEWEST = "flash_attention_3"
 FUSED = 0.67
 """Share of these passes that is left where layers are compiled."""
 ATTENTION_BACKWARD = 2.5
@@ -103,8 +103,9 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
         for tensor in tensors
         if len(tensor.shape) == 2 and tensor.kind != "experts" and not is_serial(tensor)
     )
-    reached = machine.attention_3 if inputs.attention == _NEWEST else machine.attention
-    attention = _attention(inputs, index) / (machine.peak_flops * reached)
+    quicker = machine.flash_attention_3 if inputs.attention == "flash_attention_3" else 1.0
+    reached = machine.peak_flops * machine.attention * quicker
+    attention = _attention(inputs, index) / reached
     serial, summed = _serial(inputs, tensors, machine)
     moved = _moved(inputs, index) / machine.memory_rate
     moved *= FUSED if inputs.compiled else 1.0
@@ -194,7 +195,7 @@ def _moved(inputs: Inputs, index: int) -> float:
     """
     saved = layer_activations(inputs, index).total
     tensors = inputs.shape.body.layers[index]
-    if not (inputs.traced_way == BY_REFERENCE and any(t.kind == "states" for t in tensors)):
+    if not (inputs.layers_by == BY_REFERENCE and any(t.kind == "states" for t in tensors)):
         return saved
     sides = sum(sum(t.shape) for t in tensors if len(t.shape) == 2)
     sides += sum(2 * t.shape[0] for t in tensors if len(t.shape) == 3 and not is_stacked(t))

@@ -24,8 +24,6 @@ class Machine:
     """Share of the peak that large matrix products reach."""
     attention: float
     """Share of the peak that fused attention reaches."""
-    attention_3: float
-    """The same of flash-attn 3 and later."""
     memory_rate: float
     """Bytes of GPU memory that operations on elements read and write a second."""
     multiprocessors: int
@@ -36,7 +34,7 @@ class Machine:
     watts: float
     gpus_per_node: int
     evidence: RateEvidence
-    known: tuple[tuple[str, RateEvidence], ...] = ()
+    rate_evidence: tuple[tuple[str, RateEvidence], ...] = ()
     """Evidence of rates by their names here; that of all others is guessed."""
     link_latency: float = 2e-6
     """Seconds of one step of a collective within a node."""
@@ -56,6 +54,8 @@ class Machine:
     """Seconds of the host for each layer that ZeRO 3 gathers or reduces."""
     partial_wave: float = 1.0
     """What the empty part of a product's last wave costs, of what it would cost if it were full."""
+    flash_attention_3: float = 1.0
+    """Times as fast as `attention` that flash-attn 3 and later are."""
     kernel_seconds: float = 0.0
     """Seconds of a kernel that has nothing to do."""
     is_asynchronous: bool = True
@@ -81,7 +81,6 @@ def machine_of(
         peak_flops=device.peak_tflops(precision) * 1e12,
         products=rates["products"],
         attention=rates["attention"],
-        attention_3=rates.get("attention_3", rates["attention"]),
         memory_rate=rates["hbm_gb_per_s"] * rates["streaming"] * 1e9,
         multiprocessors=rates["multiprocessors"],
         link_rate=link * 1e9,
@@ -89,8 +88,9 @@ def machine_of(
         watts=rates["watts"],
         gpus_per_node=gpus_per_node,
         evidence=rates["evidence"],
-        known=tuple((name, rates["evidence"]) for name in _LISTED),
+        rate_evidence=tuple((name, rates["evidence"]) for name in _LISTED),
         partial_wave=rates["partial_wave"],
+        flash_attention_3=rates["flash_attention_3"],
         kernel_seconds=rates["kernel_microseconds"] * 1e-6,
     )
 
@@ -111,21 +111,21 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
     if nodes == 1:
         link = ring or link
     network = ring / machine.gpus_per_node if nodes > 1 else 0.0
-    seen = {"products": products, "link_rate": link, "network_rate": network}
+    new = {"products": products, "link_rate": link, "network_rate": network}
     return replace(
         machine,
         products=min(1.0, products / machine.peak_flops),
         link_rate=link or machine.link_rate,
         network_rate=network or machine.network_rate,
         evidence="measured",
-        known=_known(machine, (name for name, value in seen.items() if value)),
+        rate_evidence=_with_measured(machine, (name for name, rate in new.items() if rate)),
     )
 
 
-def _known(machine: Machine, measured: Iterable[str]) -> tuple[tuple[str, RateEvidence], ...]:
-    """Return the evidence of a machine's rates, some of which were measured."""
-    known: dict[str, RateEvidence] = {**dict(machine.known), **dict.fromkeys(measured, "measured")}
-    return tuple(known.items())
+def _with_measured(machine: Machine, rates: Iterable[str]) -> tuple[tuple[str, RateEvidence], ...]:
+    """Return the evidence of a machine's rates, of which these were measured."""
+    measured: dict[str, RateEvidence] = dict.fromkeys(rates, "measured")
+    return tuple((dict(machine.rate_evidence) | measured).items())
 
 
 def other_machine(
@@ -149,7 +149,6 @@ def cpu_machine(ranks: int, cores: int) -> Machine:
         peak_flops=1e11 * share,
         products=0.5,
         attention=0.3,
-        attention_3=0.3,
         memory_rate=5e9 * share,
         multiprocessors=1,
         link_rate=1e9 * share,
@@ -174,8 +173,8 @@ def refined(machine: Machine, factors: Mapping[str, float]) -> Machine:
     if unknown or not all(0 < factor < float("inf") for factor in factors.values()):
         raise ValueError(f"factors that are none of {', '.join(FITTED)}: {dict(factors)}")
     changes = {name: getattr(machine, name) * factor for name, factor in factors.items()}
-    known = _known(machine, FITTED)
-    return replace(machine, evidence="measured", known=known, **changes)
+    evidence = _with_measured(machine, factors)  # a rate that runs did not move is as it was
+    return replace(machine, evidence="measured", rate_evidence=evidence, **changes)
 
 
 FITTED = (

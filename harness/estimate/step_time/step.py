@@ -98,7 +98,7 @@ class StepTime:
     def to_json(self) -> dict[str, Any]:
         """Return plain values under stable keys; seconds and tokens."""
         shown = [term for term, seconds in self.terms.items() if seconds]
-        known = terms_evidence(shown, self.inputs, self.machine)
+        evidence = terms_evidence(shown, self.inputs, self.machine)
         return {
             "step_time_s": round(self.seconds, 4),
             "tokens_per_s_per_gpu": round(self.tokens_per_s_per_gpu, 2),
@@ -106,7 +106,7 @@ class StepTime:
             "bound": TERMS[self.bound],
             "terms_s": {TERMS[k]: round(v, 4) for k, v in self.terms.items() if v},
             "evidence": self.evidence,
-            "terms_evidence": {TERMS[term]: of for term, of in known.items()},
+            "terms_evidence": {TERMS[term]: weakest for term, weakest in evidence.items()},
         }
 
 

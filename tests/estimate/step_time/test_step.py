@@ -70,17 +70,17 @@ def test_recomputation_costs_a_forward_pass() -> None:
 
 
 def test_every_term_has_the_evidence_of_its_rates() -> None:
-    known = timed().to_json()["terms_evidence"]
-    assert {*known} == {*timed().to_json()["terms_s"]}
-    assert known["matrix products"] == known["gradients reduced"] == "fitted"
+    evidence = timed().to_json()["terms_evidence"]
+    assert {*evidence} == {*timed().to_json()["terms_s"]}
+    assert evidence["matrix products"] == evidence["gradients reduced"] == "fitted"
     offloaded = run()
     offloaded = replace(offloaded, zero=replace(offloaded.zero, offload_optimizer="cpu"))
     assert estimate_time(offloaded, MACHINE).to_json()["terms_evidence"]["optimizer"] == "guessed"
     rates = {"matmul_tflops": 600.0, "nodes": 1, "all_reduce_gb_per_s": 300.0}
     here = measured(MACHINE, {**rates, "within_node_gb_per_s": 200.0})
-    known = estimate_time(run(), here).to_json()["terms_evidence"]
-    assert known["matrix products"] == known["weights gathered"] == "measured"
-    assert known["attention"] == "fitted"
+    evidence = estimate_time(run(), here).to_json()["terms_evidence"]
+    assert evidence["matrix products"] == evidence["weights gathered"] == "measured"
+    assert evidence["attention"] == "fitted"
 
 
 def test_tensor_ranks_divide_products_and_add_sums() -> None:

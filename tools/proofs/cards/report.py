@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from harness.estimate.inputs import GIB
+from harness.estimate.units import GIB
 from tools.proofs.cards.runs import Card
 
 _NAME = 72

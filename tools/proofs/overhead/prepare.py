@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -110,6 +111,13 @@ def prepare(folder: Path, layers: int, warm_up: int, timed: int) -> Bench:
     plan = plan_from(parse_command(list(arguments)), world=World())
     data = build_data(DataSpec.of_run(plan.config, plan.model_config))
     return Bench(folder, data, arguments, warm_up, timed)
+
+
+def add_length(parser: argparse.ArgumentParser) -> None:
+    """Add the steps of each process."""
+    parser.add_argument("--steps", type=int, default=3, help="timed, in each process")
+    # In its first three steps the harness also compares the memory it holds with the estimate.
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before, at least one")
 
 
 def require_no_lock() -> None:

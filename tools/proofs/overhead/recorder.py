@@ -1,4 +1,4 @@
-"""When a step ended, what it cost the processor, and how often it made the host wait."""
+"""Records each step: its end, the processor's seconds, the kernel's work, the host's waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What could decide at a start how long its steps take, switched one by one, and its table."""
+"""Suspects: differences between starts that could decide how long steps take, and their table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Suspect:
 
     @property
     def is_of_both(self) -> bool:
-        """Whether bare DeepSpeed is started with it, too."""
+        """True if bare DeepSpeed is started with it, too."""
         return bool(self.environment) or self.frozen
 
 

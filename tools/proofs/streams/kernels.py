@@ -1,4 +1,4 @@
-"""What stands in for the kernels of a GPU: one launch each, for which the host waits nowhere."""
+"""Stand-ins for the kernels of a GPU: one launch each, for which the host waits nowhere."""
 
 from __future__ import annotations
 

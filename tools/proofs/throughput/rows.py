@@ -172,7 +172,8 @@ def _shape(model: str, seq_len: int) -> Shape:
             "max_position_embeddings": seq_len,
             "sliding_window": more[2] if len(more) > 2 else None,
             "tie_word_embeddings": False,
-            **({"num_kv_heads": more[0], "ffn_hidden_size": more[1]} if family == "falcon" else {}),
-            **({"new_decoder_architecture": True} if family == "falcon" else {}),
         }
+    if family == "falcon":  # the shape of Nemotron-4: grouped keys, an MLP without a gate
+        config |= {"num_kv_heads": more[0], "ffn_hidden_size": more[1]}
+        config["new_decoder_architecture"] = True
     return Shape.from_hf(config)
