@@ -101,6 +101,7 @@ def _build(ds: dict[str, Any], model: dict[str, str], mapped: int) -> tuple[int,
         engine = engine_of(ds, model=model)
     share = 4 * engine.describe()["elements_held"]
     whole = sum(p.nbytes for p in engine.module.parameters() if p.ndim == 1)  # norms
+    dist.barrier()  # gloo's other ranks may still connect to this one's groups
     engine.close()
     return share, whole, peaks[0]
 
