@@ -61,7 +61,8 @@ class PipelineEngine(ZeroEngine):
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
-        self.engine.module.train()
+        if not self.engine.module.training:  # which walks through all modules
+            self.engine.module.train()
         total = torch.zeros((), device=self.device)
         labels, data_ranks = self._labels(batches), self.share.data_ranks
         sources = (batch.sources_on(self.device) for batch in batches)

@@ -73,7 +73,8 @@ class ZeroEngine:
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
-        self.engine.train()
+        if not self.engine.module.training:  # which walks through all modules
+            self.engine.train()
         total = torch.zeros((), device=self.device)
         self._expect(len(batches))
         for number, batch in enumerate(batches):

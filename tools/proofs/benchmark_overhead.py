@@ -5,15 +5,17 @@
 
 25 million parameters on CPU ranks, the same weights, batches and resolved JSON for all three: the
 harness with its run folder and a line of metrics in every step; a loop that does nothing but train;
-the Trainer with its log in every step. In every round each of them is started anew, in turns as the
-first: start-up, then steps. Further, how often the host would wait for a device, and how fast data
-comes without a model. A round takes three minutes on two quiet cores. Ctrl-C ends after the rounds
-that are whole, with their tables; --results draws them again.
+the Trainer with its log in every step. In every round each of them is started anew, one after the
+other, and waits; then all three train in turns, so that none meets a slower machine than the
+others. Further, how often the host would wait for a device, and how fast data comes without a
+model. A round takes MINUTES on two quiet cores. Ctrl-C ends after the rounds that are whole, with
+their tables; --results draws them again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -32,9 +34,10 @@ from tools.figure import write_plot
 from tools.made_with import machine, versions
 from tools.proofs.overhead.data_path import data_rates
 from tools.proofs.overhead.job import LAYERS
-from tools.proofs.overhead.prepare import Bench, add_length, prepare
-from tools.proofs.overhead.report import COUNTED, SIDES, markdown, tables
+from tools.proofs.overhead.prepare import Bench, prepare
+from tools.proofs.overhead.report import SIDES, markdown, tables
 from tools.proofs.overhead.spread import name_of, picture
+from tools.proofs.overhead.turns import COUNTED, Length, Start, take_turns
 
 PROC_STAT = Path("/proc/stat")
 
@@ -61,7 +64,8 @@ def main() -> int:
 def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return every number, with where it was measured."""
     began, busy = time.monotonic(), _busy_elsewhere_s()
-    benches = {n: prepare(folder / str(n), n, args.warm_up, args.steps) for n in args.layers}
+    length = Length.of(args)
+    benches = {n: prepare(folder / str(n), n, length) for n in args.layers}
     cells: list[dict[str, Any]] = [
         {"stage": stage, "ranks": ranks, "layers": layers, "rounds": []}
         for stage, ranks, layers in product(args.stages, args.ranks, args.layers)
@@ -79,7 +83,7 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "cells": cells,
         "data": data,
-        "arguments": {"warm_up": args.warm_up, "steps": args.steps},
+        "arguments": {"warm_up": args.warm_up, "turns": args.turns, "steps": args.steps},
         "machine": machine(),
         "versions": versions(),
         "commit": git_commit(),
@@ -93,11 +97,16 @@ def _measure_round(
     """Return the measurements of one round of a cell: by side, a list over its ranks."""
     stage, ranks, first = cell["stage"], cell["ranks"], number % len(SIDES)
     bench = benches[cell["layers"]]
-    sides = {}
-    for side in (*SIDES[first:], *SIDES[:first]):
-        _say(f"round {number + 1} of {rounds}, {name_of(cell)}: {side}")
-        sides[side] = bench.measure(side, stage, ranks, 0 if number else COUNTED)
-    return sides
+    with contextlib.ExitStack() as alive:
+        starts: dict[str, Start] = {}
+        for side in (*SIDES[first:], *SIDES[:first]):
+            _say(f"round {number + 1} of {rounds}, {name_of(cell)}: {side}")
+            starts[side] = alive.enter_context(bench.start(side, stage, ranks))
+        take_turns(list(starts.values()), bench.length)
+        if not number:
+            for start in starts.values():
+                start.train(COUNTED, counted=True)
+        return {side: start.finish() for side, start in starts.items()}
 
 
 def _busy_elsewhere_s() -> float:
@@ -122,7 +131,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
     parser.add_argument("--rounds", type=int, default=20)
-    add_length(parser)
+    Length.add_arguments(parser)
     parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
     parser.add_argument("--results", type=Path, metavar="FILE", help="of --json: measure nothing")
     parser.add_argument("--starts", type=Path, metavar="FILE", help="of --json: start-ups, instead")

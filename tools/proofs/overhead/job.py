@@ -33,6 +33,7 @@ LEARNED = (  # the learning rate is constant: then the JSON says all of it
     "optim.lr=1e-3",
     "eval.every=0",
     "eval.samples=1",
+    "guard.hang_floor_s=3600",  # a start that waits for its turn does not hang
 )
 
 
@@ -52,10 +53,11 @@ class Job:
     """Further key=value arguments of the harness."""
     ranks: int
     warm_up: int
-    """Steps that are not counted; the first ends the start-up."""
-    timed: int
-    counted: int
-    """Steps after these under the counters, which slow them."""
+    """Steps before it waits for its turn; the first ends the start-up."""
+    steps: int
+    """All of them, at most."""
+    door: str
+    """Socket where each rank asks for its turns: turns.py."""
     out: str
     """Folder of each rank's measurements, and of the run."""
     frozen: bool
@@ -64,11 +66,6 @@ class Job:
     """The harness: leave out the held-out loss before the first step."""
     began: float
     """time.monotonic() when the command was typed."""
-
-    @property
-    def steps(self) -> int:
-        """All of them."""
-        return self.warm_up + self.timed + self.counted
 
     def write(self) -> Path:
         """The file that a side reads."""

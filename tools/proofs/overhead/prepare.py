@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch.utils.cpp_extension import get_default_build_root
@@ -22,9 +22,10 @@ from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from tools.proofs.overhead.job import ACCUMULATED, LEARNED, MODEL, REPOSITORY, Job
 from tools.proofs.overhead.suspects import Suspect
-from tools.proofs.ranks import ON_CPU, started
+from tools.proofs.overhead.turns import Length, Start, waiting_start
+from tools.proofs.ranks import ON_CPU
 
-_USUAL = Suspect()
+_USUAL = Suspect(environment={})
 
 
 @dataclass(frozen=True)
@@ -34,35 +35,37 @@ class Bench:
     folder: Path
     data: Data
     arguments: tuple[str, ...]
-    warm_up: int
-    timed: int
+    length: Length
 
-    def measure(
-        self, side: str, stage: int, ranks: int, counted: int, suspect: Suspect = _USUAL
-    ) -> list[dict[str, Any]]:
-        """Start one side now, with `suspect` switched; return each rank's measurements.
+    @contextlib.contextmanager
+    def start(
+        self, side: str, stage: int, ranks: int, suspect: Suspect = _USUAL
+    ) -> Iterator[Start]:
+        """Start one side now, with `suspect` switched; it has warmed up and waits for its turn.
 
-        `counted` is the number of steps under the counters. Raises SystemExit with the failure.
+        No process outlives the block. Raises SystemExit with the failure.
         """
         require_no_lock()
-        out = self.folder / "process"
-        out.mkdir(exist_ok=True)
+        out = self.folder / f"{side}-{time.monotonic_ns()}"
+        out.mkdir()
         arguments = (
             *self.arguments,
             *suspect.arguments,
             f"train.global_batch={ACCUMULATED * ranks}",
         )
         json_file = REPOSITORY / "ds_configs" / f"zero{stage}.json"
+        steps = self.length.all_steps
+        door = out / "turns"
         job = Job(
             weights=str(weights_of(self.folder)),
             ds_given=str(json_file),
-            ds_resolved=str(self._resolved(json_file, arguments, ranks)),
-            batches=str(self._batches((self.warm_up + self.timed + counted) * ACCUMULATED * ranks)),
-            arguments=(*arguments, f"run.dir={out / f'run-{time.monotonic_ns()}'}"),
+            ds_resolved=str(_resolved(out, json_file, arguments, ranks)),
+            batches=str(self._batches(out, steps * ACCUMULATED * ranks)),
+            arguments=(*arguments, f"run.dir={out / 'run'}"),
             ranks=ranks,
-            warm_up=self.warm_up,
-            timed=self.timed,
-            counted=counted,
+            warm_up=self.length.warm_up,
+            steps=steps,
+            door=str(door),
             out=str(out),
             frozen=suspect.frozen,
             unevaluated=suspect.unevaluated,
@@ -70,28 +73,25 @@ class Bench:
         )
         environment = {**ON_CPU, **suspect.environment}
         command = [sys.executable, "-m", "tools.proofs.overhead.side", side, str(job.write())]
-        with started(command, ranks, logs=out, env=environment) as group:
-            codes = group.wait()
-        if any(codes):
-            texts = [path.read_text() for path in sorted(out.glob("*.error"))]
-            raise SystemExit("\n".join(texts) or f"{side} ended with {codes}")
-        return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+        with waiting_start(command, ranks, out, door, environment) as waiting:
+            yield waiting
 
-    def _resolved(self, json_file: Path, arguments: tuple[str, ...], ranks: int) -> Path:
-        command = parse_command(["--deepspeed", str(json_file), *arguments])
-        plan = plan_from(command, world=World(world_size=ranks, local_world_size=ranks))
-        path = self.folder / "resolved.json"
-        path.write_text(json.dumps(plan.deepspeed))
-        return path
-
-    def _batches(self, samples: int) -> Path:
+    def _batches(self, out: Path, samples: int) -> Path:
         batch = self.data.train.batch(0, samples)
-        path = self.folder / "batches.npy"
+        path = out / "batches.npy"
         np.save(path, np.stack([batch.input_ids.numpy(), batch.labels.numpy()]))
         return path
 
 
-def prepare(folder: Path, layers: int, warm_up: int, timed: int) -> Bench:
+def _resolved(out: Path, json_file: Path, arguments: tuple[str, ...], ranks: int) -> Path:
+    command = parse_command(["--deepspeed", str(json_file), *arguments])
+    plan = plan_from(command, world=World(world_size=ranks, local_world_size=ranks))
+    path = out / "resolved.json"
+    path.write_text(json.dumps(plan.deepspeed))
+    return path
+
+
+def prepare(folder: Path, layers: int, length: Length) -> Bench:
     """Write what the sides begin with below `folder`. Raises SystemExit where that fails."""
     folder.mkdir(exist_ok=True)
     config = folder / "config.json"
@@ -110,14 +110,7 @@ def prepare(folder: Path, layers: int, warm_up: int, timed: int) -> Bench:
     arguments = (*learned, "train.steps=100000", f"model.init_from={weights_of(folder)}")
     plan = plan_from(parse_command(list(arguments)), world=World())
     data = build_data(DataSpec.of_run(plan.config, plan.model_config))
-    return Bench(folder, data, arguments, warm_up, timed)
-
-
-def add_length(parser: argparse.ArgumentParser) -> None:
-    """Add the steps of each process."""
-    parser.add_argument("--steps", type=int, default=3, help="timed, in each process")
-    # In its first three steps the harness also compares the memory it holds with the estimate.
-    parser.add_argument("--warm-up", type=int, default=4, help="steps before, at least one")
+    return Bench(folder, data, arguments, length)
 
 
 def require_no_lock() -> None:

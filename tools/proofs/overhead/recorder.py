@@ -1,15 +1,16 @@
-"""Records each step: its end, the processor's seconds, the kernel's work, the host's waits."""
+"""Records each step: its time, the processor's seconds, the kernel's work, the host's waits."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import json
+import math
 import os
 import resource
 import sys
 import time
 from collections import Counter
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,19 @@ class Enough(Exception):
 
 
 class Recorder:
-    """Told at the end of every step, it knows when to count and when to stop."""
+    """Told at the end of every step, it knows when to wait, when to count and when to stop."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.rank = job, int(os.environ["RANK"])
         # Seconds since the command was typed, and of this process's processor.
         self.marks: dict[str, tuple[float, float]] = {}
-        self.stamps: list[tuple[float, float]] = []  # (wall clock, processor), s
-        self.kernel: list[dict[str, int]] = []
-        """The kernel's work for this process up to the end of each step."""
-        self.engine_s: list[float] = []
-        """Of the harness: wall clock inside of its engine, a step."""
+        self.engine_s = math.nan
+        """Of the harness: wall clock inside of its engine, in the step that ends."""
         self.losses: list[float] = []
+        self._line = Client(job.door)
+        self._steps: list[dict[str, float]] = []
+        self._left = job.warm_up  # steps until it waits
+        self._before = _used()
         self._counters: list[Any] = []
         self._syncs: Counter[str] = Counter()
         self._collectives: Counter[str] = Counter()
@@ -45,43 +47,60 @@ class Recorder:
         """Something of the start-up is done."""
         self.marks[name] = time.monotonic() - self.job.began, time.process_time()
 
+    @property
+    def is_starting(self) -> bool:
+        """True until the first step has ended."""
+        return "first step" not in self.marks
+
     def step_done(self) -> None:
         """Raises Enough after the last step."""
-        self.stamps.append((time.monotonic(), time.process_time()))
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        self.kernel.append({name: getattr(used, f"ru_{of}") for name, of in KERNEL.items()})
-        done = len(self.stamps)
-        if done == 1:
+        now = _used()
+        step = {name: now[name] - before for name, before in self._before.items()}
+        self._steps.append(step | {"engine_s": self.engine_s})
+        if self.is_starting:
             self.mark("first step")
             if self.job.frozen:
                 gc.collect()
                 gc.freeze()
                 gc.disable()
-        if done == self.job.steps:
-            for counter in reversed(self._counters):
-                counter.__exit__(None, None, None)
+        self._left -= 1
+        if not self._left:
+            self._wait_for_turn()
+        self._before = _used()
+
+    def _wait_for_turn(self) -> None:
+        while self._counters:
+            self._counters.pop().__exit__(None, None, None)
+        self._line.send((self.rank, self._steps))
+        self._steps = []
+        turn = self._line.recv()
+        if turn is None:
             raise Enough
-        if done == self.job.warm_up + self.job.timed:
+        self._left = turn["steps"]
+        if turn["counted"]:
             self._counters = counters(self._syncs, self._collectives)
             for counter in self._counters:
                 counter.__enter__()
 
     def write(self) -> None:
         """Into the job's folder, a file for each rank."""
-        first, last = self.job.warm_up, self.job.warm_up + self.job.timed
-        pairs = list(itertools.pairwise(self.stamps[first - 1 : last]))
-        kernel = list(itertools.pairwise(self.kernel[first - 1 : last]))
         measurements = {
             "marks": self.marks,
-            "step_s": [after[0] - before[0] for before, after in pairs],
-            "processor_s": [after[1] - before[1] for before, after in pairs],
-            **{name: [after[name] - before[name] for before, after in kernel] for name in KERNEL},
-            "engine_s": self.engine_s[first:last],
             "losses": self.losses,
             "syncs": self._syncs,
             "collectives": self._collectives,
         }
         (Path(self.job.out) / f"rank-{self.rank}.json").write_text(json.dumps(measurements))
+
+
+def _used() -> dict[str, float]:
+    """Seconds on the wall and of the processor, and the kernel's work, of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "step_s": time.monotonic(),
+        "processor_s": time.process_time(),
+        **{name: getattr(used, f"ru_{of}") for name, of in KERNEL.items()},
+    }
 
 
 def counters(syncs: Counter[str], collectives: Counter[str]) -> list[Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from tools.proofs.overhead.job import ACCUMULATED, LAYERS, MODEL, SEQ_LEN
 from tools.proofs.overhead.spread import NAMES, kernel_rows, name_of, spread_rows
+from tools.proofs.overhead.turns import COUNTED
 
 SIDES = tuple(NAMES)
-COUNTED = 2  # steps under the counters
 GOALS = {("harness", "bare"): "1.01 at most", ("harness", "trainer"): "below 1.00"}
 STARTS = {("harness", "bare"): "1.15 at most", ("harness", "trainer"): ""}
 DATA_GOAL, TEXT_GOAL = 100, 0.9
@@ -25,7 +25,9 @@ def tables(results: Results) -> list[str]:
     lines = [_head("seconds a step", cells)]
     lines += _compared(cells, GOALS, _step_s, _step_processor_s)
     lines += ["", _head("of all starts: 5 %, **half**, 95 % are below", cells)]
-    lines += [_row(title, values) for title, values in spread_rows(cells)]
+    lines += [
+        _row(title, values) for title, values in spread_rows(cells, results["arguments"]["turns"])
+    ]
     lines += ["", _head("seconds from the command to the end of the first step", starts)]
     lines += _compared(starts, STARTS, _start_s, _start_processor_s)
     lines += ["", _head("the harness's start-up: seconds until then", starts)]
@@ -185,19 +187,22 @@ batches and give DeepSpeed the same resolved JSON:
   end and writes nothing;
 - the Trainer of transformers with `TrainingArguments(deepspeed=...)`, a log in every step.
 
-In a round every side is started anew, as one process per rank with one thread each, in turns as the
-first. {args["warm_up"]} steps are not counted, then {args["steps"]} are; a step lasts from the end
-of one optimizer step to the end of the next. Given are medians over a process's steps, then over
-rounds; the ratio of these; and in brackets the least and the most of the rounds' own ratios. The
-processor's seconds are those of all ranks together: others on the machine disturb them less.
+In a round every side is started anew, as one process per rank with one thread each, another one
+first each time. It trains {args["warm_up"]} steps and waits. With all three alive, each trains in
+{args["turns"]} turns: a step that is not counted, then {args["steps"]} that are. A step lasts from
+the end of one optimizer step to the end of the next. Given are medians over a start's steps, then
+over rounds; the ratio of these; and in brackets the least and the most of the rounds' own ratios.
+The processor's seconds are those of all ranks together: others on the machine disturb them less.
 Start-up is without a launcher, which takes as long for all, and includes the harness's first
 held-out loss (of one sample).
 
 ![Seconds a step of every start](overhead.svg)
 
-How far apart equals are on this machine, the last row of the second table shows: each start of bare
-DeepSpeed over its start before. Under ZeRO 1 the harness's fp32 gradients are summed where they lie
-and not copied: the kernel maps fewer pages in a step.
+The last rows of the second table split the spread of the ratio to bare DeepSpeed (random effects of
+one factor; standard deviations): how far turns of the same two starts lie apart, and how far starts
+do beyond that. [Many starts in the same turns](overhead_starts.md) say more. Under ZeRO 1 the
+harness's fp32 gradients are summed where they lie and not copied: the kernel maps fewer pages in a
+step.
 
 {body}
 

@@ -34,11 +34,11 @@ def harness(job: Job, recorder: Recorder) -> None:
     take_step = run.engine.train_batch
 
     def train_batch(*arguments: Any) -> Any:
-        if not recorder.stamps:
+        if recorder.is_starting:
             recorder.mark("evaluated")
         began = time.monotonic()
         result = take_step(*arguments)
-        recorder.engine_s.append(time.monotonic() - began)
+        recorder.engine_s = time.monotonic() - began
         recorder.step_done()
         return result
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tools.figure import new_figure
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.recorder import KERNEL
+from tools.proofs.overhead.turns import turn_medians_s
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,10 +36,9 @@ def seconds(cell: Cell, side: str) -> list[float]:
     return [statistics.median(round_[side][0]["step_s"]) for round_ in cell["rounds"]]
 
 
-def spread_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
-    """Yield rows of (title, a text per cell): percentiles of the ratios of all starts.
-
-    What a ratio of equals looks like is that of each start of bare DeepSpeed to its start before.
+def spread_rows(cells: Sequence[Cell], turns: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield rows of (title, a text per cell): percentiles of the ratios of all starts, and whether
+    a ratio is the start's or the turn's.
     """
     yield "rounds", [f"{len(cell['rounds'])}" for cell in cells]
     for over, under in (("harness", "bare"), ("harness", "trainer")):
@@ -46,10 +47,50 @@ def spread_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
             for cell in cells
         ]
         yield f"{NAMES[over]} / {NAMES[under]}", [percentiles(ratios) for ratios in each]
-    again = [
-        [after / before for before, after in pairwise(seconds(cell, "bare"))] for cell in cells
+    apart = [spread_of(turn_ratios(cell["rounds"], turns)) for cell in cells]
+    yield (
+        "the first: turns of the same starts, apart by",
+        [f"{spread.turn:.1%}" for spread in apart],
+    )
+    yield "starts, beyond that", [f"{spread.start:.1%}" for spread in apart]
+
+
+def turn_ratios(rounds: Sequence[Any], turns: int) -> list[list[float]]:
+    """Return the harness's time over bare DeepSpeed's, of each round a value for each turn."""
+    return [
+        [
+            ours / theirs
+            for ours, theirs in zip(
+                turn_medians_s(sides["harness"][0], turns),
+                turn_medians_s(sides["bare"][0], turns),
+                strict=True,
+            )
+        ]
+        for sides in rounds
     ]
-    yield "bare DeepSpeed / itself, one start before", [percentiles(ratios) for ratios in again]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviations, relative; NaN of too few values."""
+
+    turn: float
+    """Of the turns of one start."""
+    start: float
+    """Of starts, beyond what their turns explain."""
+
+
+def spread_of(times: Sequence[Sequence[float]]) -> Spread:
+    """Split the spread of `times`, of each start a value for each turn: random effects of one
+    factor (Montgomery, Design and Analysis of Experiments, 3.9), from logarithms.
+    """
+    logs = [[math.log(value) for value in values] for values in times]
+    turns = min(map(len, logs), default=0)
+    if len(logs) < 2 or turns < 2:
+        return Spread(math.nan, math.nan)
+    within = statistics.fmean(statistics.variance(values) for values in logs)
+    between = turns * statistics.variance([statistics.fmean(values) for values in logs])
+    return Spread(math.sqrt(within), math.sqrt(max(0.0, between - within) / turns))
 
 
 def kernel_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
@@ -63,6 +104,12 @@ def kernel_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
                 for cell in cells
             ]
             yield f"{_KERNEL_NAMES[kind]}: {name}", [f"{median:,.0f}" for median in medians]
+    for side, name in NAMES.items():
+        dense = [
+            statistics.median(round_[side][0]["density"] for round_ in cell["rounds"])
+            for cell in cells
+        ]
+        yield f"share of its 2 MiB blocks that its pages fill: {name}", [f"{d:.2f}" for d in dense]
 
 
 def picture(results: dict[str, Any]) -> Figure:

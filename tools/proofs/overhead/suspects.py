@@ -5,14 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tools.proofs.overhead.spread import percentiles
+from tools.figure import new_figure
+from tools.proofs.overhead.spread import NAMES, percentiles
+from tools.proofs.overhead.turns import turn_medians_s
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Sides = dict[str, dict[str, list[dict[str, Any]]]]
-"""By suspect, then by side: the measurements of each rank of one start."""
-NOTHING = "nothing"
+"""By suspect, then by side: the measurements of each rank of starts that trained in turns."""
+KEPT = "freed pages kept"
+"""The start that the others are compared with; all keep freed pages, but for the last two."""
 _GIB = str(2**30)
+_KEEP = {"MALLOC_MMAP_THRESHOLD_": _GIB, "MALLOC_TRIM_THRESHOLD_": f"{2**34}"}
 
 
 @dataclass(frozen=True)
@@ -21,80 +28,155 @@ class Suspect:
 
     arguments: tuple[str, ...] = ()
     """Of the harness; bare DeepSpeed has nothing like it."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=lambda: _KEEP)
     """Of both sides."""
+    is_of_both: bool = True
+    """Bare DeepSpeed is started with it, too."""
     frozen: bool = False
-    """Both sides: no garbage is collected from the end of the first step on."""
+    """No garbage is collected from the end of the first step on."""
     unevaluated: bool = False
     """The harness: no held-out loss before the first step."""
-
-    @property
-    def is_of_both(self) -> bool:
-        """True if bare DeepSpeed is started with it, too."""
-        return bool(self.environment) or self.frozen
+    scattered: bool = False
+    """The kernel's free memory is scattered while it starts."""
 
 
 SUSPECTS: dict[str, Suspect] = {
-    NOTHING: Suspect(),
-    "no watchdog": Suspect(("guard.hang_floor_s=0",)),
-    "no thread of batches": Suspect(("data.prefetch=0",)),
+    KEPT: Suspect(),
+    "no watchdog": Suspect(("guard.hang_floor_s=0",), is_of_both=False),
+    "no thread of batches": Suspect(("data.prefetch=0",), is_of_both=False),
     "no metrics": Suspect(
-        ("log.every=1000", "log.weights_every=0", "log.attention_every=0", "log.report=false")
+        ("log.every=1000", "log.weights_every=0", "log.attention_every=0", "log.report=false"),
+        is_of_both=False,
     ),
-    "no first evaluation": Suspect(unevaluated=True),
+    "no first evaluation": Suspect(unevaluated=True, is_of_both=False),
     "no garbage collection": Suspect(frozen=True),
-    "one malloc arena": Suspect(environment={"MALLOC_ARENA_MAX": "1"}),
+    "one malloc arena": Suspect(environment={**_KEEP, "MALLOC_ARENA_MAX": "1"}),
+    "scattered pages": Suspect(scattered=True),
+    "pages returned, as usual": Suspect(environment={}),
     "huge pages": Suspect(environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
-    "freed pages kept": Suspect(
-        environment={"MALLOC_MMAP_THRESHOLD_": _GIB, "MALLOC_TRIM_THRESHOLD_": f"{2**34}"}
-    ),
 }
+_ALIKE = ("no watchdog", "no thread of batches", "no first evaluation", KEPT)
+"""Whose steps do the same in the same memory."""
 
 _HEAD = (
     "switched",
     "the harness / bare DeepSpeed: 5 %, **half**, 95 %",
-    "the harness / its usual start",
-    "bare DeepSpeed / its usual start",
+    "the harness / with freed pages kept",
+    "bare DeepSpeed / with freed pages kept",
     "page faults a step: the harness",
+    "bare DeepSpeed",
+    "density: the harness",
     "bare DeepSpeed",
 )
 
 
-def suspect_rows(rounds: Sequence[Sides]) -> Iterator[str]:
-    """Yield the lines of a table with a row for each suspect.
+def starts_of(name: str) -> Iterator[tuple[str, str]]:
+    """Yield (suspect, side) of the starts that a suspect takes."""
+    for side in ("harness", "bare"):
+        if side == "harness" or SUSPECTS[name].is_of_both:
+            yield name, side
 
-    Each start of the harness is divided by bare DeepSpeed's of the same round: with the same switch
-    where that has it. The last columns compare both sides with their own usual start.
+
+def groups(most: int) -> list[list[tuple[str, str]]]:
+    """Divide all starts into groups of at most `most` that train in turns. Each begins with the
+    starts that the others are compared with.
+    """
+    base = list(starts_of(KEPT))
+    found = [list(base)]
+    for name in SUSPECTS:
+        if name == KEPT:
+            continue
+        starts = list(starts_of(name))
+        if len(found[-1]) + len(starts) > most:
+            found.append(list(base))
+        found[-1] += starts
+    return found
+
+
+def suspect_rows(measured: Sequence[Sides], turns: int) -> Iterator[str]:
+    """Yield the lines of a table with a row for each suspect, from the groups of all rounds.
+
+    A ratio is that of two starts in the same turn, each turn's a value of its own. The harness is
+    divided by bare DeepSpeed with the same switch where that has it.
     """
     yield f"| {' | '.join(_HEAD)} |"
     yield f"|---|{'---:|' * (len(_HEAD) - 1)}"
     for name, suspect in SUSPECTS.items():
-        other = name if suspect.is_of_both else NOTHING
+        both, where = suspect.is_of_both, [sides for sides in measured if name in sides]
+        bare = name if both else KEPT
         cells = [
-            percentiles(_ratios(rounds, (name, "harness"), (other, "bare"))),
-            _own(rounds, name, "harness"),
-            _own(rounds, name, "bare") if suspect.is_of_both else "",
-            _faults(rounds, name, "harness"),
-            _faults(rounds, name, "bare") if other == name else "",
+            percentiles(_ratios(where, turns, (name, "harness"), (bare, "bare"))),
+            _own(where, turns, name, "harness"),
+            _own(where, turns, name, "bare") if both else "",
+            _median(where, name, "harness", "page_faults"),
+            _median(where, name, "bare", "page_faults") if both else "",
+            _median(where, name, "harness", "density"),
+            _median(where, name, "bare", "density") if both else "",
         ]
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _ratios(rounds: Sequence[Sides], over: tuple[str, str], under: tuple[str, str]) -> list[float]:
-    return [_step_s(sides, *over) / _step_s(sides, *under) for sides in rounds]
+def density_points(measured: Sequence[Sides], turns: int) -> list[tuple[str, bool, float, float]]:
+    """Return (side, whether it was scattered, density, time) of the starts that do the same in the
+    same memory; time over the mean of those of its group and side that were not scattered.
+    """
+    points = []
+    for sides in measured:
+        for side in ("harness", "bare"):
+            times = {
+                name: statistics.fmean(turn_medians_s(sides[name][side][0], turns))
+                for name in (*_ALIKE, "scattered pages")
+                if side in sides.get(name, {})
+            }
+            usual = statistics.fmean(times[name] for name in times if not SUSPECTS[name].scattered)
+            points += [
+                (side, SUSPECTS[name].scattered, sides[name][side][0]["density"], time / usual)
+                for name, time in times.items()
+            ]
+    return points
 
 
-def _own(rounds: Sequence[Sides], name: str, side: str) -> str:
-    """Return the median of a side's ratio to its usual start of the same round."""
-    if name == NOTHING:
+def density_picture(points: Sequence[tuple[str, bool, float, float]]) -> Figure:
+    """Return a picture of the time of a step over the density of a start's pages."""
+    figure = new_figure(
+        7.2, 3.4, "A start's steps, and how densely its pages lie", "1 is the mean of those beside"
+    )
+    axis = figure.subplots()
+    for color, side in zip(("C0", "C1"), ("harness", "bare"), strict=True):
+        for scattered, marker, title in ((False, "o", ""), (True, "x", ", scattered on purpose")):
+            found = [point for point in points if point[:2] == (side, scattered)]
+            _, _, densities, times = zip(*found, strict=True) if found else ((), (), (), ())
+            axis.plot(densities, times, marker, ms=4, color=color, label=f"{NAMES[side]}{title}")
+    axis.set_xlabel("share of their 2 MiB blocks that a start's own pages fill")
+    axis.set_ylabel("time of a step")
+    axis.legend(ncols=2)
+    return figure
+
+
+def _ratios(
+    measured: Sequence[Sides], turns: int, over: tuple[str, str], under: tuple[str, str]
+) -> list[float]:
+    return [
+        mine / other
+        for sides in measured
+        for mine, other in zip(
+            turn_medians_s(sides[over[0]][over[1]][0], turns),
+            turn_medians_s(sides[under[0]][under[1]][0], turns),
+            strict=True,
+        )
+    ]
+
+
+def _own(measured: Sequence[Sides], turns: int, name: str, side: str) -> str:
+    """Return the median of a side's ratio to its start with freed pages kept."""
+    if name == KEPT:
         return ""
-    return f"{statistics.median(_ratios(rounds, (name, side), (NOTHING, side))):.3f}"
+    return f"{statistics.median(_ratios(measured, turns, (name, side), (KEPT, side))):.3f}"
 
 
-def _step_s(sides: Sides, name: str, side: str) -> float:
-    return statistics.median(sides[name][side][0]["step_s"])
-
-
-def _faults(rounds: Sequence[Sides], name: str, side: str) -> str:
-    faults = (value for sides in rounds for value in sides[name][side][0]["page_faults"])
-    return f"{statistics.median(faults):,.0f}"
+def _median(measured: Sequence[Sides], name: str, side: str, kind: str) -> str:
+    values: list[float] = []
+    for sides in measured:
+        found = sides[name][side][0][kind]
+        values += found if isinstance(found, list) else [found]
+    return f"{statistics.median(values):,.{0 if kind == 'page_faults' else 2}f}"
