@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.two_ranks import SHARED_MEMORY
 from tools.proofs.overhead.prepare import require_no_lock
 from tools.proofs.overhead.recorder import counters
 
-ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--steps", 2)
+ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--turns", 2, "--hold", 0)
 
 
 @pytest.mark.gate
@@ -27,12 +28,13 @@ def test_the_harness_and_a_bare_loop_train_alike(tmp_path: Path) -> None:
     (cell,) = json.loads(out.read_text())["cells"]
     (sides,) = cell["rounds"]
     harness, bare, trainer = (sides[name][0] for name in ("harness", "bare", "trainer"))
-    assert len(bare["losses"]) == 5
-    assert len(harness["losses"]) == 4  # it was stopped before it logged the last step
-    assert harness["losses"] == pytest.approx(bare["losses"][:4], rel=1e-6)
-    assert trainer["losses"][:4] == pytest.approx(bare["losses"][:4], rel=1e-3)
+    assert len(bare["losses"]) == 9  # one, two turns of three, two that are counted
+    assert len(harness["losses"]) == 8  # it was stopped before it logged the last step
+    assert harness["losses"] == pytest.approx(bare["losses"][:8], rel=1e-6)
+    assert trainer["losses"][:8] == pytest.approx(bare["losses"][:8], rel=1e-3)
     for side in (harness, bare, trainer):
-        assert len(side["step_s"]) == len(side["processor_s"]) == 2
+        assert len(side["step_s"]) == len(side["processor_s"]) == 4
+        assert math.isnan(side["density"]) or 0 < side["density"] <= 1
         assert side["marks"]["imported"][0] < side["marks"]["first step"][0]
         assert sum(side["syncs"].values()) > 0
     assert all(

@@ -8,8 +8,8 @@ harness with its run folder and a line of metrics in every step; a loop that doe
 the Trainer with its log in every step. In every round each of them is started anew, one after the
 other, and waits; then all three train in turns, so that none meets a slower machine than the
 others. Further, how often the host would wait for a device, and how fast data comes without a
-model. A round takes MINUTES on two quiet cores. Ctrl-C ends after the rounds that are whole, with
-their tables; --results draws them again.
+model. A round takes four minutes on two quiet cores. Ctrl-C ends after the rounds that are whole,
+with their tables; --results draws them again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import sys
 import tempfile
 import time
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tools.proofs.overhead.data_path import data_rates
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.prepare import Bench, prepare
 from tools.proofs.overhead.report import SIDES, markdown, tables
+from tools.proofs.overhead.scatter import held_memory
 from tools.proofs.overhead.spread import name_of, picture
 from tools.proofs.overhead.turns import COUNTED, Length, Start, take_turns
 
@@ -67,7 +68,7 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     length = Length.of(args)
     benches = {n: prepare(folder / str(n), n, length) for n in args.layers}
     cells: list[dict[str, Any]] = [
-        {"stage": stage, "ranks": ranks, "layers": layers, "rounds": []}
+        {"stage": stage, "ranks": ranks, "layers": layers, "held_gib": args.hold, "rounds": []}
         for stage, ranks, layers in product(args.stages, args.ranks, args.layers)
     ]
     try:
@@ -95,11 +96,12 @@ def _measure_round(
     benches: dict[int, Bench], cell: dict[str, Any], number: int, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the measurements of one round of a cell: by side, a list over its ranks."""
-    stage, ranks, first = cell["stage"], cell["ranks"], number % len(SIDES)
-    bench = benches[cell["layers"]]
+    stage, ranks, bench = cell["stage"], cell["ranks"], benches[cell["layers"]]
+    orders = list(permutations(SIDES))  # a start before another gets other pages of memory
     with contextlib.ExitStack() as alive:
+        alive.enter_context(held_memory(cell["held_gib"]))
         starts: dict[str, Start] = {}
-        for side in (*SIDES[first:], *SIDES[:first]):
+        for side in orders[number % len(orders)]:
             _say(f"round {number + 1} of {rounds}, {name_of(cell)}: {side}")
             starts[side] = alive.enter_context(bench.start(side, stage, ranks))
         take_turns(list(starts.values()), bench.length)
@@ -131,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--hold", type=int, default=6, metavar="GIB", help="of memory, beside it")
     Length.add_arguments(parser)
     parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
     parser.add_argument("--results", type=Path, metavar="FILE", help="of --json: measure nothing")

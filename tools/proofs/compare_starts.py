@@ -44,12 +44,13 @@ _PAGE = """# The time of a step from start to start: suspects, switched one by o
 Written by `python tools/proofs/compare_starts.py --stage {stage} --ranks {ranks} --rounds {rounds}
 --markdown docs/overhead_starts.md`.
 
-The job is that of [overhead.md](overhead.md) (ZeRO {stage}; ranks: {ranks}). Up to {most} starts are
-alive together and train in {turns} turns of {steps} steps, so that all of them meet the same
+The job is that of [overhead.md](overhead.md) (ZeRO {stage}; ranks: {ranks}). Up to {most} starts
+are alive together and train in {turns} turns of {steps} steps, so that all of them meet the same
 machine; {rounds} rounds. glibc returns what a step frees to the kernel, which maps these pages
-again in the next step: how many, differs from start to start on both sides. So all starts but the last two keep freed pages (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_),
-and each suspect is switched beside that. "Huge pages" maps 2 MiB at a time. "Scattered pages" gives
-a start memory of which every fourth page is free.
+again in the next step: how many, differs from start to start on both sides. So all starts but the
+last two keep freed pages (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_), and each suspect is
+switched beside that. "Huge pages" maps 2 MiB at a time. "Scattered pages" gives a start memory of
+which every fourth page is free.
 
 {table}
 

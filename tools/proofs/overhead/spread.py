@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from tools.figure import new_figure
 from tools.proofs.overhead.job import LAYERS
-from tools.proofs.overhead.recorder import KERNEL
 from tools.proofs.overhead.turns import turn_medians_s
 
 if TYPE_CHECKING:
@@ -22,18 +21,25 @@ _KERNEL_NAMES = {
     "page_faults": "page faults",
     "waits": "switches of a thread that waits",
     "preemptions": "switches of a thread that is sent away",
+    "density": "share of its 2 MiB blocks that its pages fill",
 }
 
 
 def name_of(cell: Cell) -> str:
-    """Return "ZeRO 3, 2 ranks", and the layers where they are not those of most cells."""
+    """Return "ZeRO 3, 2 ranks", and the layers and the memory held where they are unusual."""
     layers = f", {cell['layers']} layers" * (cell["layers"] != LAYERS)
-    return f"ZeRO {cell['stage']}, {cell['ranks']} rank{'s' * (cell['ranks'] > 1)}{layers}"
+    held = f", {cell['held_gib']} GiB held" if cell.get("held_gib") else ""
+    return f"ZeRO {cell['stage']}, {cell['ranks']} rank{'s' * (cell['ranks'] > 1)}{layers}{held}"
 
 
 def seconds(cell: Cell, side: str) -> list[float]:
     """Return each start's median step, in seconds."""
-    return [statistics.median(round_[side][0]["step_s"]) for round_ in cell["rounds"]]
+    return [seconds_of(round_[side]) for round_ in cell["rounds"]]
+
+
+def seconds_of(ranks: Sequence[Any]) -> float:
+    """Return a start's median step, in seconds."""
+    return statistics.median(ranks[0]["step_s"])
 
 
 def spread_rows(cells: Sequence[Cell], turns: int) -> Iterator[tuple[str, list[str]]]:
@@ -47,12 +53,32 @@ def spread_rows(cells: Sequence[Cell], turns: int) -> Iterator[tuple[str, list[s
             for cell in cells
         ]
         yield f"{NAMES[over]} / {NAMES[under]}", [percentiles(ratios) for ratios in each]
+    for place, name in enumerate(("first", "second", "last")):
+        effects = [place_effects(cell)[place] for cell in cells]
+        yield f"any side, started {name} of the three / its mean", [f"{e:.3f}" for e in effects]
     apart = [spread_of(turn_ratios(cell["rounds"], turns)) for cell in cells]
     yield (
         "the first: turns of the same starts, apart by",
         [f"{spread.turn:.1%}" for spread in apart],
     )
     yield "starts, beyond that", [f"{spread.start:.1%}" for spread in apart]
+
+
+def place_effects(cell: Cell) -> list[float]:
+    """Return the time of the first, the second and the last start of a round, over the mean of its
+    side and of its round: geometric means over rounds and sides.
+    """
+    logs = [
+        {side: math.log(seconds_of(ranks)) for side, ranks in round_.items()}
+        for round_ in cell["rounds"]
+    ]
+    of_side = {side: statistics.fmean(times[side] for times in logs) for side in NAMES}
+    found: list[list[float]] = [[] for _ in NAMES]
+    for times in logs:  # in the order of their starts
+        left = [time - of_side[side] for side, time in times.items()]
+        for place, value in enumerate(left):
+            found[place].append(value - statistics.fmean(left))
+    return [math.exp(statistics.fmean(values)) for values in found]
 
 
 def turn_ratios(rounds: Sequence[Any], turns: int) -> list[list[float]]:
@@ -94,22 +120,20 @@ def spread_of(times: Sequence[Sequence[float]]) -> Spread:
 
 
 def kernel_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
-    """Yield rows of (title, a text per cell): what the kernel did for rank 0 in a step."""
-    for kind in KERNEL:
+    """Yield rows of (title, a text per cell): what the kernel did for rank 0 in a step, the median
+    over starts and in brackets the least and the most.
+    """
+    for kind, title in _KERNEL_NAMES.items():
         for side, name in NAMES.items():
-            medians = [
-                statistics.median(
-                    value for round_ in cell["rounds"] for value in round_[side][0][kind]
-                )
-                for cell in cells
-            ]
-            yield f"{_KERNEL_NAMES[kind]}: {name}", [f"{median:,.0f}" for median in medians]
-    for side, name in NAMES.items():
-        dense = [
-            statistics.median(round_[side][0]["density"] for round_ in cell["rounds"])
-            for cell in cells
-        ]
-        yield f"share of its 2 MiB blocks that its pages fill: {name}", [f"{d:.2f}" for d in dense]
+            yield f"{title}: {name}", [_over_starts(cell, side, kind) for cell in cells]
+
+
+def _over_starts(cell: Cell, side: str, kind: str) -> str:
+    found = (round_[side][0][kind] for round_ in cell["rounds"])
+    values = [statistics.median(of if isinstance(of, list) else [of]) for of in found]
+    how = ".2f" if kind == "density" else ",.0f"
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:{how}} ({low:{how}} to {high:{how}})"
 
 
 def picture(results: dict[str, Any]) -> Figure:

@@ -143,8 +143,7 @@ def take_turns(starts: Sequence[Start], length: Length) -> None:
     """Let `starts` train in turns, each as often as `length` says; another one begins each time."""
     for turn in range(length.turns):
         first = turn % len(starts)
-        order = [*starts[first:], *starts[:first]]
-        for start in reversed(order) if turn % 2 else order:  # nor is a start's forerunner the same
+        for start in (*starts[first:], *starts[:first]):
             start.take_turn(length.steps)
 
 
