@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tools.proofs.overhead.scatter import density
-from tools.proofs.ranks import Ranks, raise_errors, started
+from tools.proofs.ranks import ENDING_S, PATIENCE_S, Ranks, raise_errors, started
 
 POLL_S = 0.5
 COUNTED = 2  # steps after all turns, under the counters, which slow them
@@ -156,6 +156,6 @@ def turn_medians_s(rank: Mapping[str, Any], turns: int) -> list[float]:
 
 def raise_ended(group: Ranks, out: Path) -> None:
     """Raise SystemExit: a rank has ended before its time."""
-    codes = group.wait()
+    codes = group.wait(limit_s=PATIENCE_S, patience_s=ENDING_S)  # others may wait for their turn
     raise_errors(codes, out)
     raise SystemExit(f"a rank ended before its time; all of them with {codes}; see {out}")
