@@ -51,7 +51,7 @@ class Ranks:
         Ends those that outlive `limit_s`, or a rank that failed by more than `patience_s`.
         """
         deadline = time.monotonic() + limit_s
-        while any(process.poll() is None for process in self.processes):
+        while None in [process.poll() for process in self.processes]:  # `any` would skip some
             if any(process.returncode for process in self.processes):
                 deadline = min(deadline, time.monotonic() + patience_s)
             if time.monotonic() > deadline:
