@@ -12,6 +12,7 @@ from tools.figure import write_plot
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.recorder import KERNEL
 from tools.proofs.overhead.spread import (
+    follows_density,
     kernel_rows,
     picture,
     place_effects,
@@ -53,6 +54,7 @@ def test_percentiles_are_those_of_the_starts() -> None:
             f"any side, started {place} of the three / its mean"
             for place in ("first", "second", "last")
         ),
+        "correlation of that with the density of its pages",
         "the first: turns of the same starts, apart by",
         "starts, beyond that",
     ]
@@ -79,7 +81,7 @@ def test_what_an_earlier_start_costs_is_told_apart_from_its_side() -> None:
     orders += (("trainer", "harness", "bare"),)
     rounds = [
         {
-            side: [{"step_s": [_SLOWER[side] * (1.1 if not n else 1.0)]}]
+            side: [{"step_s": [_SLOWER[side] * (1.0 if n else 1.1)], "density": 0.9 if n else 0.4}]
             for n, side in enumerate(order)
         }
         for order in orders
@@ -87,6 +89,7 @@ def test_what_an_earlier_start_costs_is_told_apart_from_its_side() -> None:
     first, second, last = place_effects({"rounds": rounds})
     assert first / second == pytest.approx(1.1)
     assert second == pytest.approx(last)
+    assert follows_density({"rounds": rounds}) == pytest.approx(-1)
 
 
 def test_a_ratio_is_of_the_same_turn() -> None:

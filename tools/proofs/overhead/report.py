@@ -187,8 +187,8 @@ batches and give DeepSpeed the same resolved JSON:
   end and writes nothing;
 - the Trainer of transformers with `TrainingArguments(deepspeed=...)`, a log in every step.
 
-In a round every side is started anew, as one process per rank with one thread each, another one
-first each time. It trains {args["warm_up"]} steps and waits. With all three alive, each trains in
+In a round every side is started anew, as one process per rank with one thread each, in another
+order each time. It trains {args["warm_up"]} steps and waits. With all three alive, each trains in
 {args["turns"]} turns: a step that is not counted, then {args["steps"]} that are. A step lasts from
 the end of one optimizer step to the end of the next. Given are medians over a start's steps, then
 over rounds; the ratio of these; and in brackets the least and the most of the rounds' own ratios.
@@ -198,11 +198,19 @@ held-out loss (of one sample).
 
 ![Seconds a step of every start](overhead.svg)
 
-The last rows of the second table split the spread of the ratio to bare DeepSpeed (random effects of
-one factor; standard deviations): how far turns of the same two starts lie apart, and how far starts
-do beyond that. [Many starts in the same turns](overhead_starts.md) say more. Under ZeRO 1 the
-harness's fp32 gradients are summed where they lie and not copied: the kernel maps fewer pages in a
-step.
+**Why a start differs from the next, of whichever side.** Not by what it does, but by when in its
+round it was started: the second table has the time of the first, the second and the last of the
+three, each beside the mean of its side. The first gets the pages that others left free here and
+there, the later ones find stretches of free memory, and the processor translates addresses within
+few 2 MiB blocks faster than within many. How densely a start's pages lie says its last table but
+one. Where memory is held while the three start ("held"), the leftovers are taken before them.
+[Pages scattered on purpose](overhead_starts.md), and every other suspect, are on a page of their
+own. The last two rows of the second table split the spread of the ratio to bare DeepSpeed (random
+effects of one factor; standard deviations): how far turns of the same two starts lie apart, and how
+far starts do beyond that.
+
+Under ZeRO 1 the harness's fp32 gradients are summed where they lie and not copied: the kernel maps
+fewer pages in a step.
 
 {body}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tools.figure import new_figure
@@ -56,6 +57,8 @@ def spread_rows(cells: Sequence[Cell], turns: int) -> Iterator[tuple[str, list[s
     for place, name in enumerate(("first", "second", "last")):
         effects = [place_effects(cell)[place] for cell in cells]
         yield f"any side, started {name} of the three / its mean", [f"{e:.3f}" for e in effects]
+    follows = [follows_density(cell) for cell in cells]
+    yield "correlation of that with the density of its pages", [f"{r:.2f}" for r in follows]
     apart = [spread_of(turn_ratios(cell["rounds"], turns)) for cell in cells]
     yield (
         "the first: turns of the same starts, apart by",
@@ -68,17 +71,33 @@ def place_effects(cell: Cell) -> list[float]:
     """Return the time of the first, the second and the last start of a round, over the mean of its
     side and of its round: geometric means over rounds and sides.
     """
-    logs = [
-        {side: math.log(seconds_of(ranks)) for side, ranks in round_.items()}
-        for round_ in cell["rounds"]
-    ]
-    of_side = {side: statistics.fmean(times[side] for times in logs) for side in NAMES}
-    found: list[list[float]] = [[] for _ in NAMES]
-    for times in logs:  # in the order of their starts
-        left = [time - of_side[side] for side, time in times.items()]
-        for place, value in enumerate(left):
-            found[place].append(value - statistics.fmean(left))
-    return [math.exp(statistics.fmean(values)) for values in found]
+    rounds = beside_the_others(cell, lambda ranks: math.log(seconds_of(ranks)))
+    return [math.exp(statistics.fmean(values)) for values in zip(*rounds, strict=True)]
+
+
+def follows_density(cell: Cell) -> float:
+    """Return the correlation of a start's time with the density of its pages, both beside the mean
+    of its side and of its round; NaN where densities are not known or all alike.
+    """
+    times = beside_the_others(cell, lambda ranks: math.log(seconds_of(ranks)))
+    densities = beside_the_others(cell, lambda ranks: float(ranks[0]["density"]))
+    try:
+        return statistics.correlation(list(chain(*times)), list(chain(*densities)))
+    except statistics.StatisticsError:
+        return math.nan
+
+
+def beside_the_others(cell: Cell, value: Callable[[list[Any]], float]) -> list[list[float]]:
+    """Return a value of each start less the mean of its side and of its round, by round in the
+    order of the starts.
+    """
+    rounds = [{side: value(ranks) for side, ranks in sides.items()} for sides in cell["rounds"]]
+    of_side = {side: statistics.fmean(values[side] for values in rounds) for side in NAMES}
+    found = []
+    for values in rounds:
+        left = [each - of_side[side] for side, each in values.items()]
+        found.append([each - statistics.fmean(left) for each in left])
+    return found
 
 
 def turn_ratios(rounds: Sequence[Any], turns: int) -> list[list[float]]:
