@@ -57,6 +57,7 @@ def build_engine(
     """
     _compile_cpu_adam(plan)
     config, settings = swap.own_folder(plan.deepspeed)
+    settings.append(set_allocators(plan.world))
     if plan.world.accelerator == "cuda":
         settings += _set_up_gpu_node(plan)
     empty = empty_model(plan, trust_remote_code, document_mask)
@@ -147,8 +148,8 @@ def _parameter_groups(
 
 
 def _set_up_gpu_node(plan: Plan) -> list[dict[str, Any]]:
-    """Set torch's allocators, and the threads of an optimizer on the host. Collective."""
-    events = [set_allocators(plan.world)]
+    """Set products of fp32 matrices, and the threads of an optimizer on the host. Collective."""
+    events = []
     if plan.precision == "fp32":
         events.append(float32_products())
     if offloaded_to(plan.deepspeed, "optimizer") != "none":

@@ -1,7 +1,8 @@
-"""Settings of torch's memory allocators, which torch takes on CPUs, too."""
+"""Settings of memory allocators: torch's, which it takes on CPUs, too, and glibc's."""
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 
@@ -61,3 +62,55 @@ def test_an_older_torch_gets_what_it_knows(
 
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settle)
     assert expected in set_allocators(World(accelerator="cuda"))["message"]
+
+
+# As a step does: large blocks that are freed while others are kept.
+FAULTS = """
+import resource
+import torch
+from harness.engine.allocators import set_allocators
+from harness.layout.world import World
+print(set_allocators(World())["message"])
+def step():
+    kept = torch.ones(2**20)
+    for _ in range(4):
+        freed = [torch.ones(2**18) for _ in range(32)]
+        del freed
+step()
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize(
+    ("of_user", "message", "most"),
+    [
+        ({}, "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)", 100),
+        (
+            {"MALLOC_TRIM_THRESHOLD_": "131072"},
+            "MALLOC_TRIM_THRESHOLD_=131072 is the user's, and malloc left as it is",
+            None,
+        ),
+    ],
+)
+def test_a_cpu_rank_maps_no_page_twice(
+    of_user: dict[str, str], message: str, most: int | None
+) -> None:
+    """The second row shows that a step that frees makes the kernel map again."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS],
+        cwd=REPOSITORY,
+        env=environment(DS_ACCELERATOR="cpu", **of_user),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said, faults = done.stdout.splitlines()
+    assert said == message
+    if most is None:
+        assert int(faults) > 5000, faults
+    else:
+        assert int(faults) < most

@@ -15,7 +15,7 @@ from tests.two_ranks import SHARED_MEMORY
 from tools.proofs.overhead.prepare import require_no_lock
 from tools.proofs.overhead.recorder import counters
 
-ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--turns", 2, "--hold", 0)
+ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--turns", 2)
 
 
 @pytest.mark.gate

@@ -31,6 +31,7 @@ def _cell(ranks: int) -> dict[str, Any]:
             side: [
                 {
                     "step_s": [9.0, factor * (n + 1), 0.5],
+                    "kernel_ms": [100.0],
                     "density": 0.25 * factor,
                     **{kind: [place, 10 * place] for place, kind in enumerate(KERNEL, 1)},
                 }
@@ -103,6 +104,7 @@ def test_a_ratio_is_of_the_same_turn() -> None:
 
 def test_medians_of_the_kernels_counters_are_over_all_steps() -> None:
     rows = dict(kernel_rows([_cell(1)]))
+    assert rows["milliseconds in it: the harness"] == ["100 (100 to 100)"]
     assert rows["page faults: the harness"] == ["6 (6 to 6)"]  # 1 and 10 in turn
     assert rows["switches of a thread that is sent away: Trainer"] == ["16 (16 to 16)"]  # 16.5
     assert rows["share of its 2 MiB blocks that its pages fill: bare DeepSpeed"] == [

@@ -53,6 +53,17 @@ def test_every_group_has_what_the_others_are_compared_with() -> None:
     assert others == [start for name in SUSPECTS if name != KEPT for start in starts_of(name)]
 
 
+def test_the_others_are_told_to_keep_pages_as_the_harness_does_by_itself() -> None:
+    names = {side: set(SUSPECTS[KEPT].environment_of(side)) for side in ("harness", "bare")}
+    assert names == {
+        "harness": set(),
+        "bare": {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"},
+    }
+    returned = SUSPECTS["pages returned"]
+    assert returned.environment_of("harness") == returned.environment_of("bare")
+    assert set(returned.environment_of("harness")) == {"GLIBC_TUNABLES"}
+
+
 def test_each_start_is_compared_with_those_of_the_same_turn() -> None:
     head, _, *rows = suspect_rows(_measured(), turns=2)
     cells = {row.split(" | ")[0].strip("| "): row.strip("|").split(" | ")[1:] for row in rows}

@@ -7,9 +7,10 @@
 harness with its run folder and a line of metrics in every step; a loop that does nothing but train;
 the Trainer with its log in every step. In every round each of them is started anew, one after the
 other, and waits; then all three train in turns, so that none meets a slower machine than the
-others. Further, how often the host would wait for a device, and how fast data comes without a
-model. A round takes four minutes on two quiet cores. Ctrl-C ends after the rounds that are whole,
-with their tables; --results draws them again.
+others. What a step frees, malloc keeps for all three, as the harness has it. Further, how often the
+host would wait for a device, and how fast data comes without a model. A round takes three minutes
+on two quiet cores. Ctrl-C ends after the rounds that are whole, with their tables; --results draws
+them again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from tools.proofs.overhead.data_path import data_rates
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.prepare import Bench, prepare
 from tools.proofs.overhead.report import SIDES, markdown, tables
-from tools.proofs.overhead.scatter import held_memory
 from tools.proofs.overhead.spread import name_of, picture
 from tools.proofs.overhead.turns import COUNTED, Length, Start, take_turns
 
@@ -68,7 +68,7 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     length = Length.of(args)
     benches = {n: prepare(folder / str(n), n, length) for n in args.layers}
     cells: list[dict[str, Any]] = [
-        {"stage": stage, "ranks": ranks, "layers": layers, "held_gib": args.hold, "rounds": []}
+        {"stage": stage, "ranks": ranks, "layers": layers, "rounds": []}
         for stage, ranks, layers in product(args.stages, args.ranks, args.layers)
     ]
     try:
@@ -99,7 +99,6 @@ def _measure_round(
     stage, ranks, bench = cell["stage"], cell["ranks"], benches[cell["layers"]]
     orders = list(permutations(SIDES))  # a start before another gets other pages of memory
     with contextlib.ExitStack() as alive:
-        alive.enter_context(held_memory(cell["held_gib"]))
         starts: dict[str, Start] = {}
         for side in orders[number % len(orders)]:
             _say(f"round {number + 1} of {rounds}, {name_of(cell)}: {side}")
@@ -133,7 +132,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--hold", type=int, default=6, metavar="GIB", help="of memory, beside it")
     Length.add_arguments(parser)
     parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
     parser.add_argument("--results", type=Path, metavar="FILE", help="of --json: measure nothing")

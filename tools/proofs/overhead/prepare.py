@@ -25,7 +25,7 @@ from tools.proofs.overhead.suspects import Suspect
 from tools.proofs.overhead.turns import Length, Start, waiting_start
 from tools.proofs.ranks import ON_CPU
 
-_USUAL = Suspect(environment={})
+_USUAL = Suspect()
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Bench:
             unevaluated=suspect.unevaluated,
             began=time.monotonic(),
         )
-        environment = {**ON_CPU, **suspect.environment}
+        environment = {**ON_CPU, **suspect.environment_of(side)}
         command = [sys.executable, "-m", "tools.proofs.overhead.side", side, str(job.write())]
         with waiting_start(command, ranks, out, door, environment) as waiting:
             yield waiting

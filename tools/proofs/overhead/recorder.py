@@ -94,11 +94,12 @@ class Recorder:
 
 
 def _used() -> dict[str, float]:
-    """Seconds on the wall and of the processor, and the kernel's work, of this process so far."""
+    """Seconds on the wall, of the processor, of it in the kernel, and the kernel's work: so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "step_s": time.monotonic(),
         "processor_s": time.process_time(),
+        "kernel_ms": used.ru_stime * 1e3,
         **{name: getattr(used, f"ru_{of}") for name, of in KERNEL.items()},
     }
 

@@ -48,32 +48,12 @@ def density(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def held_memory(gib: int) -> Iterator[None]:
-    """In the block, `gib` GiB are taken: first of all what others left free here and there, so that
-    whoever starts now finds stretches of free memory.
-    """
-    with _mapped(gib * 2**30) as held:
-        _touch(held)
-        yield
-
-
-@contextlib.contextmanager
 def scattered_memory() -> Iterator[None]:
     """In the block, the free memory that the kernel hands out first is one page of four."""
-    with _mapped(_SCATTERED) as held:
-        _touch(held)
+    with mmap.mmap(-1, _SCATTERED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        held.madvise(mmap.MADV_NOHUGEPAGE)
+        for start in range(0, _SCATTERED, _PAGE):
+            held[start] = 1
         for start in range(0, _SCATTERED, _APART * _PAGE):
             held.madvise(mmap.MADV_DONTNEED, start, _PAGE)
         yield
-
-
-@contextlib.contextmanager
-def _mapped(size: int) -> Iterator[mmap.mmap]:
-    with mmap.mmap(-1, max(size, _PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
-        held.madvise(mmap.MADV_NOHUGEPAGE)
-        yield held
-
-
-def _touch(held: mmap.mmap) -> None:
-    for start in range(0, len(held), _PAGE):
-        held[start] = 1

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NAMES = {"harness": "the harness", "bare": "bare DeepSpeed", "trainer": "Trainer"}
 Cell = dict[str, Any]
 _KERNEL_NAMES = {
+    "kernel_ms": "milliseconds in it",
     "page_faults": "page faults",
     "waits": "switches of a thread that waits",
     "preemptions": "switches of a thread that is sent away",
@@ -27,10 +28,9 @@ _KERNEL_NAMES = {
 
 
 def name_of(cell: Cell) -> str:
-    """Return "ZeRO 3, 2 ranks", and the layers and the memory held where they are unusual."""
+    """Return "ZeRO 3, 2 ranks", and the layers where they are unusual."""
     layers = f", {cell['layers']} layers" * (cell["layers"] != LAYERS)
-    held = f", {cell['held_gib']} GiB held" if cell.get("held_gib") else ""
-    return f"ZeRO {cell['stage']}, {cell['ranks']} rank{'s' * (cell['ranks'] > 1)}{layers}{held}"
+    return f"ZeRO {cell['stage']}, {cell['ranks']} rank{'s' * (cell['ranks'] > 1)}{layers}"
 
 
 def seconds(cell: Cell, side: str) -> list[float]:

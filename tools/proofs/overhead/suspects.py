@@ -20,6 +20,8 @@ KEPT = "freed pages kept"
 """The start that the others are compared with; all keep freed pages, but for the last two."""
 _GIB = str(2**30)
 _KEEP = {"MALLOC_MMAP_THRESHOLD_": _GIB, "MALLOC_TRIM_THRESHOLD_": f"{2**34}"}
+_HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_RETURN = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}  # the default, and the harness sets nothing
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,10 @@ class Suspect:
 
     arguments: tuple[str, ...] = ()
     """Of the harness; bare DeepSpeed has nothing like it."""
-    environment: Mapping[str, str] = field(default_factory=lambda: _KEEP)
+    environment: Mapping[str, str] = field(default_factory=dict)
     """Of both sides."""
+    keeps_pages: bool = True
+    """What a step frees is kept for the next: the harness sees to it, the others are told."""
     is_of_both: bool = True
     """Bare DeepSpeed is started with it, too."""
     frozen: bool = False
@@ -38,6 +42,12 @@ class Suspect:
     """The harness: no held-out loss before the first step."""
     scattered: bool = False
     """The kernel's free memory is scattered while it starts."""
+
+    def environment_of(self, side: str) -> dict[str, str]:
+        """Return what is set for a side: "harness", "bare" or "trainer"."""
+        if not self.keeps_pages:
+            return {**_RETURN, **self.environment}
+        return {**({} if side == "harness" else _KEEP), **self.environment}
 
 
 SUSPECTS: dict[str, Suspect] = {
@@ -50,10 +60,10 @@ SUSPECTS: dict[str, Suspect] = {
     ),
     "no first evaluation": Suspect(unevaluated=True, is_of_both=False),
     "no garbage collection": Suspect(frozen=True),
-    "one malloc arena": Suspect(environment={**_KEEP, "MALLOC_ARENA_MAX": "1"}),
+    "one malloc arena": Suspect(environment={"MALLOC_ARENA_MAX": "1"}),
     "scattered pages": Suspect(scattered=True),
-    "pages returned, as usual": Suspect(environment={}),
-    "huge pages": Suspect(environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+    "pages returned": Suspect(keeps_pages=False),
+    "huge pages": Suspect(environment=_HUGE, keeps_pages=False),
 }
 _ALIKE = ("no watchdog", "no thread of batches", "no first evaluation", KEPT)
 """Whose steps do the same in the same memory."""

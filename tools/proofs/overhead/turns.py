@@ -46,7 +46,7 @@ class Length:
         """Add --warm-up, --turns and --steps."""
         # In its first three steps the harness also compares the memory it holds with the estimate.
         parser.add_argument("--warm-up", type=int, default=4, help="steps before, at least one")
-        parser.add_argument("--turns", type=int, default=3, help="of each start")
+        parser.add_argument("--turns", type=int, default=4, help="of each start")
         parser.add_argument("--steps", type=int, default=2, help="timed, in each turn")
 
     @classmethod
