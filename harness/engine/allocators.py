@@ -15,7 +15,13 @@ _SEGMENTS = "expandable_segments:True"
 # others torch rounds up to powers of two, and keeps. pinned_max_round_threshold_mb would leave the
 # caching on, and until torch PR 192722 a larger block may get the memory of a smaller one.
 _PINNED = "pinned_max_cached_size_mb:64"
-_OF_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+MALLOC_VARIABLES = {
+    "MALLOC_MMAP_THRESHOLD_": "",
+    "MALLOC_TRIM_THRESHOLD_": "",
+    "GLIBC_TUNABLES": "glibc.malloc.",
+    "LD_PRELOAD": "malloc",
+}
+"""Of the environment: those that set malloc, or replace it, where their value contains a text."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt: malloc.h
 _NEVER = -1
 # Bytes from which glibc maps a block by itself, and unmaps it when freed. Before 2.35 it takes no
@@ -45,15 +51,18 @@ def _keep_freed_pages() -> str:
     """Have glibc keep what is freed, as torch's allocator of a GPU does; returns a line on it.
 
     Otherwise it returns to the kernel most of what a step frees, and the kernel clears and maps
-    these pages again in the next step: a fifth of a small step's time (docs/overhead.md).
+    these pages again in the next step: a quarter of a small step's time ("pages returned" in
+    docs/overhead_starts.md).
     """
-    if name := next((name for name in _OF_MALLOC if name in os.environ), None):
-        return f"{name}={os.environ[name]} is the user's, and malloc left as it is"
+    for name, part in MALLOC_VARIABLES.items():
+        value = os.environ.get(name)
+        if value and part in value:
+            return f"{name}={value} is the user's, and malloc left as it is"
     try:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:  # another C library's
         return "malloc is as it was: this C library takes no settings"
-    # The threshold of blocks first: with that of trimming set alone, it would stay where it is.
+    # Setting the threshold of trimming alone would leave that of blocks at 128 KiB for good.
     if any(set_option(_MMAP_THRESHOLD, size) for size in _LARGEST_BLOCKS):
         set_option(_TRIM_THRESHOLD, _NEVER)
         return "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)"

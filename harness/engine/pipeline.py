@@ -61,7 +61,7 @@ class PipelineEngine(ZeroEngine):
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
-        if not self.engine.module.training:  # which walks through all modules
+        if not self.engine.module.training:  # train() visits every module
             self.engine.module.train()
         total = torch.zeros((), device=self.device)
         labels, data_ranks = self._labels(batches), self.share.data_ranks

@@ -73,7 +73,7 @@ class ZeroEngine:
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Forward and backward of all micro-batches; the gradients are then ready, not used."""
-        if not self.engine.module.training:  # which walks through all modules
+        if not self.engine.module.training:  # train() visits every module
             self.engine.train()
         total = torch.zeros((), device=self.device)
         self._expect(len(batches))

@@ -148,7 +148,7 @@ class RankTimeline:
 
         The allocator is asked only where it decides.
         """
-        if self.inputs.accelerator == "cpu":  # which keeps nothing that was freed
+        if self.inputs.accelerator == "cpu":  # malloc gives out again what it keeps
             return "fits" if self.peak <= device_bytes else "does not fit"
         sizes = self.peak, unshared(self._with_copies), self.driver
         if decided := verdict_without_allocator(*sizes, device_bytes):

@@ -15,7 +15,7 @@ from tests.two_ranks import SHARED_MEMORY
 from tools.proofs.overhead.prepare import require_no_lock
 from tools.proofs.overhead.recorder import counters
 
-ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--turns", 2)
+ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--turns", 2, "--steps", 2)
 
 
 @pytest.mark.gate
@@ -37,6 +37,7 @@ def test_the_harness_and_a_bare_loop_train_alike(tmp_path: Path) -> None:
         assert math.isnan(side["density"]) or 0 < side["density"] <= 1
         assert side["marks"]["imported"][0] < side["marks"]["first step"][0]
         assert sum(side["syncs"].values()) > 0
+        assert side["page_faults"][-1] < 5000  # of 64,000 where malloc returns what a step frees
     assert all(
         engine < step for engine, step in zip(harness["engine_s"], harness["step_s"], strict=True)
     )
@@ -76,7 +77,17 @@ def test_a_lock_that_a_killed_build_left_is_an_error_and_no_wait(
 )
 def test_what_a_device_would_be_waited_for_is_counted_once(count: int, code: str) -> None:
     syncs: Counter[str] = Counter()
-    functions, operators = counters(syncs, Counter())
+    functions, operators = counters(syncs, Counter(), Counter())
     with functions, operators:
         eval(code, {"torch": torch, "x": torch.tensor([1.0, 2.0])})
     assert sum(syncs.values()) == count
+
+
+def test_page_faults_are_counted_where_a_page_is_touched_first() -> None:
+    faults: Counter[str] = Counter()
+    functions, operators = counters(Counter(), Counter(), faults)
+    with functions, operators:
+        torch.ones(2**24).sum()  # 64 MiB, which malloc maps by themselves
+    place = max(faults, key=lambda place: faults[place])
+    assert "/test_benchmark_overhead.py:" in place
+    assert place.endswith(" ones")

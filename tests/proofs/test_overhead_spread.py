@@ -51,13 +51,10 @@ def test_percentiles_are_those_of_the_starts() -> None:
         "rounds",
         "the harness / bare DeepSpeed",
         "the harness / Trainer",
-        *(
-            f"any side, started {place} of the three / its mean"
-            for place in ("first", "second", "last")
-        ),
-        "correlation of that with the density of its pages",
-        "the first: turns of the same starts, apart by",
-        "starts, beyond that",
+        *(f"time where started {place} / the side's mean" for place in ("first", "second", "last")),
+        "correlation of a start's time with the density of its pages",
+        "the harness / bare DeepSpeed: standard deviation between turns",
+        "standard deviation between starts, beyond turns",
     ]
     assert rows["the harness / bare DeepSpeed"][0].startswith("0.50, **")
     assert rows["rounds"] == ["21", "21"]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tools.figure import write_plot
+from tools.proofs.overhead.mapped import mapped_rows
+from tools.proofs.overhead.placement import Placed, fit, placed_starts, placement_picture
 from tools.proofs.overhead.suspects import (
-    KEPT,
+    PAGES_KEPT,
     SUSPECTS,
     Sides,
-    density_picture,
-    density_points,
     groups,
     starts_of,
     suspect_rows,
@@ -47,14 +47,14 @@ def _measured() -> list[Sides]:
 
 def test_every_group_has_what_the_others_are_compared_with() -> None:
     found = groups(8)
-    assert all(group[:2] == [(KEPT, "harness"), (KEPT, "bare")] for group in found)
+    assert all(group[:2] == [(PAGES_KEPT, "harness"), (PAGES_KEPT, "bare")] for group in found)
     assert all(len(group) <= 8 for group in found)
     others = [start for group in found for start in group[2:]]
-    assert others == [start for name in SUSPECTS if name != KEPT for start in starts_of(name)]
+    assert others == [start for name in SUSPECTS if name != PAGES_KEPT for start in starts_of(name)]
 
 
 def test_the_others_are_told_to_keep_pages_as_the_harness_does_by_itself() -> None:
-    names = {side: set(SUSPECTS[KEPT].environment_of(side)) for side in ("harness", "bare")}
+    names = {side: set(SUSPECTS[PAGES_KEPT].environment_of(side)) for side in ("harness", "bare")}
     assert names == {
         "harness": set(),
         "bare": {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"},
@@ -70,22 +70,60 @@ def test_each_start_is_compared_with_those_of_the_same_turn() -> None:
     cells = {name: [cell.strip() for cell in row] for name, row in cells.items()}
     assert set(cells) == set(SUSPECTS)
     assert head.count("|") == rows[0].count("|")
-    assert cells[KEPT] == ["1.50, **1.500**, 1.50", "", "", "8", "5", "0.75", "0.75"]
+    assert cells[PAGES_KEPT] == ["1.50, **1.500**, 1.50", "", "", "8", "5", "0.75", "0.75"]
     assert cells["no metrics"] == ["0.75, **0.750**, 0.75", "0.500", "", "8", "", "0.75", ""]
     scattered = ["1.50, **1.500**, 1.50", "1.100", "1.100", "8", "5", "0.25", "0.25"]
     assert cells["scattered pages"] == scattered
 
 
-def test_time_over_density_is_that_of_starts_that_do_the_same(tmp_path: Path) -> None:
-    points = density_points(_measured(), turns=2)
-    assert {point[3] for point in points if not point[1]} == {1.0}
-    assert [point[2:] for point in points if point[1]] == [(0.25, pytest.approx(1.1))] * 4
-    write_plot(tmp_path / "starts.svg", density_picture(points))
+def test_density_and_time_are_beside_the_mean_of_those_that_do_the_same(tmp_path: Path) -> None:
+    sides: Sides = {
+        "no watchdog": {"harness": _start("no watchdog", "harness", 1.0)},
+        PAGES_KEPT: {side: _start(PAGES_KEPT, side, 2.0) for side in ("harness", "bare")},
+        "scattered pages": {"bare": _start("scattered pages", "bare", 2.0)},
+        "no metrics": {"harness": _start("no metrics", "harness", 9.0)},  # does less
+    }
+    sides["no watchdog"]["harness"][0]["density"] = 0.95
+    starts = list(placed_starts([sides], turns=2))
+    rows = [(s.side, s.is_scattered, s.density_off, s.time) for s in starts]
+    assert rows == [
+        ("harness", False, pytest.approx(0.1), pytest.approx(1 / 1.5)),
+        ("harness", False, pytest.approx(-0.1), pytest.approx(2 / 1.5)),
+        ("bare", False, pytest.approx(0.25), pytest.approx(1 / 1.05)),
+        ("bare", True, pytest.approx(-0.25), pytest.approx(1.1 / 1.05)),
+    ]
+    write_plot(tmp_path / "starts.svg", placement_picture(starts))
     text = (tmp_path / "starts.svg").read_text()
     for words in ("the harness", "bare DeepSpeed, scattered on purpose", "time of a step"):
         assert f">{words}<" in text
 
 
-def test_a_density_that_is_not_known_is_no_point_of_the_fit(tmp_path: Path) -> None:
-    unknown = [("bare", False, math.nan, 1.0)]
-    write_plot(tmp_path / "starts.svg", density_picture(unknown))
+def test_a_start_alone_and_one_of_unknown_density_are_no_points() -> None:
+    alone: Sides = {PAGES_KEPT: {"bare": _start(PAGES_KEPT, "bare", 1.0)}}
+    unknown: Sides = {
+        name: {"bare": _start(name, "bare", 1.0)} for name in (PAGES_KEPT, "scattered pages")
+    }
+    unknown["scattered pages"]["bare"][0]["density"] = math.nan
+    assert not list(placed_starts([alone, unknown], turns=2))
+    assert "not known" in fit([])
+
+
+def test_the_fit_says_how_much_longer_a_step_takes() -> None:
+    starts = [Placed("bare", False, 0.5, off, 1 - 0.2 * off) for off in (-0.2, 0.1, 0.4)]
+    assert "correlated by -1.00: where density is 0.1 lower, a step takes 2.00% longer" in fit(
+        starts
+    )
+
+
+def test_the_lines_that_map_most_pages_come_first() -> None:
+    faults = {
+        "harness": {"a.py:1 mm": 20, "b.py:2 add": 6},
+        "bare": {"b.py:2 add": 30, "c.py:3 mul": 2},
+    }
+    rows = list(mapped_rows({side: [{"faults": found}] for side, found in faults.items()}, most=2))
+    assert rows[2:] == [
+        "| `b.py:2 add` | 3 | 15 |",  # of one step of two
+        "| `a.py:1 mm` | 10 | 0 |",
+        "| 1 others | 0 | 1 |",
+        "| all operators | 13 | 16 |",
+    ]

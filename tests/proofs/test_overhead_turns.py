@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tools.proofs.overhead.scatter import density
-from tools.proofs.overhead.turns import RUSH_STEPS, Length, take_turns, waiting_start
+from tools.proofs.overhead.scatter import density, share_of_blocks
+from tools.proofs.overhead.turns import UNTIMED_STEPS, Length, order_of, take_turns, waiting_start
 from tools.proofs.ranks import ON_CPU
 
 _SIDE = """
@@ -48,7 +52,7 @@ def test_starts_train_in_turns_and_another_is_first_each_time(tmp_path: Path) ->
         second.finish()
     assert (tmp_path / "order").read_text().split() == ["a", "b", "b", "a", "a", "b"]
     assert rank["step_s"] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]  # without the first of each turn
-    assert _LENGTH.all_steps == 1 + 3 * (RUSH_STEPS + 2) + 2
+    assert _LENGTH.all_steps == 1 + 3 * (UNTIMED_STEPS + 2) + 2
 
 
 def test_ranks_are_told_apart_whoever_comes_first(tmp_path: Path) -> None:
@@ -77,9 +81,43 @@ def test_a_rank_that_ends_in_a_turn_is_an_error_and_no_wait(tmp_path: Path) -> N
     assert all(process.poll() is not None for process in start.group.processes)
 
 
-def test_a_density_is_a_share_or_not_known() -> None:
+def test_a_rank_that_is_killed_while_it_waits_is_an_error(tmp_path: Path) -> None:
+    out = tmp_path / "one"
+    with waiting_start(_command(out), 1, out, out / "turns", ON_CPU) as start:
+        (process,) = start.group.processes
+        process.kill()
+        process.wait()
+        with pytest.raises(SystemExit, match=r"the process group ended with \[-9\]"):
+            start.train(1)
+
+
+@pytest.mark.parametrize("option", ["--warm-up", "--turns", "--steps"])
+def test_no_length_is_less_than_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    Length.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([option, "0"])
+    assert f"{option}: at least 1, not 0" in capsys.readouterr().err
+
+
+def test_a_density_is_the_share_of_the_blocks_that_pages_fill() -> None:
+    whole_and_half = np.r_[0:512, 1024:1280].astype(np.uint64)
+    assert share_of_blocks(whole_and_half) == 0.75
+    assert math.isnan(share_of_blocks(np.zeros(3, np.uint64)))  # no right to see where
+
+
+def test_a_density_is_read_of_a_process_or_not_known() -> None:
     filled = bytearray(b"1") * 2**26
-    found = density(os.getpid())
-    assert 0 < found <= 1 or os.geteuid()
-    assert density(0) != density(0)  # NaN: no such process
+    share = density(os.getpid())
+    assert math.isnan(share) or 0 < share <= 1
+    assert math.isnan(density(0))  # no such process
     assert len(filled) == 2**26
+
+
+@pytest.mark.parametrize("rounds", [6, 20])
+def test_no_side_is_started_first_more_often_than_others(rounds: int) -> None:
+    orders = [tuple(order_of("abc", number)) for number in range(rounds)]
+    assert len(set(orders)) == 6
+    for place in range(3):
+        counts = Counter(order[place] for order in orders).values()
+        assert max(counts) - min(counts) <= 1

@@ -1,7 +1,7 @@
 """Time the harness against a bare DeepSpeed loop and the Hugging Face Trainer.
 
     python tools/proofs/benchmark_overhead.py
-    python tools/proofs/benchmark_overhead.py --stages 3 --ranks 1 --rounds 9
+    python tools/proofs/benchmark_overhead.py --stages 3 --ranks 1 --rounds 6
 
 25 million parameters on CPU ranks, the same weights, batches and resolved JSON for all three: the
 harness with its run folder and a line of metrics in every step; a loop that does nothing but train;
@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 import time
-from itertools import permutations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.prepare import Bench, prepare
 from tools.proofs.overhead.report import SIDES, markdown, tables
 from tools.proofs.overhead.spread import name_of, picture
-from tools.proofs.overhead.turns import COUNTED, Length, Start, take_turns
+from tools.proofs.overhead.turns import COUNTED, Length, Start, order_of, take_turns
 
 PROC_STAT = Path("/proc/stat")
 
@@ -66,14 +66,17 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return every number, with where it was measured."""
     began, busy = time.monotonic(), _busy_elsewhere_s()
     length = Length.of(args)
-    benches = {n: prepare(folder / str(n), n, length) for n in args.layers}
+    benches = {n: prepare(folder / str(n), n) for n in args.layers}
     cells: list[dict[str, Any]] = [
         {"stage": stage, "ranks": ranks, "layers": layers, "rounds": []}
         for stage, ranks, layers in product(args.stages, args.ranks, args.layers)
     ]
     try:
         for number in range(args.rounds):
-            measured = [_measure_round(benches, cell, number, args.rounds) for cell in cells]
+            measured = []
+            for cell in cells:
+                _say(f"round {number + 1} of {args.rounds}, {name_of(cell)}")
+                measured.append(_measure_round(benches[cell["layers"]], cell, number, length))
             for cell, sides in zip(cells, measured, strict=True):
                 cell["rounds"].append(sides)
     except KeyboardInterrupt:
@@ -84,7 +87,9 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "cells": cells,
         "data": data,
-        "arguments": {"warm_up": args.warm_up, "turns": args.turns, "steps": args.steps},
+        "arguments": {
+            name: getattr(args, name) for name in ("rounds", "warm_up", "turns", "steps")
+        },
         "machine": machine(),
         "versions": versions(),
         "commit": git_commit(),
@@ -93,17 +98,16 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_round(
-    benches: dict[int, Bench], cell: dict[str, Any], number: int, rounds: int
+    bench: Bench, cell: dict[str, Any], number: int, length: Length
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the measurements of one round of a cell: by side, a list over its ranks."""
-    stage, ranks, bench = cell["stage"], cell["ranks"], benches[cell["layers"]]
-    orders = list(permutations(SIDES))  # a start before another gets other pages of memory
     with contextlib.ExitStack() as alive:
         starts: dict[str, Start] = {}
-        for side in orders[number % len(orders)]:
-            _say(f"round {number + 1} of {rounds}, {name_of(cell)}: {side}")
-            starts[side] = alive.enter_context(bench.start(side, stage, ranks))
-        take_turns(list(starts.values()), bench.length)
+        for side in order_of(SIDES, number):
+            starts[side] = alive.enter_context(
+                bench.start(side, cell["stage"], cell["ranks"], length)
+            )
+        take_turns(list(starts.values()), length)
         if not number:
             for start in starts.values():
                 start.train(COUNTED, counted=True)
@@ -131,7 +135,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, nargs="+", default=[LAYERS], metavar="LAYERS")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=24)
     Length.add_arguments(parser)
     parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
     parser.add_argument("--results", type=Path, metavar="FILE", help="of --json: measure nothing")

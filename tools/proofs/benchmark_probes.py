@@ -26,7 +26,6 @@ from harness.config.conduct_sections import LogConfig
 from harness.runfolder import RunFolder
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.prepare import prepare
-from tools.proofs.overhead.turns import Length
 
 WARM_UP = 10
 PROBES = ("attention_every", "weights_every")
@@ -43,7 +42,7 @@ def main() -> int:
     print("log.            zero   step (ms)   one look (ms)   every   share of a step")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        arguments = prepare(folder, LAYERS, Length(0, 0, 0)).arguments
+        arguments = prepare(folder, LAYERS).arguments
         for stage in (1, 3):
             for probe in PROBES:
                 plain, looked = list[float](), list[float]()

@@ -6,7 +6,7 @@
 The job is that of tools/proofs/benchmark_overhead.py. The harness and bare DeepSpeed are started
 with each suspect switched, up to eight starts are alive together and train in turns. --out keeps
 every group's measurements as a file, and goes on with those that are there. A round takes nine
-minutes on two quiet cores.
+minutes on two quiet cores, and needs 18 GiB of memory.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from harness.estimate.fit import free_on_host
+from harness.estimate.units import GIB
 from tools.figure import write_plot
 from tools.made_with import machine, versions
 from tools.proofs.overhead.job import LAYERS
+from tools.proofs.overhead.mapped import mapped_rows
+from tools.proofs.overhead.placement import fit, placed_starts, placement_picture
 from tools.proofs.overhead.prepare import Bench, prepare
 from tools.proofs.overhead.scatter import scattered_memory
 from tools.proofs.overhead.suspects import (
+    PAGES_RETURNED,
     SUSPECTS,
     Sides,
-    density_picture,
-    density_points,
     groups,
     suspect_rows,
 )
-from tools.proofs.overhead.turns import Length, Start, take_turns
+from tools.proofs.overhead.turns import COUNTED, Length, Start, take_turns
 
-MOST = 8  # starts that are alive together: each has 1.4 GiB
+MOST = 8  # ranks that are alive together: each has 1.4 GiB
+NEEDED = 18 * GIB  # with what is scattered
 
 _PAGE = """# The time of a step from start to start: suspects, switched one by one
 
@@ -46,11 +48,12 @@ Written by `python tools/proofs/compare_starts.py --stage {stage} --ranks {ranks
 
 The job is that of [overhead.md](overhead.md) (ZeRO {stage}; ranks: {ranks}). Up to {most} starts
 are alive together and train in {turns} turns of {steps} steps, so that all of them meet the same
-machine; {rounds} rounds. glibc returns what a step frees to the kernel, which maps these pages
-again in the next step: how many, differs from start to start on both sides. So all starts but the
-last two keep freed pages (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_), and each suspect is
-switched beside that. "Huge pages" maps 2 MiB at a time. "Scattered pages" gives a start memory of
-which every fourth page is free.
+machine; {rounds} rounds. As it comes, glibc returns to the kernel most of what a step frees, and
+the kernel clears and maps these pages again in the next ("pages returned"): so the harness has
+malloc keep them, and bare DeepSpeed is told to by its environment (MALLOC_MMAP_THRESHOLD_,
+MALLOC_TRIM_THRESHOLD_). Each suspect is switched beside that, but for the last two. "Huge pages"
+returns them, but maps 2 MiB at a time. A start with "scattered pages" finds every fourth page of a
+6 GiB stretch free. Percentiles are those of single turns.
 
 {table}
 
@@ -60,7 +63,12 @@ finds a stretch of free memory has all its pages together.
 
 ![Time over density](overhead_starts.svg)
 
-{found}
+{fitted}
+
+Where the pages that are returned are mapped again: the line whose operator is the first to touch
+them (backward: the line that calls it), in {counted} steps of the first round with pages returned.
+
+{mapped}
 
 {machine}; {versions}.
 """
@@ -69,27 +77,34 @@ finds a stretch of free memory has all its pages together.
 def main() -> int:
     """Command line -> exit code."""
     args = _arguments()
+    free = free_on_host()
+    if free is not None and free < NEEDED:
+        raise SystemExit(f"{NEEDED / GIB:g} GiB of memory are needed; free are {free / GIB:.1f}")
     with tempfile.TemporaryDirectory() as scratch:
         out: Path = args.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        bench = prepare(Path(scratch) / "bench", args.layers, Length.of(args))
+        bench = prepare(Path(scratch) / "bench", args.layers)
         measured = [
             _measure(bench, args, out, number, place, starts)
             for number in range(args.rounds)
-            for place, starts in enumerate(groups(MOST))
+            for place, starts in enumerate(groups(MOST // args.ranks))
         ]
     table = "\n".join(suspect_rows(measured, args.turns))
-    points = density_points(measured, args.turns)
-    found = _found(points)
-    print(table, found, sep="\n\n")
+    placed = list(placed_starts(measured, args.turns))
+    fitted = fit(placed)
+    mapped = "\n".join(
+        mapped_rows(next(s[PAGES_RETURNED] for s in measured if PAGES_RETURNED in s))
+    )
+    print(table, fitted, mapped, sep="\n\n")
     if args.markdown:
         about = {
             name: getattr(args, name) for name in ("stage", "ranks", "rounds", "turns", "steps")
         }
         made = {"machine": machine(), "versions": versions()}
-        page = _PAGE.format(most=MOST, table=table, found=found, **about, **made)
+        tables = {"table": table, "fitted": fitted, "mapped": mapped}
+        page = _PAGE.format(most=MOST, counted=COUNTED, **tables, **about, **made)
         args.markdown.write_text(page, encoding="utf-8")
-        write_plot(args.markdown.with_suffix(".svg"), density_picture(points))
+        write_plot(args.markdown.with_suffix(".svg"), placement_picture(placed))
     return 0
 
 
@@ -105,39 +120,28 @@ def _measure(
     length = f"{args.layers}-layers-{args.warm_up}-{args.turns}x{args.steps}-steps"
     path = out / f"zero{args.stage}-{args.ranks}-ranks-{length}-{number}-{place}.json"
     if path.exists():
-        sides: Sides = json.loads(path.read_text())
-        return sides
+        kept: Sides = json.loads(path.read_text())
+        if [(name, side) for name in kept for side in kept[name]] == starts:
+            return kept
     first = number * 3 % len(starts)
-    sides = {name: {} for name, _ in starts}
+    sides: Sides = {name: {} for name, _ in starts}
     with contextlib.ExitStack() as alive:
         waiting: dict[tuple[str, str], Start] = {}
         for name, side in [*starts[first:], *starts[:first]]:
             print(f"round {number + 1} of {args.rounds}: {name}, {side}", file=sys.stderr)
             suspect = SUSPECTS[name]
             with scattered_memory() if suspect.scattered else contextlib.nullcontext():
-                starting = bench.start(side, args.stage, args.ranks, suspect)
-                waiting[name, side] = alive.enter_context(starting)
-        take_turns(list(waiting.values()), bench.length)
-        for (name, side), start in waiting.items():
+                waiting[name, side] = alive.enter_context(
+                    bench.start(side, args.stage, args.ranks, Length.of(args), suspect)
+                )
+        take_turns(list(waiting.values()), Length.of(args))
+        for name, side in starts:
+            start = waiting[name, side]
+            if name == PAGES_RETURNED:
+                start.train(COUNTED, counted=True)
             sides[name][side] = start.finish()
     path.write_text(json.dumps(sides))
     return sides
-
-
-def _found(points: list[tuple[str, bool, float, float]]) -> str:
-    """Return a sentence: how far time follows density."""
-    known = [(density, time) for _, _, density, time in points if not math.isnan(density)]
-    if len(known) < 3:
-        return "Densities are not known: the kernel tells them to root alone."
-    (slope, _), r = statistics.linear_regression(*zip(*known, strict=True)), _correlation(known)
-    return (
-        f"Of {len(known)} starts that do the same, time and density are correlated by {r:.2f}: at "
-        f"a tenth less density a step takes {-slope / 10:.2%} longer."
-    )
-
-
-def _correlation(pairs: list[tuple[float, float]]) -> float:
-    return statistics.correlation(*zip(*pairs, strict=True))
 
 
 def _arguments() -> argparse.Namespace:

@@ -56,7 +56,7 @@ class Job:
     """Steps before it waits for its turn; the first ends the start-up."""
     steps: int
     """All of them, at most."""
-    door: str
+    socket_path: str
     """Socket where each rank asks for its turns: turns.py."""
     out: str
     """Folder of each rank's measurements, and of the run."""

@@ -18,6 +18,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
+from harness.engine.allocators import MALLOC_VARIABLES
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from tools.proofs.overhead.job import ACCUMULATED, LEARNED, MODEL, REPOSITORY, Job
@@ -35,11 +36,10 @@ class Bench:
     folder: Path
     data: Data
     arguments: tuple[str, ...]
-    length: Length
 
     @contextlib.contextmanager
     def start(
-        self, side: str, stage: int, ranks: int, suspect: Suspect = _USUAL
+        self, side: str, stage: int, ranks: int, length: Length, suspect: Suspect = _USUAL
     ) -> Iterator[Start]:
         """Start one side now, with `suspect` switched; it has warmed up and waits for its turn.
 
@@ -54,8 +54,8 @@ class Bench:
             f"train.global_batch={ACCUMULATED * ranks}",
         )
         json_file = REPOSITORY / "ds_configs" / f"zero{stage}.json"
-        steps = self.length.all_steps
-        door = out / "turns"
+        steps = length.all_steps
+        socket_path = out / "turns"
         job = Job(
             weights=str(weights_of(self.folder)),
             ds_given=str(json_file),
@@ -63,17 +63,19 @@ class Bench:
             batches=str(self._batches(out, steps * ACCUMULATED * ranks)),
             arguments=(*arguments, f"run.dir={out / 'run'}"),
             ranks=ranks,
-            warm_up=self.length.warm_up,
+            warm_up=length.warm_up,
             steps=steps,
-            door=str(door),
+            socket_path=str(socket_path),
             out=str(out),
             frozen=suspect.frozen,
             unevaluated=suspect.unevaluated,
             began=time.monotonic(),
         )
-        environment = {**ON_CPU, **suspect.environment_of(side)}
+        # No setting of malloc that this process has may reach one side and not the other.
+        unset = dict.fromkeys(MALLOC_VARIABLES)
+        environment = {**ON_CPU, **unset, **suspect.environment_of(side)}
         command = [sys.executable, "-m", "tools.proofs.overhead.side", side, str(job.write())]
-        with waiting_start(command, ranks, out, door, environment) as waiting:
+        with waiting_start(command, ranks, out, socket_path, environment) as waiting:
             yield waiting
 
     def _batches(self, out: Path, samples: int) -> Path:
@@ -91,7 +93,7 @@ def _resolved(out: Path, json_file: Path, arguments: tuple[str, ...], ranks: int
     return path
 
 
-def prepare(folder: Path, layers: int, length: Length) -> Bench:
+def prepare(folder: Path, layers: int) -> Bench:
     """Write what the sides begin with below `folder`. Raises SystemExit where that fails."""
     folder.mkdir(exist_ok=True)
     config = folder / "config.json"
@@ -110,7 +112,7 @@ def prepare(folder: Path, layers: int, length: Length) -> Bench:
     arguments = (*learned, "train.steps=100000", f"model.init_from={weights_of(folder)}")
     plan = plan_from(parse_command(list(arguments)), world=World())
     data = build_data(DataSpec.of_run(plan.config, plan.model_config))
-    return Bench(folder, data, arguments, length)
+    return Bench(folder, data, arguments)
 
 
 def require_no_lock() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -28,20 +27,21 @@ class Enough(Exception):
 class Recorder:
     """Told at the end of every step, it knows when to wait, when to count and when to stop."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.rank = job, int(os.environ["RANK"])
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
         # Seconds since the command was typed, and of this process's processor.
         self.marks: dict[str, tuple[float, float]] = {}
         self.engine_s = math.nan
         """Of the harness: wall clock inside of its engine, in the step that ends."""
         self.losses: list[float] = []
-        self._line = Client(job.door)
+        self._line = Client(job.socket_path)
         self._steps: list[dict[str, float]] = []
         self._left = job.warm_up  # steps until it waits
         self._before = _used()
         self._counters: list[Any] = []
         self._syncs: Counter[str] = Counter()
         self._collectives: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
 
     def mark(self, name: str) -> None:
         """Something of the start-up is done."""
@@ -78,7 +78,7 @@ class Recorder:
             raise Enough
         self._left = turn["steps"]
         if turn["counted"]:
-            self._counters = counters(self._syncs, self._collectives)
+            self._counters = counters(self._syncs, self._collectives, self._faults)
             for counter in self._counters:
                 counter.__enter__()
 
@@ -89,6 +89,7 @@ class Recorder:
             "losses": self.losses,
             "syncs": self._syncs,
             "collectives": self._collectives,
+            "faults": self._faults,
         }
         (Path(self.job.out) / f"rank-{self.rank}.json").write_text(json.dumps(measurements))
 
@@ -104,8 +105,9 @@ def _used() -> dict[str, float]:
     }
 
 
-def counters(syncs: Counter[str], collectives: Counter[str]) -> list[Any]:
-    """Context managers that count, by call site, what makes the host wait for a device.
+def counters(syncs: Counter[str], collectives: Counter[str], faults: Counter[str]) -> list[Any]:
+    """Context managers that count, by call site, what makes the host wait for a device and the page
+    faults of each operator (backward: of the line that calls it).
 
     All of `item`, `float`, `int`, `bool` and `if` on a tensor are `aten::_local_scalar_dense`; what
     gives shapes that depend on values (nonzero, masked_select, unique) waits as well. On a CPU
@@ -131,9 +133,18 @@ def counters(syncs: Counter[str], collectives: Counter[str]) -> list[Any]:
                 collectives[name] += 1
             elif name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2"):
                 syncs[_call_site()] += 1
-            return func(*args, **(kwargs or {}))
+            before = _page_faults()
+            result = func(*args, **(kwargs or {}))
+            if mapped := _page_faults() - before:
+                faults[f"{_call_site()} {name}"] += mapped
+            return result
 
     return [Functions(), Operators()]
+
+
+def _page_faults() -> int:
+    """Of this thread, whose operators they are."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 def _call_site() -> str:

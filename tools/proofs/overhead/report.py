@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tools.proofs.overhead.job import ACCUMULATED, LAYERS, MODEL, SEQ_LEN
-from tools.proofs.overhead.spread import NAMES, kernel_rows, name_of, spread_rows
+from tools.proofs.overhead.spread import NAMES, kernel_rows, name_of, seconds_of, spread_rows
 from tools.proofs.overhead.turns import COUNTED
 
 SIDES = tuple(NAMES)
@@ -23,7 +23,7 @@ def tables(results: Results) -> list[str]:
     """Everything, line by line."""
     cells, starts = results["cells"], results.get("starts", results["cells"])
     lines = [_head("seconds a step", cells)]
-    lines += _compared(cells, GOALS, _step_s, _step_processor_s)
+    lines += _compared(cells, GOALS, seconds_of, _step_processor_s)
     lines += ["", _head("of all starts: 5 %, **half**, 95 % are below", cells)]
     lines += [
         _row(title, values) for title, values in spread_rows(cells, results["arguments"]["turns"])
@@ -78,10 +78,6 @@ def _ratio(cell: Results, over: str, under: str, value: Value) -> str:
     ratio = _medians(cell, over, value) / _medians(cell, under, value)
     each = [value(round_[over]) / value(round_[under]) for round_ in cell["rounds"]]
     return f"**{ratio:.3f}** ({min(each):.2f} to {max(each):.2f})"
-
-
-def _step_s(ranks: list[Results]) -> float:
-    return statistics.median(ranks[0]["step_s"])
 
 
 def _step_processor_s(ranks: list[Results]) -> float:
@@ -150,7 +146,7 @@ def _data(results: Results) -> Iterator[str]:
     share = median["text"] / median["raw"]
     yield f"| the second / the first ({TEXT_GOAL:g} at least) | **{share:.2f}** | |"
     consumed = max(
-        cell["ranks"] * ACCUMULATED * SEQ_LEN / _medians(cell, "harness", _step_s)
+        cell["ranks"] * ACCUMULATED * SEQ_LEN / _medians(cell, "harness", seconds_of)
         for cell in results["cells"]
     )
     for name in list(median)[2:]:
@@ -167,6 +163,10 @@ def _rate(rounds: list[dict[str, float]], name: str, how: str) -> list[str]:
     return [middle, f"{low} to {high}"]
 
 
+def _typed(args: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in args.items())
+
+
 def markdown(results: Results) -> str:
     """docs/overhead.md."""
     args = results["arguments"]
@@ -174,7 +174,7 @@ def markdown(results: Results) -> str:
     sites = "\n".join(call_sites(results))
     return f"""# What the harness costs in time
 
-Written by `python tools/proofs/benchmark_overhead.py --markdown docs/overhead.md`.
+Written by `python tools/proofs/benchmark_overhead.py {_typed(args)} --markdown docs/overhead.md`.
 
 A Llama of 25 million parameters ({LAYERS} layers, {MODEL["hidden_size"]} wide; where it has others,
 the table says so), samples of {SEQ_LEN} tokens, two micro-batches of one sample on each rank in a
@@ -187,6 +187,10 @@ batches and give DeepSpeed the same resolved JSON:
   end and writes nothing;
 - the Trainer of transformers with `TrainingArguments(deepspeed=...)`, a log in every step.
 
+On a CPU the harness has malloc keep what a step frees. The others are told to by
+`MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_`: as they come, they take
+[much longer](overhead_starts.md).
+
 In a round every side is started anew, as one process per rank with one thread each, in another
 order each time. It trains {args["warm_up"]} steps and waits. With all three alive, each trains in
 {args["turns"]} turns: a step that is not counted, then {args["steps"]} that are. A step lasts from
@@ -198,19 +202,18 @@ held-out loss (of one sample).
 
 ![Seconds a step of every start](overhead.svg)
 
-**Why a start differs from the next, of whichever side.** Not by what it does, but by when in its
-round it was started: the second table has the time of the first, the second and the last of the
-three, each beside the mean of its side. The first gets the pages that others left free here and
-there, the later ones find stretches of free memory, and the processor translates addresses within
-few 2 MiB blocks faster than within many. How densely a start's pages lie says its last table but
-one. Where memory is held while the three start ("held"), the leftovers are taken before them.
-[Pages scattered on purpose](overhead_starts.md), and every other suspect, are on a page of their
-own. The last two rows of the second table split the spread of the ratio to bare DeepSpeed (random
-effects of one factor; standard deviations): how far turns of the same two starts lie apart, and how
-far starts do beyond that.
+**Why a start differs from the next, of whichever side.** As it comes, glibc returns to the kernel
+most of what a step frees, and the kernel clears and maps these pages again in the next. How long
+that takes depends on where it finds them, which differs from start to start and from step to step:
+[with pages returned and kept](overhead_starts.md), suspect by suspect. With pages kept the kernel
+has hardly any work (the table of it), and what is left is where a start's pages lie: the processor
+translates addresses within few 2 MiB blocks faster than within many. The first start of a round
+gets what others left free here and there, later ones find stretches of free memory; the second
+table has the time of each, and how it follows the density of its pages. Its last two rows split the
+spread of the ratio to bare DeepSpeed (random effects of one factor): how far turns of the same two
+starts lie apart, and how far starts do beyond that.
 
-Under ZeRO 1 the harness's fp32 gradients are summed where they lie and not copied: the kernel maps
-fewer pages in a step.
+Under ZeRO 1 the harness's fp32 gradients are summed where they lie and not copied.
 
 {body}
 

@@ -40,11 +40,19 @@ def density(pid: int) -> float:
                 frames.append(entries[(entries & _PRESENT) != 0] & _FRAME)
     except OSError:
         return math.nan
-    lie = np.concatenate(frames) if frames else np.zeros(0, np.uint64)
-    if not lie.any():  # no page, or no right to see where
+    return share_of_blocks(np.concatenate(frames)) if frames else math.nan
+
+
+def share_of_blocks(frames: np.ndarray) -> float:
+    """Return the share that pages fill of the 2 MiB blocks that hold any of them.
+
+    `frames`: uint64, of each page its number in physical memory; all zero, which is NaN, where the
+    kernel does not show them.
+    """
+    if not frames.any():
         return math.nan
-    blocks = np.unique(lie // np.uint64(BLOCK // _PAGE)).size
-    return float(lie.size * _PAGE / (blocks * BLOCK))
+    blocks = np.unique(frames // np.uint64(BLOCK // _PAGE)).size
+    return float(frames.size * _PAGE / (blocks * BLOCK))
 
 
 @contextlib.contextmanager

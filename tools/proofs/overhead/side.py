@@ -105,18 +105,18 @@ SIDES = {"harness": harness, "bare": bare, "trainer": trainer}
 def main() -> None:
     """Whatever goes wrong lies in the job's folder."""
     name, path = sys.argv[1:]
-    job = Job.read(path)
-    recorder = Recorder(job)
+    job, rank = Job.read(path), int(os.environ["RANK"])
     try:
+        recorder = Recorder(job, rank)
         SIDES[name](job, recorder)
         recorder.write()
     except BaseException:
-        text = f"{name}, rank {recorder.rank}:\n{traceback.format_exc()}"
-        (Path(job.out) / f"{recorder.rank}.error").write_text(text)
+        text = f"{name}, rank {rank}:\n{traceback.format_exc()}"
+        (Path(job.out) / f"{rank}.error").write_text(text)
         raise
     finally:
         # 69 MB for each rank, which DeepSpeed leaves behind; the harness makes none.
-        left = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{recorder.rank}"
+        left = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{rank}"
         for buffer in Path("/dev/shm").glob(left):
             buffer.unlink()
 

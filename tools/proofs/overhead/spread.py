@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMES = {"harness": "the harness", "bare": "bare DeepSpeed", "trainer": "Trainer"}
+COMPARED = ("harness", "bare")
+"""The two sides whose ratio is to be 1."""
 Cell = dict[str, Any]
 _KERNEL_NAMES = {
     "kernel_ms": "milliseconds in it",
@@ -56,22 +58,28 @@ def spread_rows(cells: Sequence[Cell], turns: int) -> Iterator[tuple[str, list[s
         yield f"{NAMES[over]} / {NAMES[under]}", [percentiles(ratios) for ratios in each]
     for place, name in enumerate(("first", "second", "last")):
         effects = [place_effects(cell)[place] for cell in cells]
-        yield f"any side, started {name} of the three / its mean", [f"{e:.3f}" for e in effects]
+        yield f"time where started {name} / the side's mean", [f"{e:.3f}" for e in effects]
     follows = [follows_density(cell) for cell in cells]
-    yield "correlation of that with the density of its pages", [f"{r:.2f}" for r in follows]
+    yield (
+        "correlation of a start's time with the density of its pages",
+        [f"{r:.2f}" for r in follows],
+    )
     apart = [spread_of(turn_ratios(cell["rounds"], turns)) for cell in cells]
     yield (
-        "the first: turns of the same starts, apart by",
+        "the harness / bare DeepSpeed: standard deviation between turns",
         [f"{spread.turn:.1%}" for spread in apart],
     )
-    yield "starts, beyond that", [f"{spread.start:.1%}" for spread in apart]
+    yield (
+        "standard deviation between starts, beyond turns",
+        [f"{spread.start:.1%}" for spread in apart],
+    )
 
 
 def place_effects(cell: Cell) -> list[float]:
     """Return the time of the first, the second and the last start of a round, over the mean of its
     side and of its round: geometric means over rounds and sides.
     """
-    rounds = beside_the_others(cell, lambda ranks: math.log(seconds_of(ranks)))
+    rounds = residuals(cell, lambda ranks: math.log(seconds_of(ranks)))
     return [math.exp(statistics.fmean(values)) for values in zip(*rounds, strict=True)]
 
 
@@ -79,15 +87,15 @@ def follows_density(cell: Cell) -> float:
     """Return the correlation of a start's time with the density of its pages, both beside the mean
     of its side and of its round; NaN where densities are not known or all alike.
     """
-    times = beside_the_others(cell, lambda ranks: math.log(seconds_of(ranks)))
-    densities = beside_the_others(cell, lambda ranks: float(ranks[0]["density"]))
+    times = residuals(cell, lambda ranks: math.log(seconds_of(ranks)))
+    densities = residuals(cell, lambda ranks: float(ranks[0]["density"]))
     try:
         return statistics.correlation(list(chain(*times)), list(chain(*densities)))
     except statistics.StatisticsError:
         return math.nan
 
 
-def beside_the_others(cell: Cell, value: Callable[[list[Any]], float]) -> list[list[float]]:
+def residuals(cell: Cell, value: Callable[[list[Any]], float]) -> list[list[float]]:
     """Return a value of each start less the mean of its side and of its round, by round in the
     order of the starts.
     """

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tools.figure import new_figure
-from tools.proofs.overhead.spread import NAMES, percentiles
+from tools.proofs.overhead.spread import COMPARED, percentiles
 from tools.proofs.overhead.turns import turn_medians_s
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Sides = dict[str, dict[str, list[dict[str, Any]]]]
 """By suspect, then by side: the measurements of each rank of starts that trained in turns."""
-KEPT = "freed pages kept"
+PAGES_KEPT = "freed pages kept"
 """The start that the others are compared with; all keep freed pages, but for the last two."""
-_GIB = str(2**30)
-_KEEP = {"MALLOC_MMAP_THRESHOLD_": _GIB, "MALLOC_TRIM_THRESHOLD_": f"{2**34}"}
+PAGES_RETURNED = "pages returned"
+# What the harness sets. glibc before 2.35 takes no larger threshold of blocks.
+_BLOCK = 2**30 if platform.libc_ver()[1].split(".") >= ["2", "35"] else 2**25
+_KEEP = {"MALLOC_MMAP_THRESHOLD_": f"{_BLOCK}", "MALLOC_TRIM_THRESHOLD_": f"{2**34}"}
 _HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _RETURN = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}  # the default, and the harness sets nothing
 
@@ -51,7 +50,7 @@ class Suspect:
 
 
 SUSPECTS: dict[str, Suspect] = {
-    KEPT: Suspect(),
+    PAGES_KEPT: Suspect(),
     "no watchdog": Suspect(("guard.hang_floor_s=0",), is_of_both=False),
     "no thread of batches": Suspect(("data.prefetch=0",), is_of_both=False),
     "no metrics": Suspect(
@@ -62,11 +61,17 @@ SUSPECTS: dict[str, Suspect] = {
     "no garbage collection": Suspect(frozen=True),
     "one malloc arena": Suspect(environment={"MALLOC_ARENA_MAX": "1"}),
     "scattered pages": Suspect(scattered=True),
-    "pages returned": Suspect(keeps_pages=False),
+    PAGES_RETURNED: Suspect(keeps_pages=False),
     "huge pages": Suspect(environment=_HUGE, keeps_pages=False),
 }
-_ALIKE = ("no watchdog", "no thread of batches", "no first evaluation", KEPT)
-"""Whose steps do the same in the same memory."""
+ALIKE = (
+    "no watchdog",
+    "no thread of batches",
+    "no first evaluation",
+    PAGES_KEPT,
+    "scattered pages",
+)
+"""Whose steps do the same, in other memory at most."""
 
 _HEAD = (
     "switched",
@@ -82,7 +87,7 @@ _HEAD = (
 
 def starts_of(name: str) -> Iterator[tuple[str, str]]:
     """Yield (suspect, side) of the starts that a suspect takes."""
-    for side in ("harness", "bare"):
+    for side in COMPARED:
         if side == "harness" or SUSPECTS[name].is_of_both:
             yield name, side
 
@@ -91,16 +96,16 @@ def groups(most: int) -> list[list[tuple[str, str]]]:
     """Divide all starts into groups of at most `most` that train in turns. Each begins with the
     starts that the others are compared with.
     """
-    base = list(starts_of(KEPT))
-    found = [list(base)]
+    base = list(starts_of(PAGES_KEPT))
+    divided = [list(base)]
     for name in SUSPECTS:
-        if name == KEPT:
+        if name == PAGES_KEPT:
             continue
         starts = list(starts_of(name))
-        if len(found[-1]) + len(starts) > most:
-            found.append(list(base))
-        found[-1] += starts
-    return found
+        if len(divided[-1]) + len(starts) > most:
+            divided.append(list(base))
+        divided[-1] += starts
+    return divided
 
 
 def suspect_rows(measured: Sequence[Sides], turns: int) -> Iterator[str]:
@@ -113,7 +118,7 @@ def suspect_rows(measured: Sequence[Sides], turns: int) -> Iterator[str]:
     yield f"|---|{'---:|' * (len(_HEAD) - 1)}"
     for name, suspect in SUSPECTS.items():
         both, where = suspect.is_of_both, [sides for sides in measured if name in sides]
-        bare = name if both else KEPT
+        bare = name if both else PAGES_KEPT
         cells = [
             percentiles(_ratios(where, turns, (name, "harness"), (bare, "bare"))),
             _own(where, turns, name, "harness"),
@@ -124,43 +129,6 @@ def suspect_rows(measured: Sequence[Sides], turns: int) -> Iterator[str]:
             _median(where, name, "bare", "density") if both else "",
         ]
         yield f"| {name} | {' | '.join(cells)} |"
-
-
-def density_points(measured: Sequence[Sides], turns: int) -> list[tuple[str, bool, float, float]]:
-    """Return (side, whether it was scattered, density, time) of the starts that do the same in the
-    same memory; time over the mean of those of its group and side that were not scattered.
-    """
-    points = []
-    for sides in measured:
-        for side in ("harness", "bare"):
-            times = {
-                name: statistics.fmean(turn_medians_s(sides[name][side][0], turns))
-                for name in (*_ALIKE, "scattered pages")
-                if side in sides.get(name, {})
-            }
-            usual = statistics.fmean(times[name] for name in times if not SUSPECTS[name].scattered)
-            points += [
-                (side, SUSPECTS[name].scattered, sides[name][side][0]["density"], time / usual)
-                for name, time in times.items()
-            ]
-    return points
-
-
-def density_picture(points: Sequence[tuple[str, bool, float, float]]) -> Figure:
-    """Return a picture of the time of a step over the density of a start's pages."""
-    figure = new_figure(
-        7.2, 3.4, "A start's steps, and how densely its pages lie", "1 is the mean of those beside"
-    )
-    axis = figure.subplots()
-    for color, side in zip(("C0", "C1"), ("harness", "bare"), strict=True):
-        for scattered, marker, title in ((False, "o", ""), (True, "x", ", scattered on purpose")):
-            found = [point for point in points if point[:2] == (side, scattered)]
-            _, _, densities, times = zip(*found, strict=True) if found else ((), (), (), ())
-            axis.plot(densities, times, marker, ms=4, color=color, label=f"{NAMES[side]}{title}")
-    axis.set_xlabel("share of their 2 MiB blocks that a start's own pages fill")
-    axis.set_ylabel("time of a step")
-    axis.legend(ncols=2)
-    return figure
 
 
 def _ratios(
@@ -179,14 +147,14 @@ def _ratios(
 
 def _own(measured: Sequence[Sides], turns: int, name: str, side: str) -> str:
     """Return the median of a side's ratio to its start with freed pages kept."""
-    if name == KEPT:
+    if name == PAGES_KEPT:
         return ""
-    return f"{statistics.median(_ratios(measured, turns, (name, side), (KEPT, side))):.3f}"
+    return f"{statistics.median(_ratios(measured, turns, (name, side), (PAGES_KEPT, side))):.3f}"
 
 
 def _median(measured: Sequence[Sides], name: str, side: str, kind: str) -> str:
     values: list[float] = []
     for sides in measured:
-        found = sides[name][side][0][kind]
-        values += found if isinstance(found, list) else [found]
+        value = sides[name][side][0][kind]
+        values += value if isinstance(value, list) else [value]
     return f"{statistics.median(values):,.{0 if kind == 'page_faults' else 2}f}"

@@ -1,0 +1,31 @@
+"""Where the kernel maps pages in a step: the lines whose operators touch them first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tools.proofs.overhead.spread import COMPARED, NAMES
+from tools.proofs.overhead.turns import COUNTED
+
+
+def mapped_rows(of_side: dict[str, list[dict[str, Any]]], most: int = 12) -> Iterator[str]:
+    """Yield the lines of a table with a row for each line and operator, those that map most pages
+    first, from the measurements of each side's rank 0.
+    """
+    faults = {side: of_side[side][0]["faults"] for side in COMPARED}
+    places = sorted(
+        {place for side in COMPARED for place in faults[side]},
+        key=lambda place: -sum(faults[side].get(place, 0) for side in COMPARED),
+    )
+    yield f"| pages mapped in a step | {' | '.join(NAMES[side] for side in COMPARED)} |"
+    yield "|---|---:|---:|"
+    for place in places[:most]:
+        yield _row(f"`{place}`", [faults[side].get(place, 0) for side in COMPARED])
+    rest = [sum(faults[side].get(place, 0) for place in places[most:]) for side in COMPARED]
+    yield _row(f"{len(places[most:])} others", rest)
+    yield _row("all operators", [sum(faults[side].values()) for side in COMPARED])
+
+
+def _row(title: str, pages: list[int]) -> str:
+    return f"| {title} | {' | '.join(f'{count / COUNTED:,.0f}' for count in pages)} |"
