@@ -9,8 +9,8 @@ the Trainer with its log in every step. In every round each of them is started a
 other, and waits; then all three train in turns, so that none meets a slower machine than the
 others. What a step frees, malloc keeps for all three, as the harness has it. Further, how often the
 host would wait for a device, and how fast data comes without a model. A round takes three minutes
-on two quiet cores. Ctrl-C ends after the rounds that are whole, with their tables; --results draws
-them again.
+on two quiet cores. Ctrl-C ends after the rounds that are whole, with their tables; --out keeps each
+of them as a file, and goes on with those that are there; --results draws the tables again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tools.figure import write_plot
 from tools.made_with import machine, versions
 from tools.proofs.overhead.data_path import data_rates
 from tools.proofs.overhead.job import LAYERS
+from tools.proofs.overhead.kept import keep, kept
 from tools.proofs.overhead.prepare import Bench, prepare
 from tools.proofs.overhead.report import SIDES, markdown, tables
 from tools.proofs.overhead.spread import name_of, picture
@@ -65,7 +67,7 @@ def main() -> int:
 def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return every number, with where it was measured."""
     began, busy = time.monotonic(), _busy_elsewhere_s()
-    length = Length.of(args)
+    length, out = Length.of(args), args.out or folder / "rounds"
     benches = {n: prepare(folder / str(n), n) for n in args.layers}
     cells: list[dict[str, Any]] = [
         {"stage": stage, "ranks": ranks, "layers": layers, "rounds": []}
@@ -76,7 +78,7 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             measured = []
             for cell in cells:
                 _say(f"round {number + 1} of {args.rounds}, {name_of(cell)}")
-                measured.append(_measure_round(benches[cell["layers"]], cell, number, length))
+                measured.append(_round(benches[cell["layers"]], cell, number, length, out))
             for cell, sides in zip(cells, measured, strict=True):
                 cell["rounds"].append(sides)
     except KeyboardInterrupt:
@@ -95,6 +97,17 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "commit": git_commit(),
         "busy_elsewhere_cores": (_busy_elsewhere_s() - busy) / (time.monotonic() - began),
     }
+
+
+def _round(
+    bench: Bench, cell: dict[str, Any], number: int, length: Length, out: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Return what `_measure_round` does, from the file in `out` if it has been measured."""
+    about = [name_of(cell), *(f"{value}" for value in asdict(length).values()), f"{number}"]
+    path = out / f"{'-'.join(about).replace(', ', '-').replace(' ', '-')}.json"
+    measured = kept(path) or _measure_round(bench, cell, number, length)
+    keep(path, measured)
+    return measured
 
 
 def _measure_round(
@@ -138,6 +151,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=24)
     Length.add_arguments(parser)
     parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the rounds; resumes")
     parser.add_argument("--results", type=Path, metavar="FILE", help="of --json: measure nothing")
     parser.add_argument("--starts", type=Path, metavar="FILE", help="of --json: start-ups, instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +24,7 @@ from harness.estimate.units import GIB
 from tools.figure import write_plot
 from tools.made_with import machine, versions
 from tools.proofs.overhead.job import LAYERS
+from tools.proofs.overhead.kept import keep, kept
 from tools.proofs.overhead.mapped import mapped_rows
 from tools.proofs.overhead.placement import fit, placed_starts, placement_picture
 from tools.proofs.overhead.prepare import Bench, prepare
@@ -82,7 +82,6 @@ def main() -> int:
         raise SystemExit(f"{NEEDED / GIB:g} GiB of memory are needed; free are {free / GIB:.1f}")
     with tempfile.TemporaryDirectory() as scratch:
         out: Path = args.out or Path(scratch)
-        out.mkdir(parents=True, exist_ok=True)
         bench = prepare(Path(scratch) / "bench", args.layers)
         measured = [
             _measure(bench, args, out, number, place, starts)
@@ -119,10 +118,9 @@ def _measure(
     """Return the measurements of a round's group: those in `out`, or made now and kept there."""
     length = f"{args.layers}-layers-{args.warm_up}-{args.turns}x{args.steps}-steps"
     path = out / f"zero{args.stage}-{args.ranks}-ranks-{length}-{number}-{place}.json"
-    if path.exists():
-        kept: Sides = json.loads(path.read_text())
-        if [(name, side) for name in kept for side in kept[name]] == starts:
-            return kept
+    found: Sides = kept(path) or {}
+    if [(name, side) for name in found for side in found[name]] == starts:
+        return found
     first = number * 3 % len(starts)
     sides: Sides = {name: {} for name, _ in starts}
     with contextlib.ExitStack() as alive:
@@ -140,7 +138,7 @@ def _measure(
             if name == PAGES_RETURNED:
                 start.train(COUNTED, counted=True)
             sides[name][side] = start.finish()
-    path.write_text(json.dumps(sides))
+    keep(path, sides)
     return sides
 
 
