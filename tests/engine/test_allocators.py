@@ -73,7 +73,8 @@ def _maps_huge_pages() -> bool:
     return "[always]" in text
 
 
-# As a step does: large blocks that are freed while others are kept.
+# As a step does: large blocks that are freed while others are kept, and a bucket of 2 GB, as ZeRO 1
+# makes it, hardly filled.
 FAULTS = """
 import resource
 import torch
@@ -82,6 +83,8 @@ from harness.layout.world import World
 print(set_allocators(World())["message"])
 def step():
     kept = torch.ones(2**20)
+    bucket = torch.empty(500_000_000)
+    bucket[: 2**20] = 1
     for _ in range(4):
         freed = [torch.ones(2**18) for _ in range(32)]
         del freed
