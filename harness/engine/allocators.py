@@ -24,9 +24,9 @@ MALLOC_VARIABLES = {
 """Of the environment: those that set malloc, or replace it, where their value contains a text."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt: malloc.h
 _NEVER = -1
-# Bytes from which glibc maps a block by itself, and unmaps it when freed: the most that an int holds
-# (ZeRO 1 makes buckets of 2 GB in every step). Before 2.35 it takes no more than half of a thread's
-# heap.
+# Bytes from which glibc maps a block by itself, and unmaps it when freed: the most that an int
+# holds, as ZeRO 1 makes buckets of 2 GB in every step. Before 2.35 it takes no more than half of a
+# thread's heap.
 _LARGEST_BLOCKS = (2**31 - 1, 2**25)
 
 

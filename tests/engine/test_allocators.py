@@ -134,6 +134,6 @@ def test_a_cpu_rank_maps_no_page_twice(
     event, faults = done.stdout.splitlines()
     assert event == message
     if most is None:
-        assert int(faults) > 5000, faults
+        assert int(faults) >= 1024, faults  # those of the bucket at least
     else:
         assert int(faults) < most
