@@ -27,7 +27,7 @@ _NEVER = -1
 # Bytes from which glibc maps a block by itself, and unmaps it when freed: the most that an int
 # holds, as ZeRO 1 makes buckets of 2 GB in every step. Before 2.35 it takes no more than half of a
 # thread's heap.
-_LARGEST_BLOCKS = (2**31 - 1, 2**25)
+LARGEST_BLOCKS = (2**31 - 1, 2**25)
 
 
 def set_allocators(world: World) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def _keep_freed_pages() -> str:
     """Have glibc keep what is freed, as torch's allocator of a GPU does; returns a line on it.
 
     Otherwise it returns to the kernel most of what a step frees, and the kernel clears and maps
-    these pages again in the next step: a quarter of a small step's time ("pages returned" in
-    docs/overhead_starts.md).
+    these pages again in the next step: up to a quarter of a small step's time ("freed pages kept"
+    in docs/overhead_starts.md).
     """
     for name, part in MALLOC_VARIABLES.items():
         value = os.environ.get(name)
@@ -64,7 +64,7 @@ def _keep_freed_pages() -> str:
     except AttributeError:  # another C library's
         return "malloc is as it was: this C library takes no settings"
     # Setting the threshold of trimming alone would leave that of blocks at 128 KiB for good.
-    if any(set_option(_MMAP_THRESHOLD, size) for size in _LARGEST_BLOCKS):
+    if any(set_option(_MMAP_THRESHOLD, size) for size in LARGEST_BLOCKS):
         set_option(_TRIM_THRESHOLD, _NEVER)
         return "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)"
     return "malloc is as it was: it takes no settings"

@@ -84,7 +84,7 @@ print(set_allocators(World())["message"])
 def step():
     kept = torch.ones(2**20)
     bucket = torch.empty(500_000_000)
-    bucket[: 2**20] = 1
+    bucket[: 2**23] = 1
     for _ in range(4):
         freed = [torch.ones(2**18) for _ in range(32)]
         del freed
@@ -134,6 +134,6 @@ def test_a_cpu_rank_maps_no_page_twice(
     event, faults = done.stdout.splitlines()
     assert event == message
     if most is None:
-        assert int(faults) >= 1024, faults  # those of the bucket at least
+        assert int(faults) > 5000, faults
     else:
         assert int(faults) < most

@@ -105,8 +105,10 @@ def _round(
     """Return what `_measure_round` does, from the file in `out` if it has been measured."""
     about = [name_of(cell), *(f"{value}" for value in asdict(length).values()), f"{number}"]
     path = out / f"{'-'.join(about).replace(', ', '-').replace(' ', '-')}.json"
-    measured = kept(path) or _measure_round(bench, cell, number, length)
-    keep(path, measured)
+    measured: dict[str, list[dict[str, Any]]] | None = kept(path)
+    if measured is None:
+        measured = _measure_round(bench, cell, number, length)
+        keep(path, measured)
     return measured
 
 

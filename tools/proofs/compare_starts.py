@@ -118,9 +118,9 @@ def _measure(
     """Return the measurements of a round's group: those in `out`, or made now and kept there."""
     length = f"{args.layers}-layers-{args.warm_up}-{args.turns}x{args.steps}-steps"
     path = out / f"zero{args.stage}-{args.ranks}-ranks-{length}-{number}-{place}.json"
-    found: Sides = kept(path) or {}
-    if [(name, side) for name in found for side in found[name]] == starts:
-        return found
+    earlier: Sides = kept(path) or {}
+    if [(name, side) for name in earlier for side in earlier[name]] == starts:
+        return earlier
     first = number * 3 % len(starts)
     sides: Sides = {name: {} for name, _ in starts}
     with contextlib.ExitStack() as alive:

@@ -1,4 +1,4 @@
-"""Where the kernel maps pages in a step: the lines whose operators touch them first."""
+"""The lines of a step whose operators are the first to touch pages, which the kernel then maps."""
 
 from __future__ import annotations
 

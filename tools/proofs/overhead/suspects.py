@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.engine.allocators import LARGEST_BLOCKS
 from tools.proofs.overhead.spread import COMPARED, percentiles
 from tools.proofs.overhead.turns import turn_medians_s
 
@@ -17,7 +18,7 @@ PAGES_KEPT = "freed pages kept"
 """The start that the others are compared with; all keep freed pages, but for the last two."""
 PAGES_RETURNED = "pages returned"
 # What the harness sets. glibc before 2.35 takes no larger threshold of blocks.
-_BLOCK = 2**31 - 1 if platform.libc_ver()[1].split(".") >= ["2", "35"] else 2**25
+_BLOCK = LARGEST_BLOCKS[platform.libc_ver()[1].split(".") < ["2", "35"]]
 _KEEP = {"MALLOC_MMAP_THRESHOLD_": f"{_BLOCK}", "MALLOC_TRIM_THRESHOLD_": f"{2**34}"}
 _HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _RETURN = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}  # the default, and the harness sets nothing
