@@ -101,11 +101,11 @@ def residuals(cell: Cell, value: Callable[[list[Any]], float]) -> list[list[floa
     """
     rounds = [{side: value(ranks) for side, ranks in sides.items()} for sides in cell["rounds"]]
     of_side = {side: statistics.fmean(values[side] for values in rounds) for side in NAMES}
-    found = []
+    residual = []
     for values in rounds:
         left = [each - of_side[side] for side, each in values.items()]
-        found.append([each - statistics.fmean(left) for each in left])
-    return found
+        residual.append([each - statistics.fmean(left) for each in left])
+    return residual
 
 
 def turn_ratios(rounds: Sequence[Any], turns: int) -> list[list[float]]:
@@ -156,8 +156,8 @@ def kernel_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _over_starts(cell: Cell, side: str, kind: str) -> str:
-    found = (round_[side][0][kind] for round_ in cell["rounds"])
-    values = [statistics.median(of if isinstance(of, list) else [of]) for of in found]
+    starts = (round_[side][0][kind] for round_ in cell["rounds"])
+    values = [statistics.median(of if isinstance(of, list) else [of]) for of in starts]
     how = ".2f" if kind == "density" else ",.0f"
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:{how}} ({low:{how}} to {high:{how}})"
