@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +39,18 @@ class Bench:
 
     @contextlib.contextmanager
     def start(
-        self, side: str, stage: int, ranks: int, length: Length, suspect: Suspect = _USUAL
+        self,
+        side: str,
+        stage: int,
+        ranks: int,
+        length: Length,
+        suspect: Suspect = _USUAL,
+        under: Sequence[str] = (),
     ) -> Iterator[Start]:
         """Start one side now, with `suspect` switched; it has warmed up and waits for its turn.
 
-        No process outlives the block. Raises SystemExit with the failure.
+        `under`: a command that runs each rank's. No process outlives the block. Raises SystemExit
+        with the failure.
         """
         require_no_lock()
         out = self.folder / f"{side}-{time.monotonic_ns()}"
@@ -74,7 +81,8 @@ class Bench:
         # No setting of malloc that this process has may reach one side and not the other.
         unset = dict.fromkeys(MALLOC_VARIABLES)
         environment = {**ON_CPU, **unset, **suspect.environment_of(side)}
-        command = [sys.executable, "-m", "tools.proofs.overhead.side", side, str(job.write())]
+        module = "tools.proofs.overhead.side"
+        command = [*under, sys.executable, "-m", module, side, str(job.write())]
         with waiting_start(command, ranks, out, socket_path, environment) as waiting:
             yield waiting
 
