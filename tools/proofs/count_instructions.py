@@ -39,10 +39,10 @@ Written by `python tools/proofs/count_instructions.py --markdown docs/overhead_i
 
 The time of a step [differs from start to start](overhead.md), of whichever side, and with whatever
 else the machine does. What each side executes does not: here are the instructions of a step,
-counted by valgrind's callgrind, all ranks together, means over {steps} steps after the fourth (after
-its third the harness compares the memory it holds with the estimate, once). The job is that of
-[overhead.md](overhead.md). Vectors have 128 bits on both sides, since valgrind is slow at wider
-ones: a step takes more instructions than it usually would, so look at the counts before the ratio.
+counted by valgrind's callgrind, all ranks together, means over {steps} steps after the fourth
+(after its third the harness compares the memory it holds with the estimate, once). The job is that
+of [overhead.md](overhead.md). Vectors have 128 bits on both sides, since valgrind is slow at wider
+ones: a step takes more instructions than it usually would, so look at counts before the ratio.
 "Training" is the first thread of a process; the others are the thread of batches, the watchdog and
 gloo's. `libtorch_cpu` has the operators, `libpython` the interpreter.
 
