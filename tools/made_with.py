@@ -7,7 +7,7 @@ import platform
 import re
 from importlib.metadata import version
 
-from harness.layout.world import CPU_INFO
+from harness.layout.world import CPU_INFO, cpu_has_bf16
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 
@@ -25,3 +25,8 @@ def machine() -> str:
     except OSError:
         model = None
     return f"{cores} cores of {model[1] if model else platform.machine()}"
+
+
+def cpu_precision() -> str:
+    """In what the shipped JSONs compute here: bf16, or fp32 on a processor without it."""
+    return "bf16" if cpu_has_bf16() else "fp32"

@@ -33,7 +33,7 @@ sys.path[0] = str(REPOSITORY)
 
 from harness.run.plan_record import git_commit
 from tools.figure import write_plot
-from tools.made_with import machine, versions
+from tools.made_with import cpu_precision, machine, versions
 from tools.proofs.overhead.data_path import data_rates
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.kept import keep, kept
@@ -93,6 +93,7 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             name: getattr(args, name) for name in ("rounds", "warm_up", "turns", "steps")
         },
         "machine": machine(),
+        "precision": cpu_precision(),
         "versions": versions(),
         "commit": git_commit(),
         "busy_elsewhere_cores": (_busy_elsewhere_s() - busy) / (time.monotonic() - began),

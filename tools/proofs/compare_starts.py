@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 from harness.estimate.fit import free_on_host
 from harness.estimate.units import GIB
 from tools.figure import write_plot
-from tools.made_with import machine, versions
+from tools.made_with import cpu_precision, machine, versions
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.kept import keep, kept
 from tools.proofs.overhead.mapped import mapped_rows
@@ -70,7 +70,7 @@ them (backward: the line that calls it), in {counted} steps of the first round w
 
 {mapped}
 
-{machine}; {versions}.
+{machine}, in {precision}; {versions}.
 """
 
 
@@ -99,7 +99,7 @@ def main() -> int:
         about = {
             name: getattr(args, name) for name in ("stage", "ranks", "rounds", "turns", "steps")
         }
-        made = {"machine": machine(), "versions": versions()}
+        made = {"machine": machine(), "precision": cpu_precision(), "versions": versions()}
         tables = {"table": table, "fitted": fitted, "mapped": mapped}
         page = _PAGE.format(most=MOST, counted=COUNTED, **tables, **about, **made)
         args.markdown.write_text(page, encoding="utf-8")

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from tools.made_with import machine, versions
+from tools.made_with import cpu_precision, machine, versions
 from tools.proofs.overhead.instructions import STEPS, Place, instructions_of
 from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.kept import keep, kept
@@ -48,7 +48,7 @@ gloo's. `libtorch_cpu` has the operators, `libpython` the interpreter.
 
 {table}
 
-{machine}; {versions}.
+{machine}, in {precision}; {versions}.
 """
 
 
@@ -68,7 +68,13 @@ def main() -> int:
     table = "\n".join(rows(cells, measured))
     print(table)
     if args.markdown:
-        page = _PAGE.format(steps=STEPS, table=table, machine=machine(), versions=versions())
+        page = _PAGE.format(
+            steps=STEPS,
+            table=table,
+            machine=machine(),
+            precision=cpu_precision(),
+            versions=versions(),
+        )
         args.markdown.write_text(page, encoding="utf-8")
     return 0
 

@@ -213,7 +213,8 @@ table has the time of each, and how it follows the density of its pages. Its las
 spread of the ratio to bare DeepSpeed (random effects of one factor): how far turns of the same two
 starts lie apart, and how far starts do beyond that.
 
-Under ZeRO 1 the harness's fp32 gradients are summed where they lie and not copied.
+Under ZeRO 1 in bf16 the harness's fp32 gradients are summed where they lie and not copied. What
+each side executes in a step, whatever the machine's pace: [instructions](overhead_instructions.md).
 
 {body}
 
@@ -232,6 +233,6 @@ these tensors are on the host on a GPU too, so this is an upper bound. Where:
 
 {sites}
 
-{results["machine"]}, on average {results["busy_elsewhere_cores"]:.1f} of them busy with other
-processes; {results["versions"]}; commit {results["commit"]}.
+{results["machine"]}, in {results["precision"]}, on average {results["busy_elsewhere_cores"]:.1f} of
+them busy with other processes; {results["versions"]}; commit {results["commit"]}.
 """
