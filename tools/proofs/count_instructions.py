@@ -43,8 +43,9 @@ counted by valgrind's callgrind, all ranks together, means over {steps} steps af
 (after its third the harness compares the memory it holds with the estimate, once). The job is that
 of [overhead.md](overhead.md). Vectors have 128 bits on both sides, since valgrind is slow at wider
 ones: a step takes more instructions than it usually would, so look at counts before the ratio.
-"Training" is the first thread of a process; the others are the thread of batches, the watchdog and
-gloo's. `libtorch_cpu` has the operators, `libpython` the interpreter.
+"Training" is the first thread of a process. The others are the thread of batches, the watchdog and
+gloo's; what wakes by the clock is counted too often, since a step lasts most of a minute here.
+`libtorch_cpu` has the operators, `libpython` the interpreter.
 
 {table}
 
@@ -140,7 +141,7 @@ def _millions(counts: Counter[Place]) -> float:
 def _by_library(counts: Counter[Place]) -> Counter[str]:
     summed: Counter[str] = Counter()
     for place, count in counts.items():
-        summed[place.library] += count
+        summed[place.library.split(".cpython-")[0]] += count
     return summed
 
 
