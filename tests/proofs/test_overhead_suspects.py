@@ -127,3 +127,8 @@ def test_the_lines_that_map_most_pages_come_first() -> None:
         "| 1 others | 0 | 1 |",
         "| all operators | 13 | 16 |",
     ]
+
+
+def test_a_line_that_maps_less_than_a_page_a_step_is_one_of_the_others() -> None:
+    sides = {side: [{"faults": {"a.py:1 mm": 20, "b.py:2 add": 1}}] for side in ("harness", "bare")}
+    assert list(mapped_rows(sides))[2:4] == ["| `a.py:1 mm` | 10 | 10 |", "| 1 others | 0 | 0 |"]

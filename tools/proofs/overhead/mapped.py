@@ -20,10 +20,16 @@ def mapped_rows(of_side: dict[str, list[dict[str, Any]]], most: int = 12) -> Ite
     )
     yield f"| pages mapped in a step | {' | '.join(NAMES[side] for side in COMPARED)} |"
     yield "|---|---:|---:|"
-    for place in places[:most]:
+    shown = [  # at least a page a step
+        place
+        for place in places[:most]
+        if any(faults[side].get(place, 0) >= COUNTED for side in COMPARED)
+    ]
+    for place in shown:
         yield _row(f"`{place}`", [faults[side].get(place, 0) for side in COMPARED])
-    rest = [sum(faults[side].get(place, 0) for place in places[most:]) for side in COMPARED]
-    yield _row(f"{len(places[most:])} others", rest)
+    others = places[len(shown) :]
+    rest = [sum(faults[side].get(place, 0) for place in others) for side in COMPARED]
+    yield _row(f"{len(others)} others", rest)
     yield _row("all operators", [sum(faults[side].values()) for side in COMPARED])
 
 
