@@ -28,5 +28,5 @@ def machine() -> str:
 
 
 def cpu_precision() -> str:
-    """In what the shipped JSONs compute here: bf16, or fp32 on a processor without it."""
+    """Return the precision of the shipped JSONs here: "fp32" on a processor without bf16."""
     return "bf16" if cpu_has_bf16() else "fp32"

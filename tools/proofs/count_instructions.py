@@ -91,9 +91,7 @@ def _measure(bench: Bench, cell: dict[str, Any], out: Path) -> dict[str, Counter
     print(name_of(cell), file=sys.stderr, flush=True)
     with ThreadPoolExecutor() as pool:  # both at once: counts are not disturbed by that
         counts = {
-            side: pool.submit(
-                instructions_of, bench, side, cell["stage"], cell["ranks"], cell["layers"]
-            )
+            side: pool.submit(instructions_of, bench, side, cell["stage"], cell["ranks"])
             for side in COMPARED
         }
         done = {side: future.result() for side, future in counts.items()}

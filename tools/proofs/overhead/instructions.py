@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.proofs.overhead.job import LAYERS
 from tools.proofs.overhead.prepare import Bench
 from tools.proofs.overhead.suspects import Suspect
 from tools.proofs.overhead.turns import UNTIMED_STEPS, Length
@@ -21,19 +20,20 @@ LENGTH = Length(warm_up=4, turns=1, steps=1)
 STEPS = UNTIMED_STEPS + LENGTH.steps
 """Counted. After its third step the harness compares the memory it holds with the estimate, once,
 which takes 0.9 billion."""
-NARROW = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
-}
-"""Vectors of 128 bits: valgrind calculates each fused multiplication by a function of its own, and
-a matrix product takes a hundred times as long."""
-_NARROW = Suspect(environment=NARROW)
+# Vectors of 128 bits: of wider ones valgrind calculates each fused multiplication by a function of
+# its own, and a matrix product takes up to ninety times as long.
+_NARROW = Suspect(
+    environment={
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+    }
+)
 _NAMED = re.compile(r"c?ob=\((\d+)\)(?: (.*))?")
 
 
 class Place(NamedTuple):
-    """Where instructions were executed."""
+    """A library and a kind of thread, in which instructions were executed."""
 
     library: str
     """File name of the shared object."""
@@ -41,14 +41,12 @@ class Place(NamedTuple):
     """In the process's first thread, which trains."""
 
 
-def instructions_of(
-    bench: Bench, side: str, stage: int, ranks: int, layers: int = LAYERS
-) -> Counter[Place]:
+def instructions_of(bench: Bench, side: str, stage: int, ranks: int) -> Counter[Place]:
     """Return the instructions of `STEPS` steps of a new start, all ranks together.
 
     Raises SystemExit with the failure.
     """
-    profiles = bench.folder / f"callgrind-{side}-{stage}-{ranks}-{layers}"
+    profiles = bench.folder / f"callgrind-{side}-{stage}-{ranks}"
     profiles.mkdir()
     callgrind = (
         *("valgrind", "--tool=callgrind", "--quiet", "--instr-atstart=no"),

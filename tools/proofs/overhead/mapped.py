@@ -27,7 +27,7 @@ def mapped_rows(of_side: dict[str, list[dict[str, Any]]], most: int = 12) -> Ite
     ]
     for place in shown:
         yield _row(f"`{place}`", [faults[side].get(place, 0) for side in COMPARED])
-    others = places[len(shown) :]
+    others = [place for place in places if place not in shown]
     rest = [sum(faults[side].get(place, 0) for place in others) for side in COMPARED]
     yield _row(f"{len(others)} others", rest)
     yield _row("all operators", [sum(faults[side].values()) for side in COMPARED])
