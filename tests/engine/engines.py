@@ -1,0 +1,102 @@
+"""Engines of the small model and their batches, for functions that run on ranks (tests/ranks.py)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from harness.config.run_config import RunConfig
+from harness.data.batch import Batch
+from harness.layout.world import World
+from harness.models.initialize import materialize
+from harness.models.skeleton import hf_config, skeleton
+from harness.plan.make import make_plan
+from tests.engine.small import MODEL, SEQ_LEN, run_config
+
+WORLD = World.from_environ()
+STAGES = (0, 1, 2, 3)
+# ZeRO-3 that really partitions: no parameter is small enough to stay whole.
+SPLIT = {"stage3_param_persistence_threshold": 0}
+
+
+def drawn_weights() -> dict[str, torch.Tensor]:
+    """Return the initial weights of MODEL, drawn by one process alone."""
+    model = skeleton(hf_config(MODEL), torch.float32)
+    materialize(model, 0, torch.device("cpu"))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def given_weights() -> dict[str, torch.Tensor]:
+    """Return weights of MODEL that no seed gives."""
+    return {name: tensor + 0.125 for name, tensor in drawn_weights().items()}
+
+
+@functools.cache
+def folder() -> Path:
+    """Return the ranks' working folder, with the model's config and two sets of weights.
+
+    Collective.
+    """
+    if WORLD.rank == 0:
+        Path("config.json").write_text(json.dumps(MODEL))
+        given = given_weights()
+        incomplete = {n: t for n, t in given.items() if "layers.1.mlp.up" not in n}
+        for name, weights in (("given", given), ("incomplete", incomplete)):
+            Path(name).mkdir()
+            Path(name, "config.json").write_text(json.dumps(MODEL))
+            save_file(weights, Path(name, "model.safetensors"), metadata={"format": "pt"})
+    dist.barrier()
+    return Path.cwd()
+
+
+def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
+    """Build an engine of the small model; `sections` change the run config. Collective."""
+    from tools.proofs.engines import build_engine  # imports DeepSpeed
+
+    run = RunConfig.model_validate(run_config(folder(), **sections))
+    return build_engine(make_plan(run, ds, WORLD), torch.device("cpu"))
+
+
+def stage(number: int) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a ZeRO stage."""
+    return {"zero_optimization": {"stage": number, **(SPLIT if number == 3 else {})}}
+
+
+def fp16(**knobs: float) -> dict[str, Any]:
+    """Return a DeepSpeed JSON whose loss scale overflows at once, and is halved at once."""
+    settings = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1, **knobs}
+    return {"zero_optimization": {"stage": 1}, "fp16": settings}
+
+
+def all_batches(step: int = 0) -> list[Batch]:
+    """Return the four micro-batches of two samples that all ranks train on together."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=generator)
+    rows = ids.split(2)
+    return [Batch(r[:, :-1].contiguous(), r[:, 1:].clone(), None) for r in rows]
+
+
+def batches(step: int = 0) -> tuple[list[Batch], int]:
+    """Return this rank's two micro-batches where every rank is a data rank, and all targets."""
+    return all_batches(step)[WORLD.rank :: WORLD.world_size], 8 * SEQ_LEN
+
+
+def share_of(engine: Any, step: int = 0) -> tuple[list[Batch], int]:
+    """Return the micro-batches of this rank's data rank, and the number of all targets."""
+    grid = engine.plan.grid
+    return all_batches(step)[grid.coords(WORLD.rank).data :: grid.data], 8 * SEQ_LEN
+
+
+def losses(engine: Any, steps: int, lr: float = 3e-3) -> list[float]:
+    """Return each step's mean loss; always the same batch, so that it falls. Collective."""
+    means = []
+    for _ in range(steps):
+        result = engine.train_batch(*share_of(engine), lr)
+        means.append(float(engine.sum_over_ranks(result.loss_share.clone())))
+    return means

@@ -1,0 +1,151 @@
+"""Functions that run on several ranks: `@ranks(2)`.
+
+The ranks are forked from a process that has imported everything. They join each other once and stay
+for the calls that follow, those of other test files too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import inspect
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from tests.two_ranks import REPOSITORY, start
+
+LIMIT_S = 300.0  # for one call
+_GRACE_S = 2.0  # for the other ranks once one has failed: they may wait for it in a collective
+_MOST_CALLS = 30  # of one group: closed engines leave threads behind
+
+
+def ranks(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run the decorated function on `count` CPU ranks of one process group.
+
+    A test runs there with the values of its fixtures, and fails where any rank does. Any other
+    function returns a list of what it returns on each rank; a call is made once and remembered.
+    Arguments and values travel by pickle. Raises AssertionError with the ranks' tracebacks.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        path = Path(function.__code__.co_filename).relative_to(REPOSITORY)
+        module = ".".join(path.with_suffix("").parts)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> list[Any]:
+            return _group(count).call(module, function.__name__, args, kwargs)
+
+        @functools.wraps(function)
+        def test(*args: Any, **kwargs: Any) -> None:
+            call(*args, **kwargs)
+
+        return test if function.__name__.startswith("test_") else functools.cache(call)
+
+    return decorate
+
+
+class _Group:
+    """Ranks that wait for calls."""
+
+    def __init__(self, count: int) -> None:
+        self.calls = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        folder = Path(self._folder.name)
+        with Listener(str(folder / "socket")) as listener:
+            command = [sys.executable, "-m", "tests.ranks", listener.address]
+            self._processes = start(command, folder, count)
+            connections = [listener.accept() for _ in range(count)]
+        by_rank = {connection.recv(): connection for connection in connections}
+        self._by_rank = [by_rank[rank] for rank in range(count)]
+
+    def call(self, *call: Any) -> list[Any]:
+        """Return what the function returns on each rank. A failure ends the group."""
+        self.calls += 1
+        for connection in self._by_rank:
+            connection.send(call)
+        values: dict[Connection, Any] = {}
+        errors: list[str] = []
+        until = time.monotonic() + LIMIT_S
+        while waiting := [c for c in self._by_rank if c not in values]:
+            ready = wait(waiting, max(0.0, until - time.monotonic()))
+            if not ready:
+                errors.append(f"{len(waiting)} of {len(self._by_rank)} ranks never returned")
+                break
+            for connection in ready:
+                rank = self._by_rank.index(connection)
+                try:
+                    error, values[connection] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    error, values[connection] = self._processes.logs[rank].read_text(), None
+                if error:
+                    errors.append(f"rank {rank}: {error}")
+                    until = min(until, time.monotonic() + _GRACE_S)
+        if errors:
+            _forget(self)
+            raise AssertionError("\n".join(errors))
+        return [values[connection] for connection in self._by_rank]
+
+    def close(self) -> None:
+        """End the ranks, kindly first."""
+        for connection in self._by_rank:
+            connection.close()
+        self._processes.wait(_GRACE_S)
+        self._folder.cleanup()
+
+
+_groups: dict[int, _Group] = {}
+
+
+def _group(count: int) -> _Group:
+    group = _groups.get(count)
+    if group and group.calls >= _MOST_CALLS:
+        _forget(group)
+    if count not in _groups:
+        _groups[count] = _Group(count)
+    return _groups[count]
+
+
+def _forget(group: _Group) -> None:
+    for count in [count for count, kept in _groups.items() if kept is group]:
+        del _groups[count]
+    group.close()
+
+
+def close_all() -> None:
+    """End all ranks that wait for calls."""
+    for group in list(_groups.values()):
+        _forget(group)
+
+
+atexit.register(close_all)
+
+
+def main(argv: list[str]) -> int:
+    """Join the other ranks, and do what comes through the socket `argv[0]` until it is closed."""
+    from harness.engine.processes import ending_together, join
+    from harness.layout.world import World
+
+    world = World.from_environ()
+    join(world)
+    with Client(argv[0]) as connection, ending_together():
+        connection.send(world.rank)
+        while True:
+            try:
+                module, name, args, kwargs = connection.recv()
+            except EOFError:
+                return 0
+            error, value = None, None
+            try:
+                function = getattr(importlib.import_module(module), name)
+                value = inspect.unwrap(function)(*args, **kwargs)
+            except Exception:
+                error = traceback.format_exc()
+            connection.send_bytes(pickle.dumps((error, value)))
