@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,30 +19,72 @@ if TYPE_CHECKING:
     from harness.data.data import Data
 
 
-# What takes longest begins first, so that no worker is left with it alone. Slurm's jobs and hangs
-# wait more than they compute: beside them, two others have the cores.
-LONG = (
-    *("test_parity.py", "test_slurm.py", "test_accept_gpu.py", "engine", "test_parity_defects.py"),
-    *("test_checkpoints.py", "test_hangs.py", "test_learning.py", "test_rehearse.py"),
-    *("test_loop.py", "test_preflight_ranks.py", "test_memory.py", "test_benchmark_overhead.py"),
-    *("test_saves.py", "test_find_lr.py", "test_soak.py", "test_steps.py", "test_storage.py"),
-    *("test_pipeline_runs.py", "test_import_checkpoint.py", "test_benchmark_gpu.py"),
-    *("test_kernels.py", "test_sweep.py"),
-)
+# What takes longest begins first, so that no worker is left with it alone.
+LONG_TEST_S = 10.0  # beyond which a test says why
+LONG = ("engine", "test_parity.py", "test_slurm.py", "test_features.py", "test_saves.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gate", help="run a gate of tests/gates/gates.toml, or `all`")
+    parser.addoption("--record", type=Path, help="a file of tests that passed: they are left out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    record = config.getoption("--record")
+    if record and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(record))
+
+
+class Recorder:
+    """Adds each test that passed to a file, so that a gate that was stopped goes on from there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._phases: dict[str, list[str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        phases = self._phases.setdefault(report.nodeid, [])
+        phases.append(report.outcome)
+        if report.when == "teardown" and {*phases} == {"passed"}:
+            with self._path.open("a") as file:
+                file.write(f"{report.nodeid}\n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the tests of one gate, or those of none, and begin with the longest."""
+    gate, record = config.getoption("--gate"), config.getoption("--record")
+    passed = {*record.read_text().splitlines()} if record and record.exists() else set()
+
+    def is_chosen(item: pytest.Item) -> bool:
+        mark = item.get_closest_marker("gate")
+        if gate is None or mark is None:
+            return gate is None and mark is None
+        return gate in ("all", mark.args[0]) and item.nodeid not in passed
+
+    chosen = [item for item in items if is_chosen(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    order = {room: place for place, room in enumerate(LONG)}
+    items[:] = sorted(chosen, key=lambda item: order.get(room_of(str(item.path)), len(LONG)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that take long without saying why."""
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration
+                if "slow" in report.keywords or "gate" in report.keywords:
+                    seconds[report.nodeid] = -math.inf
+    for nodeid, duration in seconds.items():
+        if duration > LONG_TEST_S:
+            terminalreporter.write_line(f"{duration:.0f} s without a `slow` mark: {nodeid}")
 
 
 def room_of(file: str) -> str:
-    """A file, but for tests/engine, all of whose files share one launched process group."""
+    """Return what one worker takes as a whole: a file, or tests/engine, whose ranks are shared."""
     path = Path(file)
     return "engine" if "tests/engine/" in path.as_posix() else path.name
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("gate"):
-            item.add_marker("slow")  # else `-m 'not slow'`, which replaces 'not gate', takes it
-    order = {room: place for place, room in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(room_of(str(item.path)), len(LONG)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,7 +18,7 @@ from tools.proofs.overhead.recorder import counters
 ONCE = ("--stages", 3, "--ranks", 1, "--rounds", 1, "--warm-up", 1, "--turns", 2, "--steps", 2)
 
 
-@pytest.mark.gate
+@pytest.mark.gate("tools")
 def test_the_harness_and_a_bare_loop_train_alike(tmp_path: Path) -> None:
     out, text = tmp_path / "found.json", tmp_path / "found.md"
     shared = {path.name for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*")}

@@ -92,7 +92,7 @@ def test_the_layout_changes_nothing_that_is_learned() -> None:
     assert f"{len(brief_cells())} cells, 0 differ" in done.stdout
 
 
-@pytest.mark.gate
+@pytest.mark.gate("parity")
 def test_no_pair_of_values_changes_what_is_learned() -> None:
     done = run_tool("proofs/check_parity")
     assert f"{len(covering_cells())} cells, 0 differ" in done.stdout

@@ -21,6 +21,6 @@ def test_one_planted_defect_of_each_kind_is_caught() -> None:
     assert missed_none(len(BRIEF), "--brief")
 
 
-@pytest.mark.gate
+@pytest.mark.gate("defects")
 def test_every_planted_defect_is_caught() -> None:
     assert missed_none(len(DEFECTS))

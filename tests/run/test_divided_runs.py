@@ -95,7 +95,7 @@ def test_each_rank_holds_what_was_predicted(divided: RunFolder) -> None:
         assert row["predicted"] == pytest.approx(measured, rel=0.01), row
 
 
-@pytest.mark.parametrize("data_ranks", [1, pytest.param(2, marks=pytest.mark.gate)])
+@pytest.mark.parametrize("data_ranks", [1, pytest.param(2, marks=pytest.mark.gate("runs"))])
 def test_a_killed_run_goes_on_as_zero_3_and_back(
     data_ranks: int, divided: RunFolder, folder: Path, data: list[str]
 ) -> None:
