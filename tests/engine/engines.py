@@ -1,12 +1,14 @@
-"""Engines of the small model and their batches, for functions that run on ranks (tests/ranks.py)."""
+"""Engines of the small model and their batches, for functions on ranks (tests/ranks.py)."""
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -23,11 +25,18 @@ WORLD = World.from_environ()
 STAGES = (0, 1, 2, 3)
 # ZeRO-3 that really partitions: no parameter is small enough to stay whole.
 SPLIT = {"stage3_param_persistence_threshold": 0}
+SGD = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}
 
 
-def drawn_weights() -> dict[str, torch.Tensor]:
-    """Return the initial weights of MODEL, drawn by one process alone."""
-    model = skeleton(hf_config(MODEL), torch.float32)
+def cells(names: Iterable[Any], default: Iterable[Any]) -> list[Any]:
+    """Return the cells of a covering set. Those that are not in `default` are the gate's."""
+    gate = pytest.mark.gate("engine")
+    return [pytest.param(name, marks=() if name in default else gate) for name in names]
+
+
+def drawn_weights(config: dict[str, Any] = MODEL) -> dict[str, torch.Tensor]:
+    """Return the initial weights of a model, drawn by one process alone."""
+    model = skeleton(hf_config(config), torch.float32)
     materialize(model, 0, torch.device("cpu"))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -35,6 +44,17 @@ def drawn_weights() -> dict[str, torch.Tensor]:
 def given_weights() -> dict[str, torch.Tensor]:
     """Return weights of MODEL that no seed gives."""
     return {name: tensor + 0.125 for name, tensor in drawn_weights().items()}
+
+
+def different(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Return the names of the weights that are missing, unexpected or not the same bit by bit."""
+    own = dict(weights)  # collective
+    missing = own.keys() ^ expected.keys()
+    return sorted(
+        missing | {n for n in own.keys() - missing if not torch.equal(own[n], expected[n])}
+    )
 
 
 @functools.cache
@@ -55,6 +75,20 @@ def folder() -> Path:
     return Path.cwd()
 
 
+def written(name: str, config: dict[str, Any]) -> str:
+    """Write the config.json of a model for this rank, and return its path."""
+    path = folder() / f"{name}.rank-{WORLD.rank}.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return each rank's value, on every rank. Collective."""
+    values = [None] * WORLD.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
 def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
     """Build an engine of the small model; `sections` change the run config. Collective."""
     from tools.proofs.engines import build_engine  # imports DeepSpeed
@@ -66,6 +100,11 @@ def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
 def stage(number: int) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a ZeRO stage."""
     return {"zero_optimization": {"stage": number, **(SPLIT if number == 3 else {})}}
+
+
+def pipeline(zero: int = 1, **json_keys: Any) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of two pipeline stages."""
+    return {"zero_optimization": {"stage": zero}, "pipeline": {"stages": 2}, **json_keys}
 
 
 def fp16(**knobs: float) -> dict[str, Any]:
@@ -100,3 +139,14 @@ def losses(engine: Any, steps: int, lr: float = 3e-3) -> list[float]:
         result = engine.train_batch(*share_of(engine), lr)
         means.append(float(engine.sum_over_ranks(result.loss_share.clone())))
     return means
+
+
+def losses_and_norms(engine: Any) -> list[list[float]]:
+    """Return loss and gradient norm of three steps, and close the engine. Collective."""
+    pairs = []
+    for number in range(3):
+        result = engine.train_batch(*share_of(engine, number), 0.1)
+        loss = engine.sum_over_ranks(result.loss_share.clone())
+        pairs.append([float(loss), float(result.grad_norm)])
+    engine.close()
+    return pairs
