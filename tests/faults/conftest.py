@@ -44,9 +44,15 @@ class Trial:
         """The run's folder."""
         return RunFolder(self.path)
 
-    def start(self, *more: str, code: int = 0, **fault: Any) -> Outcome:
-        """Train until all ranks end with `code`; `fault`: see tests/faults/plant.py."""
-        ended = self.zygote.run(arguments(self.path, self.data, *more), self.logs, fault or None)
+    def start(
+        self, *more: str, code: int = 0, patience_s: float = math.inf, **fault: Any
+    ) -> Outcome:
+        """Train until all ranks end with `code`; `fault`: see tests/faults/plant.py.
+
+        `patience_s`: how long a rank may outlive one that failed.
+        """
+        words = arguments(self.path, self.data, *more)
+        ended = self.zygote.run(words, self.logs, fault or None, patience_s=patience_s)
         assert ended.codes == [code, code], ended.output
         return ended
 
@@ -105,7 +111,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table that `make faults` is for."""
+    """Say how often each fault was tried, and how often it was survived."""
     if _tried:
         width = max(map(len, _tried))
         terminalreporter.write_line(f"\n{'fault'.ljust(width)}  tries  survived")

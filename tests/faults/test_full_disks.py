@@ -11,9 +11,8 @@ import pytest
 from tests.faults.checks import check_survived, curve, newest
 from tests.faults.conftest import STEPS, Trial
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a full disk between two saves")
 @pytest.mark.parametrize(
     ("place", "nth", "file"),
@@ -35,6 +34,7 @@ def test_records_that_cannot_be_written_stop_the_run(
     check_survived(trial.run, undisturbed)
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a full disk while the run begins")
 @pytest.mark.parametrize("place", ["before the plan", "keeping the tokenizer"])
 def test_a_run_that_cannot_write_how_it_begins(
@@ -49,6 +49,7 @@ def test_a_run_that_cannot_write_how_it_begins(
     assert (trial.run.tokenizer_dir / "tokenizer_config.json").stat().st_size
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a full disk under the data's cache")
 def test_a_cache_without_room_is_no_mistake_of_the_config(small_disk: Path, trial: Trial) -> None:
     trial.data = [trial.data[0], f"data.cache_dir={small_disk / 'cache'}"]
@@ -62,6 +63,7 @@ def test_a_cache_without_room_is_no_mistake_of_the_config(small_disk: Path, tria
     assert not trial.path.exists()
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a kill while the tokenizer is written")
 def test_a_tokenizer_is_there_whole_or_not_at_all(trial: Trial, undisturbed: Any) -> None:
     trial.kill(0, "within the tokenizer", 1)
@@ -74,6 +76,7 @@ def test_a_tokenizer_is_there_whole_or_not_at_all(trial: Trial, undisturbed: Any
     assert not list(trial.path.glob(".unfinished-*"))
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a full disk at the export")
 def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, trial: Trial) -> None:
     words = ("save.export=true", "save.keep=1", "save.every=8")
@@ -90,6 +93,7 @@ def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, tria
     assert curve(trial.run) == before
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("an export with another loss")
 def test_a_run_whose_export_differs_ends_as_the_tool_does(trial: Trial) -> None:
     ended = trial.start("save.export=true", code=77, rank=0, at="exporting", do="differ")
@@ -110,6 +114,7 @@ def test_a_file_named_export_is_found_before_training(trial: Trial) -> None:
     assert [path.name for path in trial.path.iterdir()] == ["export"]
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("damaged status.json, plan.json and lock")
 def test_damaged_records_do_not_keep_a_run_from_going_on(finished: Trial, undisturbed: Any) -> None:
     run = finished.run

@@ -12,8 +12,6 @@ from tests.faults.checks import check_survived, executed
 from tests.faults.conftest import STEPS, Trial
 from tests.two_ranks import events
 
-pytestmark = pytest.mark.slow
-
 LIMIT_S = 6
 # Limits are learned within three steps; what takes long is then a hang.
 WATCHED = (f"guard.hang_floor_s={LIMIT_S}", "guard.hang_factor=10", "guard.hang_first_s=60")
@@ -29,6 +27,7 @@ def check_report(run: RunFolder, named: str) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a rank under SIGSTOP")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_named(rank: int, trial: Trial, undisturbed: RunFolder) -> None:
@@ -59,6 +58,7 @@ def test_a_rank_that_waits_for_its_data_is_named(trial: Trial, undisturbed: RunF
     assert not trial.run.heartbeats_dir.exists()
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a rank that leaves a collective out")
 def test_a_rank_that_goes_its_own_way_is_found(trial: Trial, undisturbed: RunFolder) -> None:
     """Its next collective is an all-reduce of another size. gloo ends it there, and with it the
@@ -72,6 +72,7 @@ def test_a_rank_that_goes_its_own_way_is_found(trial: Trial, undisturbed: RunFol
     check_survived(trial.run, undisturbed)
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("slow first steps, evaluations and saves")
 @pytest.mark.parametrize("at", ["in a step", "in an evaluation", "before a save"])
 def test_what_is_slow_at_first_is_no_hang(at: str, trial: Trial) -> None:
@@ -82,6 +83,7 @@ def test_what_is_slow_at_first_is_no_hang(at: str, trial: Trial) -> None:
     assert not trial.run.heartbeats_dir.exists()
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("an export that takes its time")
 def test_all_ranks_wait_for_the_export(trial: Trial) -> None:
     slow = {"rank": 0, "at": "exporting", "nth": 1, "do": "sleep", "seconds": 3 * LIMIT_S}

@@ -7,14 +7,13 @@ import pytest
 from harness.runfolder import RunFolder
 from tests.faults.checks import SAVE_EVERY, check_survived, executed
 from tests.faults.conftest import Trial
+from tests.tiers import rest_in_gate
 from tests.two_ranks import events
-
-pytestmark = pytest.mark.slow
 
 # Place, rank, n-th time. The third save is the first that removes a checkpoint.
 KILLS = [
-    ("after the folder", 0, 2),
     *(("inside a file", rank, 2) for rank in (0, 1)),
+    ("after the folder", 0, 2),
     *(("after a file", rank, 2) for rank in (0, 1)),
     *((place, 0, 3) for place in ("before the manifest", "before the rename", "after the rename")),
     *((place, 0, 3) for place in ("before the pointer", "before retention")),
@@ -25,7 +24,7 @@ KILLS = [
 
 
 @pytest.mark.fault("kill -9 of a rank")
-@pytest.mark.parametrize(("place", "rank", "nth"), KILLS)
+@pytest.mark.parametrize(("place", "rank", "nth"), rest_in_gate("faults", KILLS))
 def test_a_kill_loses_no_more_than_the_steps_since_the_last_save(
     place: str, rank: int, nth: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
@@ -37,6 +36,7 @@ def test_a_kill_loses_no_more_than_the_steps_since_the_last_save(
     assert resumed["step"] >= max(saved)
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("kill -9 before the first save")
 def test_a_kill_before_the_first_save_begins_again(trial: Trial, undisturbed: RunFolder) -> None:
     trial.kill(1, "in a step", 2)
@@ -56,7 +56,7 @@ SIGNALS = [
 
 
 @pytest.mark.fault("SIGTERM or SIGUSR1 to a rank, twice")
-@pytest.mark.parametrize(("name", "place", "rank", "nth"), SIGNALS)
+@pytest.mark.parametrize(("name", "place", "rank", "nth"), rest_in_gate("faults", SIGNALS))
 def test_a_signal_leads_to_one_save_of_all_and_code_75(
     name: str, place: str, rank: int, nth: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
@@ -67,6 +67,7 @@ def test_a_signal_leads_to_one_save_of_all_and_code_75(
     assert done == list(range(1, len(done) + 1))  # nothing is done twice
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("kill -9 during a save in the background")
 @pytest.mark.parametrize(("place", "rank"), [("inside a file", 1), ("before the rename", 0)])
 def test_a_kill_during_a_save_in_the_background(

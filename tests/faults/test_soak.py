@@ -23,7 +23,7 @@ INTERRUPTIONS = int(os.environ.get("SOAK", "5"))
 SEED = int(os.environ.get("SEED", "0"))
 
 
-@pytest.mark.slow
+@pytest.mark.gate("faults")
 @pytest.mark.fault("interrupted at random, layout changed each time")
 def test_a_run_survives_one_interruption_after_the_other(zygote: Zygote, tmp_path: Path) -> None:
     folder = Path(os.environ.get("SOAK_FOLDER", tmp_path)).absolute()

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Trial, arguments
+from tests.tiers import rest_in_gate
 from tests.two_ranks import TRAIN, environment, events, wait_for
-
-pytestmark = pytest.mark.slow
 
 PLACES = [
     ("usr1", "before the data", 1),
@@ -25,7 +24,7 @@ PLACES = [
 
 
 @pytest.mark.fault("a signal to a rank that starts")
-@pytest.mark.parametrize(("name", "place", "rank"), PLACES)
+@pytest.mark.parametrize(("name", "place", "rank"), rest_in_gate("faults", PLACES))
 def test_a_signal_while_ranks_start_ends_all_with_75(
     name: str, place: str, rank: int, trial: Trial
 ) -> None:
@@ -41,6 +40,7 @@ def test_a_signal_while_ranks_start_ends_all_with_75(
         assert not trial.path.exists()
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("two signals to a rank that starts")
 def test_two_signals_while_ranks_start_end_all_at_once(trial: Trial) -> None:
     ended = trial.start(code=75, rank=1, at="before the engine", do="term")
@@ -49,6 +49,7 @@ def test_two_signals_while_ranks_start_end_all_at_once(trial: Trial) -> None:
     assert not trial.path.exists()
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("SIGHUP to a rank that trains")
 def test_a_closed_terminal_stops_a_run_like_sigterm(trial: Trial) -> None:
     trial.start(code=75, rank=1, at="in a step", nth=3, do="hup")
@@ -57,6 +58,7 @@ def test_a_closed_terminal_stops_a_run_like_sigterm(trial: Trial) -> None:
     assert events(trial.run, "saved")[-1]["step"] == event["step"]
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a signal during the imports")
 def test_a_signal_during_the_imports_is_noted(data: list[str], tmp_path: Path) -> None:
     command = [sys.executable, str(TRAIN), *arguments(tmp_path / "run", data)]

@@ -16,8 +16,6 @@ from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_rank
 from tools.batch_text import first_sample_of
 from tools.proofs.zygote import Outcome, Zygote
 
-pytestmark = pytest.mark.slow
-
 DS_CONFIGS = REPOSITORY / "ds_configs"
 BATCH = 8
 # Short enough for a test: silent for four steps, and only what is far off is a spike.
@@ -73,6 +71,7 @@ def test_nan_k_times_in_a_row_ends_the_run_with_code_76_and_a_diagnosis(
     assert run.read_metrics()[-1]["skipped_steps"] == 4
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("NaN in one rank's loss")
 def test_nan_fewer_times_is_skipped_and_the_run_goes_on(spoiled: Run, tmp_path: Path) -> None:
     spoils = {"loss": {first_sample(step): "nan" for step in (2, 3, 5)}}
@@ -86,6 +85,7 @@ def test_nan_fewer_times_is_skipped_and_the_run_goes_on(spoiled: Run, tmp_path: 
     assert last["skipped_steps"] == 3
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("weights that are no numbers")
 def test_a_held_out_loss_that_is_no_number_ends_the_run_with_code_76(
     spoiled: Run, tmp_path: Path
@@ -122,6 +122,7 @@ def skipping(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Run
     return runs
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a loss spike, skipped")
 def test_a_spike_is_skipped(skipping: list[RunFolder]) -> None:
     whole, _ = skipping
@@ -134,6 +135,7 @@ def test_a_spike_is_skipped(skipping: list[RunFolder]) -> None:
     assert last["loss"] < whole.read_metrics()[1]["loss"]
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a loss spike, skipped")
 def test_a_resumed_run_skips_the_same_steps(skipping: list[RunFolder]) -> None:
     whole, halves = skipping
@@ -142,6 +144,7 @@ def test_a_resumed_run_skips_the_same_steps(skipping: list[RunFolder]) -> None:
     assert [line[:5] for line in metrics(whole)] == [line[:5] for line in metrics(halves)]
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a loss spike, skipped")
 def test_tensor_ranks_skip_a_spike_alike(spoiled: Run, tmp_path: Path) -> None:
     """The loss of one of them is off: each for itself would decide otherwise."""
@@ -172,6 +175,7 @@ def rolled_back(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[
     return runs
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a loss spike, rolled back")
 def test_a_run_goes_back_to_its_checkpoint_and_past_the_samples_since(
     rolled_back: list[RunFolder],
@@ -194,11 +198,13 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_samples_since(
     assert lines[16]["loss"] < lines[1]["loss"]
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a loss spike, rolled back")
 def test_the_same_run_goes_back_in_the_same_way(rolled_back: list[RunFolder]) -> None:
     assert metrics(rolled_back[0]) == metrics(rolled_back[1])
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a loss spike, rolled back")
 @pytest.mark.parametrize("json", ["zero3", "zero2_offload", "zero3_offload", "pipeline2"])
 def test_every_layout_goes_back_to_what_it_saved(spoiled: Run, tmp_path: Path, json: str) -> None:
@@ -213,6 +219,7 @@ def test_every_layout_goes_back_to_what_it_saved(spoiled: Run, tmp_path: Path, j
     assert lines[12]["eval_loss"] < lines[5]["eval_loss"]
 
 
+@pytest.mark.gate("faults")
 def test_what_a_step_read_is_shown_past_the_samples_left_out(
     rolled_back: list[RunFolder], tmp_path: Path
 ) -> None:
@@ -227,6 +234,7 @@ def test_what_a_step_read_is_shown_past_the_samples_left_out(
     assert "step 11: samples 144 to 151" in ended.output
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a loss spike, and nothing to go back to")
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -246,6 +254,7 @@ def test_a_run_that_cannot_go_back_diverges(
     assert message in event["message"]
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("fp16's smallest loss scale")
 def test_the_minimum_loss_scale_is_a_reason_to_go_back(spoiled: Run, tmp_path: Path) -> None:
     scale = ("ds.fp16.initial_scale_power=3", "ds.fp16.hysteresis=1", "ds.fp16.min_loss_scale=8")
@@ -282,6 +291,7 @@ def test_a_silently_differing_rank_stops_the_run_before_it_saves(
 NORM = "model.layers.1.input_layernorm.weight"
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("one rank's weights differ")
 @pytest.mark.parametrize(
     ("ranks", "stage", "more", "weight", "differing", "named"),

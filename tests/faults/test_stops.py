@@ -8,12 +8,11 @@ from tests.faults.checks import check_tidy, curve, executed, newest
 from tests.faults.conftest import Trial
 from tests.two_ranks import events
 
-pytestmark = pytest.mark.slow
-
 # Evaluations long enough to be broken off: 32 micro-batches on each rank, four times 8.
 LONG = ("data.held_out=0.4", "eval.samples=64", "train.micro_batch=1")
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("SIGTERM in a long evaluation")
 def test_a_stop_breaks_an_evaluation_off_which_is_made_up_for(trial: Trial) -> None:
     undisturbed = Trial(trial.logs / "undisturbed", trial.logs / "logs", trial.data, trial.zygote)
@@ -27,6 +26,7 @@ def test_a_stop_breaks_an_evaluation_off_which_is_made_up_for(trial: Trial) -> N
     assert executed(trial.run) == list(range(1, 9))
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("the time limit")
 def test_a_run_saves_and_ends_before_its_time_is_up(trial: Trial) -> None:
     endless = ("train.steps=100000", "optim.schedule=constant", "save.every=20")

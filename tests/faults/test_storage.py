@@ -17,9 +17,8 @@ from harness.checkpoint.manifest import read_manifest
 from harness.runfolder import RunFolder
 from tests.faults.checks import check_survived, curve, newest
 from tests.faults.conftest import STEPS, Trial, arguments
+from tests.tiers import rest_in_gate
 from tests.two_ranks import events, write_corpus
-
-pytestmark = pytest.mark.slow
 
 
 def flip(path: Path) -> None:
@@ -37,15 +36,16 @@ def nest(path: Path) -> None:
 
 
 FILES = ["rank-00001-000.safetensors", "index.json", "manifest.json", "probe.safetensors"]
+DAMAGES = [
+    *((file, flip) for file in FILES),
+    *((FILES[0], cut), (FILES[2], cut), (FILES[0], Path.unlink), (FILES[2], nest)),
+]
 
 
 @pytest.mark.fault("a flipped bit, a truncated or a lost file")
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [
-        *((file, flip) for file in FILES),
-        *((FILES[0], cut), (FILES[2], cut), (FILES[0], Path.unlink), (FILES[2], nest)),
-    ],
+    rest_in_gate("faults", DAMAGES),
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     file: str, damage: Callable[[Path], None], finished: Trial, undisturbed: RunFolder
@@ -61,6 +61,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert resumed["step"] == STEPS - 2
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("no checkpoint that can be used")
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Trial) -> None:
     run = finished.run
@@ -72,6 +73,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Tri
     assert run.metrics_path.read_text() == before
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("`latest` empty, garbage or absent")
 @pytest.mark.parametrize("text", ["", "garbage", "step-00000099", None])
 def test_a_broken_pointer_changes_nothing(text: str | None, finished: Trial) -> None:
@@ -86,6 +88,7 @@ def test_a_broken_pointer_changes_nothing(text: str | None, finished: Trial) -> 
     assert curve(run) == before
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("weights that do not give the loss that was saved")
 def test_weights_that_compute_something_else_are_refused(finished: Trial) -> None:
     """All files are as they were saved; what the model makes of them is not."""
@@ -96,6 +99,7 @@ def test_weights_that_compute_something_else_are_refused(finished: Trial) -> Non
     assert "resume.allow=probe goes on anyway" in refused.output
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a step that is not the folder's")
 def test_a_renamed_checkpoint_is_refused(finished: Trial) -> None:
     newest(finished.run).rename(finished.run.checkpoints_dir / "step-00000009")
@@ -105,7 +109,7 @@ def test_a_renamed_checkpoint_is_refused(finished: Trial) -> None:
 
 
 @pytest.mark.fault("a full disk")
-@pytest.mark.parametrize("background", ["false", "true"])
+@pytest.mark.parametrize("background", rest_in_gate("faults", ["false", "true"]))
 def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
     background: str, small_disk: Path, trial: Trial, undisturbed: RunFolder
 ) -> None:
@@ -123,6 +127,7 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
     check_survived(run, undisturbed)
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("no room although the check saw some")
 def test_a_disk_that_fills_up_during_a_save(
     small_disk: Path, trial: Trial, undisturbed: RunFolder
@@ -133,6 +138,7 @@ def test_a_disk_that_fills_up_during_a_save(
     check_survived(trial.run, undisturbed)
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("a read-only file system")
 def test_a_read_only_file_system(small_disk: Path, trial: Trial, undisturbed: RunFolder) -> None:
     trial.path.mkdir()
@@ -145,6 +151,7 @@ def test_a_read_only_file_system(small_disk: Path, trial: Trial, undisturbed: Ru
     check_survived(trial.run, undisturbed)
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("no room for a single checkpoint")
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     small_disk: Path, trial: Trial
@@ -179,6 +186,7 @@ def pair(trial: Trial) -> Path:
     return path
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("changed data")
 def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Trial) -> None:
     """Every id but the separator, in a file of the same size with the same .idx."""
@@ -195,6 +203,7 @@ def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Tri
     assert "data_fingerprint" in [change["key"] for change in resumed["changes"]]
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("data without a target")
 def test_held_out_samples_without_a_target_are_refused_before_anything_is_written(
     trial: Trial, write_jsonl: Callable[..., Path]
@@ -209,6 +218,7 @@ def test_held_out_samples_without_a_target_are_refused_before_anything_is_writte
     assert not trial.path.exists()
 
 
+@pytest.mark.gate("faults")
 @pytest.mark.fault("data cut while it is read")
 def test_a_file_of_tokens_that_shrinks_is_named_by_all_ranks(
     pair: Path, trial: Trial, undisturbed: RunFolder
