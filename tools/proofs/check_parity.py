@@ -1,11 +1,11 @@
 """Does the layout change what is learned? Every DeepSpeed layout against a plain PyTorch loop.
 
     python tools/proofs/check_parity.py                       # a covering set of cells
-    python tools/proofs/check_parity.py --brief               # each value once: of every change
+    python tools/proofs/check_parity.py --brief               # a few on two ranks: of every change
     python tools/proofs/check_parity.py --full --out FOLDER   # every cell; resumes
     python tools/proofs/check_parity.py --cells llama-zero3-bf16-4-2
     python tools/proofs/check_parity.py --self-test           # plants defects: all must show
-    python tools/proofs/check_parity.py --self-test --brief   # one of each kind
+    python tools/proofs/check_parity.py --self-test --brief   # three of them
     python tools/proofs/check_parity.py --self-test --defects "no clipping"
 
 A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +20,9 @@ from tools.proofs.parity.cells import (
 )
 
 
+AXES = ("pipeline", "tensor", "sequence", "expert")
+
+
 def covering_cells() -> list[Cell]:
     """A small set in which every pair of values that can occur together does occur; of pipelined
     cells and of PRESETS an architecture counts by itself, as does a layout of FEW: in pairs it
@@ -30,16 +32,18 @@ def covering_cells() -> list[Cell]:
 
 
 def brief_cells() -> list[Cell]:
-    """Fewer still, for every change: each family, precision, stage and way to divide, offload or
-    compute again occurs once.
+    """A few on two ranks, for every change: each pair of precision and ZeRO stage, and each axis
+    that divides a model, and offload, occurs once.
     """
-    return covering(covering_cells(), _occurs)
+    return covering([cell for cell in covering_cells() if cell.ranks == 2], _occurs)
 
 
 def _occurs(cell: Cell) -> set[tuple[str, object]]:
-    way = re.sub(r"zero\d", "zero", cell.layout)
-    values = {"architecture": cell.architecture, "precision": cell.precision, "layout": way}
-    return {*values.items(), ("stage", cell.how.stage)}
+    how = cell.how
+    axes = {name for name in AXES if getattr(how, name) > 1} or {"data"}
+    if "offload" in cell.layout:
+        axes = {"offload"}
+    return {("precision, stage", (cell.precision, how.stage)), *(("axis", axis) for axis in axes)}
 
 
 def _covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:

@@ -223,13 +223,11 @@ DEFECTS = {
 }
 
 BRIEF = (
-    *("gradients x1.00001", "Adam's step off by one", "positions across documents"),
-    *("a stage's layers in the wrong order", "a part of the vocabulary off by one"),
-    *("documents lost across ranks", "a token dropped on its way"),
-    *("the last chunk of the vocabulary dropped", "kept results in another order"),
-    "the last batch not evaluated",
+    "gradients x1.00001",
+    "a stage's layers in the wrong order",
+    "a part of the vocabulary off by one",
 )
-"""Of every way to divide and of what is computed another way one, planted with every change."""
+"""Planted with every change."""
 
 
 def planted(defect: str | None, world: World) -> contextlib.AbstractContextManager[None]:
