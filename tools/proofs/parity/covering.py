@@ -19,7 +19,6 @@ from tools.proofs.parity.cells import (
     all_cells,
 )
 
-
 AXES = ("pipeline", "tensor", "sequence", "expert")
 
 
