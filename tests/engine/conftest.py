@@ -22,7 +22,7 @@ from tests.two_ranks import run_ranks
 _TWO_RANK_CHECKS = {
     check: path.stem
     for subject in (
-        *("two_rank", "pipeline", "tensor", "chunked", "expert", "bad_step"),
+        *("two_rank", "pipeline", "chunked", "expert", "bad_step"),
         *("optimizer", "stream", "traffic"),
     )
     for path in [Path(__file__).with_name(f"{subject}_checks.py")]
