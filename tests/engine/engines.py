@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from harness.data.batch import Batch
 from harness.layout.world import World
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
+from harness.plan import memory
 from harness.plan.make import make_plan
+from harness.plan.traced import Untraceable
 from tests.engine.small import MODEL, SEQ_LEN, run_config
 
 WORLD = World.from_environ()
@@ -94,7 +97,10 @@ def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
     from tools.proofs.engines import build_engine  # imports DeepSpeed
 
     run = RunConfig.model_validate(run_config(folder(), **sections))
-    return build_engine(make_plan(run, ds, WORLD), torch.device("cpu"))
+    # An engine needs no estimate, whose trace of an unknown model takes a process and seconds.
+    with mock.patch.object(memory, "traced", side_effect=Untraceable):
+        plan = make_plan(run, ds, WORLD)
+    return build_engine(plan, torch.device("cpu"))
 
 
 def stage(number: int) -> dict[str, Any]:
