@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+
+from harness.data.corpus import find_corpus
+from harness.data.tokenizer import train_tokenizer
+
+WORDS = "the model reads a long question and answers it in a word or two\n"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer with the pieces of a few words: opened in 2 ms, where that of `library` takes a
+    quarter of a second."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.txt").write_text(WORDS * 20)
+    train_tokenizer(find_corpus(str(folder / "text.txt")), folder / "small", 300)
+    return str(folder / "small")
