@@ -70,7 +70,7 @@ class _Group:
         """Return what the function returns on each rank. A failure ends the group."""
         self.calls += 1
         for connection in self._by_rank:
-            connection.send(call)
+            connection.send_bytes(pickle.dumps(call))  # `send` would lend tensors, not copy them
         values: dict[Connection, Any] = {}
         errors: list[str] = []
         until = time.monotonic() + LIMIT_S

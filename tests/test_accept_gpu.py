@@ -296,7 +296,7 @@ def test_long_texts_are_wrapped() -> None:
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_ranks_on_gpus_are_processes_of_their_own(tmp_path: Path) -> None:
     """Started here on the CPU, since the environment says so."""
     bench = Bench(tmp_path, tmp_path, 1, "cuda")
@@ -310,7 +310,7 @@ def test_ranks_on_gpus_are_processes_of_their_own(tmp_path: Path) -> None:
     assert bench._zygote is None
 
 
-@pytest.mark.gate
+@pytest.mark.gate("tools")
 def test_all_steps_hold_on_two_cpu_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with pytest.MonkeyPatch.context() as patch:

@@ -147,7 +147,7 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f'"{kind}"' in source for kind in FALLBACKS)
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_a_sweep_times_every_case_in_a_process_of_its_own(data: list[str]) -> None:
     planted = "ds.autotuning.enabled=true"
     done = run_tool("benchmark_gpu", *SHORT, *data, planted, "--sweep", "micro_batch=1,x,2")
@@ -172,7 +172,7 @@ def test_a_sweep_times_every_case_in_a_process_of_its_own(data: list[str]) -> No
         assert line["tflops_per_gpu"] == pytest.approx(tflops)
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_what_is_out_of_memory_is_a_line_beside_its_estimate(tmp_path: Path) -> None:
     """By a mask of 300,000 x 300,000, which no machine of these tests has room for."""
     (tmp_path / "texts").mkdir()
@@ -187,14 +187,14 @@ def test_what_is_out_of_memory_is_a_line_beside_its_estimate(tmp_path: Path) -> 
     assert line["estimated_gib"] > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_a_case_ends_at_its_limit() -> None:
     done = run_tool("benchmark_gpu", *SHORT, "--limit=1", code=1)
     (line,) = [json.loads(text) for text in done.stdout.splitlines()]
     assert line["error"].startswith("not done after 1 s")
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_a_rung_that_this_machine_lacks_is_skipped_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: list[str]
 ) -> None:

@@ -42,6 +42,7 @@ def test_a_good_page_has_no_errors_and_one_request(browser, page_at):
     assert len(page.requests) == 1
 
 
+@pytest.mark.gate("pages")
 def test_width_and_colour_scheme_reach_the_page(browser, page_at, tmp_path):
     page = browser.open(
         page_at("<meta name=viewport content='width=device-width'>x"), 390, dark=True
@@ -54,6 +55,7 @@ def test_width_and_colour_scheme_reach_the_page(browser, page_at, tmp_path):
     assert struct.unpack(">II", header[16:])[0] == 390
 
 
+@pytest.mark.gate("pages")
 def test_mouse_and_keys_reach_the_page(browser, page_at):
     html = (
         "<button onclick='window.clicked = 1'>a</button>"

@@ -17,8 +17,6 @@ from tests.engine.small import MODEL
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,7 +17,7 @@ from tests.two_ranks import REPOSITORY
 from tools.clean_data import main as clean
 from tools.tokenize_data import main as tokenize
 
-pytestmark = [pytest.mark.gate]
+pytestmark = pytest.mark.gate("slurm")
 
 
 @pytest.fixture(scope="module")

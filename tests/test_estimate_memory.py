@@ -246,7 +246,7 @@ def test_bad_input_is_one_report_and_code_2(arguments, message):
     assert message in run(*arguments, code=2).stderr
 
 
-@pytest.mark.slow
+@pytest.mark.gate("memory")
 def test_a_trace_of_8b_agrees_within_4_gib():
     """The loss takes the vocabulary in chunks: 26.601 GiB less 4 bytes for each logit."""
     estimate = estimated(

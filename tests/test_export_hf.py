@@ -71,7 +71,6 @@ def with_manifest(run: RunFolder, **changes: Any) -> Any:
     return replace(checkpoint, manifest=replace(checkpoint.manifest, **changes))
 
 
-@pytest.mark.slow
 def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
     run: RunFolder, tmp_path: Path
 ) -> None:
@@ -89,7 +88,7 @@ def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
     assert all(torch.equal(t, reader.whole(n, "weight")) for n, t in written.items())
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 def test_an_earlier_step_in_another_dtype_and_in_shards(run: RunFolder) -> None:
     assert main([f"{run.path}@1", "--dtype", "bf16", "--shard-size", "100KB"]) == 0
     folder = run.path / "export-step-1"
@@ -101,7 +100,6 @@ def test_an_earlier_step_in_another_dtype_and_in_shards(run: RunFolder) -> None:
         assert torch.equal(parameter, reader.whole(name, "weight").bfloat16()), name
 
 
-@pytest.mark.slow
 def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Path) -> None:
     """As when other weights had been written: other norms."""
     right = checkpoint_of(str(run.path)).manifest
@@ -113,7 +111,7 @@ def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Pat
     assert told == "its loss was not checked: not asked for"
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 def test_a_checkpoint_of_another_loss_is_no_good_one(
     copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +138,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 def test_the_export_after_a_killed_one_removes_what_that_left(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,7 +153,6 @@ def test_the_export_after_a_killed_one_removes_what_that_left(
     assert list(tmp_path.iterdir()) == [tmp_path / "export"]
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_exported(
     copy: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,7 +167,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert (copy.export_dir / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 def test_what_is_no_file_of_a_tokenizer_is_not_shared(
     copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +182,7 @@ def test_what_is_no_file_of_a_tokenizer_is_not_shared(
     assert names == sorted(path.name for path in copy.export_dir.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 def test_a_run_without_steps_is_exported_too(data: list[str], tmp_path: Path) -> None:
     """And a pipeline: no rank has the whole model."""
     run = RunFolder(tmp_path / "run")
@@ -218,7 +215,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([str(tmp_path)]) == 77  # a folder without a checkpoint
 
 
-@pytest.mark.slow
 def test_a_folder_within_a_file_is_a_wrong_argument(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

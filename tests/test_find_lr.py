@@ -12,7 +12,7 @@ import pytest
 
 from tests.two_ranks import REPOSITORY, SMALL_MODEL, environment, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.gate("tools")
 
 TOOL = REPOSITORY / "tools" / "find_lr.py"
 RUN = (

@@ -62,7 +62,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_the_gradients_of_a_random_gru_vanish(exported: Path, tmp_path: Path) -> None:
     text, picture = tmp_path / "text.txt", tmp_path / "reach.svg"
     text.write_text("one two three four five six seven. " * 40)
@@ -75,7 +75,7 @@ def test_the_gradients_of_a_random_gru_vanish(exported: Path, tmp_path: Path) ->
     assert "How far back" in picture.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 @pytest.mark.parametrize(
     ("words", "message"),
     [

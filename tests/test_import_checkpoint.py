@@ -22,7 +22,7 @@ ELSEWHERE = REPOSITORY / "tests" / "trained_elsewhere.py"
 JSONS = REPOSITORY / "ds_configs"
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 @pytest.mark.parametrize(
     "zero",
     [{"stage": 2}, {"stage": 3, "sub_group_size": 9000}],

@@ -113,7 +113,7 @@ def test_divisors_stages_and_ways_that_are_no_powers_of_two_are_counted() -> Non
     assert {(each.pipeline, each.tensor, each.expert) for each in adapters} == {(1, 1, 1)}
 
 
-@pytest.mark.slow  # seconds of a search
+@pytest.mark.gate("plan")
 def test_ten_thousand_layouts_are_counted_from_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls, not seconds: parts that many layouts share are counted once (docs/planner.md)."""
     calls: Counter[str] = Counter()
@@ -196,7 +196,7 @@ def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
         assert counted.fits == (memory.verdict == "fits" and not counted.missing_host_bytes)
 
 
-@pytest.mark.slow  # its class is traced
+@pytest.mark.gate("plan")
 def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> None:
     config = {
         "model_type": "smollm3",

@@ -11,8 +11,6 @@ import pytest
 
 from tests.two_ranks import REPOSITORY, SMALL_MODEL, Ended, run_ranks
 
-pytestmark = pytest.mark.slow
-
 NODES = 'os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"'
 
 
@@ -44,6 +42,7 @@ def test_two_real_ranks_are_ready(data: list[str], tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
+@pytest.mark.gate("tools")
 def test_a_wrong_config_is_one_report(tmp_path: Path) -> None:
     ended = fly(tmp_path, "train.stpes=3", "optim.lr=-1")
     assert ended.codes == [2, 2]
@@ -52,6 +51,7 @@ def test_a_wrong_config_is_one_report(tmp_path: Path) -> None:
     assert ended.outputs[1] == ""
 
 
+@pytest.mark.gate("tools")
 def test_a_rank_that_reads_another_config_is_named(data: list[str], tmp_path: Path) -> None:
     files = [tmp_path / f"run-{rank}.toml" for rank in range(2)]
     for rank, file in enumerate(files):
@@ -67,6 +67,7 @@ def test_a_rank_that_reads_another_config_is_named(data: list[str], tmp_path: Pa
     assert found["code"]["verdict"] == "ok"
 
 
+@pytest.mark.gate("tools")
 def test_a_rank_that_computes_slowly_is_named(data: list[str], tmp_path: Path) -> None:
     slowly = """
 import time, torch
@@ -83,12 +84,14 @@ if rank == 1:
     assert (found["verdict"], "slow: n2 (rank 1)" in found["found"]) == ("warn", True)
 
 
+@pytest.mark.gate("tools")
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     ended = fly(tmp_path, what="if rank == 1: sys.exit(9)", limit_s=16)
     assert ended.codes == [2, 9]
     assert "1 of 2 ranks did not come within 8 s: 1" in ended.outputs[0]
 
 
+@pytest.mark.gate("tools")
 def test_a_rank_without_the_environment_says_so(tmp_path: Path) -> None:
     bare = f"if rank == 1: sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n{NODES}"
     ended = fly(tmp_path, what=bare, limit_s=16, fresh=True)
@@ -98,6 +101,7 @@ def test_a_rank_without_the_environment_says_so(tmp_path: Path) -> None:
     assert "1 of 2 ranks did not come within 8 s: 1" in ended.outputs[0]
 
 
+@pytest.mark.gate("tools")
 def test_a_network_that_hangs_ends_in_time_with_the_rank_named(
     data: list[str], tmp_path: Path
 ) -> None:
@@ -115,6 +119,7 @@ if rank == 1:
     assert "with rank 0" in found["found"]
 
 
+@pytest.mark.gate("tools")
 def test_a_rank_that_python_cannot_reach_ends_itself(data: list[str], tmp_path: Path) -> None:
     """Killed from outside, it would hide the others' code."""
     hangs = """
@@ -131,6 +136,7 @@ if rank == 1:
     assert "measure_machine" in ended.outputs[1]
 
 
+@pytest.mark.gate("tools")
 def test_a_disk_that_is_too_small_fails(data: list[str], small_disk: Path, tmp_path: Path) -> None:
     words = ("--json", "save.every=1", f"run.dir={small_disk / 'run'}")
     ended = fly(tmp_path / "logs", *data, *words)

@@ -194,7 +194,7 @@ def test_no_page_names_a_file_that_is_not_there() -> None:
     assert lost == []
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:
     first_run(clone)
@@ -202,7 +202,7 @@ def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_the_python_of_the_readme_runs(clone: Path) -> None:
     first_run(clone)
     for block in re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL):

@@ -465,7 +465,7 @@ def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
     assert kept_folder(printed.out).parent == tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path, data: list[str]) -> None:
     tool = [sys.executable, REPOSITORY / "tools" / "rehearse.py", "--gpus", "2", *data]
     process = subprocess.Popen(
@@ -495,7 +495,7 @@ def ranks_under(folder: Path) -> list[str]:
     return names
 
 
-@pytest.mark.slow
+@pytest.mark.slow("five stages of a job")
 def test_a_rehearsal_of_zero_3_holds(tmp_path: Path, data: list[str]) -> None:
     done = run_tool(
         *("rehearse", "--deepspeed", DS_CONFIGS / "zero3.json", "--gpus", 8, "--ranks", 2),
@@ -521,7 +521,7 @@ def forked(command: list[str], ranks: int, cwd: Path, logs: Path) -> Iterator[Gr
         group.end()
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_another_seed_on_resume_fails_there_after_pipeline_stages_held(
     tmp_path: Path,
     data: list[str],

@@ -19,6 +19,7 @@ from tests.browser import WIDTHS, Browser, needs_browser
 from tests.report.runs import line_at, plan, write_run
 from tests.report.test_page import HOSTILE
 from tests.run_tools import run_tool
+from tests.tiers import rest_in_gate
 from tests.two_ranks import REPOSITORY, environment
 
 STEPS = 1_000_000
@@ -59,7 +60,7 @@ def long_run(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.gate("pages")
 def test_a_million_lines_are_a_page_in_seconds(long_run):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_tool("report", long_run)
@@ -80,7 +81,7 @@ def test_a_million_lines_are_a_page_in_seconds(long_run):
     assert "55.5" in page  # cut off from the picture, and named
 
 
-@pytest.mark.slow
+@pytest.mark.gate("pages")
 def test_no_spike_of_a_long_run_is_lost(long_run):
     lines = read_lines(long_run / "metrics.jsonl")
     assert not lines.is_whole
@@ -165,7 +166,7 @@ def test_pictures_of_one_run_and_of_several(tmp_path, suffix):
 
 
 @needs_browser
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", rest_in_gate("pages", [False, True]))
 def test_a_page_in_a_browser(browser, tmp_path, dark):
     events = [{"kind": "spike", "step": 77, "loss": 9.0}, {"kind": "saved", "step": 60}]
     folder = write_run(tmp_path / "run", events=events)
@@ -206,6 +207,7 @@ def test_values_axes_and_keys_answer(browser, tmp_path):
     assert page.errors == []
 
 
+@pytest.mark.gate("pages")
 @needs_browser
 def test_runs_are_shown_and_hidden(browser, tmp_path):
     folders = [write_run(tmp_path / name) for name in "ab"]
@@ -218,6 +220,7 @@ def test_runs_are_shown_and_hidden(browser, tmp_path):
     assert page.errors == []
 
 
+@pytest.mark.gate("pages")
 @needs_browser
 def test_nothing_hostile_is_executed(browser, tmp_path):
     bad = plan(name=HOSTILE)

@@ -149,7 +149,7 @@ def ended(slurm: PrivateSlurm, job: str) -> bool:
     return slurm.state(job) in ("DONE", "COMPLETED", "FAILED", "CANCELLED")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole story of one job")
 def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturbed(
     slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturb
     assert [line.get("loss") for line in lines] == [line.get("loss") for line in undisturbed]
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_wrong_config_is_not_requeued(
     slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_wrong_config_is_not_requeued(
     assert "train.py ended with" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_config_that_only_the_run_refuses_is_not_requeued(
     slurm: PrivateSlurm, tmp_path: Path
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_config_that_only_the_run_refuses_is_not_requeued(
     assert codes(tmp_path) == [2], said_by(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_job_finds_its_run_folder_and_a_free_port(slurm: PrivateSlurm, tmp_path: Path) -> None:
     """The run config of the folder where it was submitted says where; the port is taken."""
     (tmp_path / "my.toml").write_text('[run]\ndir = "from the file"\n')
@@ -222,7 +222,7 @@ def test_a_job_finds_its_run_folder_and_a_free_port(slurm: PrivateSlurm, tmp_pat
     assert "run.dir=" not in said_by(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_node_without_the_environment_is_named_and_nobody_waits(
     slurm: PrivateSlurm, tmp_path: Path
 ) -> None:
@@ -240,7 +240,7 @@ def test_a_node_without_the_environment_is_named_and_nobody_waits(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_script_without_its_clone_says_so(slurm: PrivateSlurm, tmp_path: Path) -> None:
     script = tmp_path / "train.sbatch"
     script.write_text(SCRIPT.read_text())
@@ -250,7 +250,7 @@ def test_a_script_without_its_clone_says_so(slurm: PrivateSlurm, tmp_path: Path)
     assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", job)
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_warning_during_the_preflight_requeues_the_job_as_it_is(
     slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
 ) -> None:
@@ -280,14 +280,14 @@ def side_by_side(
     return crashing, limited
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_crash_is_requeued_three_times_without_progress(side_by_side: tuple[Path, Path]) -> None:
     crashing, _ = side_by_side
     assert codes(crashing) == [1] * 5, said_by(crashing)  # its second start saved a checkpoint
     assert said_by(crashing).endswith("ended 4 times without progress: not requeued\n")
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_the_time_limit_is_seen_coming(side_by_side: tuple[Path, Path]) -> None:
     _, limited = side_by_side
     # Slurm warns so short a job any time after its start: of a slow one, before its ranks start.
@@ -306,14 +306,14 @@ def cancelled(
     return codes(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_term_to_the_script_lets_the_ranks_save_before_it_requeues(
     slurm: PrivateSlurm, tmp_path: Path
 ) -> None:
     assert cancelled(slurm, tmp_path, "--signal=TERM", "--batch") == [75, 0], said_by(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_warning_that_kills_ranks_while_they_start_requeues_the_job(
     slurm: PrivateSlurm, tmp_path: Path
 ) -> None:
@@ -322,7 +322,7 @@ def test_a_warning_that_kills_ranks_while_they_start_requeues_the_job(
     assert not (tmp_path / "run/endings").exists()  # no attempt without progress
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_job_that_a_user_cancels_is_not_requeued(slurm: PrivateSlurm, tmp_path: Path) -> None:
     assert len(cancelled(slurm, tmp_path)) == 1, said_by(tmp_path)
 
@@ -368,7 +368,7 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
     return [f"--deepspeed={zero3}", *model, *data, *batch, *save, *guard]
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_fine_tuning_outlives_a_hang_and_a_kill_and_branches_off(
     slurm: PrivateSlurm, fine_tuning: list[str], tmp_path: Path
 ) -> None:
@@ -398,7 +398,7 @@ def test_fine_tuning_outlives_a_hang_and_a_kill_and_branches_off(
     assert events(lower, "branched")[0]["step"] == 8
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_node_that_goes_down_is_left_and_the_job_goes_on(
     slurm: PrivateSlurm, fine_tuning: list[str], tmp_path: Path
 ) -> None:
@@ -414,7 +414,7 @@ def test_a_node_that_goes_down_is_left_and_the_job_goes_on(
     assert [line["step"] for line in run.read_metrics()] == list(range(25))
 
 
-@pytest.mark.slow
+@pytest.mark.gate("slurm")
 def test_a_sweep_is_one_array_whose_tasks_are_stopped_early_and_requeued(
     slurm: PrivateSlurm, data: list[str], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from tools.sweeps.spec import read_sweep
 from tools.sweeps.study import Study
 from tools.sweeps.text import best_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.gate("tools")
 
 RATES = "optim.lr = {from = 1e-4, to = 0.3, log = true, points = 8}"
 

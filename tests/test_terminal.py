@@ -14,6 +14,7 @@ from harness.run.progress import Progress
 from harness.terminal import coloured, takes_colour, wrapped
 from tests.in_terminal import Terminal, shown_in
 from tests.run.test_meter import LINE
+from tests.tiers import rest_in_gate
 from tests.two_ranks import TRAIN, train_command, write_corpus
 from tools.proofs.ranks import free_port
 
@@ -31,7 +32,7 @@ TOOLS = {
 }
 
 
-@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("columns", rest_in_gate("tools", [80, 60]))
 @pytest.mark.parametrize("name", TOOLS)
 def test_no_line_of_a_tool_is_wider_than_the_terminal(name: str, columns: int) -> None:
     text = ESCAPES.sub("", shown_in([sys.executable, *TOOLS[name]], columns))
@@ -147,7 +148,7 @@ def test_a_line_stays_every_five_per_cent_and_every_ten_minutes(
         assert text.endswith("\n")
 
 
-@pytest.mark.slow
+@pytest.mark.gate("tools")
 def test_a_launched_run_at_80_columns_and_ctrl_c(tmp_path: Path) -> None:
     """The launcher turns Ctrl-C into a SIGTERM for the ranks, which have had their SIGINT."""
     corpus = write_corpus(tmp_path / "corpus")

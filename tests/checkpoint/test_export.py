@@ -275,7 +275,7 @@ LARGE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.gate("checkpoints")
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_memory_stays_below_a_third_more_than_a_shard(kind: str, tmp_path: Path) -> None:
     """Of more than 300 MB of weights in bf16, from fp32."""

@@ -38,7 +38,7 @@ def trajectory(*losses: float) -> dict[str, list[str]]:
     return {"losses": [loss.hex() for loss in losses], "norms": ones, "scales": ones}
 
 
-@pytest.mark.slow
+@pytest.mark.gate("checkpoints")
 def test_nothing_is_lost_between_layouts() -> None:
     done = run_tool("proofs/check_checkpoints")
     cells = covering_cells()
@@ -47,7 +47,7 @@ def test_nothing_is_lost_between_layouts() -> None:
     assert f"bit-equal in {same} of {same} on the same layout; 0 differ" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.gate("checkpoints")
 def test_every_planted_defect_is_caught() -> None:
     done = run_tool("proofs/check_checkpoints", "--self-test")
     assert "10 defects planted, 0 missed" in done.stdout

@@ -10,7 +10,7 @@ from tests.run_tools import run_tool
 FAMILIES = ("gemma3_text", "cohere2", "starcoder2", "apertus")
 
 
-@pytest.mark.slow
+@pytest.mark.gate("models")
 def test_divided_families_have_the_undivided_models_loss_and_gradients() -> None:
     done = run_tool("proofs/compare_divided", "--families", *FAMILIES)
     assert f"{len(FAMILIES)} families compared, 0 differ" in done.stdout

@@ -23,7 +23,7 @@ def test_jobs_that_this_machine_cannot_do_end_with_its_lack_before_any_is_done(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.slow
+@pytest.mark.gate("parity")
 def test_ranks_of_their_own_do_what_forks_do(tmp_path: Path) -> None:
     """As on GPUs, which no fork can use."""
     job = Job(Cell("llama", "zero1", "fp32", 4, 1))

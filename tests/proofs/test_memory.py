@@ -20,7 +20,7 @@ def test_the_covering_set_covers():
         assert {getattr(case, field) for case in chosen} == {getattr(c, field) for c in every}
 
 
-@pytest.mark.slow
+@pytest.mark.gate("memory")
 def test_live_tensors_of_real_runs_are_what_was_predicted(tmp_path):
     done = subprocess.run(
         [sys.executable, REPOSITORY / "tools/proofs/measure_memory.py", f"--out={tmp_path}"],

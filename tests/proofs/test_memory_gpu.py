@@ -72,7 +72,7 @@ def test_a_run_that_was_not_judged_to_fit_may_run_out() -> None:
     assert verdict_of(rows)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.gate("memory")
 def test_a_case_runs_in_a_process_of_its_own_and_is_kept(tmp_path) -> None:
     case = GpuCase("tiny", "fp32", 32, 1, ("model.overrides.num_hidden_layers=1",))
     (first,) = measure_gpu([case], tmp_path, ranks=1)

@@ -169,7 +169,7 @@ def zygote() -> Iterator[Zygote]:
         yield zygote
 
 
-@pytest.mark.slow
+@pytest.mark.gate("streams")
 @pytest.mark.parametrize("cell", covering_cells(), ids=lambda cell: cell.name)
 def test_a_run_has_no_race_and_the_harness_does_not_wait(
     cell: Cell, folder: Path, zygote: Zygote
@@ -178,7 +178,7 @@ def test_a_run_has_no_race_and_the_harness_does_not_wait(
     assert row.problems == []
 
 
-@pytest.mark.slow
+@pytest.mark.gate("streams")
 def test_races_show_where_nobody_waits_for_the_device(folder: Path, zygote: Zygote) -> None:
     cell = next(cell for cell in all_cells() if cell.name == CONTROLS[0])
     assert Row(cell, seen(zygote, cell, folder, synchronizes=False)).races

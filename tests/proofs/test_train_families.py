@@ -22,7 +22,7 @@ def test_families_on_the_page_are_trained_resumed_and_exported() -> None:
     assert len(rows) == len(re.findall(r"^\| \w+ \|.*\|$", page, re.MULTILINE)) - 1
 
 
-@pytest.mark.slow
+@pytest.mark.gate("models")
 @pytest.mark.parametrize("family", ["mamba2", "recurrent_gemma", "falcon_h1", "xlstm"])
 def test_a_family_is_trained_resumed_in_another_layout_and_exported(
     family: str, zygote: Zygote, tmp_path: Path

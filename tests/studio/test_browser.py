@@ -14,6 +14,7 @@ from tests.browser import PATIENCE_S, WIDTHS, Browser, needs_browser
 from tests.browser import Page as Tab
 from tests.studio.conftest import Studio
 from tests.studio.test_pages import figures_of, number
+from tests.tiers import rest_in_gate
 from tools.studio_app.catalogue import PAGES
 from tools.studio_app.drawn import html_of
 from tools.studio_app.page import Chart, Figure, Slider, format_value
@@ -48,7 +49,7 @@ def opened(browser: Browser, studio: Studio, path: str, **how: object) -> Tab:
     return tab
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.slug)
+@pytest.mark.parametrize("page", rest_in_gate("pages", PAGES), ids=lambda page: page.slug)
 def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
     """At both widths, light and dark, from this machine alone."""
     slug = page.slug  # type: ignore[attr-defined]
@@ -72,6 +73,7 @@ def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
     tab.call("Page.close")
 
 
+@pytest.mark.gate("pages")
 def test_a_slider_moves_the_numbers_and_the_address(browser: Browser, studio: Studio) -> None:
     """By keyboard; the numbers are those of the Python call, and the address brings them back."""
     tab = opened(browser, studio, "memory?json=zero1&model=gpt2-124m&seq_len=1024")
@@ -121,7 +123,7 @@ def words(text: str) -> str:
     return "".join(text.split())
 
 
-@pytest.mark.parametrize("page", SLIDING, ids=lambda page: page.slug)
+@pytest.mark.parametrize("page", rest_in_gate("pages", SLIDING), ids=lambda page: page.slug)
 def test_the_first_slider_shows_what_the_call_returns(
     tab: Tab, studio: Studio, page: StudioPage
 ) -> None:
@@ -147,6 +149,7 @@ def test_the_first_slider_shows_what_the_call_returns(
     assert tab.errors == []
 
 
+@pytest.mark.gate("pages")
 def test_colours_follow_the_readers_setting(browser: Browser, studio: Studio) -> None:
     colour = "getComputedStyle(document.body).backgroundColor"
     tab = opened(browser, studio, "memory")
@@ -156,6 +159,7 @@ def test_colours_follow_the_readers_setting(browser: Browser, studio: Studio) ->
     assert (light, tab.evaluate(colour)) == ("rgb(246, 245, 242)", "rgb(15, 15, 14)")
 
 
+@pytest.mark.gate("pages")
 def test_keys_lead_through_the_pages(browser: Browser, studio: Studio) -> None:
     tab = opened(browser, studio, PAGES[0].slug)
     tab.press("]")

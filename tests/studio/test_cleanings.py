@@ -39,7 +39,7 @@ def write_report(folder: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.gate("pages")
 def test_a_real_report_is_shown_as_it_counts(runs: Path) -> None:
     """Against the same rules on the same documents, without the tool's pipeline."""
     pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")

@@ -346,7 +346,7 @@ def test_options_of_a_model_are_planned_as_on_the_command_line(
         assert f"{key}={text}" in command.replace("\\\n", "").split()
 
 
-@pytest.mark.slow
+@pytest.mark.gate("pages")
 def test_layouts_are_ranked_with_the_options_of_the_model() -> None:
     def ranking(**query: str) -> Any:
         figures = figures_of("plan", compare="every layout, ranked", gpus="8", **query)
@@ -357,7 +357,7 @@ def test_layouts_are_ranked_with_the_options_of_the_model() -> None:
     assert ranking(attention="eager").rows != plain.rows
 
 
-@pytest.mark.slow
+@pytest.mark.gate("pages")
 @pytest.mark.parametrize("slug", ["memory", "plan", "zero", "hybrid", "checkpointing"])
 def test_a_family_that_is_traced_has_a_page(slug: str) -> None:
     """Its tensors are in no table: the page takes them from the trace, as train.py does."""

@@ -11,7 +11,7 @@ from tools.proofs.benchmark_studio import LIMIT_S, costs
 PLANNED = ("memory", "plan", "checkpointing", "zero", "hybrid", "pipeline", "schedules", "sizes")
 
 
-@pytest.mark.slow
+@pytest.mark.gate("pages")
 @pytest.mark.parametrize("slug", PLANNED)
 def test_an_update_takes_less_than_200_ms_of_cpu(slug: str) -> None:
     assert max(costs(BY_SLUG[slug])) < LIMIT_S
