@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from harness.config.curriculum import Curriculum
 from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
-from harness.data.batch import Batch
 from harness.data.build import build_data, cached_fingerprint
 from harness.data.data import Data
 from harness.data.mixture import Mixture
@@ -54,81 +51,28 @@ def mix(sources: dict[str, Path], **settings: str) -> str:
     return f"data.mix=[{', '.join(entries)}]"
 
 
-@pytest.fixture
-def mixed(sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path) -> Data:
+def test_samples_are_those_of_the_sources_in_their_shares(
+    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
+) -> None:
+    """Each source has the packing of its data."""
     argument = mix(sources, long="share=0.5", other="share=0.3", pairs="share=0.2")
-    return build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
-
-
-def test_samples_are_those_of_the_sources_in_their_shares(mixed: Data) -> None:
+    mixed = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
     stream = mixed.train
     assert isinstance(stream, Mixture)
     assert mixed.names == ["long", "other", "pairs"]
-    read = [0, 0, 0]
-    for index in range(200):
-        sample = stream.sample(index)
-        alone = stream.streams[sample.source].sample(read[sample.source])
-        read[sample.source] += 1
-        assert torch.equal(sample.batch.input_ids, alone.batch.input_ids)
-        assert (sample.window, sample.epoch, sample.spans) == (
-            *(alone.window, alone.epoch),
-            alone.spans,
-        )
-        shares = np.array(read) / (index + 1)
-        assert (abs(shares - [0.5, 0.3, 0.2]) * (index + 1) < 1).all()
-    assert read == [100, 60, 40]
     assert mixed.mixture() == [[0, [5, 3, 2]]]
     assert mixed.shares(200)[0].startswith("long: 50.00% of the samples, ")
-
-
-def test_batches_are_their_samples(mixed: Data) -> None:
-    stream = mixed.train
-    batch = stream.batch(13, 30)
-    for row in range(30):
-        alone = stream.sample(13 + row).batch
-        for name in ("input_ids", "labels", "position_ids"):
-            assert torch.equal(getattr(batch, name)[row], getattr(alone, name)[0])
-    targets = stream.targets_by_source(13 + np.arange(30))
-    assert sum(targets) == stream.targets_in(13, 30) == int((batch.labels != -100).sum())
-    for source in range(3):
-        rows = [row for row in range(30) if stream.sample(13 + row).source == source]
-        assert targets[source] == int((batch.labels[rows] != -100).sum())
-
-
-def test_each_source_has_the_packing_of_its_data(mixed: Data) -> None:
-    assert isinstance(mixed.train, Mixture)
-    assert [s.holds_whole_documents for s in mixed.train.streams] == [False, False, True]
-    assert mixed.train.holds_whole_documents
-    assert mixed.train.document_mask  # of all, since prompts are masked in one
-
-
-def taken(data: Data, consumed: int, ranks: int, micro: int, steps: int) -> list[torch.Tensor]:
-    """The ids of each step's samples in their order, put together from all ranks."""
-    curriculum = Curriculum(12)
-    generators = [
-        data.train.steps(
-            consumed, curriculum=curriculum, micro_batch=micro, data_rank=rank, data_ranks=ranks
-        )
-        for rank in range(ranks)
-    ]
-
-    def rows() -> Iterator[torch.Tensor]:
-        for _ in range(steps):
-            of_ranks: list[list[Batch]] = [next(generator).batches for generator in generators]
-            rounds = zip(*of_ranks, strict=True)
-            yield torch.cat([batch.input_ids for batches in rounds for batch in batches])
-
-    read = [*rows()]
-    for generator in generators:
-        generator.close()
-    return read
-
-
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 12), (2, 3), (3, 2), (4, 1)])
-def test_resume_and_other_layouts_read_the_same(mixed: Data, ranks: int, micro: int) -> None:
-    whole = taken(mixed, 0, 1, 4, 8)
-    resumed = taken(mixed, 36, ranks, micro, 5)
-    assert all(torch.equal(*pair) for pair in zip(whole[3:], resumed, strict=True))
+    read = [0, 0, 0]
+    for index in range(100):
+        sample = stream.sample(index)
+        alone = stream.streams[sample.source].sample(read[sample.source])
+        assert torch.equal(sample.batch.input_ids, alone.batch.input_ids)
+        assert (sample.window, sample.spans) == (alone.window, alone.spans)
+        read[sample.source] += 1
+    assert read == [50, 30, 20]
+    assert [s.holds_whole_documents for s in stream.streams] == [False, False, True]
+    assert stream.holds_whole_documents
+    assert stream.document_mask  # of all, since prompts are masked in one
 
 
 def test_the_fingerprint_is_that_of_all_sources(
@@ -245,15 +189,6 @@ def test_a_tokenizer_is_trained_on_all_sources(sources: dict[str, Path], tmp_pat
     assert not any("pairs" in piece for piece in alone.tokenizer.get_vocab())
 
 
-def test_all_unreadable_sources_are_named_at_once(tokenizer_dir: str, tmp_path: Path) -> None:
-    argument = f'data.mix=[{{path="{tmp_path}/a"}}, {{path="{tmp_path}/b"}}]'
-    words = (argument, f"data.eval_path={tmp_path}/c")
-    with pytest.raises(ConfigError) as caught:
-        build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
-    for name, problem in zip("abc", caught.value.problems, strict=True):
-        assert f"{tmp_path}/{name} does not exist" in problem
-
-
 MISTAKES = {
     'data.mix=[{path="a", share=1}, {path="b"}]': "b without share",
     'data.mix=[{path="x/a"}, {path="y/a"}]': "2 sources of data.mix are named 'a'",
@@ -263,6 +198,10 @@ MISTAKES = {
     'data.mix=[{path="a", share=1, then=1}]': "data.mix_until and the share `then`",
     'data.eval_path={"a b"="c"}': "'a b' is no name",
     'data.mix=[{path="a", share=1, then=1}]|data.mix_until=1.5': "above 1 it is a whole number",
+    # Everything that does not fit is said at once.
+    'data.mix=[{path="a", share=1}]|data.path=x|data.mix_temperature=2|data.eval_path=e': (
+        "exclude each other.*makes shares of sizes"
+    ),
 }
 
 
@@ -272,10 +211,12 @@ def test_mistakes_are_sentences(word: str) -> None:
         load_run_config(None, word.split("|"))
 
 
-def test_everything_that_does_not_fit_is_said_at_once() -> None:
-    words = ['data.mix=[{path="a", share=1}]', "data.path=x", "data.mix_temperature=2"]
-    with pytest.raises(ConfigError, match=r"exclude each other.*makes shares of sizes"):
-        load_run_config(None, [*words, "data.eval_path=e", "data.held_out=0.1"])
+def test_all_unreadable_sources_are_named_at_once(tokenizer_dir: str, tmp_path: Path) -> None:
+    argument = f'data.mix=[{{path="{tmp_path}/a"}}, {{path="{tmp_path}/b"}}]'
+    with pytest.raises(ConfigError) as caught:
+        build_data(spec_of(tokenizer_dir, tmp_path, argument, f"data.eval_path={tmp_path}/c"))
+    for name, problem in zip("abc", caught.value.problems, strict=True):
+        assert f"{tmp_path}/{name} does not exist" in problem
 
 
 def test_a_recorded_mixture_is_read_again() -> None:
