@@ -2,95 +2,207 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from harness.layout.expert import FAMILIES
-from harness.models.initialize import materialize
-from harness.models.skeleton import hf_config, skeleton
-from tests.engine.small import MIXTURES
-
-pytestmark = pytest.mark.slow
-
-Result = Callable[[str], list[Any]]
-Tensors = Callable[[str, str], dict[str, torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def drawn() -> dict[str, torch.Tensor]:
-    """The initial weights of the Mixtral, drawn by one process alone."""
-    model = skeleton(hf_config(MIXTURES["mixtral"]), torch.float32)
-    materialize(model, 0, torch.device("cpu"))
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_undivided_experts(family: str, result: Result) -> None:
-    for rank in result("expert_families"):
-        assert rank[family] < 1e-5
-
-
-@pytest.mark.parametrize(
-    "way", ["zero2", "zero3", "zero3, recomputed", "zero2, offloaded", "zero3, offloaded"]
+from harness.models.skeleton import hf_config
+from tests.engine.engines import (
+    WORLD,
+    cells,
+    different,
+    drawn_weights,
+    engine_of,
+    folder,
+    gathered,
+    share_of,
+    stage,
+    written,
 )
-def test_gradients_are_those_of_undivided_experts_in_every_way(way: str, result: Result) -> None:
-    for rank in result("expert_layouts"):
-        assert rank[way] < 1e-5
+from tests.engine.small import EAGER, MIXTURES
+from tests.ranks import ranks
+
+MIXTRAL = "mixtral"
+Gradients = dict[str, torch.Tensor]
 
 
-def test_a_rank_that_gets_no_token_keeps_nobody_waiting(result: Result) -> None:
-    for rank in result("a_rank_without_tokens"):
-        assert rank.pop("last experts") == 0
-        assert all(apart < 1e-5 for apart in rank.values()), rank
+def experts(zero: int = 1, **keys: Any) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of experts over two ranks; `keys` are of ZeRO's section."""
+    ds = stage(zero)
+    ds["zero_optimization"] |= keys
+    return {**ds, "expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
-def test_deepspeed_clips_by_the_norm_of_all_experts(result: Result) -> None:
-    for rank in result("expert_norms"):
-        assert rank == {name: pytest.approx(1, abs=1e-6) for name in rank}
+_OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero2": (experts(2), {}),
+    "zero3": (experts(3), {}),
+    "zero3, recomputed": (experts(3), {"checkpointing": "full"}),
+    "zero2, offloaded": (experts(2, **_OFFLOADED), {}),
+    "zero3, offloaded": (experts(3, **_OFFLOADED), {}),
+}
+_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+OPTIMIZERS = {f"zero{zero}": experts(zero) for zero in (1, 2, 3)}
+OPTIMIZERS |= {"BF16_Optimizer": {**experts(1), **_SUMS}}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ranks_start_from_the_weights_that_one_process_draws(
-    stage: int, tensors: Tensors, drawn: dict[str, torch.Tensor]
-) -> None:
-    divided = tensors("expert_weights", f"expert-initial-{stage}")
-    assert divided.keys() == drawn.keys()
-    assert all(torch.equal(divided[name], tensor) for name, tensor in drawn.items())
+def mixture(ds: dict[str, Any], family: str = MIXTRAL, **model: Any) -> Any:
+    """Build an engine of a small mixture of experts."""
+    attention = {"attention": "eager"} if family in EAGER else {}
+    return engine_of(ds, model={"name": written(family, MIXTURES[family]), **attention, **model})
 
 
-def test_given_weights_are_read_and_divided(result: Result) -> None:
-    assert result("expert_given_weights") == [{"zero1": True, "zero3": True}] * 2
+def gradients_of(engine: Any) -> Gradients:
+    """Return the gradients of a batch, and close the engine."""
+    engine.accumulate(*share_of(engine))
+    gradients = dict(engine.gradients())
+    engine.close()
+    return gradients
 
 
-def test_each_rank_holds_half_of_the_experts_and_all_of_the_rest(
-    result: Result, drawn: dict[str, torch.Tensor]
-) -> None:
+@functools.cache
+def undivided_gradients(family: str = MIXTRAL) -> Gradients:
+    return gradients_of(mixture(stage(1), family))
+
+
+def largest_distance(own: Gradients, whole: Gradients) -> float:
+    """Return the largest distance of a gradient, relative to the largest of its elements."""
+    assert own.keys() == whole.keys()
+    return max(
+        float((own[name] - whole[name]).abs().max() / whole[name].abs().max().clamp(min=1e-30))
+        for name in whole
+    )
+
+
+@pytest.mark.parametrize("family", cells(FAMILIES, default=(MIXTRAL, "deepseek_v3")))
+@ranks(2)
+def test_gradients_are_those_of_undivided_experts(family: str) -> None:
+    gradients = gradients_of(mixture(experts(), family))
+    assert largest_distance(gradients, undivided_gradients(family)) < 1e-5
+
+
+@pytest.mark.parametrize("way", cells(WAYS, default=("zero3, recomputed", "zero2, offloaded")))
+@ranks(2)
+def test_gradients_are_those_of_undivided_experts_in_every_way(way: str) -> None:
+    ds, model = WAYS[way]
+    gradients = gradients_of(mixture(ds, **model))
+    assert largest_distance(gradients, undivided_gradients()) < 1e-5
+
+
+@contextlib.contextmanager
+def all_to_the_first(engine: Any) -> Iterator[None]:
+    """Send all tokens to the first experts, which are rank 0's; other experts get none."""
+    engine.module.config._experts_implementation = "eager"
+    with contextlib.ExitStack() as stack:
+        for name, module in engine.module.named_modules():
+            if name.endswith(".experts"):
+                stack.enter_context(mock.patch.object(module, "forward", _first(module.forward)))
+        yield
+
+
+def _first(forward: Any) -> Any:
+    def to_the_first(states: Any, index: torch.Tensor, weights: Any) -> Any:
+        return forward(states, torch.arange(index.shape[1]).expand_as(index), weights)
+
+    return to_the_first
+
+
+@ranks(2)
+def test_a_rank_that_gets_no_token_keeps_nobody_waiting() -> None:
+    with all_to_the_first(whole := mixture(stage(1))):
+        expected = gradients_of(whole)
+    for zero in (1, 2, 3):
+        with all_to_the_first(engine := mixture(experts(zero))):
+            engine.accumulate(*share_of(engine))
+            assert largest_distance(dict(engine.gradients()), expected) < 1e-5, zero
+            engine.apply(1e-3)
+        assert engine.expert_tokens()[:, 2:].sum() == 0  # the last experts
+        engine.close()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@ranks(2)
+def test_deepspeed_clips_by_the_norm_of_all_experts(optimizer: str) -> None:
+    """Each element counts once."""
+    engine = mixture(OPTIMIZERS[optimizer])
+    engine.accumulate(*share_of(engine))
+    norm = float(engine.grad_norm())
+    assert float(engine.apply(1e-3)) == pytest.approx(norm, rel=1e-6)
+    assert optimizer in ("BF16_Optimizer", f"zero{engine.plan.zero_stage}")
+    engine.close()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@ranks(2)
+def test_ranks_start_from_the_weights_that_one_process_draws(zero: int) -> None:
+    """Each rank has half of the experts, and all of the rest."""
+    drawn = drawn_weights(MIXTURES[MIXTRAL])
+    engine = mixture(experts(zero))
+    assert different(engine.masters(), drawn) == []
     of_experts = sum(t.numel() for name, t in drawn.items() if ".experts." in name)
     rest = sum(t.numel() for t in drawn.values()) - of_experts
-    for rank in result("expert_weights"):
-        for zero, counts in rank.items():
-            assert counts["undivided"] == rest
-            assert counts["experts"] == of_experts // 2
-            assert all(here * 2 == whole for here, whole in counts["divided"].values())
-            shards = 2 if zero == "3" else 1
-            assert counts["elements_held"] == rest // shards + of_experts // 2
+    parts = [(name, parameter.part) for name, parameter in engine.module.named_parameters()]
+    assert sum(part.numel for _, part in parts if part.is_whole) == rest
+    assert sum(part.numel for _, part in parts if not part.is_whole) == of_experts // 2
+    assert all(part.shape[0] * 2 == part.whole[0] for name, part in parts if ".exp" in name)
+    shards = 2 if zero == 3 else 1
+    assert engine.describe()["elements_held"] == rest // shards + of_experts // 2
+    engine.close()
 
 
-def test_the_last_tokens_logits_and_an_evaluation_are_the_undivided_models(result: Result) -> None:
-    for rank in result("expert_evaluation"):
-        assert rank["logits"] < 1e-6
-        assert rank["sums"] < 1e-4  # of some hundred tokens, nats
-        assert rank["undivided tokens"] is None
-        assert rank["tokens"] == 0  # counted of training batches alone
+@ranks(2)
+def test_given_weights_are_read_and_divided() -> None:
+    """They are those that transformers wrote, expert by expert."""
+    path = folder() / "given_mixture"
+    model = AutoModelForCausalLM.from_config(hf_config(MIXTURES[MIXTRAL]))
+    if WORLD.rank == 0:
+        model.save_pretrained(path)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    expected = {name: weight.detach() for name, weight in model.named_parameters()}
+    for zero in (1, 3):
+        engine = engine_of(experts(zero), model={"name": str(path), "init_from": str(path)})
+        assert different(engine.masters(), expected) == [], zero
+        engine.close()
 
 
-def test_every_token_is_counted(result: Result) -> None:
-    first, second = result("expert_counts")
-    assert first["tokens"] == second["tokens"]  # of all ranks
-    for layer in first["tokens"]:
-        assert sum(layer) == 2 * first["batch_tokens"] * first["chosen"]
-    exchanges = first["layers"] * first["micro_batches"]
-    assert first["calls"] == second["calls"] == exchanges * 5
+@ranks(2)
+def test_the_last_tokens_logits_and_an_evaluation_are_the_undivided_models() -> None:
+    ids = torch.arange(5)[None] + 3
+    outputs, tokens = [], []
+    for ds in (stage(1), experts()):
+        engine = mixture(ds)
+        sums = engine.sum_over_ranks(engine.eval_batch(share_of(engine)[0]))
+        outputs.append((engine.next_token_logits(ids), sums))
+        tokens.append(engine.expert_tokens())
+        engine.close()
+    (logits, sums), (divided, divided_sums) = outputs
+    assert (logits - divided).abs().max() < 1e-6
+    assert (sums - divided_sums).abs().max() < 1e-4  # of some hundred tokens, nats
+    assert tokens[0] is None
+    assert tokens[1].sum() == 0  # counted of training batches alone
+
+
+@ranks(2)
+def test_every_token_is_counted() -> None:
+    engine = mixture(experts())
+    batches, targets = share_of(engine)
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        engine.accumulate(batches, targets)
+    tokens = engine.expert_tokens().tolist()
+    config = engine.module.config
+    engine.close()
+    first, second = gathered(tokens)
+    assert first == second  # of all ranks
+    batch_tokens = sum(batch.input_ids.numel() for batch in batches)
+    for layer in tokens:
+        assert sum(layer) == WORLD.world_size * batch_tokens * config.num_experts_per_tok
+    assert exchange.call_count == 5 * config.num_hidden_layers * len(batches)

@@ -2,107 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.engine.small import FAMILIES
+from harness.errors import ConfigError
+from harness.models import initialize
+from tests.engine.engines import (
+    SGD,
+    WORLD,
+    all_batches,
+    cells,
+    different,
+    drawn_weights,
+    engine_of,
+    folder,
+    gathered,
+    given_weights,
+    losses,
+    losses_and_norms,
+    pipeline,
+    share_of,
+    stage,
+    written,
+)
+from tests.engine.small import EAGER, FAMILIES, SEQ_LEN
+from tests.ranks import ranks
 
-pytestmark = pytest.mark.slow
-
-Result = Callable[[str], list[Any]]
-Tensors = Callable[[str, str], dict[str, torch.Tensor]]
 REFUSED = {"rwkv"}
+_BF16 = {"bf16": {"enabled": True}}
+LAYOUTS = {
+    "zero0": pipeline(0),
+    "zero1": pipeline(1),
+    "zero0-bf16": pipeline(0, **_BF16),  # which runs as stage 1
+    "zero1-bf16": pipeline(1, **_BF16),
+    "zero1-bf16-fp32-sums": pipeline(1, **_BF16, data_types={"grad_accum_dtype": "fp32"}),
+    "zero1-fp16": pipeline(1, fp16={"enabled": True, "initial_scale_power": 8}),
+}
 
 
-def test_stages_start_from_the_weights_that_one_process_draws(
-    tensors: Tensors, drawn_weights: dict[str, torch.Tensor]
-) -> None:
-    found = tensors("pipeline_weights", "pipeline-initial")
-    assert found.keys() == drawn_weights.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in drawn_weights.items())
+@ranks(2)
+def test_stages_start_from_the_weights_that_one_process_draws() -> None:
+    """Each rank draws its own stage, about half of the model, and nothing else."""
+    pieces, draw = [], initialize.draw
 
+    def watched(model: Any, piece: Any, seed: int) -> Any:
+        pieces.append(piece.name)
+        return draw(model, piece, seed)
 
-def test_each_stage_holds_about_half_of_the_model_and_nobody_all(result: Result) -> None:
-    ranks = result("pipeline_weights")
-    assert [rank["engine"] for rank in ranks] == ["PipelineEngine"] * 2
-    assert [rank["pipeline_stage"] for rank in ranks] == [0, 1]
-    assert sum(rank["elements_held"] for rank in ranks) == ranks[0]["whole"]
-    for rank in ranks:
-        assert 0.3 < rank["held"] / rank["whole"] < 0.7
-        assert rank["real"] == 0
-
-
-def test_given_weights_are_loaded_exactly(
-    tensors: Tensors, given_weights: dict[str, torch.Tensor]
-) -> None:
-    found = tensors("pipeline_loads_given_weights", "pipeline-loaded")
-    assert found.keys() == given_weights.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in given_weights.items())
-
-
-def test_weights_that_one_stage_lacks_are_refused_by_all(result: Result) -> None:
-    for told in result("pipeline_loads_given_weights"):
-        assert "no weights for model.layers.1.mlp.up_proj.weight" in told
-
-
-def test_each_rank_draws_its_own_stage_and_nothing_else(result: Result) -> None:
-    first, last = (rank["drawn"] for rank in result("pipeline_weights"))
+    with mock.patch.object(initialize, "draw", watched):
+        engine = engine_of(pipeline())
+    first, last = gathered(pieces)
     assert first == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
     assert last == ["model.layers.2", "model.norm", "lm_head"]
+    assert different(engine.masters(), drawn_weights()) == []
+    whole = sum(p.numel() for p in engine.module.parameters())
+    own_stage = sum(p.numel() for p in engine.stage.parameters())
+    assert all(p.is_meta for p in engine.module.parameters())
+    assert 0.3 < own_stage / whole < 0.7
+    described = engine.describe()
+    engine.close()
+    assert described["engine"] == "PipelineEngine"
+    assert described["pipeline_stage"] == WORLD.rank
+    assert sum(gathered(described["elements_held"])) == whole
+
+
+@ranks(2)
+def test_given_weights_are_loaded_exactly_or_refused_by_all() -> None:
+    """One stage alone lacks weights of the incomplete model."""
+    engine = engine_of(pipeline(), model={"init_from": str(folder() / "given")})
+    assert different(engine.masters(), given_weights()) == []
+    engine.close()
+    with pytest.raises(ConfigError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        engine_of(pipeline(), model={"init_from": str(folder() / "incomplete")})
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_clipping_by_value_clamps_every_element_and_reports_the_norm(
-    zero: int, result: Result
-) -> None:
-    for rank in result("pipeline_clips_by_value"):
-        assert rank[zero]["error"] < 1e-6
-        assert rank[zero]["norm"] == pytest.approx(rank[zero]["true_norm"], rel=1e-5)
+@ranks(2)
+def test_clipping_by_value_clamps_every_element_and_reports_the_norm(zero: int) -> None:
+    limit = 1e-3
+    engine = engine_of(pipeline(zero), optim={**SGD, "clip_value": limit})
+    before = dict(engine.masters())
+    engine.accumulate(*share_of(engine))
+    gradients = dict(engine.gradients())
+    norm = float(engine.apply(1.0))
+    after = dict(engine.masters())
+    engine.close()
+    for name, gradient in gradients.items():
+        moved = before[name] - after[name]
+        assert (moved - gradient.clamp(-limit, limit)).abs().max() < 1e-6, name
+    true_norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    assert norm == pytest.approx(float(true_norm), rel=1e-5)
 
 
-def test_stage_0_clips_by_the_norm_over_all_stages(result: Result) -> None:
-    for rank in result("pipeline_clips_stage_0"):
-        assert rank["norm"] > 10 * rank["limit"]
-        assert rank["ours"] == pytest.approx(rank["limit"], rel=1e-4)
+@pytest.mark.parametrize("layout", cells(LAYOUTS, default=("zero0", "zero1-bf16")))
+@ranks(2)
+def test_parameter_groups_of_one_stage_alone_change_nothing(layout: str) -> None:
+    """A rule of `optim.groups` for the head: losses and norms are those without stages."""
+    ds = LAYOUTS[layout]
+    optim = {**SGD, "groups": [{"pattern": "lm_head", "lr_multiplier": 0.5}]}
+    engine = engine_of(ds, optim=optim)
+    assert gathered(len(engine.engine.optimizer.param_groups)) == [2, 3]
+    in_stages = losses_and_norms(engine)
+    unsplit = losses_and_norms(engine_of({**ds, "pipeline": {}}, optim=optim))
+    bit = 2**-8 if "16" in layout else 1e-5
+    for step, unsplit_step in zip(in_stages, unsplit, strict=True):
+        assert step == pytest.approx(unsplit_step, rel=bit)
 
 
-def test_parameter_groups_of_one_stage_alone_change_nothing(result: Result) -> None:
-    """A rule of `optim.groups` for the head."""
-    for rank in result("pipeline_groups_of_one_stage"):
-        assert rank.keys() > {"zero0", "zero1", "zero1-bf16"}
-        for layout, found in rank.items():
-            assert found["groups"] == [2, 3], layout
-            bit = 2**-8 if "16" in layout else 1e-5
-            for stages, unsplit in zip(found["stages"], found["unsplit"], strict=True):
-                assert stages == pytest.approx(unsplit, rel=bit), layout
+@ranks(2)
+def test_logits_evaluation_and_losses_are_those_of_the_unsplit_model() -> None:
+    """Prompts have other lengths than the training's rows."""
+    results = []
+    for ds in (pipeline(), stage(1)):
+        engine = engine_of(ds)
+        prompts = [torch.arange(n)[None] for n in (1, 5, SEQ_LEN)]
+        logits = [engine.next_token_logits(ids).tolist() for ids in prompts]
+        sums = engine.sum_over_ranks(engine.eval_batch(share_of(engine)[0])).tolist()
+        results.append((logits, sums, losses(engine, 3)))
+        engine.close()
+    (logits, sums, falling), (whole_logits, whole_sums, whole_falling) = results
+    for own, whole in zip(logits, whole_logits, strict=True):
+        assert own == pytest.approx(whole, abs=1e-5)
+    assert sums == pytest.approx(whole_sums, rel=1e-6)
+    assert falling == pytest.approx(whole_falling, rel=1e-5)
 
 
-def test_logits_evaluation_and_losses_are_those_of_the_unsplit_model(result: Result) -> None:
-    for rank in result("pipeline_generates_and_trains_on"):
-        stages, whole = rank["stages"], rank["whole"]
-        for found, expected in zip(stages["logits"], whole["logits"], strict=True):
-            assert found == pytest.approx(expected, abs=1e-5)
-        assert stages["eval"] == pytest.approx(whole["eval"], rel=1e-6)
-        assert stages["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+@ranks(2)
+def test_activation_checkpointing_changes_nothing() -> None:
+    curves = []
+    for checkpointing in ("none", "full"):
+        engine = engine_of(pipeline(), model={"checkpointing": checkpointing})
+        curves.append(losses(engine, 4))
+        engine.close()
+    assert curves[0] == curves[1]
 
 
-def test_activation_checkpointing_changes_nothing(result: Result) -> None:
-    for plain, recomputed in result("pipeline_recomputes"):
-        assert recomputed == plain
+def model_of(family: str) -> dict[str, str]:
+    """Return the run config's section of a family's small model."""
+    attention = "eager" if family in EAGER else "sdpa"
+    return {"name": written(family, FAMILIES[family]), "attention": attention}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
-def test_a_family_trains_in_stages_as_without(family: str, result: Result) -> None:
-    for rank in result("pipeline_families"):
-        assert rank[family]["stages"] == pytest.approx(rank[family]["unsplit"], rel=2e-6)
+@pytest.mark.parametrize(
+    "family", cells(sorted(FAMILIES.keys() - REFUSED), default=("bloom", "qwen2_moe"))
+)
+@ranks(2)
+def test_a_family_trains_in_stages_as_without(family: str) -> None:
+    from harness.engine.unsplit import unsplit_loss_and_norm  # imports DeepSpeed
+
+    engine = engine_of(pipeline(), model=model_of(family))
+    batches, targets = share_of(engine)
+    loss = engine.sum_over_ranks(engine.accumulate(batches, targets))
+    norm = engine.apply(1e-3)
+    cpu = torch.device("cpu")
+    unsplit = unsplit_loss_and_norm(engine.plan, engine.module, cpu, all_batches(), targets, 1.0)
+    engine.close()
+    assert [float(loss), float(norm)] == pytest.approx(unsplit, rel=2e-6)
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
-def test_a_family_that_cannot_be_cut_is_refused_by_name(family: str, result: Result) -> None:
-    for rank in result("pipeline_families"):
-        assert f"{family}.rank-" in rank[family]["refused"]
-        assert "cannot be traced" in rank[family]["refused"]
-        assert "ZeRO 3 needs no stages" in rank[family]["refused"]
+@ranks(2)
+def test_a_family_that_cannot_be_cut_is_refused_by_name(family: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be traced") as caught:
+        engine_of(pipeline(), model=model_of(family))
+    assert f"{family}.rank-" in str(caught.value)
+    assert "ZeRO 3 needs no stages" in str(caught.value)

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
+import io
+import math
 import subprocess
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed import distributed_c10d
 
+from harness.engine.deepspeed_0_19 import gradients
+from harness.errors import RunStopped
+from tests.engine.engines import (
+    SGD,
+    WORLD,
+    batches,
+    engine_of,
+    fp16,
+    pipeline,
+    share_of,
+    stage,
+    written,
+)
+from tests.engine.small import MIXTURES
+from tests.engine.test_bad_steps import LAYOUTS, gradient_of
+from tests.ranks import ranks
 from tests.run_tools import printed
 from tests.two_ranks import REPOSITORY, environment, run_ranks
 
@@ -126,6 +148,13 @@ for name, module in (("deepspeeds", theirs), ("ours", ours)):
 """
 
 
+BF16 = {
+    **stage(1),
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},  # which BF16_Optimizer takes
+}
+
+
 def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,7 +168,7 @@ def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
     assert missing_for_cpu_adam() == "c++ not found"
 
 
-@pytest.mark.slow
+@pytest.mark.gate("engine")  # a fresh process imports everything
 def test_deepspeed_builds_its_shared_memory_operator_to_join_and_we_do_not(tmp_path: Path) -> None:
     builds = {}
     for who in ("deepspeed", "ours"):
@@ -149,14 +178,14 @@ def test_deepspeed_builds_its_shared_memory_operator_to_join_and_we_do_not(tmp_p
     assert builds == {"deepspeed": True, "ours": False}
 
 
-@pytest.mark.slow
+@pytest.mark.gate("engine")  # a fresh process imports everything
 @pytest.mark.parametrize(("who", "loads"), [("deepspeed", True), ("harness", False)])
 def test_deepspeeds_muon_loads_the_compiler_and_ours_does_not(who: str, loads: bool) -> None:
     output = printed(LOADS_THE_COMPILER, who)
     assert output.splitlines()[-1] == f"compile {loads}"
 
 
-@pytest.mark.slow
+@pytest.mark.gate("engine")  # a fresh process imports everything
 def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COUNTS_RELEASES]
     env = {"PYTHONPATH": str(REPOSITORY)}
@@ -164,39 +193,67 @@ def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(tmp_path: 
     assert ended.output.splitlines()[-1] == "16 24 16"
 
 
-@pytest.mark.slow
-def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32(result: Callable[[str], list[Any]]) -> None:
-    assert [rank["deepspeeds"] for rank in result("grad_norm_of_stage_0")] == [None, None]
+@ranks(2)
+def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32() -> None:
+    """Ours is reported."""
+    engine = engine_of(stage(0))
+    engine.accumulate(*batches())
+    norm = torch.stack([gradient.norm() for _, gradient in engine.gradients()]).norm()
+    assert float(engine.apply(1e-3)) == pytest.approx(float(norm), rel=1e-5)
+    assert engine.engine.get_global_grad_norm() is None
+    engine.close()
 
 
-@pytest.mark.slow
-def test_deepspeed_raises_a_bare_exception_at_the_minimum_loss_scale(
-    result: Callable[[str], list[Any]],
-) -> None:
-    for rank in result("minimum_loss_scale"):
-        name, message = rank["deepspeeds"]
-        assert name == "Exception"
-        assert "loss scale already at minimum" in message
+@ranks(2)
+def test_deepspeed_raises_a_bare_exception_at_the_minimum_loss_scale() -> None:
+    """Ours ends the run with a diagnosis."""
+    engine = engine_of(fp16(min_loss_scale=2**32))
+    engine.accumulate(*batches())
+    with pytest.raises(Exception, match="loss scale already at minimum") as caught:
+        engine.engine.step()
+    assert type(caught.value) is Exception
+    engine.close()
+    engine = engine_of(fp16(min_loss_scale=2**32))
+    with pytest.raises(RunStopped, match=r"lower optim\.lr") as stopped:
+        engine.train_batch(*batches(), 1e-3)
+    assert stopped.value.code == 76
+    engine.close()
 
 
-@pytest.mark.slow
-def test_deepspeed_refuses_fp16_on_this_cpu(result: Callable[[str], list[Any]]) -> None:
-    for rank in result("fp16_refused"):
-        if rank["supported"]:
-            pytest.skip("this CPU has fp16 instructions")
-        assert "fp16 is not supported" in rank["error"]
+@ranks(2)
+def test_deepspeed_refuses_fp16_on_this_cpu() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    ours = accelerator.__dict__.pop("is_fp16_supported")
+    try:
+        if accelerator.is_fp16_supported():
+            return  # a CPU with fp16 instructions
+        with pytest.raises(ValueError, match="fp16 is not supported"):
+            engine_of(fp16(initial_scale_power=8))
+    finally:
+        accelerator.is_fp16_supported = ours
 
 
-@pytest.mark.slow
-def test_deepspeeds_bf16_optimizer_prints_memory_reports(
-    result: Callable[[str], list[Any]],
-) -> None:
-    rank = result("bf16_optimizer_prints")[0]
-    assert "begin bf16_optimizer" in rank["deepspeeds"]
-    assert rank["ours"] == ""
+@ranks(2)
+def test_deepspeeds_bf16_optimizer_prints_memory_reports() -> None:
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.utils import see_memory_usage
+
+    assert printed_by_an_engine(BF16) == ""
+    with mock.patch.object(bf16_optimizer, "see_memory_usage", see_memory_usage):
+        report = printed_by_an_engine(BF16)
+    assert ("begin bf16_optimizer" in report) == (WORLD.rank == 0)
 
 
-@pytest.mark.slow
+def printed_by_an_engine(ds: dict[str, Any]) -> str:
+    """Return what this rank prints while it builds an engine."""
+    with contextlib.redirect_stdout(io.StringIO()) as lines:
+        engine_of(ds).close()
+    return lines.getvalue()
+
+
+@pytest.mark.gate("engine")  # a fresh process imports everything
 def test_deepspeeds_resumed_cpu_adam_rounds_differently_and_ours_does_not() -> None:
     """As the CPU ranks use it, in a process that looks for no other device."""
     command = [sys.executable, "-c", RESUMES_ADAM]
@@ -205,77 +262,135 @@ def test_deepspeeds_resumed_cpu_adam_rounds_differently_and_ours_does_not() -> N
     assert done.stdout.split()[-2:] == ["plain=False", "replayed=True"]
 
 
-@pytest.mark.slow
-def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage(
-    result: Callable[[str], list[Any]],
-) -> None:
-    for rank in result("pipeline_clips_stage_0"):
-        assert rank["deepspeeds"] > 1.1 * rank["limit"]
+@ranks(2)
+def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage() -> None:
+    """One SGD step of rate 1 moves the weights by more than the limit, and ours by it."""
+    limit = 0.05
+    moved = {}
+    for who in ("ours", "deepspeeds"):
+        theirs = who == "deepspeeds"
+        with mock.patch.object(gradients, "count_every_stage") if theirs else nullcontext():
+            engine = engine_of(pipeline(0), optim={**SGD, "clip_norm": limit})
+        before = dict(engine.masters())
+        assert engine.train_batch(*share_of(engine), 1.0).grad_norm > 10 * limit
+        steps = [before[name] - after for name, after in engine.masters()]
+        moved[who] = float(torch.stack([step.norm() for step in steps]).norm())
+        engine.close()
+    assert moved["ours"] == pytest.approx(limit, rel=1e-4)
+    assert moved["deepspeeds"] > 1.1 * limit
 
 
-@pytest.mark.slow
-def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once(
-    result: Callable[[str], list[Any]],
-) -> None:
-    assert [rank["deepspeeds"] for rank in result("pipeline_sums_norms_by_group")] == [2, 3]
-    assert [rank["ours"] for rank in result("pipeline_sums_norms_by_group")] == [1, 1]
+@ranks(2)
+def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once() -> None:
+    """A stage waits for the other one as often."""
+    groups = [{"pattern": "lm_head", "lr_multiplier": 0.5}]
+    engine = engine_of(pipeline(1), optim={"groups": groups})
+    engine.accumulate(*share_of(engine))
+    optimizer = engine.engine.optimizer
+    reduce = mock.Mock()  # waits for nobody
+    with mock.patch.object(type(optimizer), "_model_parallel_all_reduce", reduce):
+        vars(optimizer).pop("scaled_global_norm", None)
+        optimizer.scaled_global_norm()
+        assert reduce.call_count == (2, 3)[WORLD.rank]
+        gradients.add_norms_over_stages_once(engine.engine)
+        reduce.reset_mock()
+        optimizer.scaled_global_norm()
+        assert reduce.call_count == 1
+    engine.close()
 
 
-@pytest.mark.slow
-def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine(
-    result: Callable[[str], list[Any]],
-) -> None:
-    for rank in result("pipeline_leaves_its_grid"):
-        grid, groups = rank["deepspeeds"]
-        assert grid
-        assert groups > 2
-        assert rank["ours"] == [False, 0]
+@ranks(2)
+def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine() -> None:
+    from deepspeed.utils import groups
+
+    from tools.proofs.engines import process_groups
+
+    before = process_groups()
+    engine = engine_of(pipeline())
+    engine.engine.destroy()
+    assert groups.mpu is not None
+    assert len(process_groups() - before) > 2
+    engine.close()
+    assert groups.mpu is None
+    assert process_groups() <= before
 
 
-@pytest.mark.slow
-def test_deepspeed_keeps_the_group_of_the_second_copy_of_a_destroyed_engine(
-    result: Callable[[str], list[Any]],
-) -> None:
-    for rank in result("second_copy_leaves_its_group"):
-        assert rank == {"deepspeeds": True, "ours": False}
+@ranks(2)
+def test_deepspeed_keeps_the_group_of_the_second_copy_of_a_destroyed_engine() -> None:
+    from deepspeed.utils import groups
+
+    from tools.proofs.engines import forget_nodes
+
+    engine = engine_of({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
+    engine.engine.destroy()
+    assert groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None
+    forget_nodes()
+    assert groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None
 
 
-@pytest.mark.slow
-def test_deepspeed_packs_flat_gradients_to_reduce_them_and_we_do_not(
-    result: Callable[[str], list[Any]],
-) -> None:
-    for rank in result("packed_to_be_reduced"):
-        assert rank == {"deepspeeds": [2], "ours": [1, 1]}
+@ranks(2)
+def test_deepspeed_packs_flat_gradients_to_reduce_them_and_we_do_not() -> None:
+    engine, packed = engine_of(BF16), []
+    flatten = engine.engine.flatten
+    engine.engine.flatten = lambda tensors: packed.append(len(tensors)) or flatten(tensors)
+    engine.train_batch(*batches(), 1e-3)
+    assert packed == [1, 1]
+    packed.clear()
+    vars(engine.engine).pop("allreduce_and_copy", None)
+    engine.train_batch(*batches(), 1e-3)
+    assert packed == [2]
+    engine.close()
 
 
-@pytest.mark.slow
-def test_deepspeed_looks_for_experts_only_beside_a_module_of_its_own_class(
-    result: Callable[[str], list[Any]],
-) -> None:
-    errors = result("deepspeed_without_the_marker")
-    assert errors == ["'NoneType' object is not subscriptable"] * 2
+@ranks(2)
+def test_deepspeed_looks_for_experts_only_beside_a_module_of_its_own_class() -> None:
+    from harness.engine.deepspeed_0_19 import experts
+
+    model = {"name": written("mixtral", MIXTURES["mixtral"])}
+    ds = {**stage(1), "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    with mock.patch.object(experts, "Marker", nn.Identity):
+        engine = engine_of(ds, model=model)
+        with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
+            engine.accumulate(*share_of(engine))
+    engine.close()
 
 
-@pytest.mark.slow
-def test_deepspeeds_pipeline_prints_whatever_the_log_level(
-    result: Callable[[str], list[Any]],
-) -> None:
-    rank = result("pipeline_prints")[0]
-    assert "SEED_LAYERS" in rank["deepspeeds"]
-    assert rank["ours"] == ""
+@ranks(2)
+def test_deepspeeds_pipeline_prints_whatever_the_log_level() -> None:
+    from harness.engine.deepspeed_0_19 import pipe_module
+
+    assert printed_by_an_engine(pipeline()) == ""
+    with mock.patch.object(pipe_module, "printing_nothing", nullcontext):
+        report = printed_by_an_engine(pipeline())
+    assert ("SEED_LAYERS" in report) == (WORLD.rank == 0)
 
 
-@pytest.mark.slow
-def test_zero_0_in_fp32_steps_with_nan(result: Callable[[str], list[Any]]) -> None:
-    assert result("zero_0_steps_with_nan") == [{"applied": True, "finite": False}] * 2
+@ranks(2)
+def test_zero_0_in_fp32_steps_with_nan() -> None:
+    """DeepSpeed by itself."""
+    engine = engine_of(stage(0))
+    with gradient_of(engine, math.nan):
+        engine.accumulate(*share_of(engine))
+    engine.engine.step()
+    assert engine.step_applied
+    assert not all(bool(weight.isfinite().all()) for _, weight in engine.masters())
+    engine.close()
 
 
-@pytest.mark.slow
-def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step(
-    result: Callable[[str], list[Any]],
-) -> None:
-    kept = result("offloading_keeps_the_gradients_of_a_skipped_step")
-    assert kept == [{"deepspeeds": False, "ours": True}] * 2
+@ranks(2)
+def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step() -> None:
+    """Without our workaround, the step after one with NaN is skipped, too."""
+    from harness.engine.deepspeed_0_19 import settlements
+
+    nothing = mock.patch.object(settlements, "drop_skipped_gradients")
+    for workaround, applied in ((nothing, False), (nullcontext(), True)):
+        with workaround:
+            engine = engine_of(LAYOUTS["offload2-bf16"])
+            with gradient_of(engine, math.nan):
+                engine.train_batch(*share_of(engine), 1e-3)
+            engine.train_batch(*share_of(engine), 1e-3)
+        assert engine.step_applied is applied
+        engine.close()
 
 
 def test_a_new_group_of_torch_has_its_own_timeout() -> None:
@@ -285,6 +400,7 @@ def test_a_new_group_of_torch_has_its_own_timeout() -> None:
     assert "timeout = _get_default_timeout(backend)" in source
 
 
+@pytest.mark.gate("engine")  # a fresh process imports everything
 def test_deepspeeds_pipeline_finds_no_tied_weights_in_a_stage() -> None:
     output = printed(SEEKS_TIED)
     assert output.split()[-2:] == ["deepspeeds=0", "ours=1"]
