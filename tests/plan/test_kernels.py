@@ -1,4 +1,4 @@
-"""model.kernels and model.compile: what is refused, what is said, what a compiled run does."""
+"""Kernels, compilation, recomputation and reversible layers in a plan, and a compiled run."""
 
 from __future__ import annotations
 
@@ -11,65 +11,46 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint.resume import resume_problems
-from harness.config.run_file import load_run_config
-from harness.errors import ConfigError
-from harness.layout.world import World
-from harness.plan.make import make_plan
-from harness.plan.plan import Plan
+from harness.layout.recompute import flops_again, matrix_elements
+from harness.layout.shape import Shape, flops_per_unit
+from harness.models.skeleton import hf_config
+from harness.plan.memory import memory_inputs
+from harness.plan.model_config import find_model_config
 from harness.plan.text import describe
 from harness.runfolder import RunFolder
+from tests.plan.plans import Planner
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 from tools.proofs.zygote import Zygote
 
-GPU = World(accelerator="cuda", gpu="h100-80")
-
-
-def planned(*words: str, world: World = GPU, **ds: object) -> Plan:
-    return make_plan(load_run_config(None, words), ds, world)
+H100 = "GPU=h100-80 ds.zero_optimization.stage=3"
+REVERSIBLE = f"{H100} model.reversible=true"
+LIGER = "GPU=h100-80 model.kernels=liger"
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with the packages."""
-    find_spec = importlib.util.find_spec
+    find = importlib.util.find_spec
     theirs = ("liger_kernel", "triton")
-
-    def find(name: str, package: str | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, None) if name in theirs else find_spec(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find)
-
-
-def test_liger_needs_a_gpu_and_its_package() -> None:
-    with pytest.raises(ConfigError, match="it needs a GPU and the package liger-kernel"):
-        planned("model.kernels=liger", world=World())
-    if importlib.util.find_spec("liger_kernel") is None:
-        with pytest.raises(ConfigError, match=r"model\.kernels is 'liger' \(command line\)"):
-            make_plan(load_run_config(None, ("model.kernels=liger",)), {}, GPU, here=True)
-    assert planned("model.kernels=liger").estimate  # of another machine, whose packages are its own
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *more: ModuleSpec(name, None) if name in theirs else find(name, *more),
+    )
 
 
-@pytest.mark.usefixtures("installed")
-def test_liger_is_for_families_that_were_compared() -> None:
-    assert planned("model.kernels=liger").config.model.kernels == "liger"
-    with pytest.raises(ConfigError, match="it is for llama, mistral, qwen2, qwen3, not gpt2"):
-        planned("model.kernels=liger", "model.name=gpt2-124m")
+def test_a_plan_of_another_machine_leaves_its_packages_to_it(planned: Planner) -> None:
+    assert planned(LIGER).config.model.kernels == "liger"
 
 
-def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, planned: Planner) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"model\.compile is True .*it needs a C\+\+ compiler"):
-        planned("model.compile=true", world=World())
-
-
-def test_neither_goes_with_pipeline_stages() -> None:
-    with pytest.raises(ConfigError, match=r"model\.compile \(command line\): not with pipeline"):
-        planned("model.compile=true", world=World(world_size=2), pipeline={"stages": 2})
+    (problem,) = planned.problems("model.compile=true")
+    assert problem.startswith("model.compile is True: it needs a C++ compiler")
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_plan_says_so_and_its_estimate_is_a_guess() -> None:
-    plain, fused = planned(), planned("model.kernels=liger", "model.compile=true")
+def test_the_plan_says_so_and_its_estimate_is_a_guess(planned: Planner) -> None:
+    plain, fused = planned("GPU=h100-80"), planned(f"{LIGER} model.compile=true")
     assert ", kernels: liger, decoder layers compiled" in describe(fused)
     assert "compiled" not in describe(plain)
     (event,) = [event for event in fused.events if event["kind"] == "estimated_unfused"]
@@ -85,7 +66,70 @@ def test_both_may_change_when_a_run_goes_on() -> None:
     assert resume_problems(before, after, []) == []
 
 
-@pytest.mark.slow
+def test_every_way_to_recompute_is_a_plan(planned: Planner) -> None:
+    for word, value in (("selective", "selective"), ("full", "full"), ("3", 3), ("1", 1)):
+        made = planned(f"{H100} model.checkpointing={word}", estimate=False)
+        assert made.config.model.checkpointing == value
+    words = "model.checkpointing=2 model.activation_offload=true model.mlp_tiles=4"
+    estimate = planned(f"{H100} {words}").estimate
+    assert estimate is not None
+    assert "activations: layer inputs" in estimate.worst.phase("loss", "host")
+
+
+def test_operations_that_are_repeated() -> None:
+    shape = Shape.from_hf(find_model_config("llama-3-8b")[0])
+    layer = flops_per_unit(shape, 4096)[1]
+    mlp = 2 * 3 * 4096 * 14336
+    assert 2 * matrix_elements(shape.body.layers[0]) == mlp
+    again = {way: flops_again(shape, 4096, way)[1:4] for way in ("none", "selective", "full", 2)}
+    assert again == {
+        "none": [0, 0, 0],
+        "selective": [0, 0, 0],
+        "full": [layer // 3] * 3,
+        2: [layer // 3, 0, layer // 3],
+    }
+    tiled = {way: flops_again(shape, 4096, way, mlp_tiles=4)[1] for way in again}
+    most = mlp - mlp // 4  # all tiles but the last
+    assert tiled["none"] == mlp
+    assert tiled["selective"] == mlp + most
+    assert tiled["full"] == layer // 3 - mlp + most + mlp
+
+
+def test_a_reversible_plan_says_so_everywhere(planned: Planner) -> None:
+    made = planned(f"{REVERSIBLE} model.name=llama-3-8b", estimate=False)
+    assert made.model_config["reversible"] is True
+    assert hf_config(made.model_config).reversible is True
+    assert "activation checkpointing: reversible" in describe(made, elsewhere=True)
+    residual = "model.name=$parallel_residual model.overrides.use_parallel_residual=false"
+    assert planned(f"{REVERSIBLE} {residual} data.seq_len=16").checkpointing == "reversible"
+
+
+def test_the_estimate_of_reversible_layers_is_flat_in_depth(planned: Planner) -> None:
+    kept = set()
+    for layers in (2, 32):
+        depth = f"model.overrides.num_hidden_layers={layers}"
+        made = planned(f"{REVERSIBLE} model.name=llama-3-8b {depth}")
+        assert made.estimate is not None
+        parts = made.estimate.worst.phase("loss")
+        kept.add(tuple(size for name, size in parts.items() if name.startswith("activations")))
+    assert len(kept) == 1
+    inputs = memory_inputs(made)
+    assert inputs is not None
+    stream = 4 * inputs.shape.hidden_size * inputs.tokens
+    assert parts["activations: streams"] == 2 * stream
+
+
+def test_weights_of_another_function_are_refused(planned: Planner) -> None:
+    """Those of a reversible model make a reversible one, as a shape is implied."""
+    config = planned(REVERSIBLE).model_config
+    plain = planned.add("plain", {**config, "reversible": False}).parent
+    streams = planned.add("streams", config).parent
+    (problem,) = planned.problems(f"{REVERSIBLE} model.init_from={plain}")
+    assert "was trained as another function of its weights" in problem
+    assert planned(f"{H100} model.init_from={streams}").checkpointing == "reversible"
+
+
+@pytest.mark.gate("plan")
 def test_a_run_goes_on_compiled_with_the_curve_of_one_that_is_not(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer settings that are refused before a device is touched."""
+"""Optimizers and schedules: what is adopted from the JSON, what DeepSpeed gets, and groups."""
 
 from __future__ import annotations
 
@@ -6,108 +6,196 @@ from typing import Any
 
 import pytest
 
-from harness.config.optim_and_schedule import GroupConfig
+from harness.config.ds_json import DsJson
+from harness.config.optim_and_schedule import GroupConfig, OptimConfig, Schedule
 from harness.config.run_config import RunConfig
-from harness.errors import ConfigError
-from harness.layout.optimizer_table import (
-    OPTIMIZERS,
-    Group,
-    Parameter,
-    optimizer_groups,
-)
+from harness.config.run_file import load_run_config
+from harness.estimate.states import model_states
+from harness.layout.optimizer_table import OPTIMIZERS, Group, Parameter, optimizer_groups
 from harness.layout.world import World
+from harness.plan.adopt import adopt
+from harness.plan.draft import Draft
 from harness.plan.make import make_plan
-from harness.plan.plan import Plan
+from tests.plan.plans import Planner
 
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+AUTO = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+WARMUP = {"warmup_steps": 1000, "warmup_type": "log"}
+DECAY = {"warmup_max_lr": 3e-5, "warmup_num_steps": 30, "total_num_steps": 200}
+COSINE = {"cos_min_ratio": 0.05, "warmup_type": "linear", "warmup_min_ratio": 0}
+DECAY_AUTO = dict.fromkeys(
+    ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+)
 
 
-def plan_of(optim: dict[str, Any], stage: int = 0, **zero: Any) -> Plan:
-    run = RunConfig.model_validate({"optim": optim})
-    return make_plan(run, {"zero_optimization": {"stage": stage, **zero}}, World())
+def adopted(ds: dict[str, Any], *words: str) -> Draft:
+    draft = Draft(load_run_config(None, words), DsJson(ds, "ds.json"), World(world_size=2))
+    adopt(draft)
+    assert not list(draft.problems)
+    return draft
 
 
-def problem_of(optim: dict[str, Any], stage: int = 0, **zero: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        plan_of(optim, stage, **zero)
-    return "\n".join(error.value.problems)
+def optimizer(kind: str | None, **params: Any) -> dict[str, Any]:
+    section = {"params": params} if kind is None else {"type": kind, "params": params}
+    return {"optimizer": section}
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("ds", "words", "optim"),
+    [
+        # DeepSpeed's Adam decouples weight decay unless adam_w_mode is false.
+        (optimizer("AdamW"), (), {"name": "adamw", **ADAMW}),
+        (optimizer("adamw", adam_w_mode=False), (), {"name": "adamw"}),
+        (optimizer("Adam"), (), {"name": "adamw", **ADAMW}),
+        (optimizer("Adam", adam_w_mode=True), (), {"name": "adamw"}),
+        (optimizer("Adam", adam_w_mode=False), (), {"name": "adam"}),
+        # What a section leaves out is DeepSpeed's default.
+        (optimizer("AdamW", lr=2e-5), (), {**ADAMW, "lr": 2e-5}),
+        (optimizer("Adam", eps=1e-6), (), {**ADAMW, "eps": 1e-6}),
+        (optimizer("AdamW", torch_adam=True), (), {**ADAMW, "weight_decay": 0.01}),
+        (optimizer("Adam", torch_adam=True, bias_correction=True), (), {"name": "adamw"}),
+        (optimizer("Lion"), (), {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+        (optimizer("SGD"), (), {"lr": 1e-3, "momentum_used": 0, "weight_decay": 0.0}),
+        (optimizer("SGD", momentum=0.8), (), {"name": "sgd", "momentum": 0.8}),
+        (optimizer("Adagrad"), (), {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+        (optimizer("Muon"), (),
+         {"lr": 3e-3, "momentum_used": 0.95, "eps": 1e-10, "weight_decay": 0.0}),
+        (optimizer(None, lr=2e-5), (), {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+        (optimizer("AdamW", weight_decay="auto"), (), {**ADAMW, "weight_decay": 0.1}),
+        # The user's own values stay.
+        (optimizer("AdamW", **AUTO), ("optim.lr=1e-4",), {"lr": 1e-4, "betas": (0.9, 0.95)}),
+        (optimizer("AdamW"), ("optim.betas=[0.9,0.98]",), {"betas": (0.9, 0.98)}),
+        (optimizer("SGD"), ("optim.name=momentum",), {"name": "momentum", "momentum_used": 0.9}),
+        (optimizer("SGD", momentum=0.8), ("optim.name=momentum",), {"name": "momentum"}),
+        ({"gradient_clipping": 1, **optimizer(None, betas=[0.9, 0.99])},
+         ("optim.clip_norm=1.0", "optim.betas=[0.9,0.99]"), {"clip_norm": 1.0}),
+        ({"gradient_clipping": 0.0}, ("optim.clip_value=0.5",), {"clip_value": 0.5}),
+        (scheduler("WarmupLR"), (), {"lr": 3e-3, **WARMUP}),
+        (scheduler("WarmupDecayLR"), (), {"lr": 1e-3, **WARMUP}),
+        (scheduler("WarmupCosineLR"), (), {"lr": 3e-3, "warmup_steps": 1000, "min_lr_ratio": 1e-4}),
+        (scheduler("WarmupDecayLR", **DECAY), (),
+         {"schedule": "linear", "lr": 3e-5, "warmup_steps": 30, "min_lr_ratio": 0.0,
+          "warmup_type": "log"}),
+        (scheduler("WarmupCosineLR", **COSINE), (),
+         {"schedule": "cosine", "min_lr_ratio": 0.05, "warmup_type": "linear"}),
+        (scheduler("WarmupDecayLR", **DECAY_AUTO), ("optim.warmup_steps=7", "optim.lr=1e-4"),
+         {"lr": 1e-4, "warmup_steps": 7}),
+        (scheduler("WarmupDecayLR"), ("optim.warmup_steps=7", "optim.lr=1e-4"),
+         {"lr": 1e-4, "warmup_steps": 7}),
+        # As in DeepSpeed, the scheduler's maximum wins.
+        ({**optimizer("AdamW", lr=1e-3), **scheduler("WarmupLR", warmup_max_lr=1e-4)}, (),
+         {"lr": 1e-4}),
+    ],
+)  # fmt: skip
+def test_a_jsons_optimizer_and_schedule_mean_what_deepspeed_makes_of_them(
+    ds: dict[str, Any], words: tuple[str, ...], optim: dict[str, Any]
+) -> None:
+    run = adopted(ds, *words).config
+    assert {key: getattr(run.optim, key) for key in optim} == optim
+    total = ds.get("scheduler", {}).get("params", {}).get("total_num_steps")
+    assert run.train.steps == (None if total == "auto" else total)
+
+
+def test_what_is_adopted_has_the_jsons_key_as_its_origin() -> None:
+    draft = adopted(optimizer("AdamW", lr=3e-5))
+    assert draft.config.origin("optim.lr") == "ds.json: optimizer.params.lr"
+    assert draft.config.origin("optim.betas") == "ds.json: DeepSpeed's default for AdamW"
+    event = {"kind": "adopted", "key": "optim.lr", "value": 3e-5}
+    assert draft.events[0] == {**event, "json_key": "optimizer.params.lr"}
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_every_optimizer_has_a_plan(name: str) -> None:
+def test_every_optimizer_has_a_plan(name: str, planned: Planner) -> None:
     pytest.importorskip(OPTIMIZERS[name].package or "json")
-    plan = plan_of({"name": name}, 0 if name == "adafactor" else 2)
-    section = plan.deepspeed["optimizer"]
+    stage = 0 if name == "adafactor" else 2
+    made = planned(f"optim.name={name} ds.zero_optimization.stage={stage}")
+    section = made.deepspeed["optimizer"]
     assert section["type"] == OPTIMIZERS[name].json_type
     assert {"lr", "weight_decay", *OPTIMIZERS[name].takes} <= set(section["params"])
-    assert plan.estimate is not None
+    assert made.estimate is not None
 
 
-def test_adafactor_is_refused_where_zero_cuts_matrices_up() -> None:
-    problem = problem_of({"name": "adafactor"}, 1)
-    assert "rows and columns" in problem
-    assert "stage=0" in problem
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("adamw", {"type": "AdamW", "params": {"betas": [0.9, 0.95], "eps": 1e-8}}),
+        ("adam",
+         {"type": "Adam", "params": {"betas": [0.9, 0.95], "eps": 1e-8, "adam_w_mode": False}}),
+        ("sgd", {"type": "SGD", "params": {"momentum": 0.0}}),
+        ("momentum", {"type": "SGD", "params": {"momentum": 0.9}}),
+    ],
+)  # fmt: skip
+def test_the_section_that_deepspeed_gets(
+    name: str, section: dict[str, Any], planned: Planner
+) -> None:
+    ds = planned(f"optim.name={name} ds.zero_optimization.stage=2", estimate=False).deepspeed
+    params = {**section["params"], "lr": RunConfig().optim.lr, "weight_decay": 0.1}
+    if "eps" in params:
+        params["torch_adam"] = True  # these ranks are CPUs
+    assert ds["optimizer"] == {**section, "params": params}
+    assert ds.get("zero_allow_untested_optimizer", False) is ("momentum" in params)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_adafactor_in_half_precision_is_told_of_the_stage_that_was_written(precision: str) -> None:
-    """Stage 0 runs as stage 1 there, which the user has not written."""
-    ds = {"zero_optimization": {"stage": 0}, precision: {"enabled": True}}
-    with pytest.raises(ConfigError) as error:
-        make_plan(RunConfig.model_validate({"optim": {"name": "adafactor"}}), ds, World())
-    (problem,) = error.value.problems
-    assert "stage 0 (DeepSpeed JSON), which half precision runs as ZeRO 1, gives it" in problem
-    assert "use zero_optimization.stage=0 in fp32" in problem
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "muon", "sgd"])
+def test_torchs_adam_steps_fused_on_gpus_and_deepspeeds_only_on_the_host(
+    accelerator: Any, offload: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler is needed unless an optimizer is offloaded."""
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    device = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    run = RunConfig.model_validate({"optim": {"name": name}})
+    ds = {"zero_optimization": {"stage": 2, **device}}
+    made = make_plan(run, ds, World(accelerator=accelerator), here=True)
+    params = made.deepspeed["optimizer"]["params"]
+    assert params.get("torch_adam", False) is (name in ("adamw", "adam") and not offload)
+    is_fused = accelerator == "cuda" and name != "sgd" and not offload
+    assert params.get("fused", False) is is_fused
+    assert "fallback" not in [event["kind"] for event in made.events]
 
 
-def test_eight_bit_adam_is_not_offloaded() -> None:
-    pytest.importorskip("bitsandbytes")
-    assert "remove zero_optimization.offload_optimizer (" in problem_of(
-        {"name": "adam8bit"}, 2, **OFFLOAD
-    )
+@pytest.mark.parametrize("machine", ["", "GPU=h100-80"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_json_may_choose_whether_adam_is_fused(
+    machine: str, fused: bool, planned: Planner
+) -> None:
+    made = planned(machine, optimizer(None, fused=fused), estimate=False)
+    assert made.deepspeed["optimizer"]["params"].get("fused", False) is fused
 
 
-def test_a_rate_that_is_never_reached_or_is_anothers_default_is_noted() -> None:
-    def notes(**sections: Any) -> set[str]:
-        plan = make_plan(RunConfig.model_validate(sections), {}, World())
-        return {event["kind"] for event in plan.events}
-
-    assert not notes() & {"unfinished_warmup", "learning_rate"}
-    assert "unfinished_warmup" in notes(train={"steps": 19})
-    assert "unfinished_warmup" not in notes(train={"steps": 20})
-    assert "learning_rate" in notes(optim={"name": "lion"})
-    assert "learning_rate" not in notes(optim={"name": "lion", "lr": 1e-4})
+def test_momentum_is_the_usual_one_where_it_is_not_given(planned: Planner) -> None:
+    for words, momentum in (("", 0.95), ("optim.momentum=0.0", 0.0)):
+        section = planned(f"optim.name=muon {words}", estimate=False).deepspeed["optimizer"]
+        assert section["params"]["momentum"] == momentum
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schedule_is_the_run_configs_or_the_jsons(planned: Planner) -> None:
+    words = "optim.schedule=wsd optim.warmup_steps=3 optim.decay_fraction=0.5"
+    wsd = OptimConfig(schedule="wsd", warmup_steps=3, decay_fraction=0.5)
+    assert planned(words, estimate=False).schedule(100) == Schedule(wsd, 100)
+    params = {"total_num_steps": 200, "warmup_num_steps": 10, "cos_min_ratio": 0.01}
+    made = planned("optim.lr=1e-4", scheduler("WarmupCosineLR", **params), estimate=False)
+    assert made.steps == 200
+    cosine = {"schedule": "cosine", "lr": 1e-4, "warmup_steps": 10, "warmup_type": "log"}
+    optim = OptimConfig.model_validate({**cosine, "min_lr_ratio": 0.01})
+    assert made.schedule(200) == Schedule(optim, 200)
+
+
+def test_a_missing_package_and_an_offloaded_package_are_named(
+    monkeypatch: pytest.MonkeyPatch, planned: Planner
+) -> None:
+    offload = "ds.zero_optimization.stage=2 ds.zero_optimization.offload_optimizer.device=cpu"
+    monkeypatch.setattr("harness.plan.optimizer.importlib.util.find_spec", lambda name: object())
+    (problem,) = planned.problems(f"optim.name=adam8bit {offload}")
+    assert "remove zero_optimization.offload_optimizer" in problem
     monkeypatch.setattr("harness.plan.optimizer.importlib.util.find_spec", lambda name: None)
-    assert "pip install bitsandbytes" in problem_of({"name": "adam8bit"})
-
-
-def test_a_setting_that_the_optimizer_does_not_take_is_refused() -> None:
-    assert "sgd does not take" in problem_of({"name": "sgd", "betas": [0.9, 0.99]})
-    assert "adamw does not take" in problem_of({"momentum": 0.9})
-
-
-def test_momentum_is_the_usual_one_where_it_is_not_given() -> None:
-    for name, momentum in (("sgd", 0.0), ("momentum", 0.9), ("muon", 0.95)):
-        assert plan_of({"name": name}).deepspeed["optimizer"]["params"]["momentum"] == momentum
-    given = plan_of({"name": "muon", "momentum": 0.0}).deepspeed["optimizer"]
-    assert given["params"]["momentum"] == 0.0
-
-
-def test_sgd_with_momentum_in_the_json_is_adopted() -> None:
-    ds = {"optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}
-    plan = make_plan(RunConfig(), ds, World())
-    assert (plan.config.optim.name, plan.config.optim.momentum) == ("sgd", 0.8)
-    asked = RunConfig.model_validate({"optim": {"name": "momentum"}})
-    assert make_plan(asked, ds, World()).config.optim.name == "momentum"
-
-
-def test_a_pattern_that_fits_nothing_is_refused() -> None:
-    problem = problem_of({"groups": [{"pattern": "lm_haed", "lr_multiplier": 2.0}]})
-    assert "lm_haed" in problem
-    assert "embed_tokens" in problem
+    (problem,) = planned.problems("optim.name=adam8bit")
+    assert "pip install bitsandbytes" in problem
 
 
 def test_groups_follow_the_first_rule_that_fits() -> None:
@@ -129,16 +217,11 @@ def test_groups_follow_the_first_rule_that_fits() -> None:
     ]
 
 
-def test_muon_leaves_embeddings_and_the_head_to_adamw() -> None:
-    plan = plan_of({"name": "muon"}, 3)
-    assert plan.shape is not None
-    states = {held.component: held.bytes for held in _states(plan)}
-    elements = sum(tensor.numel for tensor in plan.shape.tensors())
-    assert 4 * elements < states["moments"] < 8 * elements
-
-
-def _states(plan: Plan) -> list[Any]:
-    from harness.estimate.states import model_states
-
-    assert plan.estimate is not None
-    return model_states(plan.estimate.inputs, 0)
+def test_muon_leaves_embeddings_and_the_head_to_adamw(planned: Planner) -> None:
+    made = planned("optim.name=muon ds.zero_optimization.stage=3")
+    assert made.shape is not None
+    assert made.estimate is not None
+    parts = model_states(made.estimate.inputs, 0)
+    (moments,) = (part.bytes for part in parts if part.component == "moments")
+    elements = sum(tensor.numel for tensor in made.shape.tensors())
+    assert 4 * elements < moments < 8 * elements

@@ -1,0 +1,89 @@
+"""Plans of one line of words, as they follow train.py, and the small models that they may name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.layout.world import World
+from harness.plan.command import parse_command, plan_from
+from harness.plan.plan import Plan
+from tools.proofs.hybrids import HYBRIDS
+from tools.proofs.models import LEARNED
+
+_NO_RATE = {key: value for key, value in LEARNED["qwen3"].items() if key != "rope_parameters"}
+MODELS: dict[str, Mapping[str, Any]] = {
+    **HYBRIDS,
+    **LEARNED,
+    "bloom_slow": {**LEARNED["bloom"], "slow_but_exact": True},
+    "bloom_exact": {**LEARNED["bloom"], "slow_but_exact": True, "pretraining_tp": 2},
+    "no_rate": _NO_RATE,
+    "parallel_residual": {**LEARNED["gpt_neox"], "use_parallel_residual": True},
+    "two_rotations": {**_NO_RATE, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+}
+
+
+class Planner:
+    """Plans of lines of words; `$NAME` is the folder of a small model.
+
+    RANKS=4, RANKS_PER_NODE=2 and GPU=h100-80 describe the machine, which has CPUs else. The JSON is
+    empty but for the words, unless they name one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "empty.json").write_text("{}")
+        for name, config in MODELS.items():
+            self.add(name, config)
+
+    def add(self, name: str, config: Mapping[str, Any]) -> Path:
+        """Write a model's config.json."""
+        path = self._folder / name / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(config))
+        return path
+
+    def __call__(self, line: str, ds: Mapping[str, Any] | None = None, estimate: bool = True) -> Plan:
+        """Plan a line, with a JSON below its words; without an `estimate` nothing is traced."""
+        words = shlex.split(re.sub(r"\$(\w+)", rf"{self._folder}/\1", line))
+        machine = dict(word.split("=") for word in words if word.startswith(("RANKS", "GPU=")))
+        json_path = self._folder / ("empty.json" if ds is None else "ds.json")
+        if ds is not None:
+            json_path.write_text(json.dumps(ds))
+        words = [word for word in words if word.partition("=")[0] not in machine]
+        command = parse_command([f"--deepspeed={json_path}", *words])
+        ranks = machine.get("RANKS", "1")
+        per_node = machine.get("RANKS_PER_NODE", ranks)
+        launched = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0"}
+        environ = {"DS_ACCELERATOR": "cpu", **launched, "LOCAL_WORLD_SIZE": per_node}
+        world = None
+        if gpu := machine.get("GPU"):
+            world = World(0, int(ranks), 0, int(per_node), accelerator="cuda", gpu=gpu)
+        with nullcontext() if estimate else patch("harness.plan.make.estimate", return_value=None):
+            return plan_from(command, environ, world)
+
+    def problems(self, line: str, ds: Mapping[str, Any] | None = None) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            self(line, ds)
+        return [self.plain(problem) for problem in caught.value.problems]
+
+    def notes(self, line: str, ds: Mapping[str, Any] | None = None) -> list[str]:
+        """Return the events of a plan, each as a line."""
+        return [
+            f"{event['kind']}: "
+            + self.plain(event.get("message") or "{key} = {value}, from {json_key}".format(**event))
+            for event in self(line, ds).events
+        ]
+
+    def plain(self, sentence: str) -> str:
+        """Return a sentence without the command line, which most of its values come from."""
+        return sentence.replace(" (command line)", "").replace(f"{self._folder}/", "$")

@@ -1,0 +1,175 @@
+"""Ranks that divide tensors, rows, experts or layers: what each of them has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.config.run_file import load_run_config
+from harness.errors import ConfigError
+from harness.layout.stages import layers_per_stage
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+from harness.plan.text import describe, summary
+from tests.plan.plans import Planner
+from tools.proofs.models import LEARNED
+
+TENSORS = "ds.tensor_parallel.autotp_size=2"
+ROWS = "ds.sequence_parallel_size=2"
+STAGES = "ds.pipeline.stages=2"
+EXPERTS = "ds.zero_optimization.stage=1 ds.expert_parallel.enabled=true"
+MIXTURE = f"RANKS=4 model.name=$mixtral data.seq_len=32 {EXPERTS} ds.expert_parallel.autoep_size=2"
+WEIGHT = "model.layers.0.mlp.experts.down_proj"
+GPT2 = "model.name=gpt2-124m data.seq_len=1024 ds.zero_optimization.stage=1"
+
+
+@pytest.mark.parametrize(
+    ("line", "sizes"),  # data, sequence, tensor, expert, pipeline
+    [
+        (f"RANKS=4 {TENSORS}", (2, 1, 2, 1, 1)),
+        (f"RANKS=8 {TENSORS} {STAGES}", (2, 1, 2, 1, 2)),
+        (f"RANKS=4 {ROWS}", (2, 2, 1, 1, 1)),
+        (f"RANKS=4 {ROWS} {TENSORS} model.name=llama-1b", (1, 2, 2, 1, 1)),
+        (MIXTURE, (4, 1, 1, 2, 1)),
+        (f"{MIXTURE} {TENSORS}", (2, 1, 2, 2, 1)),
+        (f"{MIXTURE} ds.expert_parallel.enabled=false", (4, 1, 1, 1, 1)),
+        # Without pretraining_tp, slow_but_exact does nothing.
+        (f"RANKS=2 {TENSORS} model.name=$bloom_slow data.seq_len=16", (1, 1, 2, 1, 1)),
+    ],
+)
+def test_ranks_are_divided_and_deepspeed_does_not_divide_again(
+    line: str, sizes: tuple[int, ...], planned: Planner
+) -> None:
+    made = planned(line)
+    grid = made.grid
+    assert (grid.data, grid.sequence, grid.tensor, grid.expert, grid.pipeline) == sizes
+    keys = {"tensor_parallel", "sequence_parallel_size", "expert_parallel"}
+    assert not keys & made.deepspeed.keys()
+    assert (made.stages is None) is (grid.pipeline == 1)
+    assert made.estimate is not None
+
+
+def test_a_rank_has_a_part_of_each_tensor_and_row(planned: Planner) -> None:
+    share = planned(f"RANKS=4 {TENSORS}").share
+    assert share.part("lm_head.weight", (8192, 192)).shape == (4096, 192)
+    made = planned(f"RANKS=4 {ROWS} train.global_batch=8")
+    assert made.share.positions(512) == (0, 256)
+    # DeepSpeed takes the ranks of a row for data ranks.
+    assert made.deepspeed["train_batch_size"] == 2 * made.global_batch == 16
+    assert "4 ranks (2 data x 2 sequence)" in describe(made)
+
+
+def test_neighbours_share_the_experts(planned: Planner) -> None:
+    def on_rank_1(ds: dict[str, object]) -> Plan:
+        words = [f"model.name={planned.add('mixtral', LEARNED['mixtral'])}", "data.seq_len=32"]
+        experts = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+        ds = {"zero_optimization": {"stage": 1}, **experts, **ds}
+        return make_plan(load_run_config(None, words), ds, World(1, 4, 1, 4))
+
+    share = on_rank_1({}).share
+    assert share.part(WEIGHT, (4, 48, 96)).ranges[0] == ((2, 4),)
+    assert share.part("model.layers.0.mlp.gate.weight", (4, 48)).is_whole
+    assert share.every("experts") == ((0, 1), (2, 3))
+    assert share.every("expert_replicas") == ((0, 2), (1, 3))
+    assert share.holders(WEIGHT, (4, 48, 96)) == "expert_replicas"
+    assert share.holders("lm_head.weight", (128, 48)) == "replicas"
+    # Beside divided tensors, experts are divided by number and by width.
+    share = on_rank_1({"tensor_parallel": {"autotp_size": 2}}).share
+    assert share.part(WEIGHT, (4, 48, 96)).ranges == (((0, 2),), ((0, 48),), ((48, 96),))
+    assert share.every("experts") == ((0, 2), (1, 3))
+    assert share.every("expert_parts") == ((0, 1, 2, 3),)
+
+
+def test_stages_send_whole_states_where_ranks_cannot_divide_them_evenly(planned: Planner) -> None:
+    uneven = "model.overrides.hidden_size=189 model.overrides.head_dim=32"
+    made = planned(f"RANKS=4 {TENSORS} {STAGES} {uneven}")
+    sent = {"pipe_partitioned": False, "grad_partitioned": False}
+    assert made.deepspeed["pipeline"] == {"stages": 2, **sent}
+    assert planned(f"RANKS=4 {TENSORS} {STAGES}").deepspeed["pipeline"] == {"stages": 2}
+
+
+def test_an_estimate_of_what_is_not_built_is_refused_too() -> None:
+    ds = {"pipeline": {"stages": 2}, "sequence_parallel_size": 2}
+    with pytest.raises(ConfigError, match="not built together with pipeline.stages=2"):
+        make_plan(load_run_config(None), ds, World(0, 4, 0, 4), estimating=True)
+
+
+def test_a_vocabulary_that_does_not_divide_costs_what_the_next_size_saves(planned: Planner) -> None:
+    line = f"RANKS=2 model.name=gpt2-124m train.global_batch=8 {TENSORS}"
+    whole, divided = planned(line), planned(f"{line} model.overrides.vocab_size=50258")
+    (event,) = whole.events
+    # The tied embedding and head: half of the rows, but for the one that is added.
+    elements = (50_257 // 2) * 768
+    assert f"{elements:,} parameters more" in event["message"]
+    assert f"note           {event['message']}" in summary(whole)
+    assert whole.estimate is not None
+    assert divided.estimate is not None
+    saved = whole.estimate.worst.peak - divided.estimate.worst.peak
+    assert event["bytes"] == saved
+    assert saved > 4 * 4 * elements  # weights, gradients and both moments in fp32
+
+
+def layers(made: Plan) -> tuple[int, ...]:
+    assert made.stages is not None
+    return layers_per_stage(made.stages)
+
+
+def test_stages_are_balanced_by_time_unless_said_otherwise(planned: Planner) -> None:
+    """GPT-2's head is as much work as 4.5 of its layers; as 3.3 where they run forward twice."""
+    line = f"RANKS=3 {GPT2} ds.pipeline.stages=3"
+    for partition in ("", *(f"ds.pipeline.partition={way}" for way in ("best", "auto", "time"))):
+        assert layers(planned(f"{line} {partition}", estimate=False)) == (5, 6, 1)
+    assert layers(planned(f"{line} model.checkpointing=full", estimate=False)) == (5, 5, 2)
+
+
+def test_stages_balanced_by_memory_need_least_on_the_fullest_rank(planned: Planner) -> None:
+    def peak(partition: str) -> int:
+        batch = "train.micro_batch=2 train.global_batch=16"
+        line = f"RANKS=6 {GPT2} ds.pipeline.stages=3 {batch} 'ds.pipeline.partition={partition}'"
+        estimate = planned(line).estimate
+        assert estimate is not None
+        return estimate.worst.peak
+
+    splits = [f"[{a}, {b}, {12 - a - b}]" for a in range(1, 11) for b in range(1, 12 - a)]
+    assert peak("memory") == min(map(peak, splits)) < peak("time")
+
+
+def test_layers_per_stage_may_be_given(planned: Planner) -> None:
+    partition = "'ds.pipeline.partition=[3, 3.0, 3, 3]'"
+    made = planned(f"RANKS=4 {GPT2} ds.pipeline.stages=4 {partition}")
+    assert made.to_json()["stages"] == made.stages == (0, 4, 7, 10, 14)
+    assert "3, 3, 3, 3 decoder layers; each waits 33% of a step" in describe(made)
+    one = "ds.pipeline.stages=1 'ds.pipeline.partition=[12]'"
+    assert planned(f"RANKS=4 {GPT2} {one}").stages is None
+
+
+def test_an_unknown_architecture_is_split_evenly(planned: Planner) -> None:
+    config = {"model_type": "brand_new", "hidden_size": 8, "num_hidden_layers": 5}
+    line = f"RANKS=4 model.name={planned.add('brand_new', config).parent} {STAGES}"
+    made = planned(line, estimate=False)
+    assert layers(made) == (3, 2)
+    assert [event["kind"] for event in made.events] == ["unknown_architecture", "even_split"]
+    partition = "'ds.pipeline.partition=[1, 4]'"
+    assert layers(planned(f"{line} {partition}", estimate=False)) == (1, 4)
+    folder = planned.add("no_layers", {"model_type": "brand_new"}).parent
+    (problem,) = planned.problems(f"RANKS=2 model.name={folder} {STAGES}")
+    assert "does not say how many layers" in problem
+
+
+@pytest.mark.parametrize(("width", "precision"), [(68, "fp32"), (72, "bf16")])
+def test_experts_of_a_width_that_torch_can_group_are_planned(
+    width: int, precision: str, planned: Planner
+) -> None:
+    model = f"model.name=mixtral-8x7b model.overrides.intermediate_size={width}"
+    zero = f"ds.zero_optimization.stage=2 ds.bf16.enabled={str(precision == 'bf16').lower()}"
+    made = planned(f"{model} {zero}", estimate=False)
+    assert (made.precision, made.shape is not None) == (precision, True)
+
+
+def test_experts_of_an_odd_width_are_shared_whole(planned: Planner, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LEARNED["mixtral"], "intermediate_size": 100}))
+    assert planned(f"{MIXTURE} model.name={path}").grid.expert == 2

@@ -1,0 +1,54 @@
+"""The tables of what a plan refuses and of what it notes.
+
+A row is a line of words, as in plans.py, and what is said of it; "..." stands for any text. The
+title of a table is the words that all its rows begin with. Sentences are worded there and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.plan.plans import Planner
+
+FOLDER = Path(__file__).parent
+
+
+def rows(path: Path) -> dict[str, list[str]]:
+    return {
+        f"{shared} {words}".strip(): [said] if isinstance(said, str) else said
+        for shared, table in tomllib.loads(path.read_text(encoding="utf-8")).items()
+        for words, said in table.items()
+    }
+
+
+def assert_said(sentences: list[str], patterns: list[str]) -> None:
+    """Assert that the sentences are those of the patterns, in any order."""
+    assert len(sentences) == len(patterns), sentences
+    for pattern in patterns:
+        expression = ".*".join(map(re.escape, pattern.split("...")))
+        assert any(re.fullmatch(expression, text) for text in sentences), (pattern, sentences)
+
+
+REFUSALS = {
+    line: said for path in (FOLDER / "refusals").glob("*.toml") for line, said in rows(path).items()
+}
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_a_setting_is_refused_in_one_report(line: str, planned: Planner) -> None:
+    problems = planned.problems(line)
+    assert_said(problems, REFUSALS[line])
+    assert len("\n".join(problems)) < 2_100
+
+
+NOTES = rows(FOLDER / "notes.toml")
+
+
+@pytest.mark.parametrize("line", NOTES)
+def test_a_plan_notes_what_its_user_may_not_expect(line: str, planned: Planner) -> None:
+    assert_said(planned.notes(line), NOTES[line])
