@@ -1,22 +1,24 @@
-"""Files that a path leads to, and those refused instead of being read as text."""
+"""Files that a path leads to: a folder, a pair, the standard library, and what is no file."""
 
 from __future__ import annotations
 
-import gzip
+import json
 import os
 import socket
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.config.data_section import DataConfig
+from harness.data.corpus import find_corpus
 from harness.data.indexed import write_indexed
 from harness.errors import ConfigError
+from harness.files import pieces as pieces_module
 from harness.files.corpus_files import find_files
-from harness.files.file_kinds import format_of, kind_of
 from harness.plan.data import glance
-
-LINES = '{"text": "one line"}\n{"text": "another"}\n'
+from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
 
 
 def refused(path: Path | str, **options: object) -> list[str]:
@@ -25,60 +27,84 @@ def refused(path: Path | str, **options: object) -> list[str]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.json", "A.Json"])
-def test_lines_of_json_are_documents_whatever_they_are_called(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_text(f"\n{LINES}")
-    assert kind_of(path, None) == ("documents", "")
-    assert format_of(path, None).name == "jsonl"
-    assert ": 2 documents" in glance(DataConfig(path=str(path)))
+def test_the_library_is_this_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed beside it is not looked through."""
+    entered = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: entered.append(str(path)) or scandir(path))
+    corpus = find_corpus(None)
+    assert any(path.endswith("/json") for path in entered)
+    assert not [path for path in entered if "site-packages" in path]
+    texts = documents_of_library()
+    assert texts == documents_of_library()
+    assert 8 < sum(len(text.encode()) for text in texts) / 2**20 < 20
+    assert any(text.startswith('The "assert" statement') for text in texts)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts = {part for file in corpus.files for part in file.relative_to(root).parts}
+    assert not parts & {"test", "tests", "site-packages", "__pycache__"}
+    number = corpus.files.index(root / "argparse.py")
+    assert corpus.name_of(number) == str(root / "argparse.py")
+    assert texts[number] == (root / "argparse.py").read_text()
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.MD", "a.py", "enwik8", "Makefile", "wiki.train.raw"])
-def test_text_is_one_document(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_text("Prose é.\nMore.\n")
-    assert find_files(str(path)).files == (path,)
-    text = glance(DataConfig(path=str(path)))
-    assert ": 1 documents" in text
-    assert text.endswith("the first begins 'Prose é.'")
+def documents_of_library() -> list[str]:
+    texts, text = [], ""
+    for piece in find_corpus(None).pieces():
+        text += piece.text
+        if piece.is_last:
+            texts.append(text)
+            text = ""
+    return texts
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but neither an array nor one object a line"),
-        ("a.xlsx", b"PK", "is a table: write a .jsonl, .* pandas.read_excel"),
-        ("a.psv", b"text|n\nhello|1\n", "is a table"),
-        ("a", b"PAR1....\xff", "is a table in Parquet: data.format=parquet reads it"),
-        ("a.txt.gz", gzip.compress(LINES.encode(), mtime=0), "is compressed: gunzip -k FILE"),
-        ("a.txt.zst", b"\x28\xb5\x2f\xfd", "is compressed: zstd -d FILE"),
-        ("a", gzip.compress(LINES.encode(), mtime=0), "is compressed: gunzip -k FILE"),
-        ("a.tar", b"a", "is an archive: unpack it"),
-        ("a.npy", b"\x93NUMPY", r"write token ids as a \.bin/\.idx pair"),
-        ("a.pdf", b"%PDF-1.4", "extract its text into .txt"),
-        ("a.png", b"\x89PNG\r\n\x1a\n\0", "is no UTF-8 text"),
-        ("a.jsonlines", LINES.encode(), "unknown suffix .jsonlines: data.format=text reads it"),
-    ],
-)
-def test_what_is_no_text_is_refused_with_what_to_do(
-    tmp_path: Path, name: str, content: bytes, message: str
+def test_its_identity_changes_with_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = find_corpus(str(path)).identity()
+    assert json.dumps(before) == json.dumps(find_corpus(str(path)).identity())
+    path.write_text("two!")
+    assert find_corpus(str(path)).identity() != before
+    corpus = find_corpus(str(path))
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"^data.path: cannot read {path}: .*No such file"):
+        list(corpus.pieces())
+
+
+@pytest.mark.parametrize("separator", ["\n", "a word", " ", "x"])
+def test_a_long_file_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
 ) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    (problem,) = refused(path)
-    assert problem.startswith(f"data.path: {path} ")
-    with pytest.raises(ConfigError, match=message):
-        find_files(str(path))
+    monkeypatch.setattr(pieces_module, "PIECE_CHARS", 100)
+    text = separator.join(f"{n} é" for n in range(500))
+    path = tmp_path / "long.txt"
+    path.write_text(text, newline="")
+    pieces = list(find_corpus(str(path)).pieces())
+    assert "".join(piece.text for piece in pieces) == text
+    assert max(len(piece.text) for piece in pieces) <= 200
+    assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    if separator == "a word":
+        assert all(piece.text.startswith(" word") for piece in pieces[1:])
 
 
-def test_the_users_word_goes_before_the_suffix(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonlines"
-    path.write_text(LINES)
-    assert ": 2 documents" in glance(DataConfig(path=str(path), format="jsonl"))
-    assert ": 1 documents" in glance(DataConfig(path=str(path), format="text"))
-    path.write_bytes(b"\0\1\2")
-    assert "is no UTF-8 text" in refused(path, format="text")[0]
+@pytest.mark.parametrize("keys", [("text",), ("prompt", "completion")])
+@pytest.mark.parametrize("separator", ["a word", "x"])
+def test_a_long_line_is_read_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+    write_jsonl: Callable[..., Path],
+    keys: tuple[str, ...],
+    separator: str,
+) -> None:
+    monkeypatch.setattr(pieces_module, "PIECE_CHARS", 100)
+    value = {key: separator.join(f"{key} {n} é" for n in range(500)) for key in keys}
+    path = write_jsonl(value, value)
+    pieces = list(find_corpus(str(path)).pieces())
+    assert max(len(piece.text) for piece in pieces) <= 100
+    assert documents(path) == ["".join(value.values())] * 2
+    prompt = "".join(piece.text for piece in pieces if not piece.is_learned)
+    assert prompt == value.get("prompt", "") * 2
+    if separator == "a word":
+        starts = {f"{key} 0" for key in keys}
+        assert all(piece.text.startswith((" word", *starts)) for piece in pieces)
 
 
 def test_a_folder_is_read_but_for_what_is_no_text_which_is_counted(tmp_path: Path) -> None:
@@ -95,6 +121,7 @@ def test_a_folder_is_read_but_for_what_is_no_text_which_is_counted(tmp_path: Pat
         *("README", "b.txt", "c.NDJSON", "sub/a.md"),
     ]
     assert files.left_out == "2 .png, 1 .jpg, 1 links to folders, 1 pipes, devices or broken links"
+    assert documents(tmp_path) == ["README", "b.txt", "one line", "another", "sub/a.md"]
     text = glance(DataConfig(path=str(tmp_path)))
     assert ": 5 documents, " in text
     assert "the first begins 'README'; left out: 2 .png" in text
@@ -136,7 +163,9 @@ def test_a_folder_of_pairs_holds_nothing_else(tmp_path: Path) -> None:
     assert f"or name a pair, as in data.path={tmp_path}/a" in rest
 
 
-def test_a_folder_without_text_says_what_it_holds(tmp_path: Path) -> None:
+def test_a_path_without_text_says_so(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path / "gone.txt")[0]
+    assert "empty: 0 files, 0 bytes" in refused(tmp_path)[0]
     (tmp_path / "x.png").write_bytes(b"\x89\0\1")
     assert "is empty: 0 files, 0 bytes, and 1 .png that cannot be" in refused(tmp_path)[0]
 
@@ -181,25 +210,51 @@ def test_a_large_file_of_lines_is_not_read_to_its_end(
     assert ": at least 5 documents" in glance(DataConfig(path=str(path)))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("Über é".encode("utf-16"), "it is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
-        (b"caf\xe9 au lait", "of Latin-1, iconv -f LATIN1"),
-        (gzip.compress(b"text", mtime=0), "it is compressed: gunzip -k FILE"),
-    ],
-)
-def test_a_dry_run_sees_what_text_cannot_be_read(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        glance(DataConfig(path=str(tmp_path / "a.txt")))
-    assert message in caught.value.problems[0]
-
-
 def test_a_line_that_is_no_document_is_shown_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"instruction": "x"}\n')
     text = glance(DataConfig(path=str(tmp_path / "a.jsonl")))
     assert "the first cannot be read: needs either text, or prompt and completion, " in text
     assert text.endswith("it has 'instruction'")
+
+
+def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:
+    """As save_to_disk writes it: shards, their order in state.json, and nothing else is read."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    names = [f"data-{n:05}-of-00011.arrow" for n in range(11)]
+    for number, name in enumerate(names):
+        rows = RECORDS[number * 4 : number * 4 + 4] or RECORDS[:1]
+        (folder / name).write_bytes(as_arrow(rows))
+    (folder / "dataset_info.json").write_text('{"features": {}}')
+    state = {"_data_files": [{"filename": name} for name in names[:10][::-1]], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    expected = [text for first in range(36, -1, -4) for text in TEXTS[first : first + 4]]
+    assert documents(folder) == expected
+    splits = tmp_path / "dict"
+    splits.mkdir()
+    folder.rename(splits / "train")
+    (splits / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert documents(splits) == expected
+    (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ConfigError, match=r"holds the splits train, test: name one, as in .*train"):
+        find_corpus(str(splits))
+    (splits / "train" / names[3]).unlink()
+    with pytest.raises(ConfigError, match=r"names data-00003-of-00011.arrow, which is no file"):
+        find_corpus(str(splits / "train"))
+
+
+def test_a_hub_id_is_refused_with_the_command_that_fetches_it() -> None:
+    with pytest.raises(ConfigError, match=r"hf download HuggingFaceH4/ultrachat_200k --repo-type"):
+        find_corpus("HuggingFaceH4/ultrachat_200k")
+    with pytest.raises(ConfigError) as caught:
+        find_corpus("my/own/folder")
+    assert "hf download" not in str(caught.value)
+
+
+def test_a_pair_is_found_by_prefix_or_either_name(tmp_path: Path) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"my.tokens.{suffix}").write_bytes(b"1")
+    for name in ("my.tokens", "my.tokens.bin", "my.tokens.idx"):
+        corpus = find_corpus(str(tmp_path / name))
+        assert corpus.kind == "indexed"
+        assert corpus.path == tmp_path / "my.tokens"

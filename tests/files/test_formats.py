@@ -66,6 +66,7 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.gate("data")
 def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
     """In a copy of the library a dry run, the key and the tokens know it."""
     for room in ("harness", "ds_configs"):

@@ -1,0 +1,419 @@
+"""Every format as a table: a name and a content are documents, or a sentence that refuses them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import csv
+import gzip
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from harness.config.data_section import DataConfig
+from harness.data.corpus import find_corpus
+from harness.errors import ConfigError
+from harness.files.chat import Chat
+from harness.files.corpus_files import find_files
+from harness.files.data_format import MAX_PROBLEMS, BadLines
+from harness.files.file_kinds import format_of, kind_of
+from harness.files.forms import document_of
+from harness.plan.data import glance
+from tests.fuzz.values import hostile
+
+TEXTS = [f'line {n}, "quoted"\nand é' + " word" * n for n in range(40)]
+RECORDS = [{"text": text, "id": n} for n, text in enumerate(TEXTS)]
+LINES = '{"text": "one line"}\n{"text": "another"}\n'
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "what is 1 + 2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+        ],
+    },
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "it is 3"},
+]
+
+
+def lines(records: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def table(records: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, records[0], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue().encode()
+
+
+def as_parquet(records: list[dict[str, Any]]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.Table.from_pylist(records), sink, row_group_size=7)
+    return bytes(sink.getvalue())
+
+
+def as_arrow(records: list[dict[str, Any]]) -> bytes:
+    sink, columns = pyarrow.BufferOutputStream(), pyarrow.Table.from_pylist(records)
+    with pyarrow.ipc.new_stream(sink, columns.schema) as writer:
+        writer.write_table(columns, max_chunksize=7)
+    return bytes(sink.getvalue())
+
+
+WRITERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+    "a.jsonl": lines,
+    "a.json": lambda records: json.dumps(records, indent=1).encode(),
+    "b.json": lines,
+    "a.jsonl.gz": lambda records: gzip.compress(lines(records)),
+    "a.json.gz": lambda records: gzip.compress(json.dumps(records).encode()),
+    "a.jsonl.zst": lambda records: bytes(pyarrow.Codec("zstd").compress(lines(records))),
+    "a.csv": table,
+    "a.tsv": lambda records: table(records, "\t"),
+    "a.parquet": as_parquet,
+    "a.arrow": as_arrow,
+}
+
+
+def documents(path: Path, **options: Any) -> list[Any]:
+    """Texts, those of a prompt and its completion joined, and conversations."""
+    found, text, bad_lines = [], "", BadLines()
+    for part in find_corpus(str(path), **options).parts(bad_lines):
+        if isinstance(part.document, Chat):
+            found.append(part.document)
+            continue
+        text += part.document.text
+        if part.document.is_last:
+            found.append(text)
+            text = ""
+    assert not text
+    bad_lines.require_none()
+    return found
+
+
+def problems(path: Path, **options: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        documents(path, **options)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_holds_the_same_documents(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(WRITERS[name](RECORDS))
+    assert documents(path) == TEXTS
+    renamed = [{"body": record["text"], "id": record["id"]} for record in RECORDS]
+    path.write_bytes(WRITERS[name](renamed))
+    assert documents(path, columns={"text": "body"}) == TEXTS
+    text = glance(DataConfig(path=str(path), columns={"text": "body"}))
+    assert text.endswith("""the first begins 'line 0, "quoted"'""")
+    if "csv" not in name and "tsv" not in name:  # where lines are counted, not rows
+        assert ": 40 documents" in text
+    # A rehearsal reads the first part, under the same name.
+    excerpt = tmp_path / "excerpt" / name
+    excerpt.parent.mkdir()
+    excerpt.write_bytes(format_of(path, None).excerpt(path, 700))
+    first = documents(excerpt, columns={"text": "body"})
+    assert first == TEXTS[: len(first)]
+    assert 0 < len(first) < 40
+
+
+@pytest.mark.parametrize("block", [1, 10, 1000])
+def test_an_array_is_read_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr("harness.files.formats.json_lines._BLOCK_CHARS", block)
+    path = tmp_path / "a.json"
+    path.write_text(" \n" + json.dumps(RECORDS, indent=2) + "\n")
+    assert documents(path) == TEXTS
+
+
+QUESTION = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "3"}]
+ADD = [{"role": "user", "content": "Add.\n\n1 2"}, QUESTION[1]]
+READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [
+    ("a.txt", "one\r\ntwo\rthree\n\n é\t", {}, ["one\r\ntwo\rthree\n\n é\t"]),
+    ("a.txt", "é".encode("utf-8-sig"), {}, ["é"]),
+    ("a.jsonl", '{"text": "é"}'.encode("utf-8-sig"), {}, ["é"]),
+    *(
+        (name, f"\n{LINES}", {}, ["one line", "another"])
+        for name in ("a.jsonl", "a.JSONL", "a.ndjson", "a.json", "A.Json")
+    ),
+    *(
+        (name, "Prose é.\nMore.\n", {}, ["Prose é.\nMore.\n"])
+        for name in ("a.txt", "a.MD", "a.py", "enwik8", "Makefile", "wiki.train.raw")
+    ),
+    # The user's word goes before the suffix.
+    ("a.jsonlines", LINES, {"format": "jsonl"}, ["one line", "another"]),
+    ("a.jsonlines", LINES, {"format": "text"}, [LINES]),
+    # Questions are chats of one turn.
+    (
+        "a.jsonl",
+        '{"instruction": "Add.", "input": "1 2", "output": "3", "id": 1}\n',
+        {},
+        [Chat(ADD)],
+    ),
+    (
+        "a.jsonl",
+        '{"instruction": "1 + 2?", "input": "", "output": "3"}\n',
+        {},
+        [Chat(QUESTION)],
+    ),
+    ("a.jsonl", '{"question": "1 + 2?", "answer": "3"}\n', {}, [Chat(QUESTION)]),
+    (
+        "a.jsonl",
+        '{"q": "1 + 2?", "a": "3", "text": "x"}\n',
+        {"columns": {"question": "q", "answer": "a"}},
+        [Chat(QUESTION)],
+    ),
+    # Prompts are read as they are under any name.
+    (
+        "a.jsonl",
+        '{"question": "1+2=", "answer": "3"}\n',
+        {"columns": {"prompt": "question", "completion": "answer"}},
+        ["1+2=3"],
+    ),
+    ("a.jsonl", '{"prompt": "1+2=", "completion": "3", "id": 7}\n', {}, ["1+2=3"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "options", "expected"), READ)
+def test_a_content_is_its_documents(
+    tmp_path: Path, name: str, content: bytes | str, options: Any, expected: list[Any]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert documents(path, **options) == expected
+    text = glance(DataConfig(path=str(path), **options))
+    assert f": {len(expected)} documents" in text
+    assert ("the first 1 conversations" in text) == isinstance(expected[0], Chat)
+    if not options:
+        assert kind_of(path, None) == ("documents", "")
+    pieces = [part.document for part in find_corpus(str(path), **options).parts(BadLines())]
+    if expected == ["1+2=3"]:
+        assert [(of.text, of.is_learned, of.is_last) for of in pieces] == [
+            ("1+2=", False, False),
+            ("3", True, True),
+        ]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow"])
+def test_conversations_come_in_two_shapes(tmp_path: Path, name: str) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    openai = {"messages": TURNS, "tools": json.dumps(tools)}
+    call = json.dumps({"name": "add", "arguments": {"a": 1, "b": 2}})
+    shared = [
+        {"from": "human", "value": "what is 1 + 2?"},
+        {"from": "function_call", "value": call},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "it is 3"},
+    ]
+    sharegpt = {"conversations": shared, "system": "s", "tools": json.dumps(tools)}
+    path = tmp_path / name
+    for record in (openai, sharegpt):
+        path.write_bytes(WRITERS[name]([record]))
+        assert documents(path) == [Chat(TURNS, tools)]
+    path.write_bytes(WRITERS[name]([{"talk": TURNS[:2] + TURNS[4:]}]))
+    assert documents(path, columns={"messages": "talk"}) == [Chat(TURNS[:2] + TURNS[4:])]
+    text = glance(DataConfig(path=str(path), columns={"messages": "talk"}))
+    assert "1 conversations of 3.0 turns, 32% of their text the assistant's" in text
+    assert text.endswith("the first asks 'what is 1 + 2?'")
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) * 2 // 3]
+
+
+ZIPPED = gzip.compress(LINES.encode(), mtime=0)
+Refusal = tuple[str, bytes, str]
+# Refused where the files are looked for: what is no text, with what to do.
+FOUND: list[Refusal] = [
+    ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but neither an array nor one object a line"),
+    ("a.xlsx", b"PK", "pandas.read_excel"),
+    ("a.psv", b"text|n\nhello|1\n", "is a table"),
+    ("a", b"PAR1....\xff", "is a table in Parquet: data.format=parquet reads it"),
+    ("a.txt.gz", ZIPPED, "is compressed: gunzip -k FILE"),
+    ("a.txt.zst", b"\x28\xb5\x2f\xfd", "is compressed: zstd -d FILE"),
+    ("a", ZIPPED, "is compressed: gunzip -k FILE"),
+    ("a.tar", b"a", "is an archive: unpack it"),
+    ("a.npy", b"\x93NUMPY", "write token ids as a .bin/.idx pair"),
+    ("a.pdf", b"%PDF-1.4", "extract its text into .txt"),
+    ("a.png", b"\x89PNG\r\n\x1a\n\0", "is no UTF-8 text"),
+    ("a.jsonlines", LINES.encode(), "unknown suffix .jsonlines: data.format=text reads it"),
+    ("empty.txt", b"", "is empty"),
+]
+# Refused where a dry run glances at them.
+GLANCED: list[Refusal] = [
+    ("a.txt", "Über é".encode("utf-16"), "it is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
+    ("a.txt", b"caf\xe9 au lait", "of Latin-1, iconv -f LATIN1"),
+    ("a.txt", ZIPPED, "it is compressed: gunzip -k FILE"),
+]
+# Refused where they are read.
+READING: list[Refusal] = [
+    ("a.jsonl", LINES.encode("utf-16"), "it is UTF-16: iconv"),
+    ("a.jsonl", ZIPPED, "it is compressed: gunzip -k FILE"),
+    ("b.txt", b"fine\nalso \xe9 fine\n", "codec can't decode byte 0xe9"),
+    ("a.jsonl.gz", cut(gzip.compress(lines(RECORDS))), "it is damaged or truncated: Comp"),
+    ("a.jsonl.zst", cut(WRITERS["a.jsonl.zst"](RECORDS)), "Truncated"),
+    ("a.json", cut(json.dumps(RECORDS).encode()), "it is no whole JSON array: "),
+    ("a.parquet", cut(as_parquet(RECORDS)), "it is damaged or truncated after row 0: Parquet"),
+    ("a.arrow", cut(as_arrow(RECORDS)), "it is damaged or truncated after row "),
+    ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is no CSV: unexpected end of data"),
+    ("a.csv", b"text,id\na,1\nb\nc,3\n", "a.csv:3: has 1 columns, where the first row names 2"),
+    ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is JSON that is nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [*FOUND, *GLANCED, *READING])
+def test_a_content_is_refused_with_a_sentence(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    (problem,) = problems(path)
+    assert message in problem
+    assert str(path) in problem
+    row = (name, content, message)
+    if row in FOUND:
+        with pytest.raises(ConfigError, match=f"^data.path: {path} "):
+            find_files(str(path))
+    elif row in GLANCED:
+        with pytest.raises(ConfigError) as caught:
+            glance(DataConfig(path=str(path)))
+        assert message in caught.value.problems[0]
+    elif not name.endswith((".jsonl", ".txt")):
+        assert " documents, " in glance(DataConfig(path=str(path)))  # which is no check
+
+
+BAD_LINES = {
+    b'{"text": "no end"': "is no JSON: Expecting ',' delimiter at column 18",
+    b'["text"]': "object, not list",
+    b'{"txt": "typo"}': "'txt'",
+    b'{"text": 3}': "text must be a string, not int",
+    b'{"prompt": "p"}': "prompt and completion, or instruction and output, ",
+    b'{"text": "t", "prompt": "p", "completion": "c"}': "either",
+    b'{"text": "\xff"}': "codec can't decode byte 0xff",
+    b'{"text": "\\ud800"}': "surrogates not allowed",
+    b'{"prompt": null, "completion": "c"}': "prompt must be a string, not NoneType",
+}
+
+
+def test_every_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"\n".join([b'{"text": "good"}', *BAD_LINES, b"", b'{"text": "too"}']))
+    messages = problems(path)
+    numbers = range(2, 2 + len(BAD_LINES))
+    assert [text.split(": ")[1] for text in messages] == [f"{path}:{n}" for n in numbers]
+    assert all(part in text for text, part in zip(messages, BAD_LINES.values(), strict=True))
+
+
+def test_a_thousand_bad_lines_make_a_short_report(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl(*range(2000), {"content": "x", "n": 1})
+    (first, second) = problems(path)
+    counts = "(2,000 of 2,001 lines read; this is the first)"
+    assert first == f"data.path: {path}:1: must be an object, not int {counts}"
+    assert second.startswith(f"data.path: {path}:2001: needs either text, or prompt and completion")
+    path = write_jsonl({"text": "fine"}, {"content": "x", "n": 1}, {"n": 2, "content": "y"})
+    (first, second) = problems(path)
+    assert first.endswith("'content', 'n': data.columns.text=content names the text")
+    assert second.startswith(f"data.path: {path}:3: needs either text, or prompt and completion")
+    many = write_jsonl(*({f"key {chr(97 + number) * 2}": "x"} for number in range(26)))
+    assert len(problems(many)) == MAX_PROBLEMS
+
+
+def test_columns_are_to_be_named_and_there(tmp_path: Path) -> None:
+    record = {"instruction": "a", "output": "b", "text": "a b"}
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines([record]))
+    assert 'data.columns={instruction="instruction", output="output"}' in problems(path)[0]
+    assert len(documents(path, columns={"text": "text"})) == 1
+    (problem,) = problems(path, columns={"text": "body"})
+    assert "lacks body (data.columns); it has instruction, out" in problem
+    for columns, message in (
+        ({"txt": "a"}, "data.columns names txt, which is none of text, prompt, completion"),
+        ({"prompt": "a"}, "must name text, or prompt and completion, or .*; it names prompt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DataConfig(columns=columns)
+
+
+def test_where_reads_the_records_with_the_values(
+    write_jsonl: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write_jsonl(*({"text": f"t{n}", "language": n % 2, "kind": "a"} for n in range(4)))
+    where = {"language": "1", "kind": "a"}
+    assert documents(path, where=where) == ["t1", "t3"]
+    assert find_corpus(str(path), where=where).identity() != find_corpus(str(path)).identity()
+    path = write_jsonl({"text": "a", "language": "de"}, {"text": "b"})
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2: has no 'language'.*it has 'text'"):
+        documents(path, where={"language": "de"})
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"a\.txt: has no columns, but data\.where is"):
+        documents(tmp_path / "a.txt", where={"language": "de"})
+    with pytest.raises(ConfigError, match="has no columns"):
+        find_corpus(None, where={"language": "de"})
+
+
+def test_without_pyarrow_the_command_that_installs_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.files.compressed.find_spec", lambda name: None)
+    for name in ("a.parquet", "a.arrow", "a.jsonl.zst"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(ConfigError, match='not installed: pip install "pyarrow>=17"'):
+            find_corpus(str(tmp_path / name))
+
+
+def test_hostile_records_are_problems_and_nothing_else() -> None:
+    """Mutations of chats: each a document, or a ValueError."""
+    draw = random.Random(0)
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    shapes = [
+        {"messages": TURNS, "tools": [{"name": "add"}]},
+        {"conversations": shared, "system": "s", "tools": "[]"},
+        {"instruction": "a", "input": "b", "output": "c"},
+        {"prompt": "a", "completion": "b"},
+    ]
+    for _ in range(3000):
+        record: Any = copy.deepcopy(draw.choice(shapes))
+        place = record
+        while True:  # to a random place in it
+            key = draw.choice([*place] if isinstance(place, dict) else range(len(place)))
+            if not isinstance(place[key], dict | list) or not place[key] or draw.random() < 0.2:
+                break
+            place = place[key]
+        place[key] = hostile(draw)
+        with contextlib.suppress(ValueError):
+            document = document_of(record, {})
+            if isinstance(document, Chat):
+                assert all(isinstance(turn["content"], str) for turn in document.messages)
+                assert document.num_learned <= document.num_characters
+            else:
+                assert all(isinstance(piece.text, str) for piece in document)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst", "a.csv"])
+def test_spoilt_files_are_problems_and_nothing_else(tmp_path: Path, name: str) -> None:
+    draw, content = random.Random(0), WRITERS[name](RECORDS)
+    path = tmp_path / name
+    refused = 0
+    for _ in range(60):
+        spoilt = bytearray(content)
+        for _ in range(draw.randint(1, 4)):
+            spoilt[draw.randrange(len(spoilt))] = draw.randrange(256)
+        path.write_bytes(bytes(spoilt[: draw.choice([None, draw.randrange(1, len(spoilt))])]))
+        glance(DataConfig(path=str(path)))
+        try:
+            documents(path)
+        except ConfigError:
+            refused += 1
+    assert refused > 10
