@@ -2,21 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-Result = Callable[[str], list[Any]]
-CASES = {"zero1", "zero2", "zero3", "zero3 clipped", "offload1", "offload2", "offload2 clipped"}
-# Without our waits: who reads, or writes, what is still being written.
-OVERTAKES = {
-    "zero2": "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py",
-    "zero3": "deepspeed/runtime/zero/stage3.py -> deepspeed/runtime/zero/partition_parameters.py",
-    "offload1": "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py",
-    "offload2": "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py",
-    "offload2 clipped": "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py",
+from tests.engine.engines import cells, engine_of, share_of, stage
+from tests.ranks import ranks
+
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def zero(number: int, **keys: Any) -> dict[str, Any]:
+    """Return a JSON in bf16, without the timer whose waits hide races from the third step on."""
+    section = {**stage(number)["zero_optimization"], **keys}
+    return {"zero_optimization": section, **BF16, "timers": {"throughput": {"enabled": False}}}
+
+
+PINNED = {"device": "cpu", "pin_memory": True}
+LION = {"optim": {"name": "lion"}}  # in torch's own operations, which are seen
+CLIPPED = {"optim": {"name": "lion", "clip_value": 1e-3}}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero1": (zero(1), {}),
+    "zero2": (zero(2, overlap_comm=True), {}),
+    "zero3": (zero(3), {}),
+    "zero3 clipped": (zero(3), CLIPPED),
+    "offload1": (zero(1, offload_optimizer=PINNED), LION),
+    "offload2": (zero(2, offload_optimizer=PINNED, overlap_comm=False), LION),
+    "offload2 clipped": (zero(2, offload_optimizer=PINNED, overlap_comm=False), CLIPPED),
 }
+_OF_FRAGMENTS = "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py"
+_OF_WEIGHTS = "deepspeed/runtime/zero/stage3.py -> deepspeed/runtime/zero/partition_parameters.py"
+# Where one of our waits alone keeps the order: the wait, and who overtakes whom without it.
+OVERTAKES = {
+    "zero2": ("settle_gradients", _OF_FRAGMENTS),
+    "zero3": ("gather_after_writing", _OF_WEIGHTS),
+    "offload1": ("settle_gradients", _OF_FRAGMENTS),
+    "offload2": ("settle_gradients", _OF_FRAGMENTS),
+    "offload2 clipped": ("settle_gradients", _OF_FRAGMENTS),
+}
+
+
+def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
+    """Races, reuses and waits in four steps, one of them judged a spike; waits in the last."""
+    from tools.proofs.streams.simulated import simulated  # imports DeepSpeed
+
+    ds, sections = CASES[name]
+    judged: list[bool] = []
+
+    def judge(share: torch.Tensor, norm: torch.Tensor) -> bool:
+        judged.append(len(judged) == 2 or not torch.stack([share, norm]).isfinite().all())
+        return judged[-1]
+
+    with simulated(synchronizes) as device:
+        engine = engine_of(ds, **sections)
+        for number in range(4):
+            device.timeline.waits.clear()
+            engine.train_batch(*share_of(engine, number), 1e-3, judge)
+            if number == 1:
+                engine.eval_batch(share_of(engine)[0])
+                engine.refresh_weights()
+        waits = [place for _, place, _ in device.timeline.waits]
+        races, reuses = dict(device.memory.races), dict(device.memory.reuses)
+        engine.close()
+    return {"races": races, "reuses": reuses, "waits": waits}
+
+
+@pytest.mark.parametrize("name", cells(CASES, default=("zero3 clipped", "offload2 clipped")))
+@ranks(2)
+def test_no_stream_and_no_host_overtakes_another(name: str) -> None:
+    """Our own code makes the host wait for nothing; DeepSpeed's waits are counted."""
+    facts = seen(name)
+    assert facts["races"] == {}
+    assert facts["reuses"] == {}
+    assert facts["waits"]
+    assert [place for place in facts["waits"] if place.startswith("harness/")] == []
 
 
 def files(race: str) -> str:
@@ -24,32 +85,19 @@ def files(race: str) -> str:
     return f"{first.partition(':')[0]} -> {second.partition(':')[0]}"
 
 
-@pytest.mark.slow
-def test_no_stream_and_no_host_overtakes_another(result: Result) -> None:
-    for rank in result("streams_wait_for_each_other"):
-        for kind in ("races", "reuses"):
-            assert {name: facts[kind] for name, facts in rank.items()} == {n: {} for n in CASES}
+@pytest.mark.parametrize("name", cells(OVERTAKES, default=("zero3", "offload2 clipped")))
+@ranks(2)
+def test_without_the_waits_the_simulation_finds_races(name: str) -> None:
+    """Nor does DeepSpeed wait for the whole device, but where it offloads.
 
+    Clamping races with the copy that it does not wait for, and so does the norm: as many places.
+    """
+    from harness.engine.deepspeed_0_19 import settlements
 
-@pytest.mark.slow
-def test_the_host_waits_for_nothing_in_our_own_code(result: Result) -> None:
-    for rank in result("streams_wait_for_each_other"):
-        for name, facts in rank.items():
-            assert facts["waits"], name  # DeepSpeed's: they are counted
-            assert [place for place in facts["waits"] if place.startswith("harness/")] == [], name
-
-
-@pytest.mark.slow
-def test_without_the_waits_the_simulation_finds_races(result: Result) -> None:
-    for rank in result("nothing_waits"):
-        assert set(rank) == set(OVERTAKES)
-        for name, facts in rank.items():
-            assert OVERTAKES[name] in {files(race) for race in facts["races"]}, name
-
-
-@pytest.mark.slow
-def test_clamping_races_with_the_copy_that_it_does_not_wait_for(result: Result) -> None:
-    """Both the norm and the clamped elements: as many places in fragments.py."""
-    for rank in result("nothing_waits"):
-        races = [race for race in rank["offload2 clipped"]["races"] if "fragments.py" in race]
-        assert len({race.partition(" -> ")[2] for race in races}) == 2
+    wait, expected = OVERTAKES[name]
+    with mock.patch.object(settlements, wait):
+        races = seen(name, synchronizes="offload" in name)["races"]
+    assert expected in {files(race) for race in races}
+    if name == "offload2 clipped":
+        places = {race.partition(" -> ")[2] for race in races if "fragments.py" in race}
+        assert len(places) == 2

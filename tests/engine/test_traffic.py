@@ -2,48 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-pytestmark = pytest.mark.slow
+from harness.estimate import traffic
+from harness.estimate.inputs import Inputs
+from harness.plan.memory import memory_inputs
+from tests.engine.engines import (
+    STAGES,
+    WORLD,
+    engine_of,
+    gathered,
+    losses,
+    pipeline,
+    share_of,
+    stage,
+    written,
+)
+from tests.engine.small import MIXTURES
+from tests.ranks import ranks
 
-Result = Callable[[str], list[Any]]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_data_ranks_send_gradients_and_weights(stage: int, result: Result) -> None:
-    for rank in result("step_traffic"):
-        way = rank[f"zero{stage}"]
-        reduced = "_reduce_scatter_base_" if stage == 3 else "allreduce_"
-        gathered = {"_allgather_base_": way["weights"]} if stage else {}
-        assert way["seen"] == {reduced: way["gradients"], **gathered}
-        assert way["gradients"] > 0
-        assert bool(way["weights"]) == bool(stage)
-
-
-def test_tensor_ranks_add_up_hidden_states_and_losses(result: Result) -> None:
-    for rank in result("step_traffic"):
-        assert rank["tensor"]["seen"] == {"allreduce_": rank["tensor"]["axis"]}
-
-
-def test_ranks_of_a_row_exchange_heads_and_are_data_ranks(result: Result) -> None:
-    for rank in result("step_traffic"):
-        rows, whole = rank["sequence"], rank["zero1"]["seen"]
-        assert rows["seen"] == {"alltoall_base_": rows["axis"], **whole}
+SMALL = 16  # bytes: norms and the like
 
 
-def test_experts_ranks_exchange_every_chosen_token_and_share_all_else(result: Result) -> None:
+class Collectives(TorchDispatchMode):
+    """Adds up the bytes of collectives over several ranks, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = collections.Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            groups = [a for a in args if isinstance(a, torch.ScriptObject)]
+            ranks = max((dist.ProcessGroup.unbox(g).size() for g in groups[:1]), default=1)
+            size = _bytes(args[1 if name in ("alltoall_base_", "_reduce_scatter_base_") else 0])
+            if ranks > 1 and size > SMALL:
+                self.bytes[name] += size
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(tensors: Any) -> int:
+    if torch.is_tensor(tensors):
+        return int(tensors.nbytes)
+    return sum(map(_bytes, tensors))
+
+
+def sent(ds: dict[str, Any], **model: str) -> tuple[dict[str, int], Inputs]:
+    """Return the second step's bytes and the plan's numbers: the first one sends shapes, too."""
+    engine = engine_of(ds, model=model)
+    losses(engine, 1)
+    with Collectives() as collectives:
+        engine.train_batch(*share_of(engine), 1e-3)
+    inputs = memory_inputs(engine.plan)
+    assert inputs is not None
+    stage_of = engine.plan.grid.coords(WORLD.rank).pipeline
+    engine.close()
+    return dict(collectives.bytes), inputs.of_stage(stage_of)
+
+
+@pytest.mark.parametrize("number", STAGES)
+@ranks(2)
+def test_data_ranks_send_gradients_and_weights(number: int) -> None:
+    seen, inputs = sent(stage(number))
+    gradients, weights = traffic.gradients(inputs).total, traffic.weights(inputs).total
+    reduced = "_reduce_scatter_base_" if number == 3 else "allreduce_"
+    assert seen == {reduced: gradients, **({"_allgather_base_": weights} if number else {})}
+    assert gradients > 0
+    assert bool(weights) == bool(number)
+
+
+@ranks(2)
+def test_tensor_ranks_add_up_hidden_states_and_losses() -> None:
+    seen, inputs = sent({**stage(1), "tensor_parallel": {"autotp_size": 2}})
+    of_micro_batch = traffic.tensor(inputs).total + traffic.losses(inputs).total
+    assert seen == {"allreduce_": inputs.grad_accum * of_micro_batch}
+
+
+@ranks(2)
+def test_ranks_of_a_row_exchange_heads_and_are_data_ranks() -> None:
+    whole, _ = sent(stage(1))
+    seen, inputs = sent({**stage(1), "sequence_parallel_size": 2})
+    heads = inputs.grad_accum * traffic.sequence(inputs).total
+    assert seen == {"alltoall_base_": heads, **whole}
+
+
+@ranks(2)
+def test_experts_ranks_exchange_every_chosen_token_and_share_all_else() -> None:
     """The tokens that come back from a rank depend on the load; only their mean is known."""
-    ranks = [rank["expert"] for rank in result("step_traffic")]
-    assert sum(rank["seen"]["alltoall_base_"] for rank in ranks) == 2 * ranks[0]["axis"]
-    for rank in ranks:
-        assert rank["seen"]["allreduce_"] == rank["gradients"]
-        assert rank["seen"]["_allgather_base_"] == rank["weights"]
+    ds = {**stage(1), "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    seen, inputs = sent(ds, name=written("mixtral", MIXTURES["mixtral"]))
+    of_micro_batch = traffic.expert(inputs).total + traffic.expert_counts(inputs).total
+    exchanged = gathered(seen["alltoall_base_"])
+    assert sum(exchanged) == 2 * inputs.grad_accum * of_micro_batch
+    assert seen["allreduce_"] == traffic.gradients(inputs).total
+    assert seen["_allgather_base_"] == traffic.weights(inputs).total
 
 
-def test_stages_send_hidden_states_and_their_gradients(result: Result) -> None:
-    for rank in result("step_traffic"):
-        states = rank["pipeline"]["axis"]
-        assert rank["pipeline"]["seen"] == {"send": states, "recv_": states}
+@ranks(2)
+def test_stages_send_hidden_states_and_their_gradients() -> None:
+    seen, inputs = sent(pipeline())
+    states = inputs.grad_accum * traffic.boundary(inputs).total
+    assert seen == {"send": states, "recv_": states}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+import torch
 
 from harness.config.ds_file import read_ds_json
+from tests.engine.engines import (
+    SGD,
+    STAGES,
+    batches,
+    cells,
+    engine_of,
+    fp16,
+    gathered,
+    losses,
+    stage,
+)
+from tests.ranks import ranks
 from tests.shipped import DS_CONFIGS, fewest_ranks
-
-pytestmark = pytest.mark.slow
 
 # zero3_nvme needs a library that may not be here: tests/plan/test_swap_space.py.
 SHIPPED = sorted(
@@ -20,55 +28,45 @@ SHIPPED = sorted(
 )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_clipping_by_value_clamps_every_element(
-    stage: int, result: Callable[[str], list[Any]]
-) -> None:
-    for rank in result("clip_by_value_at_every_stage"):
-        found = rank[stage]
-        assert found["clamped"] > 100
-        assert found["error"] < 1e-6
+@pytest.mark.parametrize("number", STAGES)
+@ranks(2)
+def test_clipping_by_value_clamps_every_element_and_reports_the_norm_before(number: int) -> None:
+    """One SGD step of rate 1 moves every weight by its clamped gradient."""
+    limit = 1e-3
+    engine = engine_of(stage(number), optim={**SGD, "clip_value": limit})
+    before = dict(engine.masters())
+    engine.accumulate(*batches())
+    gradients = dict(engine.gradients())
+    norm = float(engine.apply(1.0))
+    moved = {name: before[name] - after for name, after in engine.masters()}
+    engine.close()
+    for name, gradient in gradients.items():
+        assert (moved[name] - gradient.clamp(-limit, limit)).abs().max() < 1e-6, name
+    assert sum(int((g.abs() > limit).sum()) for g in gradients.values()) > 100
+    true_norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    assert norm == pytest.approx(float(true_norm), rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_clipping_by_value_reports_the_norm_before(
-    stage: int, result: Callable[[str], list[Any]]
-) -> None:
-    for rank in result("clip_by_value_at_every_stage"):
-        assert rank[stage]["norm"] == pytest.approx(rank[stage]["true_norm"], rel=1e-5)
+@ranks(2)
+def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+    engine = engine_of(fp16())
+    before, scale = dict(engine.masters()), engine.loss_scale
+    engine.train_batch(*batches(), 1e-3)
+    assert engine.step_applied is False
+    assert engine.skipped_steps == 1
+    assert engine.loss_scale / scale == 0.5
+    assert all(torch.equal(before[name], after) for name, after in engine.masters())
+    engine.close()
 
 
-def test_stage_0_reports_its_grad_norm(result: Callable[[str], list[Any]]) -> None:
-    for rank in result("grad_norm_of_stage_0"):
-        assert rank["reported"] == pytest.approx(rank["true"], rel=1e-5)
-
-
-def test_an_overflow_skips_the_step_and_halves_the_scale(
-    result: Callable[[str], list[Any]],
-) -> None:
-    for rank in result("overflow_is_skipped"):
-        assert rank == {"applied": False, "skipped": 1, "ratio": 0.5, "moved": False}
-
-
-def test_the_minimum_loss_scale_ends_the_run_with_a_diagnosis(
-    result: Callable[[str], list[Any]],
-) -> None:
-    for rank in result("minimum_loss_scale"):
-        code, message = rank["ours"]
-        assert code == 76
-        assert "lower optim.lr" in message
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_config_trains(name: str, result: Callable[[str], list[Any]]) -> None:
-    ranks = [rank[name] for rank in result("shipped_configs")]
-    assert ranks[0]["losses"] == ranks[1]["losses"]
-    assert ranks[0]["losses"][-1] < ranks[0]["losses"][0] - 0.3
-
-
-def test_offload_runs_the_optimizer_that_steps_on_the_cpu(
-    result: Callable[[str], list[Any]],
-) -> None:
-    for rank in result("shipped_configs"):
-        assert rank["zero2_offload"]["inner_optimizer"] == "DeepSpeedCPUAdam"
-        assert rank["zero3_offload"]["inner_optimizer"] == "DeepSpeedCPUAdam"
+@pytest.mark.parametrize("name", cells(SHIPPED, default=("zero2_offload", "zeropp")))
+@ranks(2)
+def test_a_shipped_config_trains(name: str) -> None:
+    """Offload runs the optimizer that steps on the CPU."""
+    engine = engine_of(read_ds_json(DS_CONFIGS / f"{name}.json"))
+    falling = losses(engine, 12)
+    if name in ("zero2_offload", "zero3_offload"):
+        assert engine.describe()["inner_optimizer"] == "DeepSpeedCPUAdam"
+    engine.close()
+    assert gathered(falling) == [falling, falling]
+    assert falling[-1] < falling[0] - 0.3
