@@ -1,80 +1,51 @@
-"""Defaults beside given weights, and the checks of adapters."""
+"""Defaults beside given weights, adapters, and weights in 4 bits."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from harness.config.run_file import load_run_config
-from harness.errors import ConfigError
-from harness.layout.world import World
-from harness.models.skeleton import hf_config
-from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.plan.text import describe
 from tests.engine.small import MODEL
+from tests.plan.plans import Planner
 
-SHORT = ("data.seq_len=16", "train.global_batch=8")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(hf_config(MODEL)).save_pretrained(folder)
-    return folder
+NF4 = "model.lora.quantize=nf4"
+SHORT = "data.seq_len=16 train.global_batch=8"
 
 
-def plan(ds: dict[str, Any], *words: str, ranks: int = 1) -> Plan:
-    world = World(world_size=ranks, local_world_size=ranks)
-    return make_plan(load_run_config(None, [*SHORT, *words]), ds, world)
+@pytest.fixture
+def start(planned: Planner) -> str:
+    """The words of a run from given weights."""
+    return f"{SHORT} model.init_from={planned.add('weights', MODEL).parent}"
 
 
-def problems_of(ds: dict[str, Any], *words: str, ranks: int = 1) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        plan(ds, *words, ranks=ranks)
-    return raised.value.problems
-
-
-def test_weights_imply_shape_rate_and_length(weights: Path) -> None:
-    made = plan({}, f"model.init_from={weights}")
+@pytest.mark.parametrize(
+    ("words", "lr", "epochs"),
+    [
+        ("", 2e-5, 1.0),
+        ("model.lora.rank=4", 2e-4, 1.0),
+        ("optim.lr=0.1 train.steps=3", 0.1, None),
+        ("ds.optimizer.type=AdamW ds.optimizer.params.lr=0.25", 0.25, 1.0),
+    ],
+)
+def test_weights_imply_shape_rate_and_length(
+    words: str, lr: float, epochs: float | None, start: str, planned: Planner
+) -> None:
+    made = planned(f"{start} {words}", estimate=False)
     assert made.model_config["hidden_size"] == MODEL["hidden_size"]
-    assert (made.config.optim.lr, made.config.train.epochs) == (2e-5, 1.0)
-    (event,) = [event for event in made.events if event["kind"] == "fine_tuning"]
-    defaults = "optim.lr=2e-05, optim.warmup_steps=0, train.epochs=1.0"
-    assert f"model.name={weights}, {defaults}" in event["message"]
+    assert (made.config.optim.lr, made.config.train.epochs) == (lr, epochs)
 
 
-def test_what_the_user_says_stays(weights: Path) -> None:
-    words = (f"model.init_from={weights}", f"model.name={weights}", "optim.lr=0.1", "train.steps=3")
-    made = plan({}, *words)
-    assert (made.config.optim.lr, made.steps) == (0.1, 3)
-    assert not [event for event in made.events if event["kind"] == "fine_tuning"]
-
-
-def test_what_the_json_says_stays(weights: Path) -> None:
-    ds = {"optimizer": {"type": "AdamW", "params": {"lr": 0.25}}}
-    assert plan(ds, f"model.init_from={weights}").config.optim.lr == 0.25
-
-
-def test_random_weights_keep_their_defaults() -> None:
-    made = plan({})
+def test_random_weights_keep_their_defaults(planned: Planner) -> None:
+    made = planned(SHORT, estimate=False)
     assert (made.config.optim.lr, made.steps) == (3e-3, 100)
 
 
-def test_a_wrong_place_is_blamed_on_the_key_that_named_it() -> None:
-    (problem,) = problems_of({}, "model.init_from=./nowhere")
-    assert problem.startswith("model.init_from is './nowhere' (")
-
-
-def test_adapters_are_counted_in_the_plan(weights: Path) -> None:
-    made = plan({}, f"model.init_from={weights}", "model.lora.rank=4")
-    assert made.config.optim.lr == 2e-4
+def test_adapters_are_counted_in_the_plan(start: str, planned: Planner) -> None:
+    made = planned(f"{start} model.lora.rank=4")
     assert "all frozen; adapters of rank 4: 6,144, " in describe(made)
     assert made.estimate is not None
     inputs = made.estimate.inputs
@@ -82,63 +53,35 @@ def test_adapters_are_counted_in_the_plan(weights: Path) -> None:
     assert json.loads(json.dumps(made.to_json()))["run"]["model"]["lora"]["rank"] == 4
 
 
-@pytest.mark.parametrize(
-    ("ds", "words", "ranks", "expected"),
-    [
-        ({}, ["model.lora.alpha=8"], 1, "model.lora.alpha is 8.0 (command line), but there are no"),
-        ({}, ["model.lora.rank=0"], 1, "model.lora.rank is 0 (command line)"),
-        ({"pipeline": {"stages": 2}}, ["model.lora.rank=4"], 2, "not divided over pipeline stages"),
-        (
-            {"tensor_parallel": {"autotp_size": 2}},
-            ["model.lora.rank=4"],
-            2,
-            "not divided over tensor-parallel ranks",
-        ),
-        (
-            {"zero_optimization": {"stage": 3}},
-            ["model.lora.rank=4", "model.lora.dora=true"],
-            1,
-            "DoRA reads whole weights, which ZeRO 3 divides",
-        ),
-        (
-            {},
-            ["model.lora.rank=4", 'model.lora.targets=["q_prj"]'],
-            1,
-            "no linear map of the decoder layers is named q_prj: they are q_proj, ",
-        ),
-        (
-            {},
-            ["model.lora.rank=4", 'optim.groups=[{pattern="embed", frozen=true}]'],
-            1,
-            "but all weights beside adapters are frozen",
-        ),
-        ({}, ["model.lora.rnk=4"], 1, "did you mean model.lora.rank?"),
-        ({}, ['optim.groups=[{pattern=".", frozen=true}]'], 1, "which freezes every parameter"),
-        (
-            {},
-            ['optim.groups=[{pattern="embed", frozen=true, lr_multiplier=0.5}]'],
-            1,
-            "take neither lr_multiplier nor weight_decay",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    ds: dict[str, Any], words: list[str], ranks: int, expected: str, weights: Path
+def test_a_missing_package_is_named_with_the_command(
+    start: str, planned: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems = problems_of(ds, f"model.init_from={weights}", *words, ranks=ranks)
-    assert any(expected in problem for problem in problems), problems
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *more: None if name == "bitsandbytes" else find(name, *more),
+    )
+    (problem,) = planned.problems(f"{start} model.lora.rank=4 {NF4}")
+    assert "pip install bitsandbytes" in problem
 
 
-def test_adapters_need_weights() -> None:
-    (problem,) = problems_of({}, "model.lora.rank=4")
-    assert problem.endswith("but adapters are learned beside given weights: set model.init_from")
+def test_the_plan_says_how_many_are_in_4_bits(start: str, planned: Planner) -> None:
+    text = describe(planned(f"{start} model.lora.rank=4 {NF4}"))
+    assert "all frozen, 27,648 of them in 4 bits (nf4, scales in 8); adapters of rank 4" in text
 
 
-@pytest.mark.parametrize(
-    "ds",
-    [{"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}],
-    ids=["stages", "tensors"],
-)
-def test_frozen_parameters_are_not_divided(ds: dict[str, Any]) -> None:
-    (problem,) = problems_of(ds, 'optim.groups=[{pattern="embed", frozen=true}]', ranks=2)
-    assert "frozen" in problem
+def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
+    def gib(plan: Plan, component: str) -> float:
+        assert plan.estimate is not None
+        parts = [part for part in plan.estimate.worst.parts if part.component == component]
+        return sum(part.bytes for part in parts) / 2**30
+
+    words = f"{SHORT} model.name=llama-2-7b model.init_from=llama-2-7b model.lora.rank=16"
+    lora, qlora = planned(words), planned(f"{words} {NF4}")
+    assert gib(lora, "dequantized weight") == 0
+    # 6.48e9 weights at 4.127 bits (QLoRA, section 3), 0.26e9 and the adapters as they were.
+    count = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    bits = 4 + 8 / 64 + 32 / (64 * 256)
+    saved = count * (4 * 8 / 8 - bits / 8) / 2**30  # fp32 on CPUs
+    assert gib(lora, "parameters") - gib(qlora, "parameters") == pytest.approx(saved, rel=1e-3)
+    assert gib(qlora, "dequantized weight") == pytest.approx(4096 * 11008 * 4 / 2**30, rel=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -110,7 +111,9 @@ def test_what_is_adopted_has_the_jsons_key_as_its_origin() -> None:
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_every_optimizer_has_a_plan(name: str, planned: Planner) -> None:
-    pytest.importorskip(OPTIMIZERS[name].package or "json")
+    package = OPTIMIZERS[name].package
+    if package and not find_spec(package):
+        pytest.skip(f"{package} is not here")
     stage = 0 if name == "adafactor" else 2
     made = planned(f"optim.name={name} ds.zero_optimization.stage={stage}")
     section = made.deepspeed["optimizer"]
