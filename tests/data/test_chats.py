@@ -310,10 +310,10 @@ def test_conversations_are_not_mixed_with_other_text(tmp_path: Path) -> None:
     ]
 
 
-def test_a_conversation_of_a_hundred_megabytes_is_named(
+def test_a_conversation_of_many_megabytes_is_named(
     tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
-    long = {"role": "assistant", "content": "word " * (20 << 20)}
+    long = {"role": "assistant", "content": "word " * (4 << 20)}
     path = write_jsonl({"messages": [USER, BOT]}, {"messages": [USER, long]})
     tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match=r":2: is a conversation of more than 16,777,216 char"):

@@ -1,4 +1,4 @@
-"""A uniform sample of what was read, a function of how much that was."""
+"""Samples that a run has kept: as it read them, mixed into other data, held out."""
 
 from __future__ import annotations
 
@@ -14,35 +14,11 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.indexed import IndexedTokens
 from harness.data.masks import load_masks
-from harness.data.reservoir import reservoir, write_documents
+from harness.data.reservoir import write_documents
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import tokenizer_hash
 from harness.errors import ConfigError
 from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, masks_of
-
-
-def test_all_are_kept_of_fewer() -> None:
-    assert reservoir(8, 5, "a").tolist() == [0, 1, 2, 3, 4]
-    assert reservoir(8, 8, "a").tolist() == [*range(8)]
-
-
-def test_every_sample_is_kept_as_often() -> None:
-    """2,000 draws of 20 of 200: each sample 200 times, within five standard deviations."""
-    counts = np.zeros(200)
-    for key in range(2000):
-        kept = reservoir(20, 200, str(key))
-        assert len(set(kept.tolist())) == 20
-        counts[kept] += 1
-    assert np.abs(counts - 200).max() < 5 * np.sqrt(2000 * 0.1 * 0.9)
-
-
-def test_what_was_kept_stays_or_is_replaced_by_later_samples() -> None:
-    before = set(reservoir(64, 1000, "a").tolist())
-    for seen in range(1001, 3000):
-        after = set(reservoir(64, seen, "a").tolist())
-        assert after - before <= {seen - 1}
-        before = after
-    assert (reservoir(64, 10**9, "a") < 10**9).all()
 
 
 @pytest.fixture

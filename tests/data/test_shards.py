@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from harness.data.shards import ShardedTokens, shards_of
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import load_tokenizer, train_tokenizer
 from harness.errors import ConfigError
+from tests.two_ranks import wait_for
 from tools.workers import run_workers
 
 FILES = (f"{TOKENS}.bin", f"{TOKENS}.idx", MASKS)
@@ -183,24 +185,28 @@ def test_workers_that_are_killed_leave_work_that_goes_on(
     for finished in (1, 4, 9):
         child = os.fork()
         if not child:  # the tool, which dies with its workers
+            os.setpgid(0, 0)
             run_workers(until(tokens, finished), tokens.missing(), 2, nothing)
             os._exit(0)
-        deadline = time.monotonic() + 300
-        while len(tokens.shards) - len(tokens.missing()) < finished:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: len(tokens.shards) - len(tokens.missing()) >= finished, "shards")  # noqa: B023
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        wait_for(lambda: not alive(child), "the end of the workers")  # noqa: B023
         counts.append(len(tokens.missing()))
     assert len(tokens.shards) > counts[0] > counts[1] > counts[2] > 0
-    time.sleep(0.2)
-    left = len(tokens.missing())
-    time.sleep(0.3)
-    assert left == len(tokens.missing())  # no worker outlived its parent
     run_workers(tokens.write, tokens.missing(), 2, nothing)
     tokens.join(nothing)
     whole = expected(corpus, tokenizer, tmp_path / "whole")
     assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+
+
+def alive(group: int) -> list[str]:
+    """Processes of a group that have not ended."""
+    texts = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            texts.append(path.read_text().rpartition(")")[2].split())
+    return [state for state, _, of, *_ in texts if int(of) == group and state not in "ZX"]
 
 
 def until(tokens: ShardedTokens, finished: int) -> Callable[[int, Callable[[int], None]], None]:
