@@ -168,6 +168,7 @@ def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:
     }
 
 
+@pytest.mark.gate("data")
 def test_killed_at_any_point_it_ends_with_the_same_bytes(
     cleaned: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -201,7 +202,7 @@ def test_killed_at_any_point_it_ends_with_the_same_bytes(
         assert ours[key] == undisturbed[key]
 
 
-@pytest.mark.slow
+@pytest.mark.gate("data")
 def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
     cleaned: tuple[Path, Path],
     tmp_path: Path,
@@ -251,7 +252,7 @@ def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
     assert not [*out.glob("tokens.*shards*")]
 
 
-@pytest.mark.slow
+@pytest.mark.gate("data")
 def test_what_is_planted_is_found(tmp_path: Path) -> None:
     """The proof of docs/cleaning_proof.md on a small corpus: each row of it must hold."""
     rows = recall(tmp_path / "recall", duplicates=60, of_a_kind=25).splitlines()[4:]

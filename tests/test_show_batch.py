@@ -18,7 +18,7 @@ from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.gate("tools")
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.gate("data")
 @pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("into", ["cache", "pair"])
 def test_the_whole_command_is_killed_in_both_phases(

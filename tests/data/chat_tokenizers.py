@@ -15,23 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from harness.data.chat_tokens import set_template
 
 WORDS = [
-    "the",
-    "answer",
-    "of",
-    "a",
-    "question",
-    "is",
-    "what",
-    "tools",
-    "say:",
-    "42,",
-    "naïve",
-    "🙂",
-    "{",
-    "}",
-    "[x]",
-    "\n\n",
-    "ok",
+    *("the", "answer", "of", "a", "question", "is", "what", "tools", "say:", "42,"),
+    *("naïve", "🙂", "{", "}", "[x]", "\n\n", "ok"),
 ]
 TOOLS = [
     {

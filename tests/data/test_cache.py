@@ -25,8 +25,7 @@ from harness.errors import ConfigError, NoRoom
 from tests.two_ranks import wait_for
 
 # Processes of their own, but for the imports of all that they build with.
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["harness.data.build"])
+FORKED = multiprocessing.get_context("fork")
 
 
 def build_slowly(path: Path) -> None:

@@ -72,6 +72,17 @@ def nothing(_: object) -> None:
     pass
 
 
+def write_and_join(tokens: ShardedTokens) -> None:
+    for number in reversed(tokens.missing()):  # in any order
+        tokens.write(number, nothing)
+    tokens.join(nothing)
+
+
+def assert_as_one_process_writes(tokens: ShardedTokens, folder: Path) -> None:
+    whole = expected(tokens.corpus, tokens._tokenizer, folder)
+    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+
+
 def sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> ShardedTokens:
     return ShardedTokens(corpus, tokenizer, "assistant", folder, LEAST)
 
@@ -86,12 +97,9 @@ def test_lines_in_shards_are_the_same_tokens(
     corpus = find_corpus(str(write_jsonl(*map(record, range(200)))))
     tokens = sharded(corpus, tokenizer, tmp_path / "joined")
     assert len(tokens.shards) > 8
-    for number in reversed(tokens.missing()):  # in any order
-        tokens.write(number, nothing)
-    tokens.join(nothing)
+    write_and_join(tokens)
     assert tokens.missing() == []
-    whole = expected(corpus, tokenizer, tmp_path / "whole")
-    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+    assert_as_one_process_writes(tokens, tmp_path / "whole")
     assert not [path for path in tmp_path.iterdir() if "shards" in path.name]
 
 
@@ -109,19 +117,14 @@ def test_row_groups_of_one_file_are_the_same_tokens(
     corpus = find_corpus(str(file))
     tokens = sharded(corpus, tokenizer, tmp_path / "joined")
     assert len(tokens.shards) > 5
-    for number in tokens.missing():
-        tokens.write(number, nothing)
-    tokens.join(nothing)
-    whole = expected(corpus, tokenizer, tmp_path / "whole")
-    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+    write_and_join(tokens)
+    assert_as_one_process_writes(tokens, tmp_path / "whole")
 
     rows[150] = {"text": None}
     parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=7, compression="none")
     damaged = sharded(find_corpus(str(file)), tokenizer, tmp_path / "damaged")
-    for number in damaged.missing():
-        damaged.write(number, nothing)
     with pytest.raises(ConfigError, match=r"rows\.parquet:151: "):
-        damaged.join(nothing)
+        write_and_join(damaged)
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.9])
@@ -169,11 +172,8 @@ def test_files_are_put_together_and_large_ones_divided(
     assert {len(shard.files) > 1 for shard in shards} == {True, False}
     assert len([shard for shard in shards if shard.between]) > 3
     tokens = sharded(corpus, tokenizer, tmp_path / "joined")
-    for number in tokens.missing():
-        tokens.write(number, nothing)
-    tokens.join(nothing)
-    whole = expected(corpus, tokenizer, tmp_path / "whole")
-    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+    write_and_join(tokens)
+    assert_as_one_process_writes(tokens, tmp_path / "whole")
 
 
 def test_workers_that_are_killed_leave_work_that_goes_on(
@@ -196,8 +196,7 @@ def test_workers_that_are_killed_leave_work_that_goes_on(
     assert len(tokens.shards) > counts[0] > counts[1] > counts[2] > 0
     run_workers(tokens.write, tokens.missing(), 2, nothing)
     tokens.join(nothing)
-    whole = expected(corpus, tokenizer, tmp_path / "whole")
-    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+    assert_as_one_process_writes(tokens, tmp_path / "whole")
 
 
 def alive(group: int) -> list[str]:
@@ -251,10 +250,8 @@ def test_bad_lines_are_those_that_one_process_reports(
     path.write_text("\n".join(lines))
     corpus = find_corpus(str(path))
     tokens = sharded(corpus, tokenizer, tmp_path / "joined")
-    for number in tokens.missing():
-        tokens.write(number, nothing)
     with pytest.raises(ConfigError) as by_shards:
-        tokens.join(nothing)
+        write_and_join(tokens)
     with pytest.raises(ConfigError) as at_once:
         expected(corpus, tokenizer, tmp_path / "whole")
     assert by_shards.value.problems == at_once.value.problems
@@ -267,7 +264,5 @@ def test_a_conversation_among_other_text_is_seen_in_any_shard(
     records = [a_text(n) for n in range(200)]
     corpus = find_corpus(str(write_jsonl(*records[:150], a_chat(1), *records[150:])))
     tokens = sharded(corpus, tokenizer, tmp_path / "joined")
-    for number in tokens.missing():
-        tokens.write(number, nothing)
     with pytest.raises(ConfigError, match=r"data.jsonl:151: holds a conversation, but .*:1 holds"):
-        tokens.join(nothing)
+        write_and_join(tokens)

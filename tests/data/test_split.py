@@ -1,12 +1,15 @@
+"""Documents on two sides, and the masks of their tokens."""
+
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.data.indexed import IndexedTokens, write_indexed
-from harness.data.masks import NO_MASKS, Masks
+from harness.data.masks import NO_MASKS, Masks, MaskWriter, load_masks
 from harness.data.split import SIDES, Split, load_split, stores_separator, write_splits
 from harness.errors import ConfigError
 
@@ -49,14 +52,13 @@ def test_the_choice_does_not_depend_on_the_content_and_only_grows(tmp_path: Path
     assert set(documents(split(tmp_path / "other", other, 0.05)[1])) == small
 
 
-@pytest.mark.parametrize("held_out", [0.0, 1e-9, 0.5, 0.999999])
 @pytest.mark.parametrize("documents", [2, 3, 10])
-def test_each_side_has_a_document(tmp_path: Path, documents: int, held_out: float) -> None:
+def test_each_side_has_a_document(tmp_path: Path, documents: int) -> None:
     tokens = indexed(tmp_path, [[n, EOS] for n in range(documents)])
-    train, evaluated = split(tmp_path, tokens, held_out)
-    assert train.num_documents >= 1
-    assert evaluated.num_documents >= 1
-    assert train.num_documents + evaluated.num_documents == documents
+    for held_out in (0.0, 1e-9, 0.5, 0.999999):
+        sides = split(tmp_path, tokens, held_out)
+        assert min(side.num_documents for side in sides) >= 1
+        assert sum(side.num_documents for side in sides) == documents
 
 
 def test_a_lone_document_is_cut(tmp_path: Path) -> None:
@@ -84,6 +86,36 @@ def test_stored_separators_are_found(tmp_path: Path) -> None:
         stores_separator(tokens, EOS)
 
 
-def test_a_side_without_documents_would_be_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0, 0.1, 0.9, 1])
+def test_runs_are_a_value_per_token(tmp_path: Path, share: float) -> None:
+    chooser = random.Random(0)
+    writer, tokens = MaskWriter(), []
+    for _ in range(200):
+        count, masked = chooser.choice([0, 1, 2, 9]), chooser.random() < share
+        writer.add(count, masked=masked)
+        tokens += [masked] * count
+    writer.save(tmp_path / "masks.npy")
+    masks = load_masks(tmp_path / "masks.npy")
+    places = np.arange(len(tokens)).reshape(2, -1) if len(tokens) % 2 == 0 else np.arange(9)
+    assert masks.at(places).ravel().tolist() == tokens[: places.size]
+    bounds = np.arange(len(tokens) + 1)
+    assert masks.before(bounds).tolist() == [sum(tokens[:bound]) for bound in bounds]
+    # Runs are maximal, and a document without any takes no room.
+    changes = sum(a != b for a, b in zip([False, *tokens], [*tokens, False], strict=True))
+    assert len(masks.starts) == 1 + changes // 2
+
+
+def test_masks_are_plain_arrays() -> None:
+    masks = Masks(*np.array([[0, 3, 9], [0, 5, 12], [0, 2, 5]]))
+    assert masks.at(np.array([2, 3, 4, 5, 9, 11, 12])).tolist() == [0, 1, 1, 0, 1, 1, 0]
+    assert masks.before(np.array([3, 4, 9, 11, 50])).tolist() == [0, 1, 2, 4, 5]
+    assert not NO_MASKS.at(np.arange(5)).any()
+    assert not NO_MASKS.before(np.arange(5)).any()
+
+
+def test_files_that_are_not_there_or_damaged_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.npy cannot be read .*which is then built again"):
         load_split(tmp_path, "train")
+    np.save(tmp_path / "masks.npy", np.zeros((3, 0), dtype=np.int64))  # without the first run
+    with pytest.raises(ConfigError, match="which is then built again"):
+        load_masks(tmp_path / "masks.npy")
