@@ -1,23 +1,261 @@
+"""The DeepSpeed JSON: its file, its keys and their other names, changes to it, and rules."""
+
 from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness.config.ds_check import check_keys
+from harness.config.ds_file import load_ds_json, read_ds_json
 from harness.config.ds_json import DsJson, normalized
+from harness.config.ds_keys import ds_keys, literal, offloaded_to, value_of
+from harness.config.ds_names import first_name
+from harness.config.ds_rules import rules
+from harness.errors import ConfigError, Problems
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 STAGE = "zero_optimization.stage"
+ZERO: dict[str, Any] = {"zero_optimization": {}}
 
 
-def ds_json(**tree):
+def ds_json(**tree: Any) -> DsJson:
     return DsJson(tree, "ds.json")
 
 
-def test_a_value_set_on_the_command_line_is_said_to_come_from_there():
-    ds = DsJson({}, "ds.json", {STAGE, "fp16"})
-    assert ds.origin(STAGE) == ds.origin("fp16.enabled") == "command line"
-    assert ds.origin("zero_optimization.stage3_max_live_parameters") == "ds.json"
+def check(ds: DsJson) -> list[str]:
+    problems = Problems(ds.look_up)
+    check_keys(ds, problems)
+    return list(problems)
 
 
-def test_whole_numbers_become_integers_in_a_copy():
+# The file.
+
+
+def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"a": [1, {"b": 2e3}], "c": {"d": null}}')
+    assert read_ds_json(path) == {"a": [1, {"b": 2000.0}], "c": {"d": None}}
+    assert type(read_ds_json(path)["c"]) is dict
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": }', ["ds.json:1:7 is not valid JSON: Expecting value"]),
+        ('{\n "a": 1\n "b": 2}', ["ds.json:3:2 is not valid JSON: Expecting ',' delimiter"]),
+        ("", ["ds.json:1:1 is not valid JSON"]),
+        ("[1]", ["holds [1], not an object"]),
+        ('{"a": NaN}', ["NaN is not a number that JSON has"]),
+        ('{"a": -Infinity}', ["-Infinity is not a number that JSON has"]),
+        (None, ["there is no DeepSpeed JSON"]),
+        ('{"fp16": {"enabled": true, "enabled": false}, "a": 1, "a": 2, "fp16": {}}',
+         [f"ds.json has {key} 2 times in one object: keep one of them"
+          for key in ("enabled", "fp16", "a")]),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_object_is_reported_with_its_place(
+    text: str | None, expected: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_ds_json(path)
+    for problem, part in zip(caught.value.problems, expected, strict=True):
+        assert part in problem
+
+
+def test_a_folder_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_ds_json(tmp_path)
+
+
+def test_assignments_take_the_place_of_the_files_values_under_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"bfloat16": {"enabled": false}, "train_batch_size": 8}')
+    ds, problems = load_ds_json(path, ["bf16.enabled=true", "a"])
+    assert problems == ["ds.'a' is not key=value, as in train.steps=100 (command line)"]
+    assert ds.tree == {"bf16": {"enabled": True}, "train_batch_size": 8}
+    assert ds.origin("train_batch_size") == str(path)
+    assert ds.origin("bf16.enabled") == "command line"
+    assert ds.origin("zero_optimization.stage3_max_live_parameters") == str(path)
+    whole = DsJson({}, "ds.json", {"fp16"})
+    assert whole.origin("fp16.enabled") == "command line"
+
+
+# Its keys.
+
+
+def test_literal_and_value() -> None:
+    ds = {"fp16": {"enabled": "auto", "loss_scale": 8}, "gradient_clipping": None}
+    assert (literal(ds, "fp16.enabled"), value_of(ds, "fp16.enabled")) == (None, False)
+    assert (literal(ds, "fp16.loss_scale"), value_of(ds, "fp16.loss_scale")) == (8, 8)
+    assert (literal(ds, "bf16.enabled"), value_of(ds, "gradient_clipping")) == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("zero", "device"),
+    [
+        ({}, "none"),
+        ({"offload_optimizer": None}, "none"),
+        ({"offload_optimizer": {}}, "none"),
+        ({"offload_optimizer": {"device": "none"}}, "none"),
+        ({"offload_optimizer": {"device": "cpu"}}, "cpu"),
+        ({"offload_param": {"device": "cpu"}}, "none"),
+    ],
+)
+def test_where_the_optimizer_is_offloaded_to(zero: dict[str, Any], device: str) -> None:
+    assert offloaded_to({"zero_optimization": zero}, "optimizer") == device
+
+
+def test_the_table_of_keys_is_what_the_installed_deepspeed_says() -> None:
+    script = REPOSITORY / "tools" / "proofs" / "generate_ds_keys.py"
+    code = f"import runpy; print(runpy.run_path({str(script)!r})['as_text'](), end='')"
+    fresh = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert json.loads(fresh) == ds_keys()
+    size = (REPOSITORY / "harness" / "config" / "ds_keys.json").stat().st_size
+    assert size < 300 * 1024
+
+
+def test_the_table_holds_what_deepspeeds_documentation_shows() -> None:
+    """Spot checks by hand, so that a generator that finds nothing cannot pass."""
+    documented = {
+        "zero_optimization.stage3_prefetch_bucket_size": 50_000_000,
+        "zero_optimization.offload_param.max_in_cpu": 1_000_000_000,
+        "fp16.initial_scale_power": 16,
+        "bf16.check_grad_overflow": True,
+        "gradient_clipping": 1.0,
+        "activation_checkpointing.cpu_checkpointing": False,
+        "aio.queue_depth": 8,
+        "pipeline.stages": "auto",
+        "flops_profiler.module_depth": -1,
+        "wandb.project": "deepspeed",
+        "data_efficiency.seed": 1234,
+        "expert_parallel.autoep_size": 1,
+        "timers.throughput.synchronized": True,
+        "sequence_parallel_size": 1,
+    }
+    assert {key: value_of({}, key) for key in documented} == documented
+
+
+@pytest.mark.parametrize(
+    ("tree", "left", "note"),  # what the check leaves of a JSON, and its one note
+    [
+        # Both names of a key are taken.
+        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}, None),
+        ({"zero_optimization": {"max_live_parameters": 1e9, "max_reuse_distance": "auto"}},
+         {"zero_optimization": {"stage3_max_live_parameters": 10**9,
+                                "stage3_max_reuse_distance": "auto"}}, None),
+        ({"zero_optimization": {"gather_16bit_weights_on_model_save": True}},
+         {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}, None),
+        ({"tensor_parallel": {"tensor_parallel": {}}}, {"tensor_parallel": {"tp": {}}}, None),
+        # Old keys, as DeepSpeed reads them.
+        ({"zero_optimization": {"cpu_offload": True}},
+         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+         'read as "offload_optimizer": {"device": "cpu"}'),
+        ({"zero_optimization": {"cpu_offload_param": True}},
+         {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+         'read as "offload_param": {"device": "cpu"}'),
+        ({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
+         {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
+         '"stage3_gather_16bit_weights_on_model_save": true'),
+        ({"zero_optimization": {"cpu_offload_use_pin_memory": True}}, ZERO, "left out, an old key"),
+        ({"zero_optimization": {"cpu_offload": False}}, ZERO, None),
+        # What was removed, and is off.
+        *(({**off, "train_batch_size": 4}, {"train_batch_size": 4},
+           f"{', '.join(off)} (ds.json): left out, DeepSpeed has removed it, and it is off")
+          for off in (
+              {"compression_training": {"weight_quantization": {"shared_parameters": {
+                  "enabled": False}}}},
+              {"amp": {"enabled": False, "opt_level": "O1"}},
+              {"amp": {"enabled": "auto", "opt_level": "auto"}},
+              {"curriculum_learning": {"enabled": False, "params": {"x": 1}}},
+              {"sparse_gradients": False},
+              {"eigenvalue": {"enabled": False}, "progressive_layer_drop": {"enabled": False}},
+          )),
+        ({"_comment": "stage 2", "// author": "me", "fp16": {"_why": 1, "enabled": False},
+          "optimizer": {"type": "AdamW", "params": {"#": "x"}}},
+         {"fp16": {"enabled": False}, "optimizer": {"type": "AdamW", "params": {}}},
+         "_comment, // author, fp16._why, optimizer.params.# (ds.json): a comment"),
+        # Keys that never did anything.
+        ({"bf16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1}},
+         {"bf16": {"enabled": "auto"}},
+         "bf16.loss_scale, bf16.hysteresis, bf16.min_loss_scale (ds.json): left out, bf16 has no "
+         "loss scale"),
+        # What people write.
+        ({"train_batch_size": 48.0, "gradient_clipping": 1,
+          "flops_profiler": {"enabled": True, "module_depth": -1},
+          "zero_optimization": {"stage": 3, "overlap_comm": "auto", "offload_param": None,
+                                "reduce_bucket_size": 5e8},
+          "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "anything": [1]}}}, None, None),
+    ],
+)  # fmt: skip
+def test_a_json_is_read_as_deepspeed_reads_it(
+    tree: dict[str, Any], left: dict[str, Any] | None, note: str | None
+) -> None:
+    ds = DsJson(tree, "ds.json")
+    assert check(ds) == []
+    assert ds.tree == (tree if left is None else left)
+    messages = [event["message"] for event in ds.events]
+    assert len(messages) == (note is not None)
+    assert note is None or note in messages[0]
+
+
+def test_every_other_name_of_a_key_leads_to_it() -> None:
+    def others(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+        for name, node in section.get("keys", {}).items():
+            if "same_as" in node:
+                yield prefix + name, prefix + node["same_as"]
+            yield from others(node, f"{prefix}{name}.")
+
+    pairs = dict(others(ds_keys()))
+    assert len(pairs) > 10
+    assert {name: first_name(name) for name in pairs} == pairs
+
+
+@pytest.mark.parametrize(
+    ("tree", "start", "end"),
+    [
+        ({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2}},
+         "zero_optimization.stage3_max_live_parameters and zero_optimization.max_live_parameters "
+         "(ds.json) are one key", ": keep one of them"),
+        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
+         "zero_optimization.cpu_offload (ds.json) is an old key", ""),
+        ({f"qqq{n}": n for n in range(12)},
+         "12 keys (ds.json) are none that DeepSpeed knows: qqq0, qqq1, ", " and 4 more"),
+        *(({key: {"enabled": True}}, f"{key} (ds.json): {node['removed']}", "")
+          for key, node in ds_keys()["keys"].items() if "removed" in node),
+    ],
+)  # fmt: skip
+def test_what_a_file_alone_can_get_wrong(tree: dict[str, Any], start: str, end: str) -> None:
+    (problem,) = check(DsJson(tree, "ds.json"))
+    assert problem.startswith(start)
+    assert "removed" not in problem or "Remove it" in problem
+    assert problem.endswith(end)
+
+
+def test_what_is_wrong_is_taken_out_and_the_rest_stays() -> None:
+    tree = {"fp16": {"enabled": 1, "loss_scale": 8}, "zero_optimization": {"stage": 2}, "x": 1}
+    ds = DsJson(tree, "ds.json", {STAGE})
+    first, *more = check(ds)
+    assert first.startswith("fp16.enabled is 1 (ds.json): it must be boolean")
+    assert len(more) == 1
+    assert ds.rejected == {"fp16.enabled", "x"}
+    assert ds.tree == {"fp16": {"loss_scale": 8}, "zero_optimization": {"stage": 2}}
+
+
+# Changes to it.
+
+
+def test_whole_numbers_become_integers_in_a_copy() -> None:
     tree = {"a": {"b": 5e8, "c": [1.0, 0.5]}, "d": float("inf"), "e": True}
     copy = normalized(tree)
     assert copy == tree
@@ -25,30 +263,25 @@ def test_whole_numbers_become_integers_in_a_copy():
     assert copy["a"] is not tree["a"]
 
 
-def test_a_value_set_instead_of_another_is_an_event():
-    ds = ds_json(zero_optimization={"stage": 0})
+@pytest.mark.parametrize("tree", [{"zero_optimization": {"stage": 0}}, {}])
+def test_a_value_set_instead_of_another_or_of_a_default_is_an_event(tree: dict[str, Any]) -> None:
+    ds = DsJson(tree, "ds.json")
     ds.set(STAGE, 1, "0 is wrong")
     message = f"{STAGE} is 1, not 0 (ds.json): 0 is wrong"
     event = {"kind": "changed", "json_key": STAGE, "was": 0, "value": 1, "message": message}
     assert ds.events == [event]
     assert ds.value(STAGE) == 1
-    assert ds.given == {"zero_optimization": {"stage": 0}}
-
-
-def test_a_default_set_to_another_value_is_an_event():
-    ds = ds_json()
-    ds.set(STAGE, 1, "the default is wrong")
-    assert [(event["was"], event["value"]) for event in ds.events] == [(0, 1)]
+    assert ds.given == tree
 
 
 @pytest.mark.parametrize("tree", [{}, {"train_batch_size": "auto"}, {"train_batch_size": 8}])
-def test_a_value_filled_in_for_auto_or_nothing_is_no_event(tree):
-    ds = ds_json(**tree)
+def test_a_value_filled_in_for_auto_or_nothing_is_no_event(tree: dict[str, Any]) -> None:
+    ds = DsJson(tree, "ds.json")
     ds.fill("train_batch_size", 8)
     assert (ds.literal("train_batch_size"), ds.events) == (8, [])
 
 
-def test_every_literal_that_a_filled_in_section_changes_is_an_event():
+def test_every_literal_that_a_filled_in_section_changes_is_an_event() -> None:
     ds = ds_json(optimizer={"type": "Adam", "params": {"lr": "auto", "eps": 1, "foreach": True}})
     ds.fill("optimizer", {"type": "AdamW", "params": {"lr": 2, "eps": 1}}, "ours")
     assert [event["message"] for event in ds.events] == [
@@ -57,7 +290,7 @@ def test_every_literal_that_a_filled_in_section_changes_is_an_event():
     ]
 
 
-def test_keys_left_out_for_one_reason_share_a_note():
+def test_keys_left_out_for_one_reason_share_a_note() -> None:
     ds = ds_json(_a=1, _b=2, fp16={"_c": 3, "enabled": True})
     for key in ("_a", "_b", "fp16._c", "absent"):
         ds.remove(key, "a comment")
@@ -65,13 +298,13 @@ def test_keys_left_out_for_one_reason_share_a_note():
     assert ds.tree == {"fp16": {"enabled": True}}
 
 
-def test_a_key_with_a_dot_in_its_name_is_not_the_key_that_it_looks_like():
+def test_a_key_with_a_dot_in_its_name_is_not_the_key_that_it_looks_like() -> None:
     ds = DsJson({STAGE: 2, "zero_optimization": {"stage": 3}}, "ds.json")
     ds.reject(STAGE)
     assert ds.tree == {"zero_optimization": {"stage": 3}}
 
 
-def test_auto():
+def test_auto() -> None:
     ds = ds_json(fp16="auto", bf16={"enabled": "auto"}, train_batch_size=1)
     keys = ("fp16", "fp16.enabled", "bf16.enabled", "train_batch_size", "steps_per_print")
     assert [ds.is_auto(key) for key in keys] == [True, False, True, False, False]
@@ -79,7 +312,16 @@ def test_auto():
     assert (ds.tree["bf16"], ds.events) == ({}, [])
 
 
-def test_the_resolved_copy_is_nobody_elses():
+def test_the_resolved_copy_is_nobody_elses() -> None:
     ds = ds_json(fp16={"enabled": True})
     ds.resolved()["fp16"]["enabled"] = False
     assert ds.value("fp16.enabled") is True
+
+
+def test_every_rule_of_refusal_is_about_keys_that_deepspeed_knows() -> None:
+    for rule in rules():
+        assert rule.keys() <= {"key", "why", "when", "unless", "on", "instead"}
+        conditions = {**rule.get("when", {}), **rule.get("unless", {})}
+        assert conditions, rule
+        for key in (rule["key"], *conditions):
+            value_of({}, key)

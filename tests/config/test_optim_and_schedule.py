@@ -6,8 +6,6 @@ import math
 from itertools import pairwise
 
 import pytest
-import torch
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 from harness.config.optim_and_schedule import DECAYS, OptimConfig, Schedule
 
@@ -70,6 +68,9 @@ def test_inverse_square_roots_fall_with_the_step_however_long_the_run() -> None:
 
 @pytest.mark.parametrize(("cycles", "growth", "first"), [(1, 1, 100), (4, 1, 25), (2, 3, 25)])
 def test_warm_restarts_are_torchs(cycles: int, growth: int, first: int) -> None:
+    import torch
+    from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
+
     schedule = schedule_of(
         "cosine_restarts",
         1e-3,

@@ -1,25 +1,50 @@
+"""The run config: assignments, bounds, precedence, and reports of what cannot be read."""
+
 from __future__ import annotations
 
+import json
+import os
 import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from harness.config.assignments import (
+    assign,
+    assign_all,
+    did_you_mean,
+    flat,
+    parse_assignment,
+    parse_value,
+)
+from harness.config.bounds import MAX_DEPTH, beyond_bounds, parsed_toml
 from harness.config.curriculum import Curriculum
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import load_run_config
-from harness.errors import ConfigError
+from harness.errors import ConfigError, shortened
+from harness.plan.command import parse_command, plan_from
+
+CPU = {"DS_ACCELERATOR": "cpu"}
 
 
-def problems_of(path, *assignments):
+def problems_of(path: Path | None, *words: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_run_config(path, assignments)
+        load_run_config(path, words)
     return caught.value.problems
 
 
+def report_of(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan_from(parse_command(argv), CPU)
+    return str(caught.value)
+
+
 @pytest.fixture
-def toml(tmp_path):
-    def write(text):
+def toml(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
         path = tmp_path / "run.toml"
         path.write_text(text)
         return path
@@ -27,127 +52,257 @@ def toml(tmp_path):
     return write
 
 
-def test_precedence_is_default_then_file_then_command_line(toml):
-    path = toml("[optim]\nlr = 1e-3\nwarmup_steps = 5\n")
-    run = load_run_config(path, ["optim.lr=5e-4"])
+# Assignments.
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("[0.9, 0.99]", [0.9, 0.99]),
+        ("{factor = 2.0}", {"factor": 2.0}),
+        ('"3"', "3"),
+        *((text, text) for text in ("gpt2-124m", "/data/corpus=1.jsonl", "True", "2024-01-01", "")),
+        ("3\nother = 4", "3\nother = 4"),
+    ],
+)
+def test_value_is_toml_or_the_word_itself(text: str, value: Any) -> None:
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+    assert parse_assignment(f"data.path=a={text}") == ("data.path", f"a={text}")
+
+
+@pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", "train.=3", "--steps"])
+def test_what_is_no_assignment_says_so(text: str) -> None:
+    with pytest.raises(ValueError, match="is not key=value"):
+        parse_assignment(text)
+
+
+def test_assign_makes_the_tables_on_the_way_and_replaces_no_value() -> None:
+    tree = {"a": {"x": 1}}
+    assign(tree, "a.b.c", 2)
+    assert tree == {"a": {"x": 1, "b": {"c": 2}}}
+    with pytest.raises(ValueError, match=r"a\.x\.y cannot be set: a\.x is 1"):
+        assign(tree, "a.x.y", 2)
+    assert list(flat({"a": {"b": 1, "c": {}}, "d": [2]})) == [("a.b", 1), ("a.c", {}), ("d", [2])]
+
+
+def test_every_mistake_is_told_and_the_rest_is_assigned() -> None:
+    tree: dict[str, Any] = {"zero_optimization": {"stage": 1}, "train_batch_size": 4}
+    texts = ["zero_optimization.stage=3", "bf16.enabled=auto", "x", "train_batch_size.y=1"]
+    keys, problems = assign_all(tree, texts)
+    assert keys == ["zero_optimization.stage", "bf16.enabled"]
+    assert tree["zero_optimization"] == {"stage": 3}
+    assert tree["bf16"] == {"enabled": "auto"}
+    assert len(problems) == 2
+    assert problems[1] == "train_batch_size.y cannot be set: train_batch_size is 4 (command line)"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        *(("optim.ler", "optim.lr"), ("lr", "optim.lr"), ("model.lr", "optim.lr")),
+        *(("train.stpes", "train.steps"), ("optin.name", "optim.name")),
+        *(("modle.name", "model.name"), ("batch_size", "train.global_batch or train.micro_batch")),
+        *(("one_of_three_batch", None), ("optim.qqq", None), ("qqq", None)),
+    ],
+)
+def test_nearest_name(word: str, meant: str | None) -> None:
+    names = ["train.steps", "train.seed", "optim.lr", "optim.name", "optim.eps", "model.name"]
+    names += ["train.global_batch", "train.micro_batch"]
+    assert did_you_mean(word, names) == (f"; did you mean {meant}?" if meant else "")
+
+
+# Bounds.
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("tree", "beyond"),
+    [
+        ({"a": nested(5), "b": {"c": 2**63 - 1}}, None),
+        ({"a": nested(MAX_DEPTH + 1)}, "a is nested more than 64 deep"),
+        ({"a": {"b": nested(100_000)}}, "a.b is nested more than 64 deep"),
+        ({"a": [1, -(2**70)]}, "a is an integer of more than 64 bits"),
+        ({"a": 16**6000}, "a is an integer of more than 64 bits"),
+        ({"a": "\udcff"}, "a has bytes that are not UTF-8"),
+        ({"a": {"\udcff": 1}}, "a key in a has bytes that are not UTF-8"),
+        ({"a": "x\0"}, "a has a null character"),
+    ],
+)
+def test_what_is_beyond_the_bounds_of_a_config(tree: Any, beyond: str | None) -> None:
+    assert beyond_bounds(tree) == beyond
+
+
+@pytest.mark.parametrize(
+    "text", [".".join("a" * 10**6), "[" + ".".join("a" * 70) + "]", "x = {" + "a ." * 70 + "a = 1}"]
+)
+def test_a_key_of_too_many_parts_is_not_parsed(text: str) -> None:
+    with pytest.raises(ValueError, match="more than 64 parts"):
+        parsed_toml(text)
+
+
+def test_long_texts_are_read_and_shown_without_their_middle() -> None:
+    assert parsed_toml(f'a = "{"b" * 10**6}"\n[c.d]\ne.f = 1')["c"] == {"d": {"e": {"f": 1}}}
+    assert shortened("abc") == "'abc'"
+    assert len(shortened("a" * 10**6)) < 400
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("run.dir=" + "a" * 300, "255 bytes at most"),
+        ("data.path=" + "a/" * 3000, "4,095 bytes at most"),
+        ("model.name=" + "m" * 300, "255 bytes at most"),
+        ('data.path="a\\u0000b"', "data.path has a null character (command line)"),
+        ("run.dir=a\udcff", "run.dir has bytes that are not UTF-8 (command line)"),
+        ("train.steps=" + "9" * 5000, "train.steps is 99999999999999999999..., too large"),
+        ("train.steps=0x" + "f" * 5000, "train.steps is an integer of more than 64 bits"),
+        ("ds.gradient_accumulation_steps=1" + "0" * 30, "an integer of more than 64 bits"),
+        ("optim.betas=" + "[" * 2000, "optim.betas is [[[[[[[[[[[[[[[[[[[[..., too large or too"),
+        ("optim.betas=" + "[" * 90 + "]" * 90, "optim.betas is nested more than 64 deep"),
+        (".".join(["a"] * 3000) + "=1", "a... has 3,000 parts"),
+        ("ds." + ".".join(["a"] * 3000) + "=1", "a... has 3,000 parts"),
+    ],
+)
+def test_a_value_that_nobody_means_is_one_short_report(word: str, message: str) -> None:
+    report = report_of(word)
+    assert message in report
+    assert len(report) < 2_100
+
+
+@pytest.mark.parametrize("option", ["--config", "--deepspeed"])
+def test_a_config_is_a_small_regular_file(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**40)
+    assert "is a device, not a file" in report_of(option, "/dev/zero")
+    assert "is a pipe, not a file" in report_of(option, str(tmp_path / "pipe"))
+    assert "more than the 4194304" in report_of(option, str(tmp_path / "large"))
+    for path in ("~nosuchuser/x", "/" + "x" * 300):
+        with pytest.raises(SystemExit, match="2"):
+            parse_command([option, path])
+        assert f"argument {option}: '{path[:60]}': " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depth", [90, 5_000, 100_000])
+def test_a_deep_file_is_refused(tmp_path: Path, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    (tmp_path / "deep.json").write_text(f'{{"a": {deep}}}')
+    (tmp_path / "deep.toml").write_text(f"[optim]\nbetas = {deep}\n")
+    (tmp_path / "dots.toml").write_text(".".join(["a"] * depth) + " = 1\n")
+    (tmp_path / "config.json").write_text(f'{{"model_type": {deep}}}')
+    assert "deep" in report_of("--deepspeed", str(tmp_path / "deep.json"))
+    for name in ("deep.toml", "dots.toml"):
+        assert "deep" in report_of("--config", str(tmp_path / name))
+    assert "deep" in report_of(f"model.name={tmp_path}")
+
+
+def test_thousands_of_digits_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[train]\nsteps = " + "9" * 5000)
+    (tmp_path / "a.json").write_text('{"train_batch_size": ' + "9" * 5000 + "}")
+    assert "cannot be read" in report_of("--config", str(tmp_path / "a.toml"))
+    assert "cannot be read" in report_of("--deepspeed", str(tmp_path / "a.json"))
+
+
+def test_a_model_folder_of_a_run_without_its_model(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    assert "plan.json holds no model" in report_of(f"model.name={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.global_batch=1000000000"],
+        ["train.global_batch=2147483647"],
+        ["train.steps=9007199254740992"],
+        ["train.tokens=9007199254740992"],
+        ["eval.samples=9007199254740992"],
+        ["model.overrides.vocab_size=9000000000000000000"],
+        ["train.seed=9223372036854775807"],
+        ["optim.schedule=cosine_restarts", "optim.cycles=10000"],
+    ],
+)
+def test_what_is_large_but_possible_is_planned_in_no_time(words: list[str]) -> None:
+    plan = plan_from(parse_command(words), CPU)
+    recorded = json.loads(json.dumps(plan.to_json()))
+    assert recorded["run_set"].keys() >= {word.split("=")[0] for word in words}
+
+
+# The file and the command line.
+
+
+def test_a_value_knows_where_it_came_from(toml: Callable[[str], Path]) -> None:
+    path = toml("# a comment\ntrain.seed = 0\n[optim]\nlr = 1e-3\nwarmup_steps = 5\n[data]\n")
+    run = load_run_config(path, ["optim.lr=5e-4", "model.overrides.num_hidden_layers=2"])
     assert (run.optim.lr, run.optim.warmup_steps, run.optim.weight_decay) == (5e-4, 5, 0.1)
+    assert run.origin("optim.lr") == "command line"
+    assert run.origin("optim.warmup_steps") == str(path)
+    assert run.origin("optim.weight_decay") == "default"
+    # Told from a default of the same value.
+    keys = {"train.seed", "optim.lr", "optim.warmup_steps", "model.overrides"}
+    assert {key for key in known_keys() if run.is_set(key)} == keys
 
 
-def test_a_value_knows_where_it_came_from(toml):
-    path = toml("# a comment\n[optim]\nlr = 1e-3\n\n[data]\nseq_len = 64\ntokenizer = 'a'\n")
-    run = load_run_config(path, ["data.seq_len=32", "model.overrides.num_hidden_layers=2"])
-    assert run.origin("optim.lr") == str(path)
-    assert run.origin("data.tokenizer") == str(path)
-    assert run.origin("data.seq_len") == "command line"
-    assert run.origin("train.seed") == "default"
-
-
-def test_what_the_user_set_is_told_from_a_default_of_the_same_value(toml):
-    run = load_run_config(toml("train.seed = 0\n[optim]\nlr = 2e-3\n"), ["eval.every=50"])
-    set_keys = {key for key in known_keys() if run.is_set(key)}
-    assert set_keys == {"train.seed", "optim.lr", "eval.every"}
-
-
-@pytest.mark.parametrize(
-    ("assignment", "expected"),
-    [
-        ("optim.lr=nan", "optim.lr is nan (command line): it must be a finite number"),
-        ("optim.lr=inf", "optim.lr is inf (command line): it must be a finite number"),
-        ("optim.lr=-1", "optim.lr is -1 (command line): it must be greater than 0"),
-        ("optim.lr=fast", "optim.lr is 'fast' (command line): it must be a valid number"),
-        ("train.steps=1.5", "train.steps is 1.5 (command line): it must be a valid integer"),
-        ("train.steps=true", "train.steps is True (command line): it must be a valid integer"),
-        (
-            "train.steps=-1",
-            "train.steps is -1 (command line): it must be greater than or equal to 0",
-        ),
-        ("train.global_batch=-48", "train.global_batch is -48 (command line): it must be greater"),
-        ("save.export=1", "save.export is 1 (command line): it must be a valid boolean, true or"),
-        ("optim.betas=[0.9, 1.5]", "optim.betas.1 is 1.5 (command line): it must be less than 1"),
-        (
-            "optim.betas=0.9",
-            "optim.betas is 0.9 (command line): it must be a valid tuple, as in [0.9, 0.95]",
-        ),
-        ("optim.name=lio", "optim.name is 'lio' (command line): it must be 'adamw', 'adam', 'sgd'"),
-        ("model.dropout=nan", "model.dropout is nan (command line): it must be a finite number"),
-        ("model.name=", "model.name is '' (command line): String should have at least 1 character"),
-        ("model=tiny", "model is 'tiny' (command line): it must be a valid dictionary"),
-        ("data.held_out=1.0", "data.held_out is 1.0 (command line): it must be less than 1"),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_origin(assignment, expected):
-    (problem,) = problems_of(None, assignment)
-    assert problem.startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("unknown", "meant"),
-    [
-        ("optim.weigth_decay=1", "optim.weight_decay"),
-        ("optim.warmup_step=1", "optim.warmup_steps"),
-        ("trian=1", "train"),
-        ("lr=1", "optim.lr"),
-    ],
-)
-def test_an_unknown_key_comes_with_the_nearest_name(unknown, meant):
-    (problem,) = problems_of(None, unknown)
-    key = unknown.partition("=")[0]
-    assert problem == (
-        f"{key} (command line) is not a key of the run config; did you mean {meant}?"
-    )
-
-
-def test_every_mistake_is_in_one_report(toml):
-    path = toml("[train]\nsteps = 10\ntokens = 100\n[optim]\nlr = -1\nbeta = 1\n[evals]\nevery=1\n")
-    problems = problems_of(path, "data.seq_len=abc", "nonsense", "optim.eps=nan")
-    mistakes = ("nonsense", "train.steps and train.tokens", "optim.lr", "optim.beta ", "evals ")
-    for what in (*mistakes, "data.seq_len", "optim.eps"):
-        assert sum(what in problem for problem in problems) == 1, what
-    assert len(problems) == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[train\nsteps = 1\n", "run.toml:1 is not valid TOML"),
-        ("[train]\nsteps = \n", "run.toml:2 is not valid TOML"),
-        ("[train]\nsteps = 1\nsteps = 2\n", "run.toml:3 is not valid TOML: Cannot overwrite"),
-    ],
-)
-def test_broken_toml_is_reported_with_file_and_line(toml, text, expected):
-    (problem,) = problems_of(toml(text))
-    assert expected in problem
-
-
-def test_a_missing_and_an_unreadable_file(tmp_path):
-    (problem,) = problems_of(tmp_path / "none.toml")
-    assert "there is no run config" in problem
-    (tmp_path / "latin.toml").write_bytes(b"[run]\ndir = '\xe9'\n")
-    (problem,) = problems_of(tmp_path / "latin.toml")
-    assert "cannot be read" in problem
-    (problem,) = problems_of(tmp_path)
-    assert "cannot be read" in problem
-
-
-def test_the_command_line_displaces_the_files_other_length(toml):
+def test_a_key_from_the_command_line_displaces_the_files_length(
+    toml: Callable[[str], Path],
+) -> None:
     run = load_run_config(toml("[train]\ntokens = 1000\n"), ["train.steps=7"])
     assert (run.train.steps, run.train.tokens) == (7, None)
+    assert load_run_config(None, ["layout.verify=false"]).layout.verify is False
 
 
-def test_two_lengths_on_the_command_line_are_a_conflict():
-    (problem,) = problems_of(None, "train.steps=7", "train.epochs=1.0")
-    assert problem.startswith("train.steps and train.epochs exclude each other")
-    assert problem.endswith("(command line)")
-
-
-def test_clipping_by_value_excludes_only_a_norm_that_the_user_set(toml):
+def test_clipping_by_value_excludes_only_a_norm_that_the_user_set(
+    toml: Callable[[str], Path],
+) -> None:
     assert load_run_config(None, ["optim.clip_value=0.5"]).optim.clip_value == 0.5
     (problem,) = problems_of(toml("[optim]\nclip_value = 0.5\nclip_norm = 1.0\n"))
     assert problem.startswith("optim.clip_norm and optim.clip_value exclude each other")
 
 
+def test_every_mistake_is_in_one_report(toml: Callable[[str], Path]) -> None:
+    path = toml("[train]\nsteps = 10\ntokens = 100\n[optim]\nlr = -1\nbeta = 1\n[evals]\nevery=1\n")
+    problems = problems_of(path, "data.seq_len=abc", "nonsense", "optim.eps=nan")
+    mistakes = ("nonsense", "train.steps and train.tokens", "optim.lr", "optim.beta ", "evals ")
+    for part in (*mistakes, "data.seq_len", "optim.eps"):
+        assert sum(part in problem for problem in problems) == 1, part
+    assert len(problems) == 7
+
+
 @pytest.mark.parametrize(
-    ("assignments", "steps"),
+    ("content", "expected"),
+    [
+        (b"[train\nsteps = 1\n", "run.toml:1 is not valid TOML"),
+        (b"[train]\nsteps = \n", "run.toml:2 is not valid TOML"),
+        (b"[train]\nsteps = 1\nsteps = 2\n", "run.toml:3 is not valid TOML: Cannot overwrite"),
+        (b"[run]\ndir = '\xe9'\n", "cannot be read"),
+        (None, "there is no run config"),
+    ],
+)
+def test_a_broken_file_is_reported_with_its_line(
+    tmp_path: Path, content: bytes | None, expected: str
+) -> None:
+    if content is not None:
+        (tmp_path / "run.toml").write_bytes(content)
+    (problem,) = problems_of(tmp_path / "run.toml")
+    assert expected in problem
+    (problem,) = problems_of(tmp_path)
+    assert "cannot be read" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
     [
         ([], 100),
         (["train.steps=7"], 7),
@@ -157,65 +312,42 @@ def test_clipping_by_value_excludes_only_a_norm_that_the_user_set(toml):
         (["train.epochs=1.5"], None),
     ],
 )
-def test_length_of_the_run_in_steps(assignments, steps):
-    assert load_run_config(None, assignments).train.num_steps(Curriculum(2), 50) == steps
+def test_length_of_the_run_in_steps(words: list[str], steps: int | None) -> None:
+    assert load_run_config(None, words).train.num_steps(Curriculum(2), 50) == steps
 
 
-def test_a_config_cannot_be_changed():
-    with pytest.raises(ValueError, match="frozen"):
-        RunConfig().optim.lr = 1.0
-
-
-def test_every_field_says_what_it_is():
-    for section in RunConfig.model_fields.values():
-        annotation = typing.cast(type[BaseModel], section.annotation)
-        assert annotation.__doc__
-        for name, field in annotation.model_fields.items():
-            assert field.description, name
+def test_a_tilde_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    keys = ("run.dir", "data.path", "data.tokenizer", "data.cache_dir")
+    words = [f"{key}=~/x" for key in keys]
+    plan = plan_from(parse_command(["--deepspeed=~/ds.json", *words]), CPU)
+    assert plan.zero_stage == 2
+    assert {plan.config.get(key) for key in keys} == {f"{tmp_path}/x"}
+    assert load_run_config(None).run.dir is None
 
 
 @pytest.mark.parametrize("text", ["optim.lr,data.path", "[optim.lr, data.path]"])
-def test_keys_that_may_change_need_no_quotes(text):
+def test_keys_that_may_change_need_no_quotes(text: str) -> None:
     """A shell takes the quotes of a list away."""
     run = RunConfig.model_validate({"resume": {"allow": text}})
     assert run.resume.allow == ["optim.lr", "data.path"]
 
 
-def test_every_key_is_described_with_its_default():
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().optim.lr = 1.0
+
+
+def test_every_key_is_described_with_its_default() -> None:
+    for section in RunConfig.model_fields.values():
+        annotation = typing.cast(type[BaseModel], section.annotation)
+        assert annotation.__doc__
+        for name, field in annotation.model_fields.items():
+            assert field.description, name
     first, *sections = keys_as_text().split("\n\n")
     lines = [line for section in sections for line in section.splitlines()[1:]]
     assert [line.partition(" = ")[0] for line in lines] == known_keys()
     assert [line for line in first.splitlines() if line in lines] == first.splitlines()[1:]
     assert any(line.startswith("train.global_batch = 48 ") for line in lines)
     assert all(line.endswith(".") for line in lines)
-
-
-def test_run_dir_may_begin_with_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert load_run_config(None, ["run.dir=~/x"]).run.dir == "/home/me/x"
-    assert load_run_config(None).run.dir is None
-    with pytest.raises(ConfigError, match=r"run\.dir is '~nobody-here/x'"):
-        load_run_config(None, ["run.dir=~nobody-here/x"])
-
-
-def test_a_key_like_no_other_has_no_hint():
-    with pytest.raises(ConfigError) as caught:
-        load_run_config(None, ["zzz.rank=8", "optim.zzz=1"])
-    assert caught.value.problems == [
-        f"{key} (command line) is not a key of the run config" for key in ("optim.zzz", "zzz")
-    ]
-
-
-def test_many_unknown_keys_are_one_line_with_a_count():
-    with pytest.raises(ConfigError) as caught:
-        load_run_config(None, [f"qqq{n}=1" for n in range(12)])
-    (problem,) = caught.value.problems
-    assert problem.startswith("12 keys (command line) are none of the run config: qqq0, qqq1, ")
-    assert problem.endswith(" and 4 more")
-
-
-def test_a_key_that_moved_is_refused_with_its_new_name() -> None:
-    with pytest.raises(ConfigError, match=r"write layout\.verify for pipeline\.verify") as raised:
-        load_run_config(None, ["pipeline.verify=false"])
-    assert len(raised.value.problems) == 1
-    assert load_run_config(None, ["layout.verify=false"]).layout.verify is False
