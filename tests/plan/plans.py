@@ -52,7 +52,9 @@ class Planner:
         path.write_text(json.dumps(config))
         return path
 
-    def __call__(self, line: str, ds: Mapping[str, Any] | None = None, estimate: bool = True) -> Plan:
+    def __call__(
+        self, line: str, ds: Mapping[str, Any] | None = None, *, estimate: bool = True
+    ) -> Plan:
         """Plan a line, with a JSON below its words; without an `estimate` nothing is traced."""
         words = shlex.split(re.sub(r"\$(\w+)", rf"{self._folder}/\1", line))
         machine = dict(word.split("=") for word in words if word.startswith(("RANKS", "GPU=")))

@@ -1,4 +1,4 @@
-"""JSONs as people have them, trained on two ranks: what the plan says of them is so."""
+"""On two ranks: JSONs train as their plans say, and a refusal is one report on every rank."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from typing import Any
 import pytest
 
 from harness.runfolder import RunFolder
+from tests.engine.small import MODEL
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events
 from tools.proofs.zygote import Zygote
 
-pytestmark = pytest.mark.slow
-BF16_STATES = {
-    "enabled": True,
-    "bf16_master_weights_and_grads": True,
-    "bf16_optimizer_states": True,
-}
+BF16 = {"enabled": True}
+BF16_STATES = {**BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 def trained(
     zygote: Zygote, folder: Path, data: list[str], ds: dict[str, Any]
 ) -> tuple[list[float], RunFolder]:
-    """The losses of three steps with a JSON."""
+    """Return the losses of three steps with a JSON."""
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(ds))
     words = [*SMALL_MODEL, *SHORT_RUN, "train.steps=3", "ds.bf16.enabled=true"]
@@ -34,6 +31,7 @@ def trained(
     return [line["loss"] for line in run.read_metrics() if line.get("loss") is not None], run
 
 
+@pytest.mark.gate("plan")
 def test_torch_autocast_to_bf16_over_bf16_changes_nothing(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
@@ -49,28 +47,36 @@ def test_torch_autocast_to_bf16_over_bf16_changes_nothing(
     assert with_autocast == losses
 
 
+@pytest.mark.gate("plan")
 def test_stage_0_in_bf16_is_stage_1_and_an_event(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
-    losses, run = trained(
-        zygote,
-        tmp_path / "zero",
-        data,
-        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
-    )
+    ds = {"bf16": BF16, "zero_optimization": {"stage": 0}}
+    losses, run = trained(zygote, tmp_path / "zero", data, ds)
     (event,) = events(run, "changed")
     assert event["json_key"] == "zero_optimization.stage"
-    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    assert losses == trained(zygote, tmp_path / "one", data, bf16)[0]
+    ds = {"bf16": BF16, "zero_optimization": {"stage": 1}}
+    assert losses == trained(zygote, tmp_path / "one", data, ds)[0]
 
 
-def test_a_model_that_transformers_cannot_build_is_one_report_on_every_rank(
-    zygote: Zygote, data: list[str], tmp_path: Path
+@pytest.mark.parametrize("mistake", ["a value that transformers refuses", "a pointer for weights"])
+def test_what_only_a_run_finds_is_one_report_on_every_rank_before_anything_is_built(
+    mistake: str, zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
     words = [*data, *SMALL_MODEL, *SHORT_RUN, f"run.dir={tmp_path / 'run'}"]
-    ended = zygote.run([*words, "model.overrides.hidden_act=silu_"], tmp_path / "logs")
+    if mistake == "a pointer for weights":
+        pointer = tmp_path / "model.safetensors"
+        (tmp_path / "config.json").write_text(json.dumps(MODEL))
+        pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n")
+        words = [word for word in words if not word.startswith("model.")]
+        words += [f"model.name={tmp_path}", f"model.init_from={tmp_path}"]
+        expected = f"{pointer} has {pointer.stat().st_size} bytes"
+    else:
+        words += ["model.overrides.hidden_act=silu_"]
+        expected = "cannot train: model.name=tiny: transformers cannot build it"
+    ended = zygote.run(words, tmp_path / "logs")
     assert ended.codes == [2, 2], ended.output
     for output in ended.outputs:
-        assert "cannot train: model.name=tiny: transformers cannot build it" in output
+        assert expected in output
         assert "Traceback" not in output
     assert not (tmp_path / "run").exists()

@@ -40,30 +40,17 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_a_folder_with_room_is_taken(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_hold_the_states_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert swap_problems(plan(tmp_path)) == []
-
-
-@pytest.mark.usefixtures("anywhere")
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (problem,) = swap_problems(plan(tmp_path / "none"))
     assert f"offload_optimizer.nvme_path is {tmp_path / 'none'}, which is no folder" in problem
     assert "set ds.zero_optimization.offload_optimizer.nvme_path to a folder" in problem
-
-
-@pytest.mark.usefixtures("anywhere")
-def test_a_folder_without_leave_to_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(swap_space.os, "access", lambda *_: False)  # root may write anywhere
-    (problem,) = swap_problems(plan(tmp_path))
-    assert "where this user may not write" in problem
-
-
-@pytest.mark.usefixtures("anywhere")
-def test_a_drive_that_is_too_small_is_refused_with_both_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with monkeypatch.context() as here:
+        here.setattr(swap_space.os, "access", lambda *_: False)  # root may write anywhere
+        (problem,) = swap_problems(plan(tmp_path))
+        assert "where this user may not write" in problem
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
     (problem,) = swap_problems(plan(tmp_path))
     # Master weights, moments and gradients of 5,015,232 parameters, 16 bytes each.
@@ -89,7 +76,7 @@ def test_nothing_is_asked_of_runs_without_a_drive(
     assert len(swap_problems(unknown)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow("Two tables train; and it runs with NVME=1 alone.")
 @pytest.mark.skipif(not has_libaio(), reason="libaio is not here")
 @pytest.mark.skipif("NVME" not in os.environ, reason="NVME=1 compiles the reads and writes: 8 min")
 def test_states_in_files_change_nothing_and_are_saved() -> None:

@@ -3,99 +3,85 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from harness.errors import ConfigError
-from harness.plan.command import parse_command, plan_from
-from harness.plan.plan import Plan
+from tests.plan.plans import Planner
 
-CPU = {"DS_ACCELERATOR": "cpu"}
+PACKAGES = ("tensorboard", "wandb", "mlflow", "comet_ml")
+Installed = Callable[[bool], None]
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Hide packages."""
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Have all the packages, or none."""
     find = importlib.util.find_spec
 
-    def hide(*names: str) -> None:
+    def have(all_of_them: bool) -> None:
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *a: None if name in names else find(name, *a)
+            "importlib.util.find_spec",
+            lambda name, *more: (object() if all_of_them else None)
+            if name in PACKAGES
+            else find(name, *more),
         )
 
-    return hide
+    return have
 
 
-@pytest.fixture
-def with_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
-
-
-def planned(tmp_path: Path, ds: dict[str, Any], *assignments: str) -> Plan:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(ds))
-    return plan_from(parse_command(["--deepspeed", str(path), *assignments]), CPU)
-
-
-def test_missing_packages_are_problems_of_one_report(without: Any, tmp_path: Path) -> None:
-    without("tensorboard", "wandb", "mlflow", "comet_ml")
+def test_missing_packages_are_problems_of_one_report(
+    installed: Installed, planned: Planner
+) -> None:
+    installed(False)
     monitors = {"tensorboard": {"enabled": True, "output_path": "x"}, "comet": {"enabled": True}}
-    path = tmp_path / "ds.json"
-    with pytest.raises(ConfigError) as raised:
-        planned(tmp_path, monitors, "log.tensorboard=true", "log.wandb=p", "log.mlflow=e")
-    for key, package in (
-        ("log.tensorboard is True (command line)", "tensorboard"),
-        ("log.wandb is 'p' (command line)", "wandb"),
-        ("log.mlflow is 'e' (command line)", "mlflow-skinny"),
-        (f"tensorboard.enabled is True ({path})", "tensorboard"),
-        (f"comet.enabled is True ({path})", "comet_ml"),
-    ):
-        problem = f"{key}: it needs the package {package}: pip install {package}"
-        assert problem in raised.value.problems
-
-
-def test_what_nobody_asks_for_need_not_be_there(without: Any, tmp_path: Path) -> None:
-    without("tensorboard", "wandb", "mlflow", "comet_ml")
-    made = planned(tmp_path, {"tensorboard": {"enabled": False}})
+    words = "log.tensorboard=true log.wandb=p log.mlflow=e"
+    assert set(planned.problems(words, monitors)) == {
+        f"{key}: it needs the package {package}: pip install {package}"
+        for key, package in (
+            ("log.tensorboard is True", "tensorboard"),
+            ("log.wandb is 'p'", "wandb"),
+            ("log.mlflow is 'e'", "mlflow-skinny"),
+            ("tensorboard.enabled is True ($ds.json)", "tensorboard"),
+            ("comet.enabled is True ($ds.json)", "comet_ml"),
+        )
+    }
+    made = planned("", {"tensorboard": {"enabled": False}})
     assert made.config.log.tensorboard is False
 
 
-@pytest.mark.usefixtures("with_all")
-def test_a_monitor_without_a_place_of_its_own_becomes_a_tracker(tmp_path: Path) -> None:
+def test_a_monitor_without_a_place_of_its_own_becomes_a_tracker(
+    installed: Installed, planned: Planner
+) -> None:
+    installed(True)
     ds = {"tensorboard": {"enabled": True}, "wandb": {"enabled": True, "project": "p", "team": "t"}}
-    made = planned(tmp_path, ds)
+    made = planned("", ds)
     assert (made.config.log.tensorboard, made.config.log.wandb) == (True, "t/p")
     assert not made.deepspeed["tensorboard"]["enabled"]
     assert not made.deepspeed["wandb"]["enabled"]
-    messages = [event.get("message", "") for event in made.events]
-    assert any("tensorboard.enabled is False, not True" in message for message in messages)
-    assert any("log.wandb=t/p" in message for message in messages)
+    notes = "\n".join(planned.notes("", ds))
+    assert "tensorboard.enabled is False, not True" in notes
+    assert "log.wandb=t/p" in notes
+    # The user's own tracker wins and is written once.
+    made = planned("log.wandb=mine", {"wandb": {"enabled": True}})
+    assert (made.config.log.wandb, made.deepspeed["wandb"]["enabled"]) == ("mine", False)
 
 
-@pytest.mark.usefixtures("with_all")
-def test_the_users_own_tracker_wins_and_is_written_once(tmp_path: Path) -> None:
-    made = planned(tmp_path, {"wandb": {"enabled": True}}, "log.wandb=mine")
-    assert made.config.log.wandb == "mine"
-    assert not made.deepspeed["wandb"]["enabled"]
-
-
-@pytest.mark.usefixtures("with_all")
-def test_a_monitor_with_a_place_of_its_own_stays_deepspeeds(tmp_path: Path) -> None:
+def test_a_monitor_with_a_place_of_its_own_stays_deepspeeds(
+    installed: Installed, planned: Planner
+) -> None:
+    installed(True)
     ds = {
         "tensorboard": {"enabled": True, "output_path": "/logs"},
         "wandb": {"enabled": True, "group": "g"},
         "csv_monitor": {"enabled": True, "output_path": "csv"},
     }
-    made = planned(tmp_path, ds)
+    made = planned("", ds)
     assert {name: made.deepspeed[name] for name in ds} == ds
     assert (made.config.log.tensorboard, made.config.log.wandb) == (False, None)
 
 
-def test_csv_files_are_written_beside_no_checkout(tmp_path: Path) -> None:
-    ds = {"csv_monitor": {"enabled": True}}
-    made = planned(tmp_path, ds, f"run.dir={tmp_path}/run")
-    assert made.deepspeed["csv_monitor"]["output_path"] == f"{tmp_path}/run/monitors"
-    assert planned(tmp_path, ds).deepspeed["csv_monitor"]["output_path"] == "runs/monitors"
+@pytest.mark.parametrize("folder", ["", "somewhere"])
+def test_csv_files_are_written_beside_no_checkout(folder: str, planned: Planner) -> None:
+    words = f"run.dir={folder}" if folder else ""
+    monitor = planned(words, {"csv_monitor": {"enabled": True}}).deepspeed["csv_monitor"]
+    assert monitor["output_path"] == (f"{folder}/monitors" if folder else "runs/monitors")

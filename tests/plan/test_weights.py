@@ -13,9 +13,6 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from harness.plan.weights import weight_file_problems
-from tests.engine.small import MODEL
-from tests.two_ranks import SHORT_RUN
-from tools.proofs.zygote import Zygote
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
 WHOLE = to_safetensors({"a": torch.arange(6.0), "b": torch.zeros(2, 3, dtype=torch.bfloat16)})
@@ -200,24 +197,6 @@ def test_many_broken_shards_take_a_few_lines(tmp_path: Path) -> None:
     problems = weight_file_problems(str(tmp_path))
     assert len(problems) == 4
     assert "and 27 more files like these" in problems[-1]
-
-
-@pytest.mark.slow
-def test_a_run_is_refused_before_anything_is_built(
-    zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
-    """A pointer where the weights must be: an everyday mistake."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL))
-    (model / ONE).write_bytes(POINTER)
-    words = [f"model.name={model}", f"model.init_from={model}", f"run.dir={tmp_path / 'run'}"]
-    ended = zygote.run([*SHORT_RUN, *data, *words], tmp_path / "logs")
-    assert ended.codes == [2, 2], ended.output
-    for output in ended.outputs:
-        assert f"{model / ONE} has 74 bytes" in output
-        assert "Traceback" not in output
-    assert not (tmp_path / "run").exists()
 
 
 def test_runs_and_names_of_the_hub_are_left_to_others(tmp_path: Path) -> None:
