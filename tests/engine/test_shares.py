@@ -1,0 +1,258 @@
+"""What a rank reads, builds with and keeps: its share of a model, a piece of it at a time."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from harness.engine import module, reading
+from harness.layout.stages import stage_shape
+from harness.models.pieces import pieces
+from harness.models.skeleton import hf_config
+from harness.plan.plan import Plan
+from tests.engine.engines import WORLD, different, engine_of, folder, gathered, stage
+from tests.engine.small import MODEL
+from tests.ranks import ranks
+from tools.proofs.memory.live import rise
+
+GATE = pytest.mark.gate("engine")
+TENSORS = {"tensor_parallel": {"autotp_size": 2}}
+STAGES_OF_TENSORS = {"pipeline": {"stages": 2}, **TENSORS}
+
+
+def expected_elements(plan: Plan) -> int:
+    """Return the elements of this rank by the layout: of each parameter of its stage the part that
+    the boxes name, under ZeRO 3 a share of that.
+    """
+    assert plan.shape is not None
+    shape, share, shards = plan.shape, plan.share, 1
+    if plan.stages is not None:
+        shape = stage_shape(shape, plan.stages, plan.grid.coords(share.rank).pipeline)
+    if plan.zero_stage == 3:
+        shards = len(share.ranks("replicas"))
+    parts = (share.part(tensor.name, tensor.shape).numel for tensor in shape.tensors())
+    return sum(-(-part // shards) for part in parts)
+
+
+@GATE
+@pytest.mark.parametrize("zero", [0, 1])
+@ranks(4)
+def test_each_rank_holds_its_part_of_its_stage(zero: int) -> None:
+    engine = engine_of({**stage(zero), **STAGES_OF_TENSORS})
+    described = engine.describe()
+    assert described["elements_held"] == expected_elements(engine.plan)
+    assert gathered(described["pipeline_stage"]) == [0, 0, 1, 1]
+    parts = [p.part for p in engine.stage.parameters()]
+    undivided = gathered(sum(part.numel for part in parts if part.is_whole))
+    whole = sum(p.numel() for p in engine.module.parameters())
+    engine.close()
+    # Norms are on both ranks of a stage.
+    assert sum(gathered(described["elements_held"])) == whole + undivided[0] + undivided[2]
+
+
+@GATE
+@ranks(4)
+def test_zero_3_shares_out_what_tensor_ranks_hold() -> None:
+    engine = engine_of({**stage(3), **TENSORS})
+    elements = engine.describe()["elements_held"]
+    assert elements == expected_elements(engine.plan)
+    undivided = sum(p.part.numel for p in engine.module.parameters() if p.part.is_whole)
+    assert elements == (engine.plan.shape.parameters - undivided) // (2 * 2) + undivided // 2
+    engine.close()
+
+
+# Of models whose weights are given: tied, fused projections; experts that files have one by one;
+# a saved buffer.
+KEYS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 16,
+        "tie_word_embeddings": True,
+        "attn_pdrop": 0.0,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+
+
+def random_model(name: str) -> PreTrainedModel:
+    """Return a model with weights and buffers that no seed of a run gives."""
+    torch.manual_seed(1)
+    config = {**MODEL, "model_type": name, **KEYS[name]}
+    model = AutoModelForCausalLM.from_config(hf_config(config))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor += 0.125 * torch.randn_like(tensor)
+    return model
+
+
+@functools.cache
+def saved(name: str) -> str:
+    """Return the folder of a model's weights. Collective."""
+    path = folder() / name
+    if WORLD.rank == 0:
+        random_model(name).save_pretrained(path)
+    dist.barrier()
+    return str(path)
+
+
+GIVEN = {
+    "stages": {**stage(1), **STAGES_OF_TENSORS},
+    "zero3": {**stage(3), **TENSORS},
+    "experts": {**stage(3), "expert_parallel": {"enabled": True, "autoep_size": 2}},
+}
+
+
+def check_given_weights(layout: str, name: str) -> None:
+    """Assert that a model's weights and buffers are read exactly, into stages by pieces."""
+    elements, read_weights = [], reading.read_weights
+
+    def watched(*args: Any) -> Any:
+        reduced, report = read_weights(*args)
+        elements.append(sum(parameter.numel() for parameter in reduced.parameters()))
+        return reduced, report
+
+    with mock.patch.object(reading, "read_weights", watched):
+        engine = engine_of(GIVEN[layout], model={"name": saved(name), "init_from": saved(name)})
+    model = random_model(name)
+    assert different(engine.masters(), dict(model.named_parameters())) == []
+    built = engine.stage.model if layout == "stages" else engine.module
+    own = {n: b.tolist() for n, b in built.named_buffers() if n.endswith("correction_bias")}
+    buffers = {key: value for buffers in gathered(own) for key, value in buffers.items()}
+    engine.close()
+    biases = {n: b for n, b in model.named_buffers() if n.endswith("correction_bias")}
+    assert buffers == {key: pytest.approx(b.tolist()) for key, b in biases.items()}
+    assert bool(buffers) == (name == "deepseek_v3")
+    if layout == "stages":
+        largest = max(sum(p.numel() for *_, p in piece.parameters()) for piece in pieces(model))
+        reads = gathered(elements)
+        assert max(map(max, reads)) == largest
+        assert all(len(read) in (2, 3, 4) for read in reads)  # of three layers and what is around
+
+
+@pytest.mark.parametrize("name", ["gpt2", "deepseek_v3"])
+@ranks(2)
+def test_given_weights_are_read_exactly(name: str) -> None:
+    check_given_weights("zero3", name)
+
+
+@GATE
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *itertools.product(("stages", "zero3"), KEYS),
+        ("experts", "mixtral"),
+        ("experts", "deepseek_v3"),
+    ],
+)
+@ranks(4)
+def test_given_weights_are_read_exactly_by_four_ranks(layout: str, name: str) -> None:
+    check_given_weights(layout, name)
+
+
+BUILT = {
+    "tensors": {**stage(1), **TENSORS},
+    "tensors under ZeRO 3": {**stage(3), **TENSORS},
+    "stages of tensors": {**stage(1), **STAGES_OF_TENSORS},
+}
+_LARGER = {  # whose layers are large beside the rest that is allocated
+    **MODEL,
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+}
+
+
+@functools.cache
+def larger() -> tuple[Path, int]:
+    """Return the folder of a larger model, and the bytes of its largest piece. Collective."""
+    path = folder() / "larger"
+    model = AutoModelForCausalLM.from_config(hf_config(_LARGER))
+    if WORLD.rank == 0:
+        model.save_pretrained(path)
+    dist.barrier()
+    return path, max(sum(p.nbytes for *_, p in piece.parameters()) for piece in pieces(model))
+
+
+def check_peak(layout: str, way: str) -> None:
+    """Assert that building takes no more than this rank's share and two layers."""
+    path, piece = larger()
+    mapped = (path / "model.safetensors").stat().st_size
+    model = {"name": str(path), **({"init_from": str(path)} if way == "given" else {})}
+    peaks: list[int] = []
+    with (
+        mock.patch.object(dist, "broadcast", _let_go(dist.broadcast)),
+        mock.patch.object(module, "build_whole", _measured(module.build_whole, peaks, mapped)),
+        mock.patch.object(module, "build_stage", _measured(module.build_stage, peaks, mapped)),
+    ):
+        engine = engine_of(BUILT[layout], model=model)
+    share = 4 * engine.describe()["elements_held"]
+    whole = sum(p.nbytes for p in engine.module.parameters() if p.ndim == 1)  # norms
+    dist.barrier()  # gloo's other ranks may still connect to this one's groups
+    engine.close()
+    # A given weight that is not cut stays where its file is mapped.
+    least = share - (whole if way == "given" else 0)
+    assert least <= peaks[0] <= share + 2 * piece
+
+
+def _let_go(function: Any) -> Any:
+    """Return a collective after which gloo's threads have time to let go of what they sent."""
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        time.sleep(0.002)
+        return work
+
+    return collective
+
+
+def _measured(function: Any, peaks: list[int], mapped: int) -> Any:
+    def measured(*args: Any) -> Any:
+        gc.collect()  # what was built before is not freed while this is measured
+        with rise(mapped) as highest:
+            built = function(*args)
+        peaks.append(highest.bytes)
+        return built
+
+    return measured
+
+
+@pytest.mark.parametrize("way", ["drawn", "given"])
+@ranks(2)
+def test_no_rank_builds_with_more_than_its_share_and_two_layers(way: str) -> None:
+    check_peak("tensors", way)
+
+
+@GATE
+@pytest.mark.parametrize("way", ["drawn", "given"])
+@pytest.mark.parametrize("layout", BUILT)
+@ranks(4)
+def test_none_of_four_ranks_builds_with_more_than_its_share(layout: str, way: str) -> None:
+    check_peak(layout, way)
