@@ -21,6 +21,7 @@ from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan import memory
 from harness.plan.make import make_plan
+from harness.plan.plan import Plan
 from harness.plan.traced import Untraceable
 from tests.engine.small import MODEL, SEQ_LEN, run_config
 
@@ -92,15 +93,19 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
+def plan_of(config: dict[str, Any], ds: dict[str, Any], world: World = WORLD) -> Plan:
+    """Return the plan of a run config, without the estimate of a model of no known family: its
+    trace takes a process and seconds.
+    """
+    with mock.patch.object(memory, "traced", side_effect=Untraceable):
+        return make_plan(RunConfig.model_validate(config), ds, world)
+
+
 def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
     """Build an engine of the small model; `sections` change the run config. Collective."""
     from tools.proofs.engines import build_engine  # imports DeepSpeed
 
-    run = RunConfig.model_validate(run_config(folder(), **sections))
-    # An engine needs no estimate, whose trace of an unknown model takes a process and seconds.
-    with mock.patch.object(memory, "traced", side_effect=Untraceable):
-        plan = make_plan(run, ds, WORLD)
-    return build_engine(plan, torch.device("cpu"))
+    return build_engine(plan_of(run_config(folder(), **sections), ds), torch.device("cpu"))
 
 
 def stage(number: int) -> dict[str, Any]:

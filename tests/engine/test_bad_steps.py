@@ -1,78 +1,240 @@
-"""Steps that must change nothing, in every layout; judged from bad_step_checks.py on two ranks."""
+"""Steps that must change nothing on two ranks, in every layout; replicas that differ in one bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from harness.engine.deepspeed_0_19.replaced import replaced
+from harness.errors import RunStopped
+from tests.engine.engines import STAGES, WORLD, cells, engine_of, fp16, share_of, stage
+from tests.ranks import ranks
 
-pytestmark = pytest.mark.slow
-
-KINDS = ("first", "nan", "inf", "loss", "spike", "no target")
-Result = Callable[[str], list[Any]]
-
-
-def judge(layout: str, facts: dict[str, Any]) -> None:
-    for kind in KINDS:
-        outcome = {key: facts[kind][key] for key in ("unchanged", "applied", "counted", "scale")}
-        expected = {"unchanged": True, "applied": False, "counted": 1, "scale": 1.0}
-        assert outcome == expected, (layout, kind)
-        finite = kind in ("spike", "no target")
-        assert (facts[kind]["norm"] in ("nan", "inf")) != finite, (layout, kind)
-    assert facts["skipped"] == len(KINDS), layout
-    assert facts["norms"][0] == pytest.approx(facts["norms"][1], rel=1e-5), layout
-    assert facts["trains"], layout
-
-
-def test_a_step_that_is_not_finite_or_a_spike_changes_no_bit_of_weights_or_moments(
-    result: Result,
-) -> None:
-    for layouts in result("bad_steps_change_nothing"):
-        assert len(layouts) == 19
-        for layout, facts in layouts.items():
-            judge(layout, facts)
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+STATIC = {"fp16": {"enabled": True, "loss_scale": 64}}
+STAGED = {"pipeline": {"stages": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{f"zero{n}-fp32": stage(n) for n in STAGES},
+    **{f"zero{n}-bf16": {**stage(n), **BF16} for n in STAGES[1:]},
+    "zero1-bf16-sums-bf16": {**stage(1), "bf16": {"enabled": True}},
+    **{f"zero{n}-fp16": {**stage(n), **STATIC} for n in STAGES[1:]},
+    "offload2-fp32": {"zero_optimization": {"stage": 2, **OFFLOAD}},
+    "offload2-bf16": {"zero_optimization": {"stage": 2, **OFFLOAD}, **BF16},
+    "offload3-fp32": {"zero_optimization": {**stage(3)["zero_optimization"], **OFFLOAD}},
+    "pipeline0-fp32": {**stage(0), **STAGED},
+    "pipeline1-fp32": {**stage(1), **STAGED},
+    "pipeline0-bf16": {**stage(0), **STAGED, "bf16": {"enabled": True}},
+    "pipeline1-bf16": {**stage(1), **STAGED, **BF16},
+    "pipeline1-fp16": {**stage(1), **STAGED, **STATIC},
+}
 
 
-def test_after_skipped_steps_a_run_is_bit_for_bit_the_one_that_never_met_them(
-    result: Result,
-) -> None:
-    for layouts in result("bad_steps_change_nothing"):
-        assert len(layouts) == 19
-        for layout, facts in layouts.items():
-            assert (facts["as_if_never"], facts["agree"]) == (True, True), layout
+def snapshot(engine: Any) -> list[torch.Tensor]:
+    """Return weights, master weights and moments of this rank, whatever DeepSpeed calls them."""
+    optimizer = engine.engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    tensors = [getattr(p, "ds_tensor", p) for p in engine._held.parameters()]
+    for parameter, state in inner.state.items():
+        tensors += [parameter, *(v for v in state.values() if torch.is_tensor(v))]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
-def test_clipping_by_value_hides_no_infinity(result: Result) -> None:
-    for layouts in result("bad_steps_change_nothing_where_values_are_clipped"):
-        assert len(layouts) == 4
-        for layout, facts in layouts.items():
-            judge(layout, facts)
+def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return len(before) == len(after) and all(map(torch.equal, before, after))
 
 
-def test_the_engine_can_go_on_after_the_minimum_loss_scale(result: Result) -> None:
-    for layouts in result("goes_on_after_the_minimum_loss_scale"):
-        assert layouts == {number: [True, True, True] for number in "123"}
+@contextlib.contextmanager
+def gradient_of(engine: Any, value: float) -> Iterator[None]:
+    """On the last rank alone, one weight's gradient holds one such element, of one micro-batch."""
+    once = iter([True])
+
+    def plant(gradient: torch.Tensor) -> torch.Tensor:
+        if next(once, False):
+            gradient = gradient.clone()
+            gradient.view(-1)[0] = value
+        return gradient
+
+    hooks = []
+    if WORLD.rank == WORLD.world_size - 1:
+        norms = [p for name, p in engine._held.named_parameters() if name.endswith("norm.weight")]
+        hooks = [norms[-1].register_hook(plant)]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
-def test_one_flipped_bit_names_the_weight_and_where_nobody_holds_a_copy_there_is_none(
-    result: Result,
-) -> None:
-    for layouts in result("flipped_bit_is_found"):
-        for layout, (compared, equal, differ) in layouts.items():
-            assert equal == {}, layout
-            # A stage has one data rank here: no replicas.
-            silent = layout in ("zero3-fp32", "pipeline1-fp32")
-            assert list(differ.values()) == ([] if silent else [[0, 1]]), layout
-            assert (compared == 0) == silent, layout
+@contextlib.contextmanager
+def loss_of(value: float) -> Iterator[None]:
+    """The loss alone is no number, on the last rank alone: its gradients are finite."""
+    from harness.engine import forward as forward_room
+    from harness.engine import pipeline as pipeline_room
+
+    def spoil(losses: Any) -> Any:
+        added = value if WORLD.rank == WORLD.world_size - 1 else 0.0
+        return losses[0] + added, losses[1]
+
+    forward, losses = forward_room.forward, pipeline_room.losses
+    with (
+        mock.patch.object(forward_room, "forward", lambda *a: spoil(forward(*a))),
+        mock.patch.object(pipeline_room, "losses", lambda *a: spoil(losses(*a))),
+    ):
+        yield
 
 
-def test_weights_that_are_still_being_gathered_are_not_compared(result: Result) -> None:
-    for counts in result("weights_in_flight_are_not_compared"):
-        assert counts["gathered"] > 0
-        assert counts["compared"] == 0
+def train_around_bad_steps(engine: Any) -> None:
+    """Take good steps, and between them six steps that must change nothing. Collective."""
+
+    def take(number: int, is_spike: Any = None, learns: bool = True) -> Any:
+        batches, targets = share_of(engine, number)
+        return engine.train_batch(batches, targets if learns else 0, 1e-3, is_spike)
+
+    def bad(number: int, is_spike: Any = None, learns: bool = True, finite: bool = False) -> None:
+        before, skipped, scale = snapshot(engine), engine.skipped_steps, engine.loss_scale
+        result = take(number, is_spike, learns)
+        assert same(before, snapshot(engine))
+        assert not engine.step_applied
+        assert engine.skipped_steps - skipped == 1
+        assert engine.loss_scale / scale == 1
+        assert math.isfinite(float(result.grad_norm)) == finite
+
+    with gradient_of(engine, math.nan):
+        bad(0)  # before there are moments
+    take(1)
+    with gradient_of(engine, math.nan):
+        bad(2)
+    with gradient_of(engine, math.inf):
+        bad(3)
+    with loss_of(math.nan):
+        bad(4)
+    norms: list[float] = []
+    bad(5, lambda share, norm: not norms.append(float(norm)), finite=True)
+    bad(5, learns=False, finite=True)
+    before = snapshot(engine)
+    result = take(6, lambda share, norm: bool(norms.append(float(norm))))
+    assert norms[1] == pytest.approx(float(result.grad_norm), rel=1e-5)
+    assert engine.step_applied
+    assert not same(before, snapshot(engine))
+    assert engine.skipped_steps == 6
+
+
+def agree(masters: dict[str, torch.Tensor]) -> bool:
+    """Return True if all ranks have the same weights. Collective."""
+    sums = torch.stack([master.double().sum() for master in masters.values()])
+    everyone = [torch.empty_like(sums) for _ in range(WORLD.world_size)]
+    dist.all_gather(everyone, sums)
+    return all(torch.equal(other, sums) for other in everyone)
+
+
+def masters_after(ds: dict[str, Any], *steps: int) -> dict[str, torch.Tensor]:
+    """Return the weights of an engine that took good steps alone. Collective."""
+    engine = engine_of(ds)
+    for number in steps:
+        engine.train_batch(*share_of(engine, number), 1e-3)
+    masters = dict(engine.masters())
+    engine.close()
+    return masters
+
+
+def equal(masters: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(masters[name], master) for name, master in others.items())
+
+
+USUAL = ("zero0-fp32", "zero3-bf16", "offload2-bf16", "pipeline1-fp16")
+
+
+@pytest.mark.parametrize("layout", cells(LAYOUTS, USUAL))
+@ranks(2)
+def test_a_step_that_is_not_finite_or_a_spike_changes_no_bit(layout: str) -> None:
+    """Neither weights nor moments change; the run is the one that never met such steps."""
+    engine = engine_of(LAYOUTS[layout])
+    train_around_bad_steps(engine)
+    masters = dict(engine.masters())
+    engine.close()
+    assert agree(masters)
+    assert equal(masters, masters_after(LAYOUTS[layout], 1, 6))
+
+
+CLIPPED = ("zero0-fp32", "zero2-fp32", "zero3-fp32", "pipeline1-fp32")
+
+
+@pytest.mark.parametrize("layout", cells(CLIPPED, ("zero2-fp32",)))
+@ranks(2)
+def test_clipping_by_value_hides_no_infinity(layout: str) -> None:
+    engine = engine_of(LAYOUTS[layout], optim={"clip_value": 1e-3})
+    train_around_bad_steps(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", cells(["zero1", "zero2", "zero3"], ("zero1",)))
+@ranks(2)
+def test_the_engine_can_go_on_after_the_minimum_loss_scale(layout: str) -> None:
+    """As a run does that goes back to a checkpoint then."""
+    zero = stage(int(layout[-1]))
+    engine = engine_of({**fp16(min_loss_scale=2**32), **zero})
+    before = snapshot(engine)
+    with pytest.raises(RunStopped):
+        engine.train_batch(*share_of(engine), 1e-3)
+    assert same(before, snapshot(engine))
+    engine.engine.optimizer.loss_scaler.cur_scale = 64.0
+    engine.train_batch(*share_of(engine, 1), 1e-3)
+    masters = dict(engine.masters())
+    engine.close()
+    assert equal(masters, masters_after({**fp16(initial_scale_power=6), **zero}, 1))
+
+
+def outliers(engine: Any) -> dict[str, list[int]]:
+    """Return the ranks that differ from the majority, by name of the weight. Collective."""
+    from harness.guard.replicas import checksums, outside_majority
+
+    replicas = [*engine.replicated()]
+    sums = checksums([r.tensor for r in replicas], engine.group_of("stage"), engine.device)
+    ranks_by_name = {r.name: outside_majority(s) for r, s in zip(replicas, sums, strict=True)}
+    return {name: ranks for name, ranks in ranks_by_name.items() if ranks}
+
+
+COMPARED = {
+    **{name: LAYOUTS[name] for name in ("zero0-fp32", "zero2-bf16", "zero3-fp32")},
+    "zero3-bf16-whole": {"zero_optimization": {"stage": 3}, **BF16},
+    "pipeline1-fp32": LAYOUTS["pipeline1-fp32"],
+}
+
+
+@pytest.mark.parametrize("layout", cells(COMPARED, ("zero2-bf16", "pipeline1-fp32")))
+@ranks(2)
+def test_one_flipped_bit_names_the_weight(layout: str) -> None:
+    """Where nobody holds a copy, nothing is compared: a stage has one data rank here."""
+    engine = engine_of(COMPARED[layout])
+    engine.train_batch(*share_of(engine), 1e-3)
+    replicated = [replica.tensor for replica in engine.replicated()]
+    has_copies = layout not in ("zero3-fp32", "pipeline1-fp32")
+    assert bool(replicated) == has_copies
+    assert outliers(engine) == {}
+    if WORLD.rank == 1 and replicated:
+        weight = replicated[-1].view(-1)
+        integer = {2: torch.int16, 4: torch.int32}[weight.element_size()]
+        weight.view(integer)[-1] ^= 1
+    assert [*outliers(engine).values()] == ([[0, 1]] if has_copies else [])
+    engine.close()
+
+
+@ranks(2)
+def test_weights_that_are_still_being_gathered_are_not_compared() -> None:
+    """ZeRO-3 gathers weights after an evaluation, for a backward pass that never comes."""
+    engine = engine_of(LAYOUTS["zero3-fp32"])
+    for _ in range(3):  # it gathers ahead once it has seen the order twice
+        engine.train_batch(*share_of(engine), 1e-3)
+    engine.eval_batch(share_of(engine)[0])
+    assert any(p.numel() == p.ds_numel for p in engine._held.parameters())
+    assert not [*engine.replicated()]
+    engine.close()
 
 
 def test_what_is_replaced_comes_back() -> None:

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from harness.runfolder import RunFolder
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, run_ranks
-
-pytestmark = pytest.mark.slow
+from harness.config.ds_file import read_ds_json
+from tests.engine.engines import engine_of
+from tests.ranks import ranks
+from tests.shipped import DS_CONFIGS
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("name", "keys", "optim"),
     [
-        ("--deepspeed=ds_configs/zero1.json",),
-        ("--deepspeed=ds_configs/zero3.json", "optim.name=lion", "ds.steps_per_print=5"),
-        ("--deepspeed=ds_configs/zero1.json", "ds.pipeline.stages=2", "optim.clip_value=1"),
-        ("--deepspeed=ds_configs/fp16.json", "ds.scheduler={type='WarmupLR'}"),
+        ("zero1", {}, {}),
+        ("zero3", {"steps_per_print": 5}, {"name": "lion"}),
+        ("zero1", {"pipeline": {"stages": 2}}, {"clip_value": 1.0}),
+        ("fp16", {"scheduler": {"type": "WarmupLR"}}, {}),
     ],
 )
+@ranks(2)
 def test_the_engine_changes_nothing_of_the_plans_json(
-    words: tuple[str, ...], data: list[str], tmp_path: Path
+    name: str, keys: dict[str, Any], optim: dict[str, Any]
 ) -> None:
-    arguments = (
-        *SMALL_MODEL,
-        *SHORT_RUN,
-        *data,
-        *words,
-        "train.steps=1",
-        f"run.dir={tmp_path}/run",
-    )
-    words = [word.replace("=ds_", f"={REPOSITORY}/ds_") for word in arguments]
-    run_ranks([sys.executable, "-m", "tests.engine.spy", tmp_path, *words], tmp_path).succeeded()
-    plan = RunFolder(tmp_path / "run").read_plan()
-    assert plan is not None
-    for rank in range(2):
-        assert json.loads((tmp_path / f"received-{rank}").read_text()) == plan["deepspeed"]
+    import deepspeed
+
+    received, initialize = [], deepspeed.initialize
+
+    def spied(**arguments: Any) -> Any:
+        received.append(json.dumps(arguments["config"]))  # DeepSpeed may change it
+        return initialize(**arguments)
+
+    ds = {**read_ds_json(DS_CONFIGS / f"{name}.json"), "bf16": {"enabled": False}, **keys}
+    with mock.patch.object(deepspeed, "initialize", spied):
+        engine = engine_of(ds, optim=optim)
+    assert [json.loads(text) for text in received] == [engine.plan.to_json()["deepspeed"]]
+    engine.close()
