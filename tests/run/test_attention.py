@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run import attention as settling
 from harness.run.attention_proof import Different, compare
-from harness.runfolder import RunFolder
-from tests.two_ranks import events, run_ranks, train_command
 from tools.proofs.models import LEARNED
 
 CPU = torch.device("cpu")
@@ -137,25 +134,3 @@ def test_a_resumed_run_keeps_its_attention(alone: dict[str, Any]) -> None:
     assert settling.settle_attention(own, False, CPU) == (own, [])
     alone["run"] = {"model": {"attention": "flash_attention_9"}}
     assert settling.settle_attention(planned(*WINDOWS), False, CPU)[1] == []
-
-
-@pytest.mark.slow
-def test_stages_with_varlen_learn_the_same_and_keep_it(tmp_path: Path, data: list[str]) -> None:
-    masked, bounded = RunFolder(tmp_path / "masked" / "run"), RunFolder(tmp_path / "own" / "run")
-    shared = (*data, "data.document_mask=true", "train.steps=4", "save.every=2")
-    run_ranks(train_command(*shared, f"run.dir={masked.path}"), masked.path.parent, 1).succeeded()
-    words = (*shared, f"run.dir={bounded.path}", "ds.pipeline.stages=2", "model.checkpointing=full")
-    command = train_command(*words, "model.attention=varlen")
-    run_ranks(command, bounded.path.parent).succeeded()
-    own, whole = (
-        [m["loss"] for m in run.read_metrics() if "loss" in m] for run in (bounded, masked)
-    )
-    assert own == pytest.approx(whole, rel=1e-5)
-    assert len(own) == 4
-    assert events(bounded, "verified")
-    again = train_command(*words, "train.steps=6")
-    run_ranks(again, bounded.path.parent).succeeded()
-    plan = bounded.read_plan()
-    assert plan is not None
-    assert plan["run"]["model"]["attention"] == "varlen"
-    assert plan["attention_why"] == "as the run began"

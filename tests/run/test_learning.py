@@ -26,7 +26,7 @@ ZERO3 = REPOSITORY / "ds_configs" / "zero3.json"
 STEPS = {"text": 220, "shuffled": 120}
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 def test_the_default_job_learns_and_on_shuffled_targets_it_does_not(tmp_path: Path) -> None:
     jobs = {name: _start(name, tmp_path / name) for name in STEPS}
     outputs = {name: wait(job, timeout_s=1500).succeeded().output for name, job in jobs.items()}
@@ -42,7 +42,7 @@ def test_the_demo_has_as_many_ids_as_pieces() -> None:
     assert f"--config {DEMO.relative_to(REPOSITORY)}" in (REPOSITORY / "Makefile").read_text()
 
 
-@pytest.mark.gate
+@pytest.mark.gate("runs")
 def test_the_demo_is_below_a_bigram_model_and_writes_python(tmp_path: Path) -> None:
     command = [sys.executable, TRAIN, "--deepspeed", ZERO3, "--config", DEMO]
     group = start([*command, f"run.dir={tmp_path / 'run'}", "save.export=false"], tmp_path, ranks=2)

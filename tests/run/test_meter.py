@@ -1,17 +1,30 @@
-"""A run's terminal lines, and its metrics for monitors."""
+"""A run's terminal lines and messages, its metrics, and the text that it shows."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from harness.config.run_config import RunConfig
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.run import live_memory
+from harness.run.expert_load import expert_load
+from harness.run.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
 from harness.run.meter import monitor_events
 from harness.run.progress import Progress
+from harness.run.sampling import continued
+from harness.run.settle_data import _vocabulary
 from tests.two_ranks import REPOSITORY
 
 LINE: dict[str, Any] = {
@@ -102,3 +115,145 @@ def test_a_console_that_is_gone_does_not_end_a_run() -> None:
             [sys.executable, "-c", code], cwd=REPOSITORY, stdout=full, check=False
         )
     assert done.returncode == 0
+
+
+# --- the load of experts ---
+
+
+def load_of(tokens: torch.Tensor) -> dict[str, float]:
+    return {name: float(value) for name, value in expert_load(tokens).items()}
+
+
+def test_equal_experts_and_a_single_one_are_the_ends() -> None:
+    equal = load_of(torch.full((2, 4), 7))
+    assert equal == {"expert_load_max": 1.0, "expert_load_entropy": pytest.approx(1.0)}
+    single = load_of(torch.tensor([[0, 9, 0, 0]]))
+    assert single == {"expert_load_max": 4.0, "expert_load_entropy": 0.0}
+
+
+def test_the_worst_layer_is_the_largest_and_entropies_are_averaged() -> None:
+    load = load_of(torch.tensor([[5, 5], [10, 0]]))
+    assert load == {"expert_load_max": 2.0, "expert_load_entropy": pytest.approx(0.5)}
+
+
+def test_undivided_experts_and_no_token_have_no_load() -> None:
+    assert expert_load(None) == {}
+    assert load_of(torch.zeros(1, 2)) == {"expert_load_max": 0.0, "expert_load_entropy": 0.0}
+
+
+# --- live memory ---
+
+
+def test_live_storages_count_each_storage_once() -> None:
+    before = live_storages()
+    tensor = torch.zeros(1000)
+    view = tensor[10:]
+    new = {key: storage for key, storage in live_storages().items() if key not in before}
+    assert [storage.nbytes() for storage, _ in new.values()] == [4000]
+    del tensor, view
+
+
+def test_a_gradient_is_live_and_what_lies_on_meta_is_not() -> None:
+    before = live_storages()
+    weight = torch.zeros(10, requires_grad=True)
+    weight.sum().backward()
+    empty = torch.empty(10**9, device="meta")
+    new = {key: storage for key, storage in live_storages().items() if key not in before}
+    assert sorted(storage.nbytes() for storage, _ in new.values()) == [40, 40]
+    del empty
+
+
+def test_running_out_of_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+@pytest.mark.parametrize(("measured", "warns"), [(100, False), (91, False), (90, True)])
+def test_more_than_a_tenth_off_is_marked(measured: int, warns: bool) -> None:
+    assert ("(!)" in str(Compared("peak", 100, measured))) is warns
+
+
+def test_what_rounds_to_nothing_has_no_sign() -> None:
+    assert str(Compared("built", 99_999, 100_000)) == "built 0.000 GiB, predicted +0.0%"
+
+
+def test_without_an_estimate_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(make_plan(RunConfig(), {}, World()), estimate=None)
+    monkeypatch.setattr(live_memory, "live_storages", lambda: pytest.fail("walked the heap"))
+    check = MemoryCheck(plan, torch.device("cpu"))
+    for _ in range(4):
+        check.step_done()
+    assert check.compared == []
+
+
+def test_a_sparse_tensor_is_passed_over() -> None:
+    before = live_storages()
+    both = torch.eye(3).to_sparse(), torch.ones(2)
+    assert len(live_storages().keys() - before.keys()) == 1, both
+
+
+# --- a sample of text ---
+
+
+def _counting(ids: torch.Tensor) -> torch.Tensor:
+    """Logits that leave no choice: after 3 comes 4."""
+    logits = torch.full((12,), -math.inf)
+    logits[int(ids[0, -1]) + 1] = 0.0
+    return logits.where(logits == 0.0, -1e9)
+
+
+def _text(stops: set[int], tokens: int = 8, up_after: int = 99) -> list[int]:
+    asked = itertools.count(1)
+    return continued(_counting, [1], 10, stops, tokens, 4, 0, lambda: next(asked) >= up_after)
+
+
+def test_a_sample_ends_at_its_length_at_a_stop_and_when_its_time_is_up() -> None:
+    assert _text(set()) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert _text(set(), tokens=2) == [2, 3]
+    assert _text({5}) == [2, 3, 4]
+    assert _text(set(), up_after=3) == [2, 3, 4]
+
+
+def test_a_model_that_is_ruined_says_nothing() -> None:
+    nothing = torch.full((12,), math.nan)
+    assert continued(lambda _: nothing, [1], 10, set(), 8, 4, 0, lambda: False) == []
+
+
+# --- messages about the vocabulary ---
+
+
+def unused_rows(source: str, tokenizer: str | None, used: int = 8192) -> list[dict[str, Any]]:
+    config = SimpleNamespace(
+        model=SimpleNamespace(init_from=source), data=SimpleNamespace(tokenizer=tokenizer)
+    )
+    plan: Any = SimpleNamespace(config=config, model_config={"vocab_size": 50_257})
+    data: Any = SimpleNamespace(vocab_size=used)
+    return _vocabulary(plan, data)
+
+
+@pytest.mark.parametrize("source", ["export", "run", "owner/model", "bare"])
+def test_unused_rows_name_the_tokenizer_that_fits(tmp_path: Path, source: str) -> None:
+    own = source if source == "owner/model" else str(tmp_path / source)
+    if source in ("export", "bare"):
+        Path(own).mkdir()
+    if source == "export":
+        (tmp_path / "export" / "tokenizer.json").write_text("{}")
+    if source == "run":  # as its run folder has it
+        fits = tmp_path / "run" / "tokenizer"
+        fits.mkdir(parents=True)
+        (fits / "tokenizer.json").write_text("{}")
+    else:
+        fits = Path(own)
+    (event,) = unused_rows(own, "other")
+    message = event["message"]
+    assert event["kind"] == "unused_rows"
+    assert message.startswith("8,192 of 50,257 rows of the vocabulary are used: data.tokenizer is ")
+    if source == "bare":
+        assert f"{own}, which brought the weights, has none: set data.tokenizer to" in message
+    else:
+        assert f"set data.tokenizer={fits}, or leave the key away" in message
+    assert "has no larger one: no text uses the other rows" in unused_rows(own, None)[0]["message"]
+    assert unused_rows(own, "other", used=50_000) == []

@@ -75,7 +75,6 @@ def test_other_ranks_and_runs_without_a_report_write_nothing(opened):
     assert not (opened.path / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_a_real_run_leaves_its_page(tmp_path: Path, data: list[str]) -> None:
     json = f"--deepspeed={REPOSITORY / 'ds_configs' / 'zero1.json'}"
     more = ["log.report=true", "eval.every=2", "sample.tokens=4", f"run.dir={tmp_path / 'run'}"]

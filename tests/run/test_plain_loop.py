@@ -16,7 +16,8 @@ from harness.config.run_config import RunConfig
 from harness.data.build import build_data
 from harness.data.spec import DataSpec
 from harness.runfolder import RunFolder
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
+from tests.run.features import in_gate, sentence, train, write_lines
+from tests.two_ranks import SMALL_MODEL
 from tools.proofs.cells import GLOBAL_BATCH
 from tools.proofs.models import LEARNED
 from tools.proofs.parity import recipe
@@ -40,7 +41,6 @@ WORDS = [
     *("log.every=1", "eval.every=5", f"eval.samples={HELD_OUT_SAMPLES}", "data.held_out=0.1"),
     "data.document_mask=true",
 ]
-PHRASE = "the model reads a question and answers it in a word or two"
 TOLERANCE_FACTOR = 5.0  # as the gate's
 
 
@@ -56,22 +56,21 @@ def rate(step: int) -> float:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments that name prompts and completions, which are packed as whole documents."""
-    folder = tmp_path_factory.mktemp("pairs")
-    draw = random.Random(0)
-
-    def text() -> str:
-        return " ".join(draw.choice(PHRASE.split()) for _ in range(draw.randrange(2, 14)))
-
-    lines = [json.dumps({"prompt": text(), "completion": f" {text()}"}) for _ in range(400)]
-    (folder / "pairs.jsonl").write_text("\n".join(lines))
-    return [f"data.path={folder / 'pairs.jsonl'}", f"data.cache_dir={folder / 'cache'}"]
+    folder, draw = tmp_path_factory.mktemp("pairs"), random.Random(0)
+    pairs = [
+        {"prompt": sentence(draw, 2, 14), "completion": f" {sentence(draw, 2, 14)}"}
+        for _ in range(400)
+    ]
+    path = write_lines(folder / "pairs.jsonl", pairs)
+    return [f"data.path={path}", f"data.cache_dir={folder / 'cache'}"]
 
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        *(("zero1", "data"), ("zero3", "data"), ("tensor2_zero1", "data")),
-        *(("zero1", "pairs"), ("pipeline2", "pairs")),
+        ("zero1", "pairs"),
+        *(in_gate(layout, "data") for layout in ("zero1", "zero3", "tensor2_zero1")),
+        in_gate("pipeline2", "pairs"),
     ],
 )
 def test_a_run_is_a_plain_loop(
@@ -83,11 +82,7 @@ def test_a_run_is_a_plain_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, data = RunFolder(tmp_path / "run"), request.getfixturevalue(kind)
-    json_path = REPOSITORY / "ds_configs" / f"{layout}.json"
-    words = [*SMALL_MODEL, *SHORT_RUN, *data, *WORDS, f"run.dir={run.path}"]
-    ended = zygote.run([f"--deepspeed={json_path}", *words], tmp_path / "logs")
-    assert ended.codes == [0, 0], ended.output
-
+    train(zygote, layout, run.path, *SMALL_MODEL, *data, *WORDS)
     plan = json.loads(run.plan_path.read_text())
     spec = DataSpec.of_run(RunConfig.model_validate(plan["run"]), plan["model_config"])
     read = build_data(spec)

@@ -23,6 +23,7 @@ from harness.plan.make import make_plan
 from harness.run.flops import flop_counter, flop_table
 from harness.run.profiling import Profiler
 from harness.runfolder import RunFolder
+from tests.run.features import in_gate
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 from tools.proofs.zygote import Outcome, Zygote
 
@@ -85,7 +86,7 @@ def test_a_window_past_the_end_is_refused(steps: str, refused: bool) -> None:
         make_plan(run, {}, World())
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 def test_a_window_past_the_end_of_an_epoch_is_refused_once_that_is_known(
     train: Train, tmp_path: Path
 ) -> None:
@@ -97,56 +98,40 @@ def test_a_window_past_the_end_of_an_epoch_is_refused_once_that_is_known(
 
 # --- what is written ---
 
-LAYOUTS = ("zero1", "zero3", "pipeline2")
+COLLECTIVES = {"zero1": "all_reduce", "zero3": "reduce_scatter", "pipeline2": "send"}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def profiled(
-    request: pytest.FixtureRequest, train: Train, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Outcome, RunFolder, RunFolder]:
-    """(layout, how a profiled run ended, its folder, that of the same run without)."""
-    folder = tmp_path_factory.mktemp(request.param)
-    ended, run = train(folder / "profiled", request.param, WINDOW)
-    plain_ended, plain = train(folder / "plain", request.param)
+@pytest.mark.parametrize("layout", ["zero3", in_gate("zero1"), in_gate("pipeline2")])
+def test_profiling_shows_the_steps_of_its_window_and_changes_nothing(
+    layout: str, train: Train, tmp_path: Path
+) -> None:
+    ended, run = train(tmp_path / "profiled", layout, WINDOW)
+    plain_ended, plain = train(tmp_path / "plain", layout)
     assert ended.codes == plain_ended.codes == [0, 0], ended.output
-    return request.param, ended, run, plain
-
-
-Profiled = tuple[str, Outcome, RunFolder, RunFolder]
-
-
-@pytest.mark.slow
-def test_profiling_changes_nothing_that_is_learned(profiled: Profiled) -> None:
-    _, _, run, plain = profiled
     assert learned(run) == learned(plain)
     assert not plain.profile_dir.exists()
-
-
-@pytest.mark.slow
-def test_the_trace_holds_the_steps_of_the_window_and_no_other(profiled: Profiled) -> None:
-    run = profiled[2]
     assert written(run) == ["flops-6.txt", "trace-3-5.json.gz"]
-    assert traced_steps(run.profile_dir / "trace-3-5.json.gz") == {3, 4, 5}
-
-
-@pytest.mark.slow
-def test_the_ten_most_expensive_operations_are_shown_in_order(profiled: Profiled) -> None:
-    found = re.findall(r"^ +([\d.]+) ms +([\d.]+)% +([\d.]+) x (\S+)", profiled[1].output, re.M)
-    assert len(found) == 10
-    times = [float(time) for time, *_ in found]
+    trace = run.profile_dir / "trace-3-5.json.gz"
+    assert traced_steps(trace) == {3, 4, 5}
+    # The ten most expensive operations, in order.
+    rows = re.findall(r"^ +([\d.]+) ms +([\d.]+)% +([\d.]+) x (\S+)", ended.output, re.M)
+    times = [float(time) for time, *_ in rows]
+    assert len(times) == 10
     assert times == sorted(times, reverse=True)
     assert times[0] > 0
-    assert any(name.startswith("aten::") for *_, name in found)
-
-
-@pytest.mark.slow
-def test_torchs_flops_are_those_that_mfu_is_reckoned_with(profiled: Profiled) -> None:
-    """Under ZeRO-3 those of the unsharded model, of a pipeline those of the first stage."""
-    (ratio,) = re.findall(r"FLOPs as torch counts, ([\d.]+) of", profiled[1].output)
-    assert float(ratio) == 1.0
-    text = (profiled[2].profile_dir / "flops-6.txt").read_text()
+    assert any(name.startswith("aten::") for *_, name in rows)
+    # Torch counts the FLOPs that mfu is reckoned with: under ZeRO 3 those of the unsharded model,
+    # of a pipeline those of the first stage.
+    assert float(*re.findall(r"FLOPs as torch counts, ([\d.]+) of", ended.output)) == 1.0
+    text = (run.profile_dir / "flops-6.txt").read_text()
     assert re.search(r"^ +[\d,]+ +[\d.]+% aten\.mm$", text, re.M), text
     assert re.search(r"^ +[\d,]+ +[\d.]+% \S+\.layers\.0$", text, re.M), text
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    named = [event for event in events if COLLECTIVES[layout] in event["name"]]
+    lasting = [event["dur"] for event in named if "dur" in event]
+    assert lasting, {event["name"] for event in events}
+    assert min(lasting) > 0
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -171,24 +156,9 @@ def test_the_loop_is_told_which_steps_were_followed_by_writing() -> None:
     assert [step for step in range(1, 9) if profiler.after(step, batch)] == [5, 6]
 
 
-COLLECTIVES = {"zero1": "all_reduce", "zero3": "reduce_scatter", "pipeline2": "send"}
-
-
-@pytest.mark.slow
-def test_the_trace_shows_the_collectives_with_their_times(profiled: Profiled) -> None:
-    layout, _, run, _ = profiled
-    with gzip.open(run.profile_dir / "trace-3-5.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    named = [event for event in events if COLLECTIVES[layout] in event["name"]]
-    lasting = [event["dur"] for event in named if "dur" in event]
-    assert lasting, {event["name"] for event in events}
-    assert min(lasting) > 0
-
-
 # --- where a window is broken off ---
 
 
-@pytest.mark.slow
 def test_a_stop_in_the_window_writes_what_was_traced_and_the_resumed_run_the_rest(
     train: Train, tmp_path: Path
 ) -> None:
@@ -204,7 +174,7 @@ def test_a_stop_in_the_window_writes_what_was_traced_and_the_resumed_run_the_res
     assert "flops-6.txt" in written(run)
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 def test_a_run_killed_in_the_window_traces_it_again_and_one_past_it_does_not(
     train: Train, tmp_path: Path
 ) -> None:
@@ -220,7 +190,7 @@ def test_a_run_killed_in_the_window_traces_it_again_and_one_past_it_does_not(
     assert {path: path.stat().st_mtime_ns for path in run.profile_dir.iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.gate("runs")
 @pytest.mark.parametrize("layout", ["zero2", "pipeline2"])
 def test_a_rollback_in_the_window_traces_it_again(
     train: Train, tmp_path: Path, layout: str

@@ -1,4 +1,4 @@
-"""Beginnings of runs: on another layout, as a branch of another run, from another run's weights."""
+"""Beginnings of runs: as a branch of another run, from another run's weights; what they leave."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 from harness.checkpoint.find import Store
 from harness.checkpoint.manifest import read_manifest
 from harness.runfolder import RunFolder
+from tests.run.features import in_gate
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 from tools.proofs.zygote import Outcome, Zygote
-
-pytestmark = pytest.mark.slow
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 
@@ -41,46 +40,14 @@ def parent(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, data: list[
     return RunFolder(folder / "run")
 
 
-@pytest.mark.parametrize(
-    ("json", "ranks", "more"),
-    [
-        ("zero3", 2, ()),
-        ("zero1", 1, ()),
-        ("zero3_offload", 1, ("train.micro_batch=4",)),
-        ("pipeline2", 2, ("train.micro_batch=1",)),
-    ],
-)
-def test_a_run_goes_on_in_any_layout(
-    json: str,
-    ranks: int,
-    more: tuple[str, ...],
-    parent: RunFolder,
-    zygote: Zygote,
-    tmp_path: Path,
-    data: list[str],
-) -> None:
-    """From step 4, on the curve of the run that never changed."""
-    run = RunFolder(tmp_path / "run")
-    shutil.copytree(parent.path, run.path)
-    shutil.rmtree(run.checkpoints_dir / "step-00000006")
-    ended = zygote.run(words(run.path, data, *more, json=json), tmp_path, ranks=ranks)
-    assert ended.codes == [0] * ranks, ended.output
-    (resumed,) = events(run, "resumed")
-    assert resumed["step"] == 4
-    assert {"deepspeed"} <= {change["key"] for change in resumed["changes"]}
-    assert lines(run) == pytest.approx(lines(parent), rel=1e-6)
-    assert lines(run, "grad_norm") == pytest.approx(lines(parent, "grad_norm"), rel=1e-5)
-    assert lines(run, "samples") == lines(parent, "samples")
-
-
-@pytest.mark.parametrize(("json", "ranks"), [("zero0", 2), ("zero3", 2), ("pipeline2", 2)])
+@pytest.mark.parametrize("json", ["zero3", in_gate("zero0"), in_gate("pipeline2")])
 def test_a_checkpoint_is_as_large_as_was_planned(
-    json: str, ranks: int, zygote: Zygote, tmp_path: Path, data: list[str]
+    json: str, zygote: Zygote, tmp_path: Path, data: list[str]
 ) -> None:
     run = RunFolder(tmp_path / "run")
     wide = ("model.overrides.vocab_size=8192", "model.overrides.hidden_size=128")
-    ended = zygote.run(words(run.path, data, *wide, json=json), tmp_path, ranks=ranks)
-    assert ended.codes == [0] * ranks, ended.output
+    ended = zygote.run(words(run.path, data, *wide, json=json), tmp_path)
+    assert ended.codes == [0, 0], ended.output
     planned = (run.read_plan() or {})["estimate"]["checkpoint_gib"] * 2**30
     assert planned > 20e6
     for path in Store(run.checkpoints_dir).all():
@@ -88,20 +55,6 @@ def test_a_checkpoint_is_as_large_as_was_planned(
         assert size == pytest.approx(planned, rel=0.01)
     for event in events(run, "saved"):
         assert event["bytes"] == pytest.approx(planned, rel=0.01)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_other_optimizers_go_on_too(
-    name: str, zygote: Zygote, tmp_path: Path, data: list[str]
-) -> None:
-    whole, run = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "run")
-    momentum = ("optim.momentum=0.9",) if name == "sgd" else ()
-    same = (f"optim.name={name}", "optim.lr=1e-3", *momentum)
-    for stage, folder, steps in (("zero2", whole, 6), ("zero2", run, 3), ("zero0", run, 6)):
-        made = words(folder.path, data, *same, f"train.steps={steps}", json=stage)
-        ended = zygote.run(made, tmp_path / f"{stage}-{steps}")
-        assert ended.codes == [0, 0], ended.output
-    assert lines(run) == pytest.approx(lines(whole), rel=1e-6)
 
 
 def branch(
@@ -141,10 +94,10 @@ def test_a_branch_goes_back_and_on_with_another_learning_rate(
     ("source", "more", "code", "message"),
     [
         ("{run}@5", (), 77, "holds no step 5, but step-"),
-        ("{run}@6", ("train.steps=5",), 2, "it has 6 steps behind it, train.steps=5"),
-        ("{run}@4", ("model.overrides.hidden_size=32",), 2, "model_config is"),
+        in_gate("{run}@6", ("train.steps=5",), 2, "it has 6 steps behind it, train.steps=5"),
+        in_gate("{run}@4", ("model.overrides.hidden_size=32",), 2, "model_config is"),
         ("{run}@4", ("data.seq_len=16",), 2, "data.seq_len is 16, but that run has 32"),
-        ("/nowhere/at/all", (), 77, "/nowhere/at/all/checkpoints holds no checkpoint"),
+        in_gate("/nowhere/at/all", (), 77, "/nowhere/at/all/checkpoints holds no checkpoint"),
     ],
 )
 def test_what_cannot_be_branched_from_is_refused(
@@ -174,6 +127,7 @@ def test_what_one_rank_misses_ends_all(
     assert (run.read_status() or {})["code"] == 77
 
 
+@pytest.mark.gate("runs")
 def test_a_branch_into_the_run_itself_is_refused(
     parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
 ) -> None:
@@ -185,7 +139,7 @@ def test_a_branch_into_the_run_itself_is_refused(
     assert "is run.dir itself: give the branch its own run.dir" in ended.output
 
 
-@pytest.mark.parametrize("json", ["zero3", "pipeline2"])
+@pytest.mark.parametrize("json", ["pipeline2", in_gate("zero3")])
 def test_weights_alone_begin_a_new_run(
     json: str, parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
 ) -> None:

@@ -94,7 +94,6 @@ def test_terms_are_named_where_the_time_is_off(site: Path) -> None:
     assert "waited for data" not in clock.text(seconds / 2, seconds)
 
 
-@pytest.mark.slow
 def test_a_run_says_both_times_and_a_site_is_fitted_to_it(
     zygote: Zygote, tmp_path: Path, site: Path
 ) -> None:

@@ -138,7 +138,6 @@ def ran(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunF
     return run, ended
 
 
-@pytest.mark.slow
 def test_a_real_run_writes_its_measurements(ran: tuple[RunFolder, list[Ended]]) -> None:
     run, ended = ran
     assert [attempt.codes for attempt in ended] == [[0], [0]], ended
@@ -154,7 +153,6 @@ def test_a_real_run_writes_its_measurements(ran: tuple[RunFolder, list[Ended]]) 
     assert by_position[-1][0] != by_position[-1][-1]
 
 
-@pytest.mark.slow
 def test_a_real_run_continues_its_curve(ran: tuple[RunFolder, list[Ended]]) -> None:
     run, _ = ran
     scalars = read_tensorboard(run.path / "tensorboard")

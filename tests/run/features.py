@@ -1,0 +1,381 @@
+"""Features of runs, each a row of `key=value` words, and the layouts that they are trained in."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checkpoint.find import Store
+from harness.runfolder import RunFolder
+from tests.data.chat_tokenizers import tokenizer_of, write_chats
+from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
+from tools.proofs.models import LEARNED
+from tools.proofs.zygote import Zygote
+
+PHRASE = "the model reads a question and answers it in a word or two".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A JSON of ds_configs/, its ranks, further words, and what its ranks must report."""
+
+    json: str
+    ranks: int = 2
+    words: tuple[str, ...] = ()
+    zero_stage: int = 0
+    stages: int = 1
+    is_verified: bool = False
+
+
+_TENSORS = "ds.tensor_parallel.autotp_size=2"
+_SEQUENCES = "ds.sequence_parallel_size=2"
+_EXPERTS = ("ds.expert_parallel.enabled=true", "ds.expert_parallel.autoep_size=2")
+# Nothing is small enough to stay whole on every rank.
+_SPLIT = "ds.zero_optimization.stage3_param_persistence_threshold=0"
+LAYOUTS = {
+    "one": Layout("fp32", 1, zero_stage=1),
+    "zero0": Layout("zero0"),
+    "zero1": Layout("zero1", zero_stage=1),
+    "zero1 alone": Layout("zero1", 1, zero_stage=1),
+    "zero2": Layout("zero2", zero_stage=2),
+    "zero2 alone": Layout("zero2", 1, ("train.micro_batch=4",), 2),
+    "zero3": Layout("zero3", words=(_SPLIT,), zero_stage=3),
+    "zero3 alone": Layout("zero3", 1, ("train.micro_batch=4",), 3),
+    "offload": Layout("zero2_offload", zero_stage=2),
+    "offload3 alone": Layout("zero3_offload", 1, ("train.micro_batch=4",), 3),
+    "stages": Layout("pipeline2", zero_stage=1, stages=2, is_verified=True),
+    "tensors": Layout("tensor2_zero1", zero_stage=1, is_verified=True),
+    "sequences": Layout("zero3_sequence8", 2, (_SEQUENCES,), 3, is_verified=True),
+    "experts": Layout("zero1", 2, _EXPERTS, 1, is_verified=True),
+    "stages x tensors": Layout("3d", 4, (), 1, 2, True),
+    "3d": Layout("3d", 8, ("train.steps=3",), 1, 2, True),
+}
+DIVIDED_OFFLOAD = {
+    f"offload{stage} {axis}": Layout(json, ranks, (word, *more), stage, is_verified=True)
+    for axis, word in (("tensors", _TENSORS), ("sequences", _SEQUENCES))
+    for stage, json, ranks, more in (
+        (1, "zero2_offload", 2, ("ds.zero_optimization.stage=1",)),
+        (2, "zero2_offload", 2, ()),
+        (3, "zero3_offload", 4, (_SPLIT,)),
+    )
+}
+LAYOUTS |= DIVIDED_OFFLOAD
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What is trained, and which verbs apply to it.
+
+    A run of `steps` steps has a checkpoint after `stop` of them. `alike`: layouts that learn the
+    same from the start; `others`: layouts that go on from the checkpoint; each may be followed by
+    more words. `now`: the verbs and layouts of `make test`; all others are the gate's.
+    """
+
+    words: tuple[str, ...] = ()
+    layout: str = "zero1"
+    alike: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    now: tuple[str, ...] = ()
+    data: str = "text"
+    model: tuple[str, ...] | dict[str, Any] = SMALL_MODEL
+    steps: int = 4
+    stop: int = 2
+    is_random: bool = False  # each layout drops something else
+    export: str | None = "model"  # or "adapters", or None: it has none
+    resumed_with: tuple[str, ...] = ()  # words that change nothing
+
+
+_LORA = ("model.name={base}/export", "model.init_from={base}/export", "model.lora.rank=4")
+_RAMP = (
+    # Six steps of 4 samples, four of 8, one of 12, ... of 32 tokens; sequences of 8, 16, 32 tokens.
+    *("train.global_batch=12", "ramp.batch_from=4", "ramp.batch_tokens=1400"),
+    *("ramp.length_from=8", "ramp.length_tokens=1000"),
+)
+FEATURES = {
+    "plain": Feature(
+        ("data.reservoir=6", "data.vocab_size=512", "save.export=true"),
+        layout="one",
+        alike=(
+            *("zero1", "zero2", "zero3", "offload", "stages", "tensors", "sequences", "3d"),
+            *("stages x tensors", *DIVIDED_OFFLOAD),
+        ),
+        others=("zero3", "zero1 alone", "offload3 alone", "stages train.micro_batch=1"),
+        now=(
+            *("exports", "zero1", "zero2", "zero3", "offload", "stages", "tensors", "sequences"),
+            *("3d", "stages train.micro_batch=1"),
+        ),
+    ),
+    "dropout in stages": Feature(
+        ("model.dropout=0.1",), "stages", is_random=True, now=("resumes", "exports")
+    ),
+    "stages x tensors": Feature(layout="stages x tensors", others=("zero3",)),
+    "sgd": Feature(("optim.name=sgd", "optim.momentum=0.9"), "zero2", others=("zero0",)),
+    "adam": Feature(("optim.name=adam", "optim.lr=1e-3"), "zero2", others=("zero0",)),
+    "smoothing": Feature(
+        ("train.label_smoothing=0.2",), "one", alike=("zero3", "stages"), now=("stages",)
+    ),
+    "depth": Feature(
+        ("model.stochastic_depth=0.5",),
+        "zero3",
+        alike=("zero3 model.checkpointing=full",),
+        is_random=True,
+        now=("zero3 model.checkpointing=full",),
+    ),
+    "depth in stages": Feature(("model.stochastic_depth=0.5",), "stages", is_random=True),
+    "documents": Feature(
+        ("data.document_mask=true",),
+        "one",
+        alike=("stages model.attention=varlen model.checkpointing=full",),
+        now=("stages model.attention=varlen model.checkpointing=full",),
+    ),
+    "longformer": Feature(
+        (
+            *("data.document_mask=true", "model.attention=longformer"),
+            *("model.attention_window=16", "model.checkpointing=selective"),
+        ),
+        "stages",
+        others=("zero3",),
+        now=("zero3",),
+    ),
+    "reversible tensors": Feature(
+        ("model.reversible=true", "model.dropout=0.1"), "tensors", is_random=True, export=None
+    ),
+    "reversible sequences": Feature(
+        ("model.reversible=true", "model.dropout=0.1"),
+        "sequences",
+        is_random=True,
+        export=None,
+        now=("resumes", "exports"),
+    ),
+    "experts": Feature(
+        layout="experts",
+        others=("zero3",),
+        now=("zero3", "exports"),
+        model={**LEARNED["mixtral"], "vocab_size": 512},
+    ),
+    "recurrent": Feature(
+        ("train.carry_state=true", "eval.every=1"),
+        "zero1",
+        others=("zero3 alone",),
+        now=("zero3 alone", "resumes"),
+        model={
+            "model_type": "recurrent",
+            "cell": "lstm",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+        },
+        resumed_with=("eval.every=50",),  # an evaluation leaves the states as they are
+    ),
+    "lora": Feature(
+        ("optim.lr=0.01",),
+        "zero3",
+        others=("zero1",),
+        now=("resumes", "exports"),
+        model=_LORA,
+        export="adapters",
+    ),
+    "nf4": Feature(
+        ("optim.lr=0.01", "model.lora.quantize=nf4"),
+        "zero2",
+        others=("zero1",),
+        now=("zero1", "exports"),
+        model=_LORA,
+        export="adapters",
+    ),
+    "chats": Feature(
+        (
+            *("data.template=llama3", "data.seq_len=512", "data.held_out=0.2", "optim.name=sgd"),
+            *("train.global_batch=4", "eval.samples=4", "model.overrides.vocab_size=600"),
+        ),
+        "zero1",
+        others=("zero2 alone",),
+        now=("resumes", "exports"),
+        data="chats",
+    ),
+    "mixture": Feature(
+        ("data.mix_until=3", "log.every=2", "eval.every=3"),
+        "zero1",
+        alike=("stages model.loss_chunk=128", "tensors", "sequences"),
+        others=("zero2 alone",),
+        now=("zero2 alone", "stages model.loss_chunk=128"),
+        data="mixture",
+        steps=6,
+    ),
+    "padded": Feature(
+        (
+            *("data.vocab_size=512", "data.pool_samples=32", "data.group_samples=2"),
+            "data.batching=length_grouped",
+        ),
+        "one",
+        alike=(
+            "zero3 data.batching=token_budget data.tokens_per_batch=64",
+            *("tensors", "sequences"),
+        ),
+        others=("zero1", "zero2 alone"),
+        now=("zero3 data.batching=token_budget data.tokens_per_batch=64", "zero1"),
+        data="skewed",
+    ),
+    "ramp": Feature(
+        _RAMP,
+        "one",
+        alike=("zero1", "offload", "zero3", "stages"),
+        others=("zero3", "zero1"),
+        now=("offload", "zero1"),
+        steps=9,
+        stop=5,
+    ),
+    "rehearsed": Feature(
+        (
+            *("model.init_from={base}", "data.rehearse={base}", "data.rehearse_share=0.25"),
+            *("data.reservoir=6", "eval.every=2"),
+        ),
+        "one",
+        others=("zero1",),
+        now=("zero1",),
+        data="numbers",
+    ),
+}
+
+
+def in_gate(*values: object) -> Any:
+    """Return parameters of a test that is the gate's."""
+    return pytest.param(*values, marks=pytest.mark.gate("runs"))
+
+
+def sentence(draw: random.Random, fewest: int, most: int) -> str:
+    """Return words of PHRASE in a random order, `fewest` or more, but less than `most`."""
+    return " ".join(draw.choice(PHRASE) for _ in range(draw.randrange(fewest, most)))
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
+    """Write a file of JSON lines."""
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def _skewed(folder: Path) -> list[str]:
+    """Documents of skewed lengths."""
+    draw = random.Random(0)
+    counts = [int(draw.lognormvariate(2, 0.8)) + 2 for _ in range(200)]
+    texts = [{"text": sentence(draw, count, count + 1)} for count in counts]
+    return [f"data.path={write_lines(folder / 'skewed.jsonl', texts)}"]
+
+
+def _mixture(folder: Path) -> list[str]:
+    """Text and pairs, with two held-out sets."""
+    draw = random.Random(0)
+    texts = [{"text": sentence(draw, 3, 60)} for _ in range(150)]
+    pairs = [{"prompt": sentence(draw, 3, 9), "completion": sentence(draw, 3, 9)} for _ in texts]
+    held_out = [{"text": sentence(draw, 3, 40)} for _ in range(40)]
+    named = {"texts": texts, "pairs": pairs * 2, "held": held_out}
+    paths = {name: write_lines(folder / f"{name}.jsonl", lines) for name, lines in named.items()}
+    sources = (
+        f'{{path="{paths["texts"]}", share=0.7, then=0.2}}, '
+        f'{{path="{paths["pairs"]}", share=0.3, then=0.8}}'
+    )
+    sets = f'{{held="{paths["held"]}", own="{paths["pairs"]}"}}'
+    return [f"data.mix=[{sources}]", f"data.eval_path={sets}"]
+
+
+def _chats(folder: Path) -> list[str]:
+    """Conversations with calls of tools, and a tokenizer without a template."""
+    tokenizer = tokenizer_of("llama3")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_chats(folder / "chats.jsonl", 60, tools=True)
+    return [f"data.path={folder / 'chats.jsonl'}", f"data.tokenizer={folder / 'tokenizer'}"]
+
+
+def _numbers(folder: Path) -> list[str]:
+    texts = [{"text": f"{n} is a number " * 9} for n in range(99)]
+    return [f"data.path={write_lines(folder / 'numbers.jsonl', texts)}"]
+
+
+CORPORA: dict[str, Callable[[Path], list[str]]] = {
+    "skewed": _skewed,
+    "mixture": _mixture,
+    "chats": _chats,
+    "numbers": _numbers,
+}
+
+
+def train(
+    zygote: Zygote, layout: str, path: Path, *words: str, ranks: int = 2, code: int = 0
+) -> str:
+    """Train or go on with a short run, which must end with `code`; return all ranks' output."""
+    json_path = REPOSITORY / "ds_configs" / f"{layout}.json"
+    arguments = [f"--deepspeed={json_path}", *SHORT_RUN, *words, f"run.dir={path}"]
+    ended = zygote.run(arguments, path.with_name(f"{path.name}-logs"), ranks=ranks)
+    assert ended.codes == [code] * ranks, ended.output
+    return ended.output
+
+
+@dataclass
+class Runs:
+    """Runs of features. Each is made once, and copied by those that go on with it."""
+
+    zygote: Zygote
+    folder: Path
+    text: list[str]
+    _whole: dict[tuple[str, str], RunFolder] = field(default_factory=dict)
+    _words: dict[str, list[str]] = field(default_factory=dict)
+
+    def whole(self, name: str, layout: str | None = None) -> RunFolder:
+        """Return a run that was never stopped, in its own layout or another one."""
+        key = (name, layout or FEATURES[name].layout)
+        if key not in self._whole:
+            path = self.folder / f"whole-{len(self._whole)}-{name}".replace(" ", "-")
+            self._whole[key] = RunFolder(path)
+            self.train(name, key[1], path)
+        return self._whole[key]
+
+    def resumed(
+        self, name: str, layout: str, path: Path, *more: str, whole: RunFolder | None = None
+    ) -> RunFolder:
+        """Return a copy of the whole run as it was at its stop, gone on with in a layout."""
+        feature = FEATURES[name]
+        shutil.copytree((whole or self.whole(name)).path, path)
+        store = Store(path / "checkpoints")
+        for checkpoint in store.all():
+            if checkpoint != store.at(feature.stop):
+                shutil.rmtree(checkpoint)
+        self.train(name, layout, path, *more)
+        return RunFolder(path)
+
+    def train(self, name: str, layout: str, path: Path, *more: str, code: int = 0) -> str:
+        """Train or go on with a run, which must end with `code` on all ranks; return its output."""
+        feature = FEATURES[name]
+        title, *extra = layout.split(" ") if layout not in LAYOUTS else [layout]
+        ds = LAYOUTS[title]
+        words = [
+            *(f"train.steps={feature.steps}", f"save.every={feature.stop}", "save.keep=9"),
+            *("optim.schedule=constant", *self.words(name), *ds.words, *extra, *more),
+        ]
+        return train(self.zygote, ds.json, path, *words, ranks=ds.ranks, code=code)
+
+    def words(self, name: str) -> list[str]:
+        """Return the words of a feature's data, model and settings."""
+        if name not in self._words:
+            feature = FEATURES[name]
+            there = self.folder / f"data-{len(self._words)}"
+            there.mkdir()
+            corpus = CORPORA[feature.data](there) if feature.data in CORPORA else self.text
+            cache = [] if corpus is self.text else [f"data.cache_dir={there / 'cache'}"]
+            model = feature.model
+            if isinstance(model, dict):
+                (there / "config.json").write_text(json.dumps(model))
+                model = (f"model.name={there}",)
+            words = [*corpus, *cache, *model, *feature.words]
+            if any("{base}" in word for word in words):
+                base = str(self.whole("plain").path)
+                words = [word.replace("{base}", base) for word in words]
+            self._words[name] = words
+        return self._words[name]

@@ -1,0 +1,177 @@
+"""Runs in stages and of divided tensors: what each rank holds, what is refused as they begin, and
+how they go on in other layouts once they were killed.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from harness.runfolder import RunFolder
+from tests.run.features import Runs, in_gate
+from tests.run.test_features import assert_alike, lines_of
+from tests.two_ranks import (
+    REPOSITORY,
+    SHORT_RUN,
+    SMALL_MODEL,
+    Group,
+    events,
+    run_ranks,
+    start,
+    train_command,
+    wait,
+    wait_for,
+)
+from tools.proofs.zygote import Outcome, Zygote
+
+Train = Callable[..., tuple[Outcome, RunFolder]]
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"vocab_size": 8192, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+TENSORS = "ds.tensor_parallel.autotp_size=2"
+
+
+@pytest.fixture
+def train(zygote: Zygote, data: list[str], tmp_path: Path) -> Train:
+    """Train a model of a config, by default the small one, in stages."""
+
+    def run(
+        *words: str, model: dict[str, Any] | None = None, defect: str | None = None, ranks: int = 2
+    ) -> tuple[Outcome, RunFolder]:
+        folder = RunFolder(tmp_path / "run")
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        named = (f"model.name={tmp_path / 'config.json'}",) if model else SMALL_MODEL
+        stages = f"--deepspeed={REPOSITORY / 'ds_configs' / 'pipeline2.json'}"
+        arguments = [stages, *named, *SHORT_RUN, *data, f"run.dir={folder.path}", *words]
+        if defect:
+            main = "tests.run.planted"
+            arguments = [defect, *arguments]
+        else:
+            main = "harness.train"
+        return zygote.run(arguments, tmp_path / "logs", ranks=ranks, main=main), folder
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["stages", in_gate("stages x tensors")])
+def test_each_rank_holds_what_was_predicted(layout: str, runs: Runs) -> None:
+    run, tensors = runs.whole("plain", layout), 1 + ("tensors" in layout)
+    (engine,), (memory,) = events(run, "engine"), events(run, "memory")
+    elements = [rank["elements_held"] for rank in engine["ranks"]]
+    assert max(elements) < 0.6 / tensors * sum(elements)
+    assert {row["rank"] for row in memory["rows"]} == {*range(2 * tensors)}
+    batches = 3 * 4 * 2 * (2 * 32 * 8)  # of this step and two ahead: ids and labels; no estimate
+    for row in memory["rows"]:
+        measured = row["measured"] - (batches if row["point"] == "between_steps" else 0)
+        assert row["predicted"] == pytest.approx(measured, rel=0.01), row
+    for event in events(run, "gradients_agree"):
+        assert (event["weights"], event["apart"]) == (2 * 2 + 1, 0.0)  # the norms of two layers
+    assert len(events(run, "gradients_agree")) == tensors - 1
+
+
+def test_stages_that_compute_something_else_are_refused(train: Train) -> None:
+    ended, run = train("model.overrides.num_hidden_layers=4", defect="layers_swapped")
+    assert ended.codes == [2, 2], ended.output
+    assert "does not train right in stages" in ended.output
+    assert not run.checkpoints_dir.exists()
+
+
+@pytest.mark.parametrize("stages", [1, in_gate(2)])
+def test_a_plan_that_forgets_a_weight_is_refused_after_the_first_backward_pass(
+    stages: int, train: Train
+) -> None:
+    words = ("layout.verify=false", f"ds.pipeline.stages={stages}", TENSORS)
+    model = {**SIZES, "model_type": "qwen3", "vocab_size": 512}
+    ended, run = train(*words, model=model, defect="gradients_not_summed", ranks=2 * stages)
+    assert ended.codes == [2] * (2 * stages), ended.output
+    assert "tensor-parallel ranks should have alike differ, model.layers." in ended.output
+    assert "k_norm.weight by" in ended.output
+    assert not list(run.checkpoints_dir.glob("step-*"))
+
+
+@pytest.mark.gate("runs")
+def test_tied_weights_of_a_family_with_dropout_keys_are_compared(train: Train) -> None:
+    """GPT-2's config names a dropout that its language model does not have."""
+    ended, run = train("model.dropout=0", model={**GPT2, "model_type": "gpt2"})
+    assert ended.codes == [0, 0], ended.output
+    (verified,) = events(run, "verified")
+    assert verified["grad_norm"] == pytest.approx(lines_of(run)[1]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.gate("runs")
+def test_weights_that_cannot_be_drawn_are_refused_by_all_data_ranks(train: Train) -> None:
+    """Of two ranks of a stage one draws, and finds out; the other waits for the weights."""
+    model = {**SIZES, "model_type": "apertus", "vocab_size": 8192, "pad_token_id": 0}
+    ended, _ = train(model=model, ranks=4)
+    assert ended.codes == [2] * 4, ended.output
+    assert "uninitialised" in ended.output
+
+
+@pytest.mark.gate("runs")
+def test_four_stages_train_where_verification_is_not_wanted(train: Train) -> None:
+    words = ("ds.pipeline.stages=4", "model.overrides.num_hidden_layers=5", "layout.verify=false")
+    ended, run = train(*words, ranks=4)
+    assert ended.codes == [0] * 4, ended.output
+    (event,) = events(run, "not_verified")
+    assert event["message"] == "layout.verify is false"
+    (engine,) = events(run, "engine")
+    assert [rank["pipeline_stage"] for rank in engine["ranks"]] == [0, 1, 2, 3]
+    assert lines_of(run)[4]["loss"] < lines_of(run)[1]["loss"]
+
+
+# --- stopped and killed ---
+
+
+@pytest.mark.gate("runs")
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_a_stopped_and_killed_run_goes_on_as_zero_3_and_back(
+    data_ranks: int, data: list[str], tmp_path: Path
+) -> None:
+    """Of two stages x data ranks x two tensor ranks: the curve and the export of one rank."""
+    run, alone = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone")
+    divided, zero3 = ("ds.pipeline.stages=2", TENSORS), ("ds.zero_optimization.stage=3",)
+    ranks = 4 * data_ranks
+
+    def command(folder: RunFolder, *more: str) -> list[object]:
+        words = ("train.steps=12", "save.every=2", "save.keep=9", "save.export=true")
+        return train_command(*data, *words, f"run.dir={folder.path}", *more)
+
+    run_ranks(command(alone), tmp_path / "logs", ranks=1).succeeded()
+    for layout, count, end, step in (
+        (divided, ranks, signal.SIGUSR1, 2),
+        (divided, ranks, signal.SIGKILL, 4),
+        (zero3, 2, signal.SIGKILL, 8),
+    ):
+        group = start(command(run, *layout), tmp_path / "logs", ranks=count)
+        wait_for(partial(has_reached, run, group, step), f"step {step}")
+        group.processes[count - 1].send_signal(end)
+        codes = {*wait(group).codes}
+        assert codes == {75} if end == signal.SIGUSR1 else 0 not in codes
+    run_ranks(command(run, *divided), tmp_path / "logs", ranks=ranks).succeeded()
+    changed = [{c["key"] for c in event["changes"]} for event in events(run, "resumed")]
+    assert ["deepspeed" in keys for keys in changed] == [False, True, True]
+    assert_alike(run, alone)
+    ours, theirs = (load_file(each.export_dir / "model.safetensors") for each in (run, alone))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).norm() < 1e-4 * tensor.norm(), name
+
+
+def has_reached(run: RunFolder, group: Group, step: int) -> bool:
+    """Return True once a checkpoint of a step, or of a later one, can be resumed."""
+    saved = [int(path.name.removeprefix("step-")) for path in run.checkpoints_dir.glob("step-*")]
+    return group.ended or any(number >= step for number in saved)

@@ -1,0 +1,219 @@
+"""Runs that end early, learn nothing, show or evaluate texts, and export what ends them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness.config.run_config import RunConfig
+from harness.data.batch import Batch
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.needles import DEPTHS, SAMPLES, needles
+from harness.data.spec import DataSpec
+from harness.run.evaluation import POSITIONS
+from harness.runfolder import RunFolder
+from tests.run.features import in_gate, sentence, train, write_lines
+from tests.two_ranks import SMALL_MODEL, events
+from tools.export_hf import main
+from tools.proofs.zygote import Zygote
+
+
+def data_of(run: RunFolder) -> Data:
+    """Return the data that a run read."""
+    plan = run.read_plan() or {}
+    spec = DataSpec.of_run(RunConfig.model_validate(plan["run"]), plan["model_config"])
+    return build_data(spec)
+
+
+def test_a_run_that_learns_nothing_more_ends(
+    zygote: Zygote, data: list[str], tmp_path: Path
+) -> None:
+    run, branch = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "branch")
+    still = (*SMALL_MODEL, *data, "optim.lr=1e-12", "eval.every=1", "train.steps=9")
+    patient = (*still, "eval.patience=2", "eval.better_by=0.01")
+    train(zygote, "fp32", run.path, *patient)
+    # The first, before any step, is the best; two more are enough.
+    assert run.read_metrics()[-1]["step"] == 2
+    (ended,) = events(run, "ended_early")
+    assert (ended["step"], ended["best_step"]) == (2, 0)
+    assert (run.read_status() or {})["outcome"] == "done"
+    # It stays ended, until it is given more patience.
+    train(zygote, "fp32", run.path, *patient)
+    assert run.read_metrics()[-1]["step"] == 2
+    # A branch has as much patience as the run began with.
+    train(zygote, "fp32", branch.path, *patient, "train.steps=6", f"resume.from={run.path}")
+    assert branch.read_metrics()[-1]["step"] > 4
+    train(zygote, "fp32", run.path, *still, "eval.patience=0")
+    assert run.read_metrics()[-1]["step"] == 9
+
+
+def test_given_weights_are_sampled_before_training_only_where_they_are_asked(
+    zygote: Zygote, data: list[str], tmp_path: Path
+) -> None:
+    """Under ZeRO 3 each token gathers all weights: a start does not wait for an idle text."""
+
+    def titles(name: str, *words: str) -> list[str]:
+        run, short = RunFolder(tmp_path / name), ("sample.tokens=2", "train.steps=1")
+        train(zygote, "zero3", run.path, *SMALL_MODEL, *data, *short, *words)
+        return [event["title"] for event in events(run, "sample")]
+
+    assert titles("first") == ["sample"]
+    weights = f"model.init_from={tmp_path / 'first'}"
+    assert titles("text", weights) == ["sample after training"]
+    both = ["sample before training", "sample after training"]
+    assert titles("asked", weights, "sample.prompt=the text") == both
+
+
+# --- steps without a target ---
+
+
+@pytest.mark.parametrize("policy", ["rollback", in_gate("log")])
+def test_a_step_without_a_target_changes_nothing_and_says_so(
+    policy: str, zygote: Zygote, tmp_path: Path
+) -> None:
+    """Its samples are parts of prompts alone; the balancing loss would teach the routers."""
+    run, steps, batch, draw = RunFolder(tmp_path / "run"), 12, 2, random.Random(0)
+    pairs = [
+        {"prompt": sentence(draw, 60, 61), "completion": sentence(draw, 8, 9)} for _ in range(80)
+    ]
+    path = write_lines(tmp_path / "pairs.jsonl", pairs)
+    experts = ("model.name=mixtral-8x7b", "model.overrides.num_local_experts=4")
+    output = train(
+        *(zygote, "zero1", run.path, *SMALL_MODEL, *experts),
+        *(f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=16"),
+        *("data.packing=stream", f"train.steps={steps}", f"train.global_batch={batch}"),
+        *("train.micro_batch=1", "eval.every=1", "guard.max_bad_steps=1"),
+        *(f"guard.spikes={policy}", "guard.spike_window=8", f"save.every={steps}"),
+    )
+    read = data_of(run).train
+    empty = [s for s in range(1, steps + 1) if not read.targets_in((s - 1) * batch, batch)]
+    assert 1 < len(empty) < steps - 2
+    lines = {line["step"]: line for line in run.read_metrics()}
+    assert [step for step in range(1, steps + 1) if lines[step]["loss"] is None] == empty
+    for step in range(1, steps + 1):
+        is_same = lines[step]["eval_loss"] == lines[step - 1]["eval_loss"]
+        assert is_same == (step in empty)  # not a bit has moved
+        assert (lines[step]["grad_norm"] is None) == (step in empty)
+        assert lines[step]["samples"] == step * batch
+    skipped = events(run, "skipped_step")
+    assert [(event["step"], event["loss"]) for event in skipped] == [(s, None) for s in empty]
+    assert {event["reason"] for event in skipped} == {"none of its samples has a target token"}
+    assert lines[steps]["skipped_steps"] == len(empty)
+    assert events(run, "spike") == []
+    assert "no target" in output
+
+
+# --- the end of a text ---
+
+# As a preset's: ids of another tokenizer.
+FOREIGN = {"bos_token_id": 300, "eos_token_id": 301, "pad_token_id": 302}
+TEXT = "the model reads a text"
+
+
+@pytest.fixture(scope="module")
+def ending(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A model that has learned to end: every document is the same sentence."""
+    run = RunFolder(tmp_path_factory.mktemp("ends") / "run")
+    texts = write_lines(run.path.with_name("texts.jsonl"), 400 * [{"text": TEXT}])
+    output = train(
+        *(zygote, "zero1", run.path, *SMALL_MODEL, "save.export=true", "data.seq_len=16"),
+        *(f"model.overrides.{name}={value}" for name, value in FOREIGN.items()),
+        *(f"data.path={texts}", f"data.cache_dir={run.path.with_name('cache')}"),
+        *("train.steps=60", "train.global_batch=16", "train.micro_batch=8", "optim.lr=0.01"),
+    )
+    assert "special ids are the tokenizer's: bos_token_id 1 (was 300)" in output
+    return run
+
+
+def test_generation_ends_where_a_document_does(ending: RunFolder) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ending.export_dir)
+    model = AutoModelForCausalLM.from_pretrained(ending.export_dir)
+    ids = tokenizer(TEXT[:9], return_tensors="pt", add_special_tokens=False).input_ids
+    with torch.no_grad():
+        (written,) = model.generate(ids, max_new_tokens=100, do_sample=False)
+    assert written[-1] == tokenizer.eos_token_id == 2
+    assert tokenizer.decode(written, skip_special_tokens=True) == TEXT
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((ending.export_dir / name).read_text())
+        assert [content.get(key) for key in FOREIGN] == [1, 2, None], name
+    kept = (ending.tokenizer_dir / "tokenizer.model").read_bytes()  # sentencepiece's
+    assert (ending.export_dir / "tokenizer.model").read_bytes() == kept
+
+
+def test_what_the_weights_brought_stays(
+    ending: RunFolder, zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ends of turns, temperatures; also where no rank has the whole model."""
+    model, run = tmp_path / "model", RunFolder(tmp_path / "run")
+    ending.export_dir.rename(model)
+    brought = {"eos_token_id": [0, 1, 300], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (model / "generation_config.json").write_text(json.dumps(brought))
+    train(
+        *(zygote, "pipeline2", run.path, f"model.name={model}", f"model.init_from={model}"),
+        *(f"data.path={ending.path.with_name('texts.jsonl')}", "data.seq_len=16"),
+        *(f"data.cache_dir={tmp_path / 'cache'}", "train.steps=1", "save.every=1"),
+    )
+    assert main([str(run.path)]) == 0
+    assert "was 300" not in capsys.readouterr().out
+    content = json.loads((run.export_dir / "generation_config.json").read_text())
+    del content["transformers_version"]
+    assert content == {
+        **brought,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 1],  # 0 is <unk>, and 300 a word
+        "pad_token_id": None,
+    }
+
+
+# --- longer texts ---
+
+TRAINED, LONGER = 128, 256  # tokens
+
+
+def test_what_lies_beyond_the_training_length_is_what_plain_transformers_has(
+    zygote: Zygote, data: list[str], tmp_path: Path
+) -> None:
+    """Two steps of 64 positions, then six from their export, of 32 to 128 tokens."""
+    first, run = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
+    words = (*data, "save.export=true", "eval.every=0", "log.every=1")
+    short = ("model.overrides.max_position_embeddings=64", "data.seq_len=64", "train.steps=2")
+    train(zygote, "zero1", first.path, *SMALL_MODEL, *words, *short, ranks=1)
+    train(
+        *(zygote, "zero1", run.path, *words, f"model.name={first.export_dir}"),
+        *(f"model.init_from={first.export_dir}", f"data.tokenizer={first.export_dir}"),
+        *(f"model.context={LONGER}", "model.rope=ntk", f"data.seq_len={TRAINED}"),
+        *("ramp.length_from=32", "ramp.length_tokens=3072", "train.steps=6"),
+        *(f"eval.seq_len={LONGER}", f"eval.needle_lengths=[128,{LONGER}]"),
+    )
+    lines, read = run.read_metrics(), data_of(run)
+    lengths = [line["sequence_length"] for line in lines if "loss" in line]
+    assert (lengths[0], lengths[-1]) == (32, TRAINED)
+    assert read.long_held_out is not None
+    samples = min(8 * TRAINED // LONGER, read.long_held_out.samples)  # of eval.samples
+    losses = plain_losses(run, read.long_held_out.batch(0, samples))
+    expected = losses.view(samples, POSITIONS, -1).mean((0, 2)).tolist()
+    assert lines[-1]["loss_by_position"] == pytest.approx(expected, rel=1e-4)
+    for length in (128, LONGER):
+        batch = needles(read.held_out, read.tokenizer, length, 0, SAMPLES)
+        asked, losses = batch.labels != -100, plain_losses(run, batch)
+        expected = [
+            math.exp(-float(losses[place :: len(DEPTHS)].sum() / asked[place :: len(DEPTHS)].sum()))
+            for place in range(len(DEPTHS))
+        ]
+        assert lines[-1][f"needle/{length}"] == pytest.approx(expected, rel=1e-4)
+
+
+def plain_losses(run: RunFolder, batch: Batch) -> torch.Tensor:
+    """Nats of each token, (samples, tokens), by transformers alone; 0 where none is a target."""
+    model = AutoModelForCausalLM.from_pretrained(run.export_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    return functional.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none")
