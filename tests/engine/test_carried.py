@@ -1,42 +1,158 @@
-"""States that are carried from window to window: in the real engine on two ranks, equal loops whose
-gradients end where windows begin, over single tokens or with transformers' own cache.
+"""States that are carried from window to window: without an engine, rows that go on and rows that
+begin from zeros; in the real engine on two ranks, comparisons with loops whose gradients end where
+windows begin, over single tokens or with transformers' own cache.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from harness.data.batch import Batch
+from harness.engine.api import Engine
+from harness.engine.carried import CarriedStates
+from harness.layout.world import World
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
-from tests.engine.results import Result, results_of
-from tests.engine.streams import MAMBA2, MODEL, STEPS, CacheLoop, TokenLoop
-from tests.two_ranks import run_ranks
+from tests.engine.engines import cells, engine_of, fp16, gathered, plan_of, stage, written
+from tests.engine.small import SEQ_LEN, run_config
+from tests.engine.streams import (
+    MAMBA2,
+    MODEL,
+    ROWS,
+    STARTS,
+    STEPS,
+    WINDOWS,
+    CacheLoop,
+    TokenLoop,
+    stream,
+)
+from tests.ranks import ranks
 
-pytestmark = pytest.mark.slow
+NUMBERS = 2 * 2 * 24
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> Any:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def build(rank: int = 0, ranks: int = 2, global_batch: int = 8, micro_batch: int = 2) -> Any:
+        sizes = {"global_batch": global_batch, "micro_batch": micro_batch, "carry_state": True}
+        config = run_config(tmp_path, train=sizes)
+        plan = plan_of(config, {}, World(rank, ranks, rank, ranks))
+        model = skeleton(hf_config(plan.model_config), torch.float32)
+        return CarriedStates(plan, model, torch.device("cpu"))
+
+    return build
+
+
+def batch(windows: list[int], goes_on: bool = True) -> Batch:
+    ids = torch.zeros(len(windows), 4, dtype=torch.int64)
+    flags = torch.full((len(windows),), goes_on)
+    return Batch(ids, ids, None, windows=torch.tensor(windows), goes_on=flags)
+
+
+def behind(value: float, rows: int = 2) -> Any:
+    return SimpleNamespace(after=torch.full((rows, NUMBERS), value))
+
+
+def begun(states: CarriedStates, number: int, rows: Batch) -> list[float]:
+    """Return the first number of the state that each row of a micro-batch begins with."""
+    values = states.before(number, rows).keywords["carried"].before.flatten(1)
+    assert values.shape[1] == NUMBERS
+    assert (values == values[:, :1]).all()
+    return values[:, 0].tolist()
+
+
+def test_a_row_goes_on_in_its_own_text_alone(states: Any) -> None:
+    own = states()
+    assert begun(own, 0, batch([5, 9])) == [0, 0]
+    own.keep(0, batch([5, 9]), behind(3.0))
+    assert begun(own, 0, batch([6, 10])) == [3, 3]
+    assert begun(own, 1, batch([6, 10])) == [0, 0]  # another micro-batch
+    assert begun(own, 0, batch([6, 10], goes_on=False)) == [0, 0]  # a document begins
+    assert begun(own, 0, batch([5, 12])) == [0, 0]  # an epoch begins; samples were skipped
+    assert begun(own, 0, batch([6, 10])) == [3, 3]
+
+
+def test_a_state_that_is_not_finite_is_none(states: Any) -> None:
+    own, spoiled = states(), behind(2.0)
+    spoiled.after[1, 50] = torch.inf
+    own.keep(0, batch([0, 9]), spoiled)
+    assert begun(own, 0, batch([1, 10])) == [2, 0]
+
+
+def test_checkpoints_keep_them_by_row(states: Any) -> None:
+    saved: dict[tuple[str, str], torch.Tensor] = {}
+    for rank in range(2):
+        own = states(rank)
+        for number in range(2):
+            windows = [100 * rank + 10 * number, 100 * rank + 10 * number + 1]
+            own.keep(number, batch(windows), behind(float(windows[0])))
+        for fragment in own.fragments():
+            ((kind, tensor),) = fragment.tensors.items()
+            whole = saved.setdefault(
+                (fragment.name, kind), tensor.new_full((fragment.part.numel,), 77)
+            )
+            whole[fragment.offset : fragment.offset + tensor.numel()] = tensor
+
+    def fill(name: str, kind: str, offset: int, out: torch.Tensor, part: Any) -> None:
+        out.copy_(saved[name, kind][offset : offset + out.numel()])
+
+    def kinds(name: str) -> list[str]:
+        return [kind for saved_name, kind in saved if saved_name == name]
+
+    alone = states(ranks=1, micro_batch=4)
+    alone.restore(fill, kinds)
+    # Micro-batches are dealt to the ranks in turn: rows 0 and 1 are rank 0's, 2 and 3 rank 1's.
+    assert begun(alone, 0, batch([1, 2, 101, 102])) == [0, 0, 100, 100]
+    assert begun(alone, 1, batch([11, 12, 111, 112])) == [10, 10, 110, 110]
+    other = states(ranks=1, global_batch=4, micro_batch=2)  # rows that are not the same ones
+    other.keep(0, batch([4, 5]), behind(1.0))
+    other.restore(fill, kinds)
+    assert begun(other, 0, batch([5, 6])) == [0, 0]
+
 
 LR = 0.05
+SGD = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "clip_norm": 0.0}
 MODELS = {"lstm": MODEL, "gru": {**MODEL, "cell": "gru"}, "mamba2": MAMBA2}
+_CPU = {"device": "cpu", "pin_memory": False}
+OFFLOAD = {"zero_optimization": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU}}
+FULL: dict[str, Any] = {"ds": stage(3), "checkpointing": "full"}
+CELLS: dict[str, dict[str, Any]] = {
+    **{f"lstm-zero{number}": {"ds": stage(number)} for number in range(3)},
+    "lstm-zero3_offload": {"ds": OFFLOAD},
+    **{f"{kind}-full_zero3": FULL for kind in MODELS},
+}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("carried")
-    for kind, config in MODELS.items():
-        (folder / kind).mkdir()
-        (folder / kind / "config.json").write_text(json.dumps(config))
-    return folder
+def carrying(ds: Any, kind: str = "lstm", **model: Any) -> Any:
+    """Build an engine that carries states. Collective."""
+    model |= {"name": written(kind, MODELS[kind]), "attention": "eager"}
+    return engine_of(ds, model=model, train={"carry_state": True}, optim=SGD)
 
 
-@pytest.fixture(scope="module")
-def checked(folder: Path) -> Result:
-    command = [sys.executable, "-m", "tests.engine.carried_checks", folder]
-    return results_of(run_ranks(command, folder), folder)
+def share(engine: Engine, step: int, starts: tuple[int, ...] = STARTS) -> tuple[list[Batch], int]:
+    """Return this rank's micro-batches of a step, and the number of all targets."""
+    plan = engine.plan
+    mine = stream(starts).micro_batches(
+        plan.curriculum.at(step * ROWS),
+        plan.micro_batch,
+        plan.share.data_rank,
+        plan.share.data_ranks,
+    )
+    return mine, ROWS * SEQ_LEN
+
+
+def loss(engine: Engine, step: int) -> float:
+    result = engine.train_batch(*share(engine, step), LR)
+    return float(engine.sum_over_ranks(result.loss_share.clone()))
 
 
 def loop_of(kind: str) -> TokenLoop:
@@ -47,11 +163,10 @@ def loop_of(kind: str) -> TokenLoop:
     return TokenLoop({name: w.detach() for name, w in model.named_parameters()}, kind)
 
 
-@pytest.mark.parametrize(("kind", "layouts"), [("lstm", 5), ("gru", 1), ("mamba2", 1)])
-def test_every_layout_learns_as_a_loop(
-    kind: str, layouts: int, checked: Result, folder: Path
-) -> None:
-    loop = loop_of(kind)
+@pytest.fixture
+def by_loop(cell: str) -> tuple[list[float], dict[str, Any]]:
+    """The losses of a loop's steps, and the gradients of the one after."""
+    loop = loop_of(cell.partition("-")[0])
     losses = []
     for step in range(STEPS):
         loss = loop.loss(step)
@@ -59,27 +174,62 @@ def test_every_layout_learns_as_a_loop(
         losses.append(loss.item())
         loop.step(LR)
     loop.loss(STEPS).backward()
-    names = [name for name in checked("trained")[0] if name.startswith(kind)]
-    assert len(names) == layouts
-    for name in names:
-        for of_rank in checked("trained"):
-            assert of_rank[name] == pytest.approx(losses, rel=1e-5), name
-        gradients = load_file(folder / f"gradients-{name}.safetensors")
-        assert gradients.keys() == loop.weights.keys()
-        for parameter, gradient in gradients.items():
-            expected = loop.weights[parameter].grad
-            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    return losses, {name: weight.grad for name, weight in loop.weights.items()}
 
 
-def test_windows_with_a_carried_state_are_one_long_window(checked: Result) -> None:
-    for windows, long in checked("one_long_window"):
-        assert windows == pytest.approx(long, rel=1e-6)
+@pytest.mark.parametrize(
+    "cell", cells(CELLS, ("lstm-zero2", "gru-full_zero3", "mamba2-full_zero3"))
+)
+@ranks(2)
+def test_every_layout_learns_as_a_loop(
+    cell: str, by_loop: tuple[list[float], dict[str, Any]]
+) -> None:
+    """There is an evaluation between two steps."""
+    losses, expected = by_loop
+    engine = carrying(kind=cell.partition("-")[0], **CELLS[cell])
+    for step in range(STEPS):
+        if step == 1:
+            engine.eval_batch(share(engine, 0)[0])
+        assert loss(engine, step) == pytest.approx(losses[step], rel=1e-5)
+    engine.accumulate(*share(engine, STEPS))
+    gradients = dict(engine.gradients())
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    engine.close()
 
 
-def test_a_step_that_fp16_skips_was_read(checked: Result) -> None:
+@ranks(2)
+def test_windows_with_a_carried_state_are_one_long_window() -> None:
+    """Rows are of one document, and weights do not change."""
+    engine, losses = carrying(stage(3)), []
+    whole = [share(engine, step, (0,))[0] for step in range(WINDOWS)]
+    for batches in whole:
+        result = engine.train_batch(batches, ROWS * SEQ_LEN, 0.0)
+        losses.append(float(engine.sum_over_ranks(result.loss_share.clone())))
+    long = [
+        Batch(
+            torch.cat([batch.input_ids for batch in windows], 1),
+            torch.cat([batch.labels for batch in windows], 1),
+            None,
+        )
+        for windows in zip(*whole, strict=True)
+    ]
+    sums = engine.sum_over_ranks(engine.eval_batch(long))
+    assert sum(losses) / len(losses) == pytest.approx(float(sums[0] / sums[1]), rel=1e-6)
+    engine.close()
+
+
+@ranks(2)
+def test_a_step_that_fp16_skips_was_read() -> None:
+    engine = carrying(fp16())
     windows: list[int] = []
-    for of_rank in checked("overflowed"):
-        assert [applied for applied, _, _ in of_rank] == [False, False]
-        assert all(is_finite for _, is_finite, _ in of_rank)
-        windows += [window for part in of_rank[-1][2] for window in part]
-    assert sorted(windows) == [1, 4, 7, 10, 13, 16, 19, 22]
+    for step in range(2):
+        loss(engine, step)
+        assert not engine.step_applied
+        carried = [f for f in engine.fragments() if f.name.startswith("carried")]
+        tensors = [tensor for fragment in carried for tensor in fragment.tensors.values()]
+        assert all(bool(tensor.isfinite().all()) for tensor in tensors)
+        windows = [n for t in tensors if t.dtype == torch.int64 for n in t.tolist()]
+    assert sorted(itertools.chain(*gathered(windows))) == [1, 4, 7, 10, 13, 16, 19, 22]
+    engine.close()
