@@ -1,37 +1,47 @@
-"""Adapters of low rank in DeepSpeed's engines, against peft in a plain loop; frozen parameters."""
+"""Low-rank adapters in the real engine, compared with peft in a plain loop; frozen parameters."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from harness.estimate.states import model_states
 from harness.layout.adapters import Adapters
 from harness.layout.shape import Shape
-from harness.models.skeleton import hf_config
-from tests.engine.results import Result, results_of
+from harness.models.initialize import materialize
+from harness.models.skeleton import hf_config, skeleton
+from harness.plan.memory import memory_inputs
+from tests.engine.engines import cells, engine_of, gathered, losses, stage
 from tests.engine.small import MODEL, SEQ_LEN, VOCAB_SIZE
-from tests.two_ranks import Ended, run_ranks
-
-pytestmark = pytest.mark.slow
+from tests.ranks import ranks
 
 RANK, ALPHA, STEPS, LR = 4, 6.0, 4, 3e-3
+LORA = {"rank": RANK, "alpha": ALPHA}
 ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-VARIANTS: dict[str, dict[str, Any]] = {
-    "rslora": {"use_rslora": True},
-    "dora": {"use_dora": True},
-    "targets": {"target_modules": ["q_proj", "v_proj"]},
+SHAPE = Shape.from_hf(MODEL)
+ADAPTERS = {tensor.name: tensor.numel for tensor in Adapters(RANK).tensors(SHAPE)}
+OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+EVERYTHING = {**OFFLOADED, "offload_param": {"device": "cpu", "pin_memory": False}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{f"zero{number}": stage(number) for number in range(4)},
+    "zero2_offload": {"zero_optimization": {**stage(2)["zero_optimization"], **OFFLOADED}},
+    "zero3_offload": {"zero_optimization": {**stage(3)["zero_optimization"], **EVERYTHING}},
+    "sequence2": {**stage(1), "sequence_parallel_size": 2},
+    "zero1_bf16": {**stage(1), "bf16": {"enabled": True}},
+    "zero3_bf16": {**stage(3), "bf16": {"enabled": True}},
 }
-FP32 = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "sequence2")
+# By variant: what the run config adds, and what peft does.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rslora": ({"rslora": True}, {"use_rslora": True}),
+    "dora": ({"dora": True}, {"use_dora": True}),
+    "targets": ({"targets": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj", "v_proj"]}),
+}
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+"""The losses of a plain loop, and the weights that it trained."""
 
 
 def base_model() -> PreTrainedModel:
@@ -39,51 +49,38 @@ def base_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(hf_config(MODEL))
 
 
-def saved_model(folder: Path) -> Path:
-    """A folder with the model's config, and the model below base/."""
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    base_model().save_pretrained(folder / "base")
-    return folder
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("adapters"))
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the weights that the adapters are put beside."""
+    folder = tmp_path_factory.mktemp("base")
+    base_model().save_pretrained(folder)
+    return str(folder)
 
 
-@pytest.fixture(scope="module")
-def ended(folder: Path) -> Ended:
-    return run_ranks([sys.executable, "-m", "tests.engine.adapter_checks", folder], folder)
+def train_by_peft(model: Any, **settings: Any) -> Trained:
+    """Train adapters of `model` in a plain loop."""
+    import peft  # takes seconds, and the ranks need none of it
 
-
-@pytest.fixture(scope="module")
-def result(ended: Ended, folder: Path) -> Result:
-    """Return a check's result on each rank."""
-    return results_of(ended, folder)
-
-
-def global_batch() -> torch.Tensor:
-    """(8, SEQ_LEN + 1) ids: those of tests/engine/rank.py."""
-    return torch.randint(0, 24, (8, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
-
-
-def adapted_by_peft(base: Path, **settings: Any) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     values = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ALL, **settings}
     torch.manual_seed(0)
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **values))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **values))
+    losses = plain_losses(adapted)
+    weights = {n.removeprefix("base_model.model."): p for n, p in adapted.named_parameters()}
+    return losses, {name: weight.detach() for name, weight in weights.items() if "lora" in name}
 
 
-def plain_losses(model: torch.nn.Module, steps: int = STEPS) -> list[float]:
-    """Train all that is not frozen as the run config's defaults say."""
+def plain_losses(model: torch.nn.Module) -> list[float]:
+    """Train all parameters that are not frozen, as the run config's defaults say."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    ids, losses = global_batch(), []
-    for _ in range(steps):
+    # The ids of tests/engine/engines.py.
+    ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(STEPS):
         logits = model(input_ids=ids[:, :-1]).logits
         loss = functional.cross_entropy(logits.reshape(-1, VOCAB_SIZE), ids[:, 1:].reshape(-1))
         loss.backward()
@@ -94,79 +91,135 @@ def plain_losses(model: torch.nn.Module, steps: int = STEPS) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", FP32)
-def test_losses_are_those_of_peft_in_a_plain_loop(
-    layout: str, result: Result, folder: Path
-) -> None:
-    model = adapted_by_peft(folder / "base")
+@pytest.fixture(scope="module")
+def by_peft(base: str) -> Trained:
+    return train_by_peft(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+
+
+def adapted(ds: dict[str, Any], base: str, lora: dict[str, Any] = LORA, **model: Any) -> Any:
+    return engine_of(ds, model={"name": base, "init_from": base, "lora": lora, **model})
+
+
+def bytes_of(engine: Any) -> int:
+    """Return the bytes of weights, master weights and moments on this rank, each storage once."""
+    from harness.engine.deepspeed_0_19 import internals
+
+    tensors = [getattr(p, "ds_tensor", p).data for p in engine.module.parameters()]
+    tensors += [t for p in engine.module.parameters() for t in scales_of(p)]
+    inner = internals.inner_optimizer(engine.engine)
+    tensors += [p.data for group in inner.param_groups for p in group["params"]]
+    if internals.is_zero3(engine.engine.optimizer):
+        tensors += internals.zero3_flats(engine.engine.optimizer)
+    for state in inner.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value) and value.ndim]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def scales_of(parameter: Any) -> list[torch.Tensor]:
+    """Return the tensors beside the codes of a weight in 4 bits."""
+    state = getattr(parameter, "quant_state", None)
+    states = [] if state is None else [state, *([state.state2] if state.nested else [])]
+    return [value for each in states for value in vars(each).values() if torch.is_tensor(value)]
+
+
+def estimated_bytes(engine: Any) -> int:
+    """Return the estimate of what `bytes_of` counts."""
+    inputs = memory_inputs(engine.plan)
+    counted = ("parameters", "master", "moments")
+    states = model_states(inputs, engine.share.data_rank)
+    return sum(part.bytes for part in states if part.component in counted)
+
+
+def compare_with_peft(layout: str, base: str, lora: dict[str, Any], by_peft: Trained) -> Any:
+    """Return an engine that trained as peft did, and saves and holds what it should. Collective."""
+    expected, weights = by_peft
+    engine = adapted(LAYOUTS[layout], base, lora)
+    is_half = layout.endswith("bf16")
+    assert expected[-1] < expected[0] - 0.02
+    assert losses(engine, STEPS) == pytest.approx(expected, rel=2e-3 if is_half else 2e-6)
+    saved = gathered({fragment.name for fragment in engine.fragments()})
+    assert set().union(*saved) == ADAPTERS.keys()
+    assert bytes_of(engine) == pytest.approx(estimated_bytes(engine), rel=0.01)
+    trained = {name: tensor for name, tensor in engine.masters() if "lora" in name}
+    assert trained.keys() == weights.keys()
+    if not is_half:
+        for name, tensor in trained.items():
+            torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=2e-6)
+    return engine
+
+
+@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1", "zero3_offload", "zero3_bf16")))
+@ranks(2)
+def test_adapters_train_as_peft_does(layout: str, base: str, by_peft: Trained) -> None:
+    """Checkpoints hold adapters alone; ZeRO-3 alone divides the frozen weights."""
+    engine = compare_with_peft(layout, base, LORA, by_peft)
+    whole = sum(tensor.numel for tensor in SHAPE.tensors()) + sum(ADAPTERS.values())
+    elements = engine.describe()["elements_held"]
+    assert elements == (pytest.approx(whole / 2, rel=0.01) if "zero3" in layout else whole)
+    engine.close()
+
+
+@pytest.fixture
+def variant_by_peft(variant: str, base: str) -> Trained:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return train_by_peft(model, **VARIANTS[variant][1])
+
+
+@pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "targets")))
+@ranks(2)
+def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
+    """Under ZeRO 3, or 2 for DoRA; with activation checkpointing in one of them."""
+    ds, checkpointing = stage(2 if variant == "dora" else 3), "none"
+    if variant == "targets":
+        checkpointing = "full"
+    engine = adapted(ds, base, {**LORA, **VARIANTS[variant][0]}, checkpointing=checkpointing)
+    assert losses(engine, STEPS) == pytest.approx(variant_by_peft[0], rel=2e-6)
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", cells(["zero1", "zero3"], ("zero3",)))
+@ranks(2)
+def test_a_run_resumes_from_its_adapters_alone(layout: str, base: str) -> None:
+    first, second = adapted(LAYOUTS[layout], base), adapted(LAYOUTS[layout], base)
+    losses(first, STEPS)
+    kept = {
+        (fragment.name, kind, fragment.offset): tensor.clone()
+        for fragment in first.fragments()
+        for kind, tensor in fragment.tensors.items()
+    }
+
+    def fill(name: str, kind: str, offset: int, flat: Any, part: Any) -> None:
+        if (name, kind, offset) in kept:  # of replicated parameters the other rank has a half
+            flat.copy_(kept[name, kind, offset])
+
+    second.restore(fill, lambda name: () if ":" in name else ("exp_avg", "exp_avg_sq"))
+    second.refresh_weights()
+    second.restore_scalars(first.scalars())
+    assert losses(first, 2) == losses(second, 2)
+    first.close()
+    second.close()
+
+
+FROZEN = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero1_bf16")
+
+
+@pytest.mark.parametrize("layout", cells(FROZEN, ("zero2", "zero3")))
+@ranks(2)
+def test_frozen_parameters_stay_and_the_others_train_as_in_a_plain_loop(layout: str) -> None:
+    model = skeleton(hf_config(MODEL), torch.float32)
+    materialize(model, 0, torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" not in name and "layers.1." not in name)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     expected = plain_losses(model)
     assert expected[-1] < expected[0] - 0.02
-    for rank in result("trained"):
-        assert rank[layout]["losses"] == pytest.approx(expected, rel=2e-6)
-    saved = load_file(folder / f"trained-{layout}.safetensors")
-    stepped = {n.removeprefix("base_model.model."): p for n, p in model.named_parameters()}
-    assert saved.keys() == {name for name in stepped if "lora" in name}
-    for name, tensor in saved.items():
-        torch.testing.assert_close(tensor, stepped[name].detach(), rtol=1e-3, atol=2e-6)
 
-
-@pytest.mark.parametrize("layout", ["zero1_bf16", "zero3_bf16"])
-def test_half_precision_stays_near(layout: str, result: Result, folder: Path) -> None:
-    expected = plain_losses(adapted_by_peft(folder / "base"))
-    for rank in result("trained"):
-        assert rank[layout]["losses"] == pytest.approx(expected, rel=2e-3)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_are_those_of_peft(variant: str, result: Result, folder: Path) -> None:
-    expected = plain_losses(adapted_by_peft(folder / "base", **VARIANTS[variant]))
-    for rank in result("variants"):
-        assert rank[variant] == pytest.approx(expected, rel=2e-6)
-
-
-def test_checkpoints_hold_what_is_trained(result: Result) -> None:
-    shape = Shape.from_hf(MODEL)
-    expected = {tensor.name for tensor in Adapters(RANK).tensors(shape)}
-    for layout in result("trained")[0]:
-        names = {name for rank in result("trained") for name in rank[layout]["saved"]}
-        assert names == expected
-
-
-def test_the_frozen_model_is_divided_under_zero_3_alone(result: Result) -> None:
-    whole = result("trained")[0]["zero1"]["elements_held"]
-    assert whole == sum(p.numel() for p in base_model().parameters()) + sum(
-        tensor.numel for tensor in Adapters(RANK).tensors(Shape.from_hf(MODEL))
-    )
-    assert result("trained")[0]["zero3"]["elements_held"] == pytest.approx(whole / 2, rel=0.01)
-
-
-@pytest.mark.parametrize("layout", [*FP32[:6], "zero1_bf16", "zero3_bf16"])
-def test_frozen_weights_have_the_estimated_bytes(layout: str, result: Result) -> None:
-    for rank in result("trained"):
-        assert rank[layout]["bytes"] == pytest.approx(rank[layout]["estimated"], rel=0.01)
-
-
-@pytest.mark.parametrize("layout", ["zero1", "zero3"])
-def test_a_run_goes_on_from_its_adapters_alone(layout: str, result: Result) -> None:
-    for rank in result("resumed"):
-        assert rank[layout][:2] == rank[layout][2:]
-
-
-def test_frozen_parameters_stay_as_they_are(result: Result) -> None:
-    names = {tensor.name for tensor in Shape.from_hf(MODEL).tensors()}
-    trained = sorted(n for n in names if "embed" not in n and "layers.1." not in n)
-    for rank in result("frozen"):
-        assert all(values["changed"] == trained for values in rank.values())
-
-
-def test_runs_with_frozen_parameters_have_the_estimated_bytes(result: Result) -> None:
-    for rank in result("frozen"):
-        for layout, values in rank.items():
-            assert values["bytes"] == pytest.approx(values["estimated"], rel=0.01), layout
-
-
-def test_frozen_parameters_change_nothing_else(result: Result, folder: Path) -> None:
-    first = result("frozen")[0]["zero0"]["losses"]
-    assert first[-1] < first[0] - 0.02
-    for rank, layout in itertools.product(result("frozen"), ("zero1", "zero2", "zero3")):
-        assert rank[layout]["losses"] == pytest.approx(first, rel=2e-6)
+    rules = [{"pattern": "embed|layers.1.", "frozen": True}]
+    engine = engine_of(LAYOUTS[layout], optim={"groups": rules})
+    before = dict(engine.masters())
+    rel = 2e-3 if layout.endswith("bf16") else 2e-6
+    assert losses(engine, STEPS) == pytest.approx(expected, rel=rel)
+    assert {n for n, after in engine.masters() if not after.equal(before[n])} == trained
+    assert bytes_of(engine) == pytest.approx(estimated_bytes(engine), rel=0.01)
+    engine.close()

@@ -1,24 +1,24 @@
-"""Adapters beside weights in 4 bits, against peft and bitsandbytes in a plain loop."""
+"""Adapters beside weights in 4 bits, compared with peft and bitsandbytes in a plain loop; 8-bit
+moments out of bitsandbytes and back.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from harness.config.run_config import RunConfig
+from harness.engine.eight_bit import BLOCK, blank, per_block, per_element
 from harness.engine.empty import empty_model
 from harness.engine.reading import PieceReader
-from harness.layout.adapters import Adapters, linear_weights
+from harness.layout.adapters import linear_weights
 from harness.layout.quantization import Quantization
 from harness.layout.shape import Shape
 from harness.layout.world import World
@@ -27,40 +27,42 @@ from harness.models.pieces import pieces
 from harness.models.quantized import quantize_linear_maps, round_linear_maps
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.make import make_plan
-from tests.engine.results import Result, results_of
+from tests.engine.engines import cells, losses, share_of, stage
 from tests.engine.small import CONFIGS, MODEL, run_config
-from tests.engine.test_adapters import ALL, ALPHA, RANK, base_model, plain_losses, saved_model
-from tests.two_ranks import Ended, run_ranks
+from tests.engine.test_adapters import (
+    LORA,
+    STEPS,
+    Trained,
+    adapted,
+    base_model,
+    compare_with_peft,
+    train_by_peft,
+)
+from tests.ranks import ranks
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
-FP32 = ("zero0", "zero1", "zero2", "zero2_offload", "sequence2")
-VARIANTS: dict[str, dict[str, Any]] = {
-    "fp4": {"kind": "fp4", "doubles": False},
-    "targets": {"target_modules": ["q_proj", "v_proj"]},
-    "dora": {"use_dora": True},
-    "full": {},
-    "selective": {},
+QLORA = {**LORA, "quantize": "nf4"}
+LAYOUTS = ("zero0", "zero1", "zero2", "zero2_offload", "sequence2", "zero1_bf16")
+# By variant: what the run config says, what bitsandbytes does, what peft does.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "fp4": (
+        {"lora": {**QLORA, "quantize": "fp4", "double_quantize": False}},
+        {"kind": "fp4", "doubles": False},
+        {},
+    ),
+    "targets": (
+        {"lora": {**QLORA, "targets": ["q_proj", "v_proj"]}},
+        {},
+        {"target_modules": ["q_proj", "v_proj"]},
+    ),
+    "dora": ({"lora": {**QLORA, "dora": True}}, {}, {"use_dora": True}),
+    "full": ({"lora": QLORA, "checkpointing": "full"}, {}, {}),
+    "selective": ({"lora": QLORA, "checkpointing": "selective"}, {}, {}),
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("quantized"))
-
-
-@pytest.fixture(scope="module")
-def ended(folder: Path) -> Ended:
-    return run_ranks([sys.executable, "-m", "tests.engine.quantized_checks", folder], folder)
-
-
-@pytest.fixture(scope="module")
-def result(ended: Ended, folder: Path) -> Result:
-    """Return a check's result on each rank."""
-    return results_of(ended, folder)
-
-
-def quantized_by_transformers(base: Path, kind: str, doubles: bool) -> Any:
+def quantized_by_transformers(base: object, kind: str = "nf4", doubles: bool = True) -> Any:
     """Return the model as others open it: its linear layers in 4 bits, the head as it is."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -73,75 +75,47 @@ def quantized_by_transformers(base: Path, kind: str, doubles: bool) -> Any:
     ).train()
 
 
-def expected_losses(
-    base: Path, kind: str = "nf4", doubles: bool = True, **settings: Any
-) -> tuple[list[float], Any]:
-    """Return losses of peft beside bitsandbytes' weights, and the model that was trained."""
-    model = quantized_by_transformers(base, kind, doubles)
-    values = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ALL, **settings}
-    torch.manual_seed(0)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **values))
-    return plain_losses(adapted), adapted
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the weights that are quantized."""
+    folder = tmp_path_factory.mktemp("base")
+    base_model().save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> tuple[list[float], Any]:
-    return expected_losses(folder / "base")
+def by_peft(base: str) -> Trained:
+    return train_by_peft(quantized_by_transformers(base))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", FP32)
-def test_losses_are_those_of_peft_in_a_plain_loop(
-    layout: str, result: Result, folder: Path, plain: tuple[list[float], Any]
-) -> None:
-    expected, model = plain
-    assert expected[-1] < expected[0] - 0.02
-    for rank in result("quantized"):
-        assert rank[layout]["losses"] == pytest.approx(expected, rel=2e-6)
-    saved = load_file(folder / f"quantized-{layout}.safetensors")
-    stepped = {n.removeprefix("base_model.model."): p for n, p in model.named_parameters()}
-    assert saved.keys() == {name for name in stepped if "lora" in name}
-    for name, tensor in saved.items():
-        torch.testing.assert_close(tensor, stepped[name].detach(), rtol=1e-3, atol=2e-6)
+@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero2_offload", "zero1_bf16")))
+@ranks(2)
+def test_adapters_train_as_peft_does(layout: str, base: str, by_peft: Trained) -> None:
+    compare_with_peft(layout, base, QLORA, by_peft).close()
 
 
-@pytest.mark.slow
-def test_half_precision_stays_near(result: Result, plain: tuple[list[float], Any]) -> None:
-    for rank in result("quantized"):
-        assert rank["zero1_bf16"]["losses"] == pytest.approx(plain[0], rel=2e-3)
+@pytest.fixture
+def variant_by_peft(variant: str, base: str) -> Trained:
+    _, quantization, settings = VARIANTS[variant]
+    return train_by_peft(quantized_by_transformers(base, **quantization), **settings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_are_those_of_peft(
-    variant: str, result: Result, folder: Path, plain: tuple[list[float], Any]
-) -> None:
+@pytest.mark.parametrize("variant", cells(VARIANTS, ("fp4", "dora")))
+@ranks(2)
+def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
     """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions
     bitsandbytes packs weights anew as it first evaluates, and their gradients end.
     """
-    settings = VARIANTS[variant]
-    expected, _ = expected_losses(folder / "base", **settings) if settings else plain
-    for rank in result("variants"):
-        assert rank[variant] == pytest.approx(expected, rel=2e-6)
-
-
-@pytest.mark.slow
-def test_checkpoints_hold_adapters_alone(result: Result) -> None:
-    expected = {tensor.name for tensor in Adapters(RANK).tensors(Shape.from_hf(MODEL))}
-    for layout in (*FP32, "zero1_bf16"):
-        names = {name for rank in result("quantized") for name in rank[layout]["saved"]}
-        assert names == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [*FP32, "zero1_bf16"])
-def test_bytes_held_are_those_of_the_estimate(layout: str, result: Result) -> None:
-    for rank in result("quantized"):
-        assert rank[layout]["bytes"] == pytest.approx(rank[layout]["estimated"], rel=0.01)
+    engine = adapted(stage(2), base, **VARIANTS[variant][0])
+    for expected in variant_by_peft[0]:
+        assert losses(engine, 1) == pytest.approx([expected], rel=2e-6)
+        engine.eval_batch(share_of(engine)[0])
+    assert len(variant_by_peft[0]) == STEPS
+    engine.close()
 
 
 def floats_alive() -> int:
-    """Return the bytes of all floating-point tensors in this process, each storage once."""
+    """Return the bytes of all floating-point tensors that are not frozen, each storage once."""
     tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
     tensors = [x for x in tensors if x.layout == torch.strided]  # others have no storage
     storages = {
@@ -167,6 +141,7 @@ def test_weights_are_read_and_quantized_a_piece_at_a_time(tmp_path: Path) -> Non
     kept = 4 * sum(p.numel() for name, p in empty.named_parameters() if name not in quantized)
     made = quantize_linear_maps(empty, Quantization("nf4"))
     gc.collect()  # else models of above and of other tests go while it is counted
+    gc.freeze()  # what is there already is not looked through for each weight
     before, most = floats_alive(), 0
 
     def counted(name: str, tensor: torch.Tensor) -> torch.nn.Parameter:
@@ -181,8 +156,9 @@ def test_weights_are_read_and_quantized_a_piece_at_a_time(tmp_path: Path) -> Non
     assert largest < most < 2 * largest + kept + scales
     assert most < whole / 2
     after = floats_alive() - before
+    gc.unfreeze()
     assert after < kept + whole / 16
-    reference = quantized_by_transformers(tmp_path / "base", "nf4", True)
+    reference = quantized_by_transformers(tmp_path / "base")
     for name, p in reference.named_parameters():
         torch.testing.assert_close(empty.get_parameter(name).data, p.data, rtol=0, atol=0)
 
@@ -252,3 +228,41 @@ def test_one_weight_at_a_time_is_dequantized_with_the_estimated_bytes() -> None:
     sizes = [sum(pair) for pair in zip(noted.bytes[::2], noted.bytes[1::2], strict=True)]
     weights = [tensor.numel for tensor in linear_weights(Shape.from_hf(MODEL))]
     assert sorted(sizes) == sorted(quantization.temporary_bytes(n, 4) for n in weights)
+
+
+PADDED, NUMEL = 2 * BLOCK, 2 * BLOCK - 12  # the end of a rank's last shard is padding
+
+
+def stepped() -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+    torch.manual_seed(0)
+    flat = torch.nn.Parameter(torch.randn(PADDED))
+    optimizer = bitsandbytes.optim.AdamW8bit([flat], min_8bit_size=1)
+    for _ in range(3):
+        flat.grad = torch.randn(PADDED)
+        flat.grad[NUMEL:] = 0
+        optimizer.step()
+    return optimizer, flat
+
+
+def test_the_same_blocks_come_back_bit_for_bit_without_their_padding() -> None:
+    optimizer, flat = stepped()
+    state = optimizer.state[flat]
+    filled = blank(flat)
+    for key, values in per_element(state).items():
+        filled[key][:NUMEL] = values[:NUMEL]  # what a checkpoint has
+    blocks = per_block(optimizer, filled)
+    for key in ("state1", "state2", "absmax1", "absmax2"):
+        kept = NUMEL if key.startswith("state") else None
+        assert torch.equal(blocks[key][:kept], state[key][:kept]), key
+
+
+def test_other_blocks_are_quantised_anew() -> None:
+    optimizer, flat = stepped()
+    state = optimizer.state[flat]
+    moved = {key: values.roll(100) for key, values in per_element(state).items()}
+    requantised = per_element(per_block(optimizer, moved))
+    for codes, scales, table in (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2")):
+        before = state[table][moved[codes].long()] * moved[scales]
+        after = state[table][requantised[codes].long()] * requantised[scales]
+        assert not torch.equal(requantised[scales], moved[scales])
+        assert float((after - before).abs().max()) < 0.02 * float(before.abs().max())

@@ -4,49 +4,55 @@ and the weights' change equal direct computations with plain transformers and wh
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from harness.data.batch import Batch
+from harness.data.needles import Needles
 from harness.models.attention_sums import COVERED
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
-from tests.engine.results import Result, results_of
+from harness.run.attention_probe import attention_sums
+from harness.run.weights import WeightChange
+from tests.engine.engines import all_batches, cells, engine_of, share_of, stage, written
 from tests.engine.small import MODEL, SEQ_LEN, VOCAB_SIZE
-from tests.two_ranks import run_ranks
+from tests.ranks import ranks
 
-pytestmark = pytest.mark.slow
-
-LAYOUTS = "zero0 zero1 zero3 pipeline tensor documents varlen eager chunked".split()  # noqa: SIM905
-BUCKETS, FIRST = 5, 7
+BUCKETS, FIRST = 5, 7  # buckets that do not divide the length; tokens of the first document
+DOCUMENTS = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])
 SHARP = {**MODEL, "initializer_range": 0.3}  # attention that is far from even
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # with settings of the model
+    "zero0": (stage(0), {}),
+    "zero1": (stage(1), {}),
+    "zero3": (stage(3), {}),
+    "pipeline": ({**stage(1), "pipeline": {"stages": 2}}, {}),
+    "tensor": ({**stage(1), "tensor_parallel": {"autotp_size": 2}}, {}),
+    "documents": (stage(1), {}),
+    "varlen": (stage(3), {"attention": "varlen"}),
+    "eager": (stage(1), {"attention": "eager"}),
+    "chunked": (stage(3), {"loss_chunk": 24}),
+}
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("seeing")
-    (folder / "config.json").write_text(json.dumps(SHARP))
-    command = [sys.executable, "-m", "tests.engine.seeing_checks", folder]
-    return results_of(run_ranks(command, folder), folder)
+def plain_model() -> Any:
+    model = skeleton(hf_config(SHARP), torch.float32, "eager")
+    materialize(model, 0, torch.device("cpu"))
+    return model.eval()
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and targets of tests/engine/rank.py."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=generator)
-    return ids[:, :-1], ids[:, 1:].clone()
+    """Return inputs and targets of the global batch."""
+    batches = all_batches()
+    return torch.cat([b.input_ids for b in batches]), torch.cat([b.labels for b in batches])
 
 
 def direct(documents: bool) -> tuple[list[list[float]], list[list[float]]]:
     """(layers, 2) mean entropy and coverage; (buckets, 2) loss and targets, of plain transformers
     with eager attention and a mask that is written out.
     """
-    model = skeleton(hf_config(SHARP), torch.float32, "eager")
-    materialize(model, 0, torch.device("cpu"))
     ids, labels = tokens()
     place = torch.arange(SEQ_LEN)
     seen = place <= place[:, None]
@@ -57,30 +63,14 @@ def direct(documents: bool) -> tuple[list[list[float]], list[list[float]]]:
         labels[:, FIRST - 1] = -100
     mask = torch.zeros(SEQ_LEN, SEQ_LEN).masked_fill(~seen, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        outputs = model.eval()(
+        outputs = plain_model()(
             input_ids=ids,
             position_ids=positions.expand_as(ids),
             attention_mask=mask.expand(8, 1, -1, -1),
             output_attentions=True,
             use_cache=False,
         )
-    of_layers = []
-    for weights in outputs.attentions:  # (samples, heads, queries, tokens)
-        own = weights[::2].double()  # the first sample of each micro-batch
-        entropies, coverages = [], []
-        for sample in own:
-            for head in sample:
-                for query, attention in enumerate(head):
-                    entropies.append(float(torch.special.entr(attention).sum()))
-                    total, needed = 0.0, 0
-                    for weight in sorted(attention.tolist(), reverse=True):
-                        needed += 1
-                        total += weight
-                        if total >= COVERED:
-                            break
-                    coverages.append(needed / int(seen[query].sum()))
-        count = len(entropies)
-        of_layers.append([sum(entropies) / count, sum(coverages) / count])
+    layers = [mean_of_layer(weights[::2].double(), seen) for weights in outputs.attentions]
     losses = functional.cross_entropy(
         outputs.logits.view(-1, VOCAB_SIZE), labels.flatten(), reduction="none"
     ).view_as(labels)
@@ -91,64 +81,114 @@ def direct(documents: bool) -> tuple[list[list[float]], list[list[float]]]:
                 bucket = buckets[int(positions[at]) * BUCKETS // SEQ_LEN]
                 bucket[0] += float(loss[at])
                 bucket[1] += 1
-    return of_layers, buckets
+    return layers, buckets
+
+
+def mean_of_layer(weights: torch.Tensor, seen: torch.Tensor) -> list[float]:
+    """Return mean entropy and coverage of attention (samples, heads, queries, tokens): of the
+    first sample of each micro-batch.
+    """
+    entropies, coverages = [], []
+    for sample in weights:
+        for head in sample:
+            for query, attention in enumerate(head):
+                entropies.append(float(torch.special.entr(attention).sum()))
+                total, needed = 0.0, 0
+                for weight in sorted(attention.tolist(), reverse=True):
+                    needed += 1
+                    total += weight
+                    if total >= COVERED:
+                        break
+                coverages.append(needed / int(seen[query].sum()))
+    return [sum(entropies) / len(entropies), sum(coverages) / len(coverages)]
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[bool, Any]:
+def by_documents() -> dict[bool, Any]:
     return {documents: direct(documents) for documents in (False, True)}
 
 
-def of(measured: Result, layout: str) -> list[dict[str, Any]]:
-    return [rank[layout] for rank in measured("seen_in_all_layouts")]
+def rows_of_documents(batches: list[Batch]) -> list[Batch]:
+    """Return the micro-batches, each row as two documents; no target at the seam."""
+    result = []
+    for batch in batches:
+        labels = batch.labels.clone()
+        labels[:, FIRST - 1] = -100
+        result.append(Batch(batch.input_ids, labels, DOCUMENTS.expand(2, -1).clone()))
+    return result
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_entropy_and_coverage_are_those_of_eager_attention(
-    layout: str, measured: Result, expected: dict[bool, Any]
-) -> None:
-    layers, _ = expected[layout in ("documents", "varlen")]
-    assert len({round(entropy, 3) for entropy, _ in layers}) == MODEL["num_hidden_layers"]
-    for rank in of(measured, layout):
-        means = [[row[0] / row[2], row[1] / row[2]] for row in rank["attention"]]
-        assert torch.tensor(means) == pytest.approx(torch.tensor(layers), rel=1e-4)
+def needles(batches: list[Batch]) -> list[Batch]:
+    """Return each micro-batch as one row of its two, of which the last five tokens are targets;
+    whose first id is odd is at the second depth.
+    """
+    result = []
+    for batch in batches:
+        ids, labels = batch.input_ids.reshape(1, -1), batch.labels.reshape(1, -1).clone()
+        labels[:, :-5] = -100
+        result.append(Needles(ids, labels, None, depths=ids[:, 0] % 2))
+    return result
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_loss_by_position_is_that_of_each_token(
-    layout: str, measured: Result, expected: dict[bool, Any]
-) -> None:
-    _, buckets = expected[layout in ("documents", "varlen")]
-    for rank in of(measured, layout):
-        loss, targets, *by_position = rank["sums"]
-        assert by_position == pytest.approx([n for bucket in buckets for n in bucket], rel=1e-4)
-        assert sum(by_position[::2]) == pytest.approx(loss, rel=1e-6)
-        assert sum(by_position[1::2]) == targets
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_that_are_longer_than_those_trained_on_are_told_apart(
-    layout: str, measured: Result
-) -> None:
-    model = skeleton(hf_config(SHARP), torch.float32, "eager")
-    materialize(model, 0, torch.device("cpu"))
+def expected_needles() -> list[list[float]]:
+    """Return the loss and the targets of each depth."""
     ids, labels = (tensor.reshape(4, 2 * SEQ_LEN) for tensor in tokens())
     with torch.no_grad():
-        logits = model.eval()(input_ids=ids, use_cache=False).logits[:, -5:]
+        logits = plain_model()(input_ids=ids, use_cache=False).logits[:, -5:]
     losses = functional.cross_entropy(logits.transpose(1, 2), labels[:, -5:], reduction="none")
-    of_depth = [ids[:, 0] % 2 == depth for depth in (0, 1)]
-    expected = [[float(losses[rows].sum()), 5 * int(rows.sum())] for rows in of_depth]
-    assert all(targets for _, targets in expected)
-    for rank in of(measured, layout):
-        for sums, (loss, targets) in zip(rank["longer"], expected, strict=True):
-            assert sums == pytest.approx([loss, targets], rel=1e-4)
+    rows_by_depth = [ids[:, 0] % 2 == depth for depth in (0, 1)]
+    return [[float(losses[rows].sum()), 5 * int(rows.sum())] for rows in rows_by_depth]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_norm_and_change_of_the_weights_are_those_of_whole_ones(
-    layout: str, measured: Result
+def norm(tensors: dict[str, torch.Tensor]) -> float:
+    return float(torch.cat([tensor.double().flatten() for tensor in tensors.values()]).norm())
+
+
+@pytest.mark.parametrize("layout", cells(LAYOUTS, ("pipeline", "tensor", "varlen")))
+@ranks(2)
+def test_measurements_are_those_of_plain_transformers(
+    layout: str, by_documents: dict[bool, Any]
 ) -> None:
-    for rank in of(measured, layout):
-        assert rank["weights"]["param_norm"] == pytest.approx(rank["param_norm"], rel=1e-5)
-        assert rank["weights"]["update_ratio"] == pytest.approx(rank["update_ratio"], rel=1e-3)
-        assert 1e-3 < rank["update_ratio"] < 1
+    ds, settings = LAYOUTS[layout]
+    engine = engine_of(ds, model={"name": written("sharp", SHARP), **settings})
+    own, targets = share_of(engine)
+    documents = layout in ("documents", "varlen")
+    layers, buckets = by_documents[documents]
+    batches = rows_of_documents(own) if documents else own
+
+    # The loss by position is that of each token.
+    by_position = torch.zeros(BUCKETS, 2, dtype=torch.float64)
+    sums = torch.cat([engine.eval_batch(batches, by_position), by_position.flatten()])
+    loss, count, *by_bucket = engine.sum_over_ranks(sums).tolist()
+    assert by_bucket == pytest.approx([n for bucket in buckets for n in bucket], rel=1e-4)
+    assert sum(by_bucket[::2]) == pytest.approx(loss, rel=1e-6)
+    assert sum(by_bucket[1::2]) == count
+
+    # Rows that are longer than those trained on are told apart by depth.
+    longer = torch.zeros(2, 2, dtype=torch.float64)
+    engine.eval_batch(needles(own), longer)
+    expected = expected_needles()
+    assert all(targets for _, targets in expected)
+    for measured, wanted in zip(engine.sum_over_ranks(longer).tolist(), expected, strict=True):
+        assert measured == pytest.approx(wanted, rel=1e-4)
+
+    # Entropy and coverage are those of eager attention.
+    first = torch.tensor([True, False])  # of two samples in each micro-batch
+    attention = attention_sums(engine, [(batch, first) for batch in batches])
+    means = [[row[0] / row[2], row[1] / row[2]] for row in attention.tolist()]
+    assert len({round(entropy, 3) for entropy, _ in layers}) == MODEL["num_hidden_layers"]
+    assert torch.tensor(means) == pytest.approx(torch.tensor(layers), rel=1e-4)
+
+    # Norm and change of the weights are those of whole ones.
+    before = dict(engine.masters())
+    change = WeightChange(engine)
+    change.step_begins(1)
+    engine.train_batch(batches, targets, 1e-2)
+    taken = {name: float(value) for name, value in change.taken(1).items()}
+    after = dict(engine.masters())
+    assert change.taken(2) == {}
+    ratio = norm({n: after[n] - before[n] for n in after}) / norm(before)
+    assert taken["param_norm"] == pytest.approx(norm(after), rel=1e-5)
+    assert taken["update_ratio"] == pytest.approx(ratio, rel=1e-3)
+    assert 1e-3 < ratio < 1
+    engine.close()
