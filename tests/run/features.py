@@ -69,177 +69,142 @@ DIVIDED_OFFLOAD = {
 LAYOUTS |= DIVIDED_OFFLOAD
 
 
+_SMALL = " ".join(SMALL_MODEL)
+
+
 @dataclass(frozen=True)
 class Feature:
-    """What is trained, and which verbs apply to it.
+    """A row: what is trained, and the verbs that apply to it.
 
     A run of `steps` steps has a checkpoint after `stop` of them. `alike`: layouts that learn the
     same from the start; `others`: layouts that go on from the checkpoint; each may be followed by
-    more words. `now`: the verbs and layouts of `make test`; all others are the gate's.
+    more words. Those with a + are in `make test`, as are the verbs in `now`; the others are the
+    gate's.
     """
 
-    words: tuple[str, ...] = ()
+    words: str = ""
     layout: str = "zero1"
-    alike: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    now: tuple[str, ...] = ()
+    alike: str = ""
+    others: str = ""
+    now: str = ""
     data: str = "text"
-    model: tuple[str, ...] | dict[str, Any] = SMALL_MODEL
+    model: str | dict[str, Any] = _SMALL
     steps: int = 4
     stop: int = 2
     is_random: bool = False  # each layout drops something else
-    export: str | None = "model"  # or "adapters", or None: it has none
-    resumed_with: tuple[str, ...] = ()  # words that change nothing
+    is_exported: bool = True
+    resumed_with: str = ""  # words that change nothing
+
+    def cells(self, verb: str) -> list[tuple[str, bool]]:
+        """Return the layouts that a verb applies to, and whether they are in `make test`."""
+        if verb in ("resumes", "exports"):
+            return [(self.layout, verb in self.now.split())]
+        layouts = (self.alike if verb == "alike" else self.others).split(", ")
+        return [(layout.lstrip("+"), layout.startswith("+")) for layout in layouts if layout]
 
 
-_LORA = ("model.name={base}/export", "model.init_from={base}/export", "model.lora.rank=4")
-_RAMP = (
-    # Six steps of 4 samples, four of 8, one of 12, ... of 32 tokens; sequences of 8, 16, 32 tokens.
-    *("train.global_batch=12", "ramp.batch_from=4", "ramp.batch_tokens=1400"),
-    *("ramp.length_from=8", "ramp.length_tokens=1000"),
-)
+_LORA = "model.name={base}/export model.init_from={base}/export model.lora.rank=4"
+_LSTM = {"model_type": "recurrent", "cell": "lstm", "hidden_size": 64, "num_hidden_layers": 2}
 FEATURES = {
     "plain": Feature(
-        ("data.reservoir=6", "data.vocab_size=512", "save.export=true"),
-        layout="one",
-        alike=(
-            *("zero1", "zero2", "zero3", "offload", "stages", "tensors", "sequences", "3d"),
-            *("stages x tensors", *DIVIDED_OFFLOAD),
-        ),
-        others=("zero3", "zero1 alone", "offload3 alone", "stages train.micro_batch=1"),
-        now=(
-            *("exports", "zero1", "zero2", "zero3", "offload", "stages", "tensors", "sequences"),
-            *("3d", "stages train.micro_batch=1"),
-        ),
-    ),
-    "dropout in stages": Feature(
-        ("model.dropout=0.1",), "stages", is_random=True, now=("resumes", "exports")
-    ),
-    "stages x tensors": Feature(layout="stages x tensors", others=("zero3",)),
-    "sgd": Feature(("optim.name=sgd", "optim.momentum=0.9"), "zero2", others=("zero0",)),
-    "adam": Feature(("optim.name=adam", "optim.lr=1e-3"), "zero2", others=("zero0",)),
-    "smoothing": Feature(
-        ("train.label_smoothing=0.2",), "one", alike=("zero3", "stages"), now=("stages",)
-    ),
-    "depth": Feature(
-        ("model.stochastic_depth=0.5",),
-        "zero3",
-        alike=("zero3 model.checkpointing=full",),
-        is_random=True,
-        now=("zero3 model.checkpointing=full",),
-    ),
-    "depth in stages": Feature(("model.stochastic_depth=0.5",), "stages", is_random=True),
-    "documents": Feature(
-        ("data.document_mask=true",),
+        "data.reservoir=6 data.vocab_size=512 save.export=true",
         "one",
-        alike=("stages model.attention=varlen model.checkpointing=full",),
-        now=("stages model.attention=varlen model.checkpointing=full",),
+        alike="+zero1, +zero2, +zero3, +offload, +stages, +tensors, +sequences, +3d, "
+        f"stages x tensors, {', '.join(DIVIDED_OFFLOAD)}",
+        others="zero3, zero1 alone, offload3 alone, +stages train.micro_batch=1",
+        now="exports",
+    ),
+    "dropout": Feature("model.dropout=0.1", "stages", now="resumes exports", is_random=True),
+    "divided": Feature(layout="stages x tensors", others="zero3, one"),
+    "sgd": Feature("optim.name=sgd optim.momentum=0.9", "zero2", others="zero0"),
+    "adam": Feature("optim.name=adam optim.lr=1e-3", "zero2", others="+zero0"),
+    "smoothing": Feature("train.label_smoothing=0.2", "one", alike="zero3, +stages"),
+    "depth": Feature(
+        "model.stochastic_depth=0.5",
+        "zero3",
+        alike="+zero3 model.checkpointing=full",
+        is_random=True,
+    ),
+    "depth in stages": Feature("model.stochastic_depth=0.5", "stages", is_random=True),
+    "documents": Feature(
+        "data.document_mask=true",
+        "one",
+        alike="+stages model.attention=varlen model.checkpointing=full",
     ),
     "longformer": Feature(
-        (
-            *("data.document_mask=true", "model.attention=longformer"),
-            *("model.attention_window=16", "model.checkpointing=selective"),
-        ),
+        "data.document_mask=true model.attention=longformer model.attention_window=16 "
+        "model.checkpointing=selective",
         "stages",
-        others=("zero3",),
-        now=("zero3",),
+        others="+zero3",
     ),
     "reversible tensors": Feature(
-        ("model.reversible=true", "model.dropout=0.1"), "tensors", is_random=True, export=None
+        "model.reversible=true model.dropout=0.1", "tensors", is_random=True, is_exported=False
     ),
-    "reversible sequences": Feature(
-        ("model.reversible=true", "model.dropout=0.1"),
+    "reversible": Feature(
+        "model.reversible=true model.dropout=0.1",
         "sequences",
+        now="resumes exports",
         is_random=True,
-        export=None,
-        now=("resumes", "exports"),
+        is_exported=False,
     ),
     "experts": Feature(
         layout="experts",
-        others=("zero3",),
-        now=("zero3", "exports"),
+        others="+zero3",
+        now="exports",
         model={**LEARNED["mixtral"], "vocab_size": 512},
     ),
     "recurrent": Feature(
-        ("train.carry_state=true", "eval.every=1"),
-        "zero1",
-        others=("zero3 alone",),
-        now=("zero3 alone", "resumes"),
-        model={
-            "model_type": "recurrent",
-            "cell": "lstm",
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-        },
-        resumed_with=("eval.every=50",),  # an evaluation leaves the states as they are
+        "train.carry_state=true eval.every=1",
+        others="+zero3 alone",
+        now="resumes",
+        model={**_LSTM, "vocab_size": 512},
+        resumed_with="eval.every=50",  # an evaluation leaves the states as they are
     ),
-    "lora": Feature(
-        ("optim.lr=0.01",),
-        "zero3",
-        others=("zero1",),
-        now=("resumes", "exports"),
-        model=_LORA,
-        export="adapters",
-    ),
+    "lora": Feature("optim.lr=0.01", "zero3", others="zero1", now="resumes exports", model=_LORA),
     "nf4": Feature(
-        ("optim.lr=0.01", "model.lora.quantize=nf4"),
+        "optim.lr=0.01 model.lora.quantize=nf4",
         "zero2",
-        others=("zero1",),
-        now=("zero1", "exports"),
+        others="+zero1",
+        now="exports",
         model=_LORA,
-        export="adapters",
     ),
     "chats": Feature(
-        (
-            *("data.template=llama3", "data.seq_len=512", "data.held_out=0.2", "optim.name=sgd"),
-            *("train.global_batch=4", "eval.samples=4", "model.overrides.vocab_size=600"),
-        ),
-        "zero1",
-        others=("zero2 alone",),
-        now=("resumes", "exports"),
+        "data.template=llama3 data.seq_len=512 data.held_out=0.2 optim.name=sgd "
+        "train.global_batch=4 eval.samples=4 model.overrides.vocab_size=600",
+        others="zero2 alone",
+        now="resumes exports",
         data="chats",
     ),
     "mixture": Feature(
-        ("data.mix_until=3", "log.every=2", "eval.every=3"),
-        "zero1",
-        alike=("stages model.loss_chunk=128", "tensors", "sequences"),
-        others=("zero2 alone",),
-        now=("zero2 alone", "stages model.loss_chunk=128"),
+        "data.mix_until=3 log.every=2 eval.every=3",
+        alike="+stages model.loss_chunk=128, tensors, sequences",
+        others="+zero2 alone",
         data="mixture",
         steps=6,
     ),
     "padded": Feature(
-        (
-            *("data.vocab_size=512", "data.pool_samples=32", "data.group_samples=2"),
-            "data.batching=length_grouped",
-        ),
+        "data.vocab_size=512 data.pool_samples=32 data.group_samples=2 "
+        "data.batching=length_grouped",
         "one",
-        alike=(
-            "zero3 data.batching=token_budget data.tokens_per_batch=64",
-            *("tensors", "sequences"),
-        ),
-        others=("zero1", "zero2 alone"),
-        now=("zero3 data.batching=token_budget data.tokens_per_batch=64", "zero1"),
+        alike="+zero3 data.batching=token_budget data.tokens_per_batch=64, tensors, sequences",
+        others="+zero1, zero2 alone",
         data="skewed",
     ),
+    # Six steps of 4 samples, four of 8, one of 12, ... of 32 tokens; sequences of 8, 16, 32 tokens.
     "ramp": Feature(
-        _RAMP,
+        "train.global_batch=12 ramp.batch_from=4 ramp.batch_tokens=1400 "
+        "ramp.length_from=8 ramp.length_tokens=1000",
         "one",
-        alike=("zero1", "offload", "zero3", "stages"),
-        others=("zero3", "zero1"),
-        now=("offload", "zero1"),
+        alike="zero1, +offload, zero3, stages",
+        others="zero3, +zero1",
         steps=9,
         stop=5,
     ),
     "rehearsed": Feature(
-        (
-            *("model.init_from={base}", "data.rehearse={base}", "data.rehearse_share=0.25"),
-            *("data.reservoir=6", "eval.every=2"),
-        ),
+        "model.init_from={base} data.rehearse={base} data.rehearse_share=0.25 "
+        "data.reservoir=6 eval.every=2",
         "one",
-        others=("zero1",),
-        now=("zero1",),
+        others="+zero1",
         data="numbers",
     ),
 }
@@ -372,8 +337,8 @@ class Runs:
             model = feature.model
             if isinstance(model, dict):
                 (there / "config.json").write_text(json.dumps(model))
-                model = (f"model.name={there}",)
-            words = [*corpus, *cache, *model, *feature.words]
+                model = f"model.name={there}"
+            words = [*corpus, *cache, *model.split(), *feature.words.split()]
             if any("{base}" in word for word in words):
                 base = str(self.whole("plain").path)
                 words = [word.replace("{base}", base) for word in words]

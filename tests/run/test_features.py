@@ -22,7 +22,7 @@ from harness.models.loss import forward
 from harness.run.probe import stored_probe
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import chats, tokenizer_of
-from tests.run.features import FEATURES, LAYOUTS, Runs
+from tests.run.features import FEATURES, LAYOUTS, Runs, in_gate
 from tests.run_tools import run_tool
 from tests.two_ranks import events
 from tools import export_hf
@@ -68,19 +68,15 @@ def reservoir(run: RunFolder) -> dict[str, bytes]:
 
 def cells(verb: str) -> list[Any]:
     """Return the features that a verb applies to, each with its layout; most are the gate's."""
-    chosen = []
-    for name, feature in FEATURES.items():
-        layouts = {
-            "resumes": (feature.layout,),
-            "exports": (feature.layout,),
-            "alike": feature.alike,
-            "others": feature.others,
-        }[verb]
-        for layout in layouts:
-            is_now = {layout, verb} & {*feature.now}
-            marks = () if is_now else pytest.mark.gate("runs")
-            chosen.append(pytest.param(name, layout, marks=marks, id=f"{name}-{layout}"))
-    return chosen
+    return [
+        pytest.param(
+            *(name, layout),
+            marks=() if is_now else pytest.mark.gate("runs"),
+            id=f"{name}-{layout}",
+        )
+        for name, feature in FEATURES.items()
+        for layout, is_now in feature.cells(verb)
+    ]
 
 
 # --- every feature, every verb ---
@@ -125,7 +121,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(
     name: str, layout: str, runs: Runs, tmp_path: Path
 ) -> None:
     feature, whole = FEATURES[name], runs.whole(name)
-    again = runs.resumed(name, layout, tmp_path / "run", *feature.resumed_with)
+    again = runs.resumed(name, layout, tmp_path / "run", *feature.resumed_with.split())
     assert len(events(again, "resumed")) == 1
     assert events(again, "verified") == events(whole, "verified")  # and not once more
     ours, theirs = lines_of(again), lines_of(whole)
@@ -157,7 +153,7 @@ def test_the_export_computes_what_was_trained(
     """The loss of the held-out samples whose loss the checkpoint holds, in transformers or peft."""
     run = runs.whole(name, layout)
     code = export_hf.main([str(run.path), "--out", str(tmp_path / "export")])
-    if FEATURES[name].export is None:
+    if not FEATURES[name].is_exported:
         assert code == 2
         assert "reversible layers" in capsys.readouterr().err
         return
@@ -246,7 +242,7 @@ def test_another_base_is_another_model(runs: Runs, tmp_path: Path) -> None:
     assert "probe batch" in output
 
 
-@pytest.mark.parametrize("name", ["lora", pytest.param("nf4", marks=pytest.mark.gate("runs"))])
+@pytest.mark.parametrize("name", ["lora", in_gate("nf4")])
 def test_one_talks_to_adapters_before_and_after(name: str, runs: Runs) -> None:
     words = ("--prompt", "the model reads", "--tokens", "6", "--before")
     answers = {run_tool("chat", runs.whole(name).path, *words).stdout for _ in range(2)}
@@ -368,7 +364,7 @@ def test_a_run_keeps_its_attention(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["reversible sequences", pytest.param("reversible tensors", marks=pytest.mark.gate("runs"))],
+    ["reversible", in_gate("reversible tensors")],
 )
 def test_reversible_weights_begin_another_run(name: str, runs: Runs, tmp_path: Path) -> None:
     """The first held-out loss is the last one of the run that wrote the weights."""
