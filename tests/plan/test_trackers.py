@@ -21,9 +21,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     def have(all_of_them: bool) -> None:
         monkeypatch.setattr(
             "importlib.util.find_spec",
-            lambda name, *more: (object() if all_of_them else None)
-            if name in PACKAGES
-            else find(name, *more),
+            lambda name, *more: (
+                (object() if all_of_them else None) if name in PACKAGES else find(name, *more)
+            ),
         )
 
     return have
