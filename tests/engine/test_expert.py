@@ -89,7 +89,7 @@ def test_gradients_are_those_of_undivided_experts(family: str) -> None:
     assert largest_distance(gradients, undivided_gradients(family)) < 1e-5
 
 
-@pytest.mark.parametrize("way", cells(WAYS, default=("zero3, recomputed", "zero2, offloaded")))
+@pytest.mark.parametrize("way", cells(WAYS, default=("zero2", "zero3, recomputed")))
 @ranks(2)
 def test_gradients_are_those_of_undivided_experts_in_every_way(way: str) -> None:
     ds, model = WAYS[way]
