@@ -11,6 +11,7 @@ from harness.models.attention_sums import COVERED, QUERIES, AttentionSums, probe
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import EAGER, FAMILIES, MODEL, SEQ_LEN, VOCAB_SIZE
+from tests.tiers import rest_in_gate
 
 # Attention written out in the family's own code, with sinks, or none at all.
 UNSEEN = {"bloom", "falcon", "gpt_oss", "mamba", "rwkv"}
@@ -54,7 +55,7 @@ def test_sums_are_those_of_the_weights_that_a_family_returns(family: str) -> Non
             assert own[1] == pytest.approx(float((needed / visible).sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("family", sorted(UNSEEN & set(FAMILIES)))
+@pytest.mark.parametrize("family", rest_in_gate("models", sorted(UNSEEN & set(FAMILIES))))
 def test_attention_of_another_kind_is_not_taken_for_this_one(family: str) -> None:
     sums = summed(made(family, "eager" if family in EAGER else "sdpa"), ids())
     assert not 0 < float(sums[:, 2].sum()) < torch.inf  # none, or no number

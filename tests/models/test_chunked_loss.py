@@ -19,6 +19,7 @@ from harness.models.logits import Operations, operations_on_logits
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from tests.models.head_alone import HeadAlone, Peak
+from tests.tiers import rest_in_gate
 from tools.proofs.memory.live import rise
 from tools.proofs.models import ATTENTION, LEARNED
 
@@ -64,7 +65,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 2))
 def test_loss_and_gradients_are_those_of_all_logits_at_once(family: str) -> None:
     expected, theirs = loss_and_gradients(built(family, chunk=0))
     loss, ours = loss_and_gradients(built(family))
@@ -72,7 +73,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(family: str) -> None
     assert distance(ours, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 2))
 def test_the_backward_pass_goes_through_the_models_output_first(family: str) -> None:
     """DeepSpeed clears the last micro-batch's gradients in a hook on it (BF16_Optimizer)."""
     model, order = built(family), list[str]()

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
+from tests.tiers import rest_in_gate
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -78,7 +79,7 @@ def pooled(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {kind: torch.cat(tensors) for kind, tensors in values.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 2))
 def test_weights_have_the_distribution_that_transformers_gives_them(family: str) -> None:
     ours, theirs = pooled(drawn(family)), pooled(transformers_own(family))
     assert ours.keys() == theirs.keys()
@@ -93,7 +94,7 @@ def test_weights_have_the_distribution_that_transformers_gives_them(family: str)
         assert abs(float(values.mean() - expected.mean())) < 6 * spread * math.sqrt(2 / count), kind
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 2))
 def test_buffers_are_those_that_transformers_computes(family: str) -> None:
     ours, theirs = (
         dict(drawn(family).named_buffers()),
@@ -104,7 +105,9 @@ def test_buffers_are_those_that_transformers_computes(family: str) -> None:
         assert torch.equal(ours[name], expected), name
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "xlstm"])
+@pytest.mark.parametrize(
+    "family", rest_in_gate("models", [name for name in FAMILIES if name != "xlstm"], 2)
+)
 def test_tied_parameters_are_one_object(family: str) -> None:
     model = drawn(family, tie_word_embeddings=True)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

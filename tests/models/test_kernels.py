@@ -12,6 +12,7 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.kernels import LIGER_FAMILIES
+from tests.tiers import rest_in_gate
 from tools.proofs.models import LEARNED
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +37,7 @@ def loss_and_gradients(config: dict[str, Any], liger: bool) -> tuple[float, list
     return float(loss), [weight.grad for weight in model.parameters()]
 
 
-@pytest.mark.parametrize("family", LIGER_FAMILIES)
+@pytest.mark.parametrize("family", rest_in_gate("models", LIGER_FAMILIES))
 def test_loss_and_gradients_are_those_of_the_model(family: str) -> None:
     config = {**LEARNED["llama"], "model_type": family}
     expected, gradients = loss_and_gradients(config, liger=False)

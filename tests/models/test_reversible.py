@@ -23,6 +23,7 @@ from harness.models.tiles import tile_mlps
 from harness.plan.reversible import REVERSIBLE_FAMILIES
 from tests.models.gradients import gradients
 from tests.models.test_recompute import Counted
+from tests.tiers import rest_in_gate
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -65,7 +66,7 @@ def errors(model: PreTrainedModel, of: PreTrainedModel) -> dict[str, float]:
     return {n: float((actual[n] - g).norm() / g.norm()) for n, g in expected.items()}
 
 
-@pytest.mark.parametrize("model_type", REVERSIBLE_FAMILIES)
+@pytest.mark.parametrize("model_type", rest_in_gate("models", REVERSIBLE_FAMILIES))
 def test_a_layer_is_its_two_halves(model_type: str) -> None:
     """Added to one stream they are the layer that transformers has, bit for bit."""
     model = built(model_type)
@@ -88,7 +89,7 @@ def test_a_layer_is_its_two_halves(model_type: str) -> None:
     torch.testing.assert_close(middle + mlp(middle), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("model_type", REVERSIBLE_FAMILIES)
+@pytest.mark.parametrize("model_type", rest_in_gate("models", REVERSIBLE_FAMILIES))
 def test_gradients_are_autograds_within_rounding(model_type: str) -> None:
     """GPT-2, GPT-NeoX and Phi-3 draw dropout: the same numbers the second time."""
     models = [built(model_type) for _ in range(2)]

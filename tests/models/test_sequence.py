@@ -10,6 +10,7 @@ import torch
 from harness.models.attention import takes_keywords
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import EAGER, FAMILIES, MODEL
+from tests.tiers import rest_in_gate
 from tools.proofs.models import LEARNED, ROWS
 
 # Its attention has a weight for each head (gpt_oss), or asks for no function at all.
@@ -24,7 +25,7 @@ def takes(config: dict[str, Any], attention: str) -> bool:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 3))
 def test_only_attention_that_can_be_exchanged_is(family: str) -> None:
     attention = "eager" if family in EAGER else "sdpa"
     assert takes(FAMILIES[family], attention) == (family not in UNDIVIDED)
