@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from harness.data.spec import DataSpec
 from harness.errors import ExitCode
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.run_tools import printed
-from tests.two_ranks import REPOSITORY
+from tests.two_ranks import REPOSITORY, wait_for
 from tools.tokenize_data import main
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
@@ -80,17 +79,16 @@ def test_tasks_that_end_together_write_one_pair(
     begun, whole = tmp_path / "cache" / "begun", shards.join_indexed
     child = os.fork()
     if not child:
-        while not begun.exists():
-            time.sleep(0.01)
+        wait_for(begun.exists, "a join that has begun")
         monkeypatch.setattr(shards, "join_indexed", None)  # what only the first may do
         os._exit(main([*asked, "--out", str(out)]))
 
-    def join_slowly(parts: Sequence[Path], prefix: Path) -> None:
+    def join_late(parts: Sequence[Path], prefix: Path) -> None:
         begun.touch()
-        time.sleep(1)  # in which the other comes as far as it can
+        wait_for(lambda: _waits_for_a_lock(child), "the other, which comes as far as it can")
         whole(parts, prefix)
 
-    monkeypatch.setattr(shards, "join_indexed", join_slowly)
+    monkeypatch.setattr(shards, "join_indexed", join_late)
     assert main([*asked, "--out", str(out)]) == ExitCode.DONE
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ExitCode.DONE
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -102,6 +100,11 @@ def test_tasks_that_end_together_write_one_pair(
     monkeypatch.setattr(shards, "join_indexed", whole)
     assert main([*asked, "--out", str(out)]) == ExitCode.DONE  # what was removed is made again
     assert out.with_suffix(".bin").read_bytes() == before
+
+
+def _waits_for_a_lock(process: int) -> bool:
+    locks = Path("/proc/locks").read_text().splitlines()
+    return any("-> FLOCK" in line and f" {process} " in line for line in locks)
 
 
 @pytest.mark.usefixtures("small_shards")
@@ -174,9 +177,7 @@ def test_the_whole_command_is_killed_in_both_phases(
     def killed(phase: str, sign: str, count: int) -> None:
         words = [sys.executable, "-c", _COMMAND, phase, *asked("killed")]
         process = subprocess.Popen(words, cwd=REPOSITORY, start_new_session=True)
-        while len([*(tmp_path / "killed").glob(sign)]) < count:
-            assert process.poll() is None
-            time.sleep(0.005)
+        wait_for(lambda: process.poll() or len([*(tmp_path / "killed").glob(sign)]) >= count, sign)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
 

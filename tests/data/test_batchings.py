@@ -187,6 +187,8 @@ def test_ranks_share_a_step_without_overlap(
     )
     if isinstance(stream, Padded) and stream.pools:  # a step is sorted before it is divided
         assert sorted(shared) == sorted(rows(whole))
+        widths = [batch.input_ids.shape[1] for batch in batches]
+        assert widths == sorted(widths, reverse=True)  # the longest documents first
     else:
         assert shared == rows(whole)
         assert {len(batch.labels) for batch in batches} == {micro}

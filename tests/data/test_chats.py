@@ -69,7 +69,7 @@ def test_tokens_and_masks_are_those_of_transformers(
     tokenizer = tokenizer_of_style(style)
     masked = tokenizer if has_marks else without_marks(tokenizer)
     end = tokenizer.convert_tokens_to_ids(STYLES[style].end)
-    for turns in chats(60, tools=tools is not None):
+    for turns in chats(20, tools=tools is not None):
         ids, mask = by_transformers(tokenizer, turns, tools)
         assert encoded(masked, Chat(turns, tools)) == (ids, mask)
         # Each of the assistant's turns is one run, which ends with the end of the turn.
