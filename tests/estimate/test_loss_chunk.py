@@ -15,6 +15,7 @@ from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.models.vocabulary_loss import Vocabulary
 from tests.estimate.test_activations import FAMILIES, inputs_of, saved_bytes
 from tests.models.head_alone import HeadAlone, Peak
+from tests.tiers import rest_in_gate
 
 VOCAB, CHUNK = 5000, 1024
 
@@ -50,7 +51,7 @@ def head_of(run: Inputs, family: str) -> HeadAlone:
     return HeadAlone(*sizes, CHUNK, dtype=dtype, operations=operations)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", rest_in_gate("memory", ["bf16", "fp32"]))
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_peaks_in_training_and_evaluation(family: str, precision: str) -> None:
     run = chunked(family, precision)

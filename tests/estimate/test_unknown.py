@@ -21,6 +21,7 @@ from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
 from harness.plan.text import describe
 from tests.run_tools import run_tool
+from tests.tiers import rest_in_gate
 from tools.memory.trace import traced_saved
 
 SIZES = {
@@ -64,7 +65,7 @@ def plan_of(tmp_path: Path) -> Any:
     return make
 
 
-@pytest.mark.parametrize("model_type", UNKNOWN)
+@pytest.mark.parametrize("model_type", rest_in_gate("memory", UNKNOWN))
 def test_every_parameter_is_counted_and_what_is_saved_is_what_was_traced(
     model_type: str, plan_of: Any
 ) -> None:
@@ -82,7 +83,7 @@ def test_every_parameter_is_counted_and_what_is_saved_is_what_was_traced(
     assert f"{num_parameters(estimate.inputs.shape):,} (" in describe(plan)
 
 
-@pytest.mark.parametrize("model_type", MIXED)
+@pytest.mark.parametrize("model_type", rest_in_gate("memory", MIXED))
 def test_each_kind_of_layer_is_traced_once(model_type: str) -> None:
     config = AutoConfig.for_model(model_type, **MIXED[model_type]).to_dict()
     request = Request(config, None, "bf16", "sdpa", 1, 128)
@@ -93,7 +94,10 @@ def test_each_kind_of_layer_is_traced_once(model_type: str) -> None:
     assert made.way == (BY_REFERENCE if has_states else "traced")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "mamba", "mamba2", "bamba", "lfm2"])
+WITH_KERNELS = ["lfm2", "qwen3_next", "jamba", "mamba", "mamba2", "bamba"]
+
+
+@pytest.mark.parametrize("model_type", rest_in_gate("memory", WITH_KERNELS))
 def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
     """As they lie in their packages' sources; the rest of the layers keeps the same."""
     kinds = {"layer_types": ["conv", "full_attention"] * 2} if model_type == "lfm2" else {}
