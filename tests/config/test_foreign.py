@@ -1,6 +1,9 @@
+"""Configs of other programs, and our two files in each other's place, are recognised."""
+
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -31,14 +34,12 @@ micro_batch_size: 4
 global_batch_size: 256
 train_iters: 1000
 """
-TRAINER = {
+TRAINER: dict[str, Any] = {
     "output_dir": "out",
     "per_device_train_batch_size": 4,
     "learning_rate": 2e-5,
-    "num_train_epochs": 3,
-    "bf16": True,
-    "deepspeed": "zero3.json",
 }
+TRAINER |= {"num_train_epochs": 3, "bf16": True, "deepspeed": "zero3.json"}
 FACTORY = """model_name_or_path: some/model
 stage: sft
 finetuning_type: full
@@ -69,17 +70,16 @@ num_machines: 1
 num_processes: 8
 mixed_precision: bf16
 """
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
     "vocab_size": 256,
 }
+MODEL |= {"hidden_size": 64, "num_hidden_layers": 2}
 OWN = '[model]\nname = "tiny"\n[train]\nsteps = 3\n[optim]\nlr = 1e-3\n'
 
 
-def problem_of(path, wanted):
+def problem_of(path: Path, wanted: str) -> str:
     with pytest.raises(ConfigError) as caught:
         read_ds_json(path) if wanted == "deepspeed" else load_run_config(path)
     (problem,) = caught.value.problems
@@ -98,7 +98,9 @@ def problem_of(path, wanted):
         (ACCELERATE, "a config of accelerate", ["deepspeed_config is --deepspeed"]),
     ],
 )
-def test_another_programs_config_is_one_line(tmp_path, wanted, text, name, places):
+def test_another_programs_config_is_one_line(
+    tmp_path: Path, wanted: str, text: str, name: str, places: list[str]
+) -> None:
     path = tmp_path / "config.yml"
     path.write_text(text)
     problem = problem_of(path, wanted)
@@ -108,24 +110,24 @@ def test_another_programs_config_is_one_line(tmp_path, wanted, text, name, place
     assert "as keys of the run config" in problem
 
 
-def test_a_models_config_is_recognised(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    problem = problem_of(tmp_path / "config.json", "deepspeed")
-    assert "is a model's config.json, not a DeepSpeed JSON" in problem
-    assert "model.name=" in problem
+@pytest.mark.parametrize(
+    ("text", "wanted", "expected"),
+    [
+        (json.dumps(MODEL), "deepspeed", "is a model's config.json, not a DeepSpeed JSON"),
+        (json.dumps(MODEL), "deepspeed", "model.name="),
+        (OWN, "deepspeed", "is a run config, not a DeepSpeed JSON: give it with --config"),
+        (json.dumps(DS_JSON, indent=2), "run",
+         "is a DeepSpeed JSON, not a run config: give it with --deepspeed"),
+    ],
+)  # fmt: skip
+def test_a_models_config_and_our_own_two_are_told_apart(
+    text: str, wanted: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text(text)
+    assert expected in problem_of(tmp_path / "config", wanted)
 
 
-def test_our_two_files_are_told_apart(tmp_path):
-    (tmp_path / "run.toml").write_text(OWN)
-    problem = problem_of(tmp_path / "run.toml", "deepspeed")
-    assert problem.endswith("is a run config, not a DeepSpeed JSON: give it with --config")
-    ds = {"bf16": {"enabled": True}, "zero_optimization": {}, "gradient_clipping": 1.0}
-    (tmp_path / "ds.json").write_text(json.dumps(ds, indent=2))
-    problem = problem_of(tmp_path / "ds.json", "run")
-    assert problem.endswith("is a DeepSpeed JSON, not a run config: give it with --deepspeed")
-
-
-def test_a_few_keys_of_somebodys_own_are_no_other_program(tmp_path):
+def test_a_few_keys_of_somebodys_own_are_no_other_program(tmp_path: Path) -> None:
     keys = ["zero_optimization", "fp16", "train_batch_size", "output_dir", "learning_rate"]
     assert foreign_config("x", keys, "deepspeed") is None
     (tmp_path / "ds.json").write_text('{\n  "bf16": {"enabled": true},\n  "fp16": }')
