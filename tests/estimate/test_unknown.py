@@ -94,10 +94,10 @@ def test_each_kind_of_layer_is_traced_once(model_type: str) -> None:
     assert made.way == (BY_REFERENCE if has_states else "traced")
 
 
-WITH_KERNELS = ["lfm2", "qwen3_next", "jamba", "mamba", "mamba2", "bamba"]
+KERNEL_FAMILIES = ["lfm2", "qwen3_next", "jamba", "mamba", "mamba2", "bamba"]
 
 
-@pytest.mark.parametrize("model_type", rest_in_gate("memory", WITH_KERNELS))
+@pytest.mark.parametrize("model_type", rest_in_gate("memory", KERNEL_FAMILIES))
 def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
     """As they lie in their packages' sources; the rest of the layers keeps the same."""
     kinds = {"layer_types": ["conv", "full_attention"] * 2} if model_type == "lfm2" else {}
