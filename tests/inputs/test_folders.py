@@ -1,0 +1,734 @@
+"""Wrong data, tokenizers, weights, caches, runs, checkpoints, pickles: each in a process."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import pickle
+import random
+import shutil
+import struct
+import types
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from tests.inputs.rule import Case, Inputs, Place
+from tests.inputs.test_configs import draw_word
+from tests.inputs.values import (
+    HOSTILE,
+    LFS_POINTER,
+    Draw,
+    changed,
+    damaged,
+    draw_slot,
+    encoded,
+    pick,
+    replace_file,
+    spoil_file,
+    to_json,
+    write_json,
+)
+from tests.two_ranks import REPOSITORY
+
+_PATHS = (
+    *("nowhere", "", ".", "..", "/dev/null", "/dev/null/x", "/dev/zero", "/dev/full", "s" * 300),
+    *("~nosuchuser/x", "a/" * 3000, "*.txt", "\udcff", "a\nb", "https://x/y.jsonl", "-", "/sys/x"),
+    *("/proc/self/mem", "/proc/self/fd/0", "/proc/self/fdinfo", "secret.txt", "secret.txt/x"),
+)
+_WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
+_RANDOM = random.Random(0)
+_TEXTS = [" ".join(_RANDOM.choices(_WORDS, k=_RANDOM.randrange(40, 120))) + ".\n" for _ in range(30)]
+_TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": _TEXTS[0]},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f",
+     "arguments": '{"a": 1}'}}]},
+    {"role": "tool", "content": "1"},
+    {"role": "assistant", "content": _TEXTS[1]},
+]  # fmt: skip
+_RECORDS: dict[str, list[Any]] = {
+    "texts": [{"text": text} for text in _TEXTS],
+    "prompts": [{"prompt": text[:40], "completion": text} for text in _TEXTS],
+    "chats": [{"messages": _TURNS, "tools": [{"name": "f"}]}] * 30,
+}
+
+
+def _lines(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
+    """Write records as JSON lines or an array, of which one is changed or the file is spoiled."""
+    name = pick(draw, _RECORDS)
+    path = place.folder / pick(draw, ("lines.jsonl", "lines.jsonl", "lines.json"))
+    texts, note = [to_json(record, indent=None) for record in _RECORDS[name]], "valid"
+    if not valid:
+        note = pick(draw, ("changed", "changed", "a value", "a line", "a file"))
+    if note == "changed":
+        texts[7] = to_json(draw(changed(_RECORDS[name][7])), indent=None)
+    elif note == "a value":
+        record = json.loads(texts[7])
+        holder, key = draw_slot(draw, record)
+        long = st.sampled_from(("word " * 400_000, "a\ud800", "\ud800", "</s><s><unk>" * 500))
+        holder[key] = draw(HOSTILE | long)
+        texts[7] = to_json(record, indent=None)
+    elif note == "a line":
+        texts[7] = pick(draw, ("", "{", "null", "[]", "1", '"a"', "{}", to_json(draw(HOSTILE))))
+    text = f"[{','.join(texts)}]" if path.suffix == ".json" else "\n".join(texts)
+    path.write_bytes(encoded(text))
+    if note == "a file":
+        note = spoil_file(draw, path)
+    return path, f"{name}: {note}"
+
+
+def _texts(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
+    """Write a folder of texts, of which one or all are spoiled."""
+    folder = place.folder / "texts"
+    folder.mkdir()
+    for number, text in enumerate(_TEXTS[:20]):
+        (folder / f"{number}.txt").write_text(text)
+    if valid:
+        return folder, "valid"
+    target, text = folder / "7.txt", _TEXTS[7] + "ü"
+    codec = pick(draw, ("utf-8-sig", "utf-16", "utf-32", "latin-1", "shift-jis", "utf-7"))
+    suffix = pick(draw, (".json", ".ndjson", ".JSONL", ".csv", ".md", ".py", ".txt.gz", "",
+                         ".jsonl.zst", ".parquet"))  # fmt: skip
+    link = pick(draw, (".", "..", "7.txt", "nowhere", "/dev/zero"))
+
+    def nest() -> None:
+        inner = folder.joinpath(*"abcdefgh" * 20)
+        inner.mkdir(parents=True)
+        (inner / "x.txt").write_text(text)
+
+    changes: dict[str, Callable[[], object]] = {
+        "spoiled": lambda: spoil_file(draw, target),
+        "damaged": lambda: target.write_bytes(draw(damaged(encoded(text)))),
+        codec: lambda: target.write_bytes(text.encode(codec, "ignore")),
+        f"suffix {suffix}": lambda: [x.rename(x.with_suffix(suffix)) for x in [*folder.iterdir()]],
+        f"a link to {link}": lambda: (folder / "link.txt").symlink_to(link),
+        "NUL": lambda: target.write_bytes(bytes(100_000)),
+        "without blanks": lambda: target.write_text("x" * 1_000_000),
+        "all empty": lambda: [x.write_text(pick(draw, ("", "."))) for x in folder.iterdir()],
+        "a picture": lambda: (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99)),
+        "surrogates": lambda: target.write_bytes(encoded(text) + b"\xed\xa0\x80"),
+        "strange names": lambda: (folder / "\udcff\n\u202e.txt").write_text(text),
+        "hidden": lambda: [x.rename(folder / f".{x.name}") for x in [*folder.iterdir()]],
+        "nested": nest,
+        "no files": lambda: (shutil.rmtree(folder), folder.mkdir()),
+        "one document": lambda: (shutil.rmtree(folder), folder.write_text(text)),
+        "special tokens": lambda: target.write_text("</s><s><unk>" * 500),
+    }
+    note: str = pick(draw, changes)
+    changes[note]()
+    return folder, note
+
+
+def _table(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
+    """Write a table, compressed lines or another container, damaged or wrongly named."""
+    import pyarrow
+    from pyarrow import parquet
+
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS).encode()
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"text": _TEXTS}), sink, row_group_size=7)
+    readable = {
+        ".jsonl.gz": gzip.compress(lines, mtime=0),
+        ".jsonl.zst": bytes(pyarrow.Codec("zstd").compress(lines)),
+        ".parquet": bytes(sink.getvalue()),
+        ".csv": "\n".join(["text", *(f'"{text}"' for text in _TEXTS)]).encode(),
+        ".tsv": "\n".join(["text\tid", *(f"{text.strip()}\t1" for text in _TEXTS)]).encode(),
+    }
+    others = {
+        ".jsonl.bz2": bz2.compress(lines),
+        ".jsonl.xz": lzma.compress(lines),
+        ".arrow": b"ARROW1\0\0" + bytes(200),
+        ".npy": b"\x93NUMPY\x01\x00" + bytes(200),
+        ".pt": b"\x80\x02cposix\nmkdir\nq\x00X\x08\x00\x00\x00executedq\x01\x85q\x02Rq\x03.",
+        ".tar": b"lines.jsonl".ljust(512, b"\0") + lines,
+    }
+    suffix = pick(draw, readable if valid else (*readable, *readable, *others))
+    path, data, note = place.folder / f"data{suffix}", (readable | others)[suffix], "valid"
+    if not valid and suffix in readable:
+        note, data = "damaged", draw(damaged(data))
+    if not valid and pick(draw, (True, False, False)):
+        path = path.with_name(pick(draw, ("data.jsonl", "data.parquet", "data.csv", "data.txt")))
+    path.write_bytes(data)
+    return path, f"{suffix} as {path.name}: {note}"
+
+
+def _pair(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
+    """Copy a .bin/.idx pair, of which one is spoiled."""
+    tokens = place.base.tokens
+    ids, index = (place.copied(Path(f"{tokens}{suffix}")) for suffix in (".bin", ".idx"))
+    prefix = place.folder / tokens.name
+    note = "valid" if valid else pick(draw, ("ids", "index", "a field", "a field", "rows", "half"))
+    if note == "valid":
+        return pick(draw, (prefix, ids, index)), note
+    if note == "ids":
+        note = spoil_file(draw, ids)
+    elif note == "index":
+        note = spoil_file(draw, index)
+    elif note == "a field":
+        note = _spoil_index(draw, index)
+    elif note == "rows":  # ids that no tokenizer has
+        data = bytearray(ids.read_bytes())
+        for _ in range(pick(draw, (1, 1, 50))):
+            at = draw(st.integers(0, len(data) // 2 - 1)) * 2
+            data[at : at + 2] = struct.pack("<H", pick(draw, (511, 512, 600, 65_535)))
+        ids.write_bytes(data)
+    else:
+        os.link(ids, place.folder / "other.bin")
+        prefix = place.folder / pick(draw, ("other", "other.bin", "other.idx"))
+    return prefix, note
+
+
+def _spoil_index(draw: Draw[Any], path: Path) -> str:
+    data = bytearray(path.read_bytes())
+    sequences, bounds = struct.unpack_from("<QQ", data, 18)
+    row, bound = draw(st.integers(0, sequences - 1)), draw(st.integers(0, bounds - 1))
+    fields = {
+        "version": (9, "<Q"),
+        "type": (17, "<B"),
+        "sequences": (18, "<Q"),
+        "bounds": (26, "<Q"),
+        "a size": (34 + 4 * row, "<i"),
+        "an offset": (34 + 4 * sequences + 8 * row, "<q"),
+        "a bound": (34 + 12 * sequences + 8 * bound, "<q"),
+    }
+    name = pick(draw, fields)
+    at, form = fields[name]
+    (before,) = struct.unpack_from(form, data, at)
+    most = {"<B": 255, "<i": 2**31 - 1, "<q": 2**63 - 1, "<Q": 2**64 - 1}[form]
+    values = [0, 1, 2, min(before + 1, most), max(before - 1, 0), most]
+    value = pick(draw, values + ([-1, -before] if form in ("<i", "<q") else []))
+    struct.pack_into(form, data, at, value)
+    path.write_bytes(data)
+    return f"{name} of the index is {value}, not {before}"
+
+
+_SHAPES = {"lines": _lines, "texts": _texts, "table": _table, "pair": _pair}
+
+
+def data(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """Text, records, tables, a folder, a .bin/.idx pair or a path; trained on for a step."""
+    shape = pick(draw, _SHAPES if valid else (*_SHAPES, "lines", "path"))
+    place.secret()
+    path, note = pick(draw, _PATHS), "a path"
+    if shape in _SHAPES:
+        path, note = _SHAPES[shape](draw, place, valid)
+    argv = [f"data.path={path}", f"data.tokenizer={place.base.tokenizer}", "data.held_out=0.2"]
+    if "chats" in note:  # valid ones are learned whole: their answers may begin behind a sample
+        learn = "all" if valid else pick(draw, ("all", "last", "assistant"))
+        argv += ["data.template=chatml", f"data.learn={learn}"]
+    return Case([*place.training(data=False), *argv], f"{shape}: {note} {path}", valid=valid)
+
+
+def tokenizer(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """The base's tokenizer, of which something is spoiled; used for a step of training."""
+    folder, note = place.copied(place.base.tokenizer), "valid"
+    if not valid:
+        note = pick(draw, ("a file", "a file", "shallow", "code", "vocabulary"))
+    if note == "a file":
+        note = spoil_file(draw, pick(draw, sorted(folder.glob("*.json"))))
+    elif note != "valid":
+        name = "tokenizer_config.json" if note == "code" else "tokenizer.json"
+        tree = json.loads((folder / name).read_text())
+        vocabulary, merges = tree.get("model", {}).get("vocab"), tree.get("model", {}).get("merges")
+        if note == "shallow":
+            rest = draw(changed({key: tree[key] for key in tree if key != "model"}))
+            tree = {**tree, **rest} if isinstance(rest, dict) else rest
+        elif note == "code":  # of its own, and a template that would run something
+            place.plant_code(folder)
+            tree |= {
+                "tokenizer_class": pick(draw, ("XTokenizer", "PreTrainedTokenizerFast", "Nothing")),
+                "auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", None]},
+                "chat_template": "{{ cycler.__init__.__globals__.os.popen('touch executed') }}",
+            }
+        elif draw(st.booleans()):
+            word = pick(draw, ("</s>", "<s>", *list(vocabulary)[:40]))
+            values = (-1, 10**6, 2**31, 2**63, "x", None, vocabulary["</s>"])
+            vocabulary[word] = pick(draw, values)
+        else:
+            words = pick(draw, ((), ("</s>",), [*vocabulary]))
+            for word in words:
+                del vocabulary[word]
+            merges[0] = pick(draw, (merges[0], ["x", "yy"], "a b c", [], None, 1))
+        write_json(folder / name, tree)
+    return Case(place.training("data.tokenizer=tokenizer"), note, valid=valid)
+
+
+def weights(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """An export of the base's run, whole or in shards, of which something is spoiled."""
+    is_sharded = draw(st.booleans())
+    folder = place.copied(place.base.sharded if is_sharded else place.base.export, "model")
+    note, source = "valid", "model"
+    if not valid:
+        ways = ("weights", "weights", "weights", "json", "names", "pickle", "path", "pointers")
+        note = pick(draw, ways)
+    files = sorted(folder.glob("*.safetensors"))
+    if note == "weights":
+        note = spoil_file(draw, pick(draw, files))
+    elif note == "json":
+        note = spoil_file(draw, pick(draw, sorted(folder.glob("*.json"))))
+    elif note == "names":
+        note = _spoil_weight_map(draw, place, folder, files[0])
+    elif note == "pickle":
+        note = _plant_pickle(draw, place, folder)
+    elif note == "pointers":  # a clone without git-lfs
+        for path in files:
+            path.write_bytes(LFS_POINTER)
+    elif note == "path":
+        source = pick(draw, (*_PATHS, "model/config.json", "run@1", "model@3"))
+    argv = [*place.training(model=False), "model.name=model", f"model.init_from={source}"]
+    return Case(argv, f"{'sharded' if is_sharded else 'one file'}: {note}", valid=valid)
+
+
+def _spoil_weight_map(draw: Draw[Any], place: Place, folder: Path, shard: Path) -> str:
+    """Write an index whose names lead elsewhere, or link a shard to what is outside."""
+    place.secret()
+    outside = place.folder / "outside.safetensors"
+    shutil.copy(shard, outside)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text()) if path.exists() else {"weight_map": {"lm_head.weight": ""}}
+    names = [*index["weight_map"]]
+    (folder / "w.bin").write_bytes(b"\x80\x02].")
+    name = draw(
+        st.sampled_from(("w.bin", "../outside.safetensors", str(outside), "../secret.txt", ".",
+                         "model-00009-of-00009.safetensors", path.name, shard.name, "a link"))
+        | HOSTILE
+    )  # fmt: skip
+    if name == "a link":
+        shard.unlink()
+        shard.symlink_to(pick(draw, (outside, shard.name, "../secret.txt")))
+    else:
+        some = pick(draw, (names, names[:1], ["model.layers.9.x"]))
+        index["weight_map"] |= dict.fromkeys(some, name)
+        write_json(path, index)
+    return f"the index names {name!r:.60}"
+
+
+def _plant_pickle(draw: Draw[Any], place: Place, folder: Path) -> str:
+    """Put a pickle that would run something where a loader might look for weights."""
+    for path in folder.glob("*.safetensors*"):
+        if draw(st.booleans()):
+            path.unlink()
+    names = ("pytorch_model.bin", "model.bin", "model.safetensors", "adapter_model.bin")
+    name = pick(draw, names)
+    (folder / name).write_bytes(f"cposix\nmkdir\n(V{place.marker}\ntR.".encode())
+    if draw(st.booleans()):
+        index = pick(draw, ("model.safetensors.index.json", "pytorch_model.bin.index.json"))
+        write_json(folder / index, {"metadata": {}, "weight_map": {"lm_head.weight": name}})
+    if draw(st.booleans()):
+        place.plant_code(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+        write_json(folder / "config.json", config)
+    return f"a pickle as {name}"
+
+
+def cache(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """The base's cache, of which a file is spoiled, or another place for it."""
+    argv, folder, note = place.training(), place.folder / "cache", "valid"
+    if not valid:
+        note = pick(draw, ("a file", "a file", "a file", "no file", "part", "whole", "place"))
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    if note == "a file":
+        note = spoil_file(draw, pick(draw, files))
+    elif note in ("no file", "part", "whole"):
+        options = {"no file": files, "part": sorted(folder.iterdir()), "whole": [folder]}
+        note = replace_file(draw, pick(draw, options[note]))
+    elif note == "place":
+        place.secret()
+        argv = [*argv, f"data.cache_dir={pick(draw, (*_PATHS, 'new cache'))}"]
+    return Case(argv, note, valid=valid)
+
+
+def run(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """The base's run, resumed for one step or read by a tool, with a record spoiled."""
+    if valid:
+        use = pick(draw, ("resume", "branch", "weights"))
+        folder = place.copied(place.base.run, "run" if use == "resume" else "old")
+        more = {"resume": [], "branch": [f"resume.from={folder}@1", "optim.lr=1e-4"]}.get(use)
+        argv = place.training(f"model.init_from={folder}") if more is None else place.resuming(*more)
+        return Case(argv, use, valid=True)
+    use = pick(draw, ("resume", "resume", "path", "show", "export", "model"))
+    if use == "path":
+        place.copied(place.base.run, "old")
+        steps = (f"old@{step}" for step in ("", 0, 1, 2, 99, -1, 1.5, 10**8, "x", "2@2"))
+        paths = (*steps, "@", "@1", "old/", "old/checkpoints", "old/checkpoints/step-00000002")
+        key = pick(draw, ("resume.from", "resume.from", "model.init_from", "run.dir"))
+        allowed = pick(draw, ("", "probe", "optim.lr", "data_fingerprint", "model_config", "a,b", "[1]"))
+        changes = ("optim.lr=1e-4", "model.overrides.hidden_size=32", "train.seed=5", "log.every=1")
+        argv = [f"{key}={pick(draw, paths + _PATHS)}", f"resume.allow={allowed}", pick(draw, changes)]
+        return Case(place.resuming(*argv), " ".join(argv)[:120])
+    folder = place.copied(place.base.run)
+    records = ("status.json", "plan.json", "metrics.jsonl", "events.jsonl", "lock")
+    name = pick(draw, (*records, *records, "a folder", "an addition"))
+    if name == "lock":
+        write_json(folder / "owner.json", {"pid": 1, "host": "elsewhere", "since": "2026-01-01"})
+        note = spoil_file(draw, folder / "owner.json")
+        (folder / "lock").unlink(missing_ok=True)
+        if (folder / "owner.json").exists(follow_symlinks=False):
+            (folder / "owner.json").rename(folder / "lock")
+    elif name in records:
+        note = spoil_file(draw, folder / name)
+    elif name == "a folder":
+        parts = ("heartbeats", "checkpoints", "export", "tokenizer", "checkpoints/latest", "lock")
+        note = replace_file(draw, folder / pick(draw, parts))
+    else:
+        note = _add_to_run(draw, folder)
+    if use == "show":
+        return Case([str(folder), "--step", "1"], note, main="tools.show_batch")
+    if use == "export":
+        argv = [str(folder), "--out", str(place.folder / "out"), "--no-check"]
+        return Case(argv, note, main="tools.export_hf")
+    if use == "model":
+        return Case(place.training("model.name=run", "run.dir=new"), note)
+    return Case(place.resuming(), note)
+
+
+def _add_to_run(draw: Draw[Any], folder: Path) -> str:
+    name: str = pick(draw, ("heartbeats/hang.json", "checkpoints/step-00000009", "checkpoints/step-x",
+                            f"checkpoints/step-{'9' * 40}", "checkpoints/.step-00000003",
+                            "checkpoints/step-00000003.unfinished"))  # fmt: skip
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    if draw(st.booleans()):
+        path.write_text("{")
+    else:
+        path.mkdir()
+    (folder / "checkpoints" / "latest").write_text(pick(draw, ("../../x\n", "", "step-00000002\n")))
+    return f"{name} more"
+
+
+def checkpoint(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """The newest checkpoint, spoiled; resumed, exported, or weights' source."""
+    folder = place.copied(place.base.run)
+    newest, note = folder / "checkpoints" / "step-00000002", "valid"
+    if pick(draw, (True, False, False, False)):  # nothing to fall back to
+        shutil.rmtree(folder / "checkpoints" / "step-00000001")
+    if not valid:
+        note = pick(draw, ("a file", "signed", "signed", "manifest", "pieces"))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    if note == "a file":
+        note = spoil_file(draw, pick(draw, sorted(newest.iterdir())))
+    elif note != "valid":  # re-signed after the change, as only its writer could
+        if note == "signed":
+            names = [path.name for path in sorted(newest.iterdir()) if path.name != "manifest.json"]
+            note += " " + spoil_file(draw, newest / pick(draw, (*names, "index.json", "index.json")))
+        elif note == "manifest" and draw(st.booleans()):
+            manifest[pick(draw, manifest)] = draw(HOSTILE)
+        elif note == "manifest":
+            manifest = draw(changed(manifest))
+        else:
+            note = _spoil_pieces(draw, place, newest)
+        _sign(newest, manifest)
+    use = pick(draw, ("resume", "resume", "resume", "export", "weights"))
+    if use == "export":
+        argv = [str(folder), "--out", str(place.folder / "out")]
+        return Case(argv, f"{use}: {note}", main="tools.export_hf", valid=valid)
+    if use == "weights":
+        argv = place.training(f"model.init_from={folder}@2", "run.dir=new")
+        return Case(argv, f"{use}: {note}", valid=valid)
+    return Case(place.resuming(), f"{use}: {note}", valid=valid)
+
+
+def _spoil_pieces(draw: Draw[Any], place: Place, folder: Path) -> str:
+    """Change a place in the index that names elements of a file."""
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    about = index[pick(draw, index)]
+    offset, numel, file = about["at"][0]
+    way = pick(draw, ("overlap", "cut", "outside", "link", "value"))
+    if way == "overlap":
+        about["at"] = [[offset, numel // 2, file], [offset, numel - numel // 2, file]]
+    elif way == "cut":
+        about["at"][0] = about["at"][0][: pick(draw, (0, 1, 2))]
+    elif way == "outside":
+        about["at"][0][2] = pick(draw, ("../../../secret.txt", str(place.secret())))
+    elif way == "link":
+        part = folder / pick(draw, (file, "probe.safetensors"))
+        shutil.move(part, place.folder / "elsewhere")
+        part.symlink_to(place.folder / "elsewhere")
+    else:
+        about["at"][0][pick(draw, (0, 1, 2))] = draw(HOSTILE)
+    write_json(path, index)
+    return f"pieces: {way}"
+
+
+def _sign(folder: Path, manifest: Any) -> None:
+    """Write a manifest whose sizes and hashes are those of its files, and its own."""
+    if not isinstance(manifest, dict):
+        return write_json(folder / "manifest.json", manifest)
+    files = manifest.get("files")
+    for file in files if isinstance(files, list) else ():
+        if isinstance(file, dict) and isinstance(name := file.get("name"), str):
+            path = folder / name
+            if name and "\0" not in name and len(name) < 250 and path.is_file():
+                with path.open("rb") as content:
+                    data = content.read(10**8)  # not all of /dev/zero
+                file.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    plain = json.dumps({**manifest, "checksum": ""}, sort_keys=True).encode()
+    manifest["checksum"] = hashlib.sha256(plain).hexdigest()
+    write_json(folder / "manifest.json", manifest)
+
+
+class Global:
+    """Pickled as the global of that name: called with those arguments, or with those attributes."""
+
+    def __init__(self, name: str, *arguments: Any, **attributes: Any) -> None:
+        self.module, _, self.name = name.partition(" ")
+        self.arguments, self.attributes = arguments, attributes
+
+
+class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
+    """Writes globals by name, without importing them."""
+
+    write: Callable[[bytes], None]
+
+    def save(self, value: Any, save_persistent_id: bool = True) -> None:
+        if not isinstance(value, Global):
+            return super().save(value, save_persistent_id)
+        self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+        if value.attributes:
+            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+            self.save(value.attributes)
+            return self.write(pickle.BUILD)
+        self.save(value.arguments)
+        return self.write(pickle.REDUCE)
+
+
+def _dump(value: Any, file: Any, protocol: int) -> None:
+    _Pickler(file, protocol).dump(value)
+
+
+def _save(value: Any, path: Path, **options: Any) -> None:
+    """Save as torch.save does, with globals by name."""
+    import torch
+
+    module = types.SimpleNamespace(Pickler=_Pickler, dump=_dump, __name__="pickle")
+    torch.save(value, path, pickle_module=module, pickle_protocol=2, **options)
+
+
+def _states(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return one rank's optimizer with two parameters, and the model, as DeepSpeed saves them."""
+    import torch
+
+    moments = {"step": torch.tensor(2.0), "exp_avg": torch.ones(10), "exp_avg_sq": torch.ones(10)}
+    base = {"state": {0: moments}, "param_groups": [{"lr": 0.1}]}
+    flat, fragment = [torch.arange(10.0)], "deepspeed.utils.tensor_fragment fragment_address"
+    if stage == 3:
+        optimizer = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": flat,
+                     "optimizer_state_dict": base}  # fmt: skip
+    else:
+        scaler = Global("deepspeed.runtime.fp16.loss_scaler DynamicLossScaler", cur_scale=65536.0,
+                        cur_iter=3, last_overflow_iter=-1, cur_hysteresis=2)  # fmt: skip
+        places = {"w": Global(fragment, numel=6, start=0), "b": Global(fragment, numel=4, start=6)}
+        optimizer = {
+            "zero_stage": stage,
+            "partition_count": [1],
+            "single_partition_of_fp32_groups": flat,
+            "base_optimizer_state": base,
+            "param_slice_mappings": [places],
+            "loss_scaler": scaler,
+        }
+    model = {
+        "param_shapes": [{"w": torch.Size([2, 3]), "b": torch.Size([4])}],
+        "buffer_names": ["c"],
+        "module": {"c": torch.ones(2)},
+        **{"global_steps": 2, "global_samples": 16, "skipped_steps": 0},
+    }
+    ds_config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    return {"optimizer_state_dict": optimizer, "ds_config": ds_config}, model
+
+
+def _payloads(target: str) -> list[Global]:
+    """Return calls that would create the marker, and objects of classes that are allowed."""
+    code, mkdir = f"import os; os.mkdir({target!r})", Global("posix mkdir", target)
+    touch = f"touch {target}"
+    calls = {
+        "builtins exec": [code], "__builtin__ exec": [code], "runpy _run_code": [code, {}],
+        "builtins eval": [f"__import__('os').mkdir({target!r})"], "os mkdir": [target],
+        "posix system": [touch], "nt system": [touch], "subprocess Popen": [["touch", target]],
+        "subprocess check_output": [["touch", target]], "pathlib Path.touch": [target],
+        "builtins open": [target, "w"], "shutil copyfile": ["/etc/hostname", target],
+        "torch.serialization load": [target], "torch.hub load": [target],
+        "torch._dynamo.guards eval": [code], "operator attrgetter": ["system"],
+        "functools partial": [mkdir], "numpy.core.multiarray _reconstruct": [mkdir],
+        "collections OrderedDict": [mkdir], "torch._utils _rebuild_tensor_v2": [mkdir],
+        "deepspeed.utils.tensor_fragment fragment_address": [mkdir],
+        "deepspeed.runtime.zero.config ZeroStageEnum": ["x"],
+        "torch Tensor": [], "torch device": ["nowhere"], "torch.nn.parameter Parameter": [],
+    }  # fmt: skip
+    scaler = "deepspeed.runtime.fp16.loss_scaler LossScaler"
+    objects = [Global(scaler, a=mkdir), Global(f"{scaler}.__init__", a=1)]
+    return [mkdir, *(Global(name, *words) for name, words in calls.items()), *objects]
+
+
+def pickles(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """A checkpoint of DeepSpeed's own format, as the Trainer leaves it, for import_checkpoint."""
+    stage = pick(draw, (1, 2, 3))
+    optimizer, model = _states(stage)
+    engine = place.folder / "output" / "checkpoint-2" / "global_step2"
+    engine.mkdir(parents=True)
+    config = engine.parent / "config.json"
+    tiny = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    write_json(config, {"model_type": "llama", **dict.fromkeys(tiny, 4), "intermediate_size": 8})
+    names = ("optim_states.pt", "model_states.pt")
+    note, options, trees = "valid", {}, dict(zip(names, (optimizer, model), strict=True))
+    if not valid:
+        note = pick(draw, ("changed", "changed", "planted", "planted", "file", "archive", "name"))
+    name = pick(draw, names)
+    if note == "changed":
+        trees[name] = draw(changed(trees[name]))
+    elif note == "planted":
+        holder, key = draw_slot(draw, trees[name])
+        holder[key] = pick(draw, _payloads(str(place.marker)))
+        note = f"{holder[key].module} {holder[key].name} at {key}"
+        options = {"_use_new_zipfile_serialization": pick(draw, (True, True, False))}
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    paths = dict(zip(names, (engine / f"{'' if stage == 3 else 'bf16_'}zero_pp_rank_0_mp_rank_00_"
+                             "optim_states.pt", engine / f"{prefix}mp_rank_00_model_states.pt"),
+                     strict=True))  # fmt: skip
+    for each_name, path in paths.items():
+        try:
+            _save(trees[each_name], path, **options)
+        except (RecursionError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+            note += f" (not pickled: {type(error).__name__})"
+    if note == "file":
+        note = spoil_file(draw, pick(draw, (*paths.values(), config, config)))
+    elif note == "archive":
+        note = _change_archive(draw, place, paths[name])
+    elif note == "name":
+        ranks = ("rank_1", "rank_x", "rank_0_0")
+        paths[name].rename(engine / paths[name].name.replace("rank_0", pick(draw, ranks)))
+    argv = [str(place.folder / "output"), "--out", str(place.folder / "new")]
+    return Case(argv, f"ZeRO {stage}: {note}", main="tools.import_checkpoint", valid=valid)
+
+
+def _change_archive(draw: Draw[Any], place: Place, path: Path) -> str:
+    """Write the same zip file with a member doubled, missing or replaced."""
+    payload = io.BytesIO()
+    call = Global("posix mkdir", str(place.marker))
+    _Pickler(payload, 2).dump({"optimizer_state_dict": call})
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    way = pick(draw, ("second", "replaced", "raw", "no data", "compressed"))
+    table = next(name for name in members if name.endswith("data.pkl"))
+    method = zipfile.ZIP_DEFLATED if way == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in members.items():
+            if way != "no data" or "/data/" not in name:
+                is_replaced = way == "replaced" and name == table
+                archive.writestr(name, payload.getvalue() if is_replaced else data)
+        if way == "second":
+            archive.writestr(pick(draw, (table, "x/data.pkl", "data.pkl")), payload.getvalue())
+    if way == "raw":
+        path.write_bytes(payload.getvalue())
+    return f"{path.name}: {way}"
+
+
+_EXPORTS = (
+    *("--dtype int8", "--shard-size 0", "--shard-size 1e3", "--shard-size -1GB", "--shard-size"),
+    *(f"--shard-size {'9' * 400}", "--step 99", "--step -1", "--step x", f"--step {'9' * 30}"),
+    *("--out .", "--out run", "--out run/checkpoints", "--trust-remote-code", "--bogus", "x"),
+)
+
+
+def export(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """The base's run, exported with other arguments, another tokenizer or another plan."""
+    folder = place.copied(place.base.run)
+    argv = [str(folder), "--out", str(place.folder / "out")]
+    place.secret()
+    if valid:
+        argv += pick(draw, ("", "--step 1", "--dtype bf16", "--shard-size 100KB")).split()
+        return Case(argv, "valid", main="tools.export_hf", valid=True)
+    note = pick(draw, ("arguments", "out", "tokenizer", "tokenizer", "plan"))
+    parts = folder / "tokenizer"
+    if note == "arguments":
+        argv += (note := pick(draw, _EXPORTS)).split()
+    elif note == "out":
+        argv[-1] = note = pick(draw, _PATHS)
+    elif note == "plan":
+        note = spoil_file(draw, folder / "plan.json")
+    else:
+        note = _spoil_kept_tokenizer(draw, place, parts)
+    return Case(argv, note[:100], main="tools.export_hf")
+
+
+def _spoil_kept_tokenizer(draw: Draw[Any], place: Place, folder: Path) -> str:
+    changes: dict[str, Callable[[], object]] = {
+        "a link to a secret": lambda: (folder / "vocab.txt").symlink_to("../../secret.txt"),
+        "a linked folder": lambda: (folder / "more").symlink_to("../.."),
+        "code": lambda: place.plant_code(folder),
+        "a folder inside": lambda: (folder / "more" / "more").mkdir(parents=True),
+        "a file": lambda: spoil_file(draw, pick(draw, sorted(folder.glob("*.json")))),
+        "no folder": lambda: replace_file(draw, folder),
+        "named like weights": lambda: (folder / "model.safetensors").write_text("x"),
+        "named like the config": lambda: (folder / "config.json").write_text("{"),
+    }
+    note: str = pick(draw, changes)
+    changes[note]()
+    return f"tokenizer: {note}"
+
+
+# Wrong arguments of the tools that prepare data.
+_WRONG = {
+    "tools.tokenize_data": "--workers=0 --workers=x --task=3 --tasks=0 --out=nowhere/x --bogus "
+    "--out= --out=/dev/null/x --config=nowhere.toml data.path=nowhere x",
+    "tools.clean_data": "--workers=0 --recipe=nowhere --recipe= --recipe=secret.txt --bogus x.y=1 "
+    "language.keep=x url=1 near_duplicates.buckets=-1 bad_words.file=x",
+    "tools.train_tokenizer": "--vocab-size=1 --vocab-size=x --vocab-size=99999999999 --kind=x "
+    "--vocab-size=16777216 --bogus --text=nowhere --text=",
+}
+
+
+def preparing(draw: Draw[Any], place: Place, valid: bool) -> Case:
+    """A tool on data that may be spoiled, or with a spoiled argument or recipe."""
+    main: str = pick(draw, _WRONG)
+    wrong = "nothing" if valid else pick(draw, ("data", "data", "argument", "word", "recipe"))
+    shape = pick(draw, _SHAPES if wrong == "data" else ("lines", "texts"))
+    path, note = _SHAPES[shape](draw, place, wrong != "data")
+    if main == "tools.tokenize_data":
+        place.copied(place.base.cache)
+        argv = [f"data.path={path}", f"data.tokenizer={place.base.tokenizer}", "--workers=1"]
+        argv += [f"data.cache_dir={place.folder / 'cache'}"]
+        if "chats" in note:
+            argv.append("data.template=chatml")
+    elif main == "tools.clean_data":
+        argv = [str(path), str(place.folder / "cleaned"), "--workers=1", "--recipe=light"]
+    else:
+        argv = [str(path), str(place.folder / "new-tokenizer"), "--vocab-size=300"]
+    place.secret()
+    if wrong == "recipe" and main == "tools.clean_data":
+        text = pick(draw, sorted((REPOSITORY / "tools/cleaning/recipes").glob("*.toml"))).read_bytes()
+        (place.folder / "recipe.toml").write_bytes(draw(damaged(text)))
+        argv[-1] = f"--recipe={place.folder / 'recipe.toml'}"
+    elif wrong in ("argument", "recipe"):
+        argv.append(pick(draw, _WRONG[main].split()))
+    elif wrong == "word":
+        argv.append(draw_word(draw))
+    return Case(argv, f"{main}, {wrong}: {note} {ascii(argv[-1])[:80]}", main=main, valid=valid)
+
+
+KINDS = {
+    **{data: 170, weights: 100, tokenizer: 80, cache: 40, run: 110, checkpoint: 110},
+    **{pickles: 80, export: 40, preparing: 100},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_inputs_keep_the_rule(inputs: Inputs, kind: Any) -> None:
+    inputs.brief(kind, 3)
+
+
+@pytest.mark.gate("inputs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeded_inputs_keep_the_rule(inputs: Inputs, kind: Any) -> None:
+    inputs.seeded(kind, KINDS[kind])
