@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from harness.config.curriculum import Curriculum, Slice
@@ -19,6 +19,7 @@ from harness.data.batches import Stream, share_of_rank
 from harness.data.contiguous import Contiguous
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded
+from harness.data.whole import TooLong
 from tests.data.batchings import (
     BATCHINGS,
     DOCUMENTS,
@@ -224,17 +225,18 @@ def test_a_run_that_resumes_reads_the_rest(
     resumed.close()
 
 
-@PROPERTY
-@given(documents=DOCUMENTS, alone=st.booleans())
-def test_documents_longer_than_a_sample_are_dropped_where_asked(
-    documents: Documents, alone: bool, folders: Iterator[Path]
+@settings(PROPERTY, max_examples=30)
+@given(documents=DOCUMENTS, alone=st.booleans(), too_long=st.sampled_from(["cut", "drop"]))
+def test_documents_without_a_target_or_too_long_are_in_no_sample(
+    documents: Documents, alone: bool, too_long: TooLong, folders: Iterator[Path]
 ) -> None:
     corpus = corpus_of(folders, documents)
     numbers = corpus.packed().split.numbers[:-1].tolist()
-    fitting = [number for number in numbers if len(documents.ids[number]) <= SEQ_LEN]
-    learned = [number for number in fitting if _has_whole_windows([number], documents)]
+    if too_long == "drop":
+        numbers = [number for number in numbers if len(documents.ids[number]) <= SEQ_LEN]
+    learned = [number for number in numbers if _has_whole_windows([number], documents)]
     assume(learned)
-    stream = corpus.whole(too_long="drop", alone=alone)
+    stream = corpus.whole(too_long=too_long, alone=alone)
     samples = [stream.sample(index) for index in range(stream.samples)]
     assert sorted(of.document for sample in samples for of in sample.spans) == learned
 
