@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
 
-def rest_in_gate(name: str, cases: Iterable[Any], keep: int = 1) -> list[Any]:
-    """Return the cases with all but the first `keep` marked for the gate."""
-    mark = pytest.mark.gate(name)
-    marked = []
-    for number, case in enumerate(cases):
-        values = case if isinstance(case, tuple) else (case,)
-        marked.append(case if number < keep else pytest.param(*values, marks=mark))
-    return marked
+def rest_in_gate(gate: str, cases: Iterable[Any], keep: int | Collection[Any] = 1) -> list[Any]:
+    """Return the cases with all but some marked for a gate.
+
+    `keep`: these, or so many of the first, are in `make test`.
+    """
+    cases = list(cases)
+    kept = cases[:keep] if isinstance(keep, int) else keep
+    return [
+        case
+        if case in kept
+        else pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.gate(gate)
+        )
+        for case in cases
+    ]

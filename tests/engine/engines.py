@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -24,6 +23,7 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.plan.traced import Untraceable
 from tests.engine.small import MODEL, SEQ_LEN, run_config
+from tests.tiers import rest_in_gate
 
 WORLD = World.from_environ()
 STAGES = (0, 1, 2, 3)
@@ -32,10 +32,7 @@ SPLIT = {"stage3_param_persistence_threshold": 0}
 SGD = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}
 
 
-def cells(names: Iterable[Any], default: Iterable[Any]) -> list[Any]:
-    """Return the cells of a covering set. Those that are not in `default` are the gate's."""
-    gate = pytest.mark.gate("engine")
-    return [pytest.param(name, marks=() if name in default else gate) for name in names]
+cells = functools.partial(rest_in_gate, "engine")
 
 
 def drawn_weights(config: dict[str, Any] = MODEL) -> dict[str, torch.Tensor]:

@@ -97,7 +97,7 @@ def test_clipping_by_value_clamps_every_element_and_reports_the_norm(zero: int) 
     assert norm == pytest.approx(float(true_norm), rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", cells(LAYOUTS, default=("zero0", "zero1-bf16")))
+@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero0", "zero1-bf16")))
 @ranks(2)
 def test_parameter_groups_of_one_stage_alone_change_nothing(layout: str) -> None:
     """A rule of `optim.groups` for the head: losses and norms are those without stages."""
@@ -146,9 +146,7 @@ def model_of(family: str) -> dict[str, str]:
     return {"name": written(family, FAMILIES[family]), "attention": attention}
 
 
-@pytest.mark.parametrize(
-    "family", cells(sorted(FAMILIES.keys() - REFUSED), default=("bloom", "qwen2_moe"))
-)
+@pytest.mark.parametrize("family", cells(sorted(FAMILIES.keys() - REFUSED), ("bloom", "qwen2_moe")))
 @ranks(2)
 def test_a_family_trains_in_stages_as_without(family: str) -> None:
     from harness.engine.unsplit import unsplit_loss_and_norm  # imports DeepSpeed

@@ -69,7 +69,7 @@ def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
     return {"races": races, "reuses": reuses, "waits": waits}
 
 
-@pytest.mark.parametrize("name", cells(CASES, default=("zero3 clipped", "offload2 clipped")))
+@pytest.mark.parametrize("name", cells(CASES, ("zero3 clipped", "offload2 clipped")))
 @ranks(2)
 def test_no_stream_and_no_host_overtakes_another(name: str) -> None:
     """Our own code makes the host wait for nothing; DeepSpeed's waits are counted."""
@@ -85,7 +85,7 @@ def files(race: str) -> str:
     return f"{first.partition(':')[0]} -> {second.partition(':')[0]}"
 
 
-@pytest.mark.parametrize("name", cells(OVERTAKES, default=("offload2 clipped",)))
+@pytest.mark.parametrize("name", cells(OVERTAKES, ("offload2 clipped",)))
 @ranks(2)
 def test_without_the_waits_the_simulation_finds_races(name: str) -> None:
     """Nor does DeepSpeed wait for the whole device, but where it offloads.

@@ -59,7 +59,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("name", cells(SHIPPED, default=("zero1", "zero2_offload")))
+@pytest.mark.parametrize("name", cells(SHIPPED, ("zero1", "zero2_offload")))
 @ranks(2)
 def test_a_shipped_config_trains(name: str) -> None:
     """Offload runs the optimizer that steps on the CPU."""
