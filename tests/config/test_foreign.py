@@ -35,8 +35,12 @@ global_batch_size: 256
 train_iters: 1000
 """
 TRAINER = {
-    **{"output_dir": "out", "per_device_train_batch_size": 4, "learning_rate": 2e-5},
-    **{"num_train_epochs": 3, "bf16": True, "deepspeed": "zero3.json"},
+    "output_dir": "out",
+    "per_device_train_batch_size": 4,
+    "learning_rate": 2e-5,
+    "num_train_epochs": 3,
+    "bf16": True,
+    "deepspeed": "zero3.json",
 }
 FACTORY = """model_name_or_path: some/model
 stage: sft
@@ -69,8 +73,11 @@ num_processes: 8
 mixed_precision: bf16
 """
 MODEL = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    **{"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
 }
 DS_JSON = {"bf16": {"enabled": True}, "zero_optimization": {}, "gradient_clipping": 1.0}
 OWN = '[model]\nname = "tiny"\n[train]\nsteps = 3\n[optim]\nlr = 1e-3\n'

@@ -146,9 +146,14 @@ def test_automatic_bf16_is_fp32_on_a_cpu_that_only_emulates_it(
     assert planned(BF16).precision == "bf16"
 
 
-def test_an_unknown_architecture_is_planned_without_its_shape(planned: Planner) -> None:
+@pytest.mark.parametrize("estimate", [False, pytest.param(True, marks=pytest.mark.gate("plan"))])
+def test_an_unknown_architecture_is_planned_without_its_shape(
+    estimate: bool, planned: Planner
+) -> None:
+    """An estimate would have to trace a model that transformers cannot build."""
     config = {"model_type": "brand_new", "hidden_size": 8, "vocab_size": 16}
-    made = planned(f"model.name={planned.add('brand_new', config).parent}")
+    line = f"model.name={planned.add('brand_new', config).parent}"
+    made = planned(line, estimate=estimate)
     assert made.shape is None
     assert [event["kind"] for event in made.events] == ["unknown_architecture"]
     assert "does not know this architecture" in describe(made)
