@@ -146,7 +146,9 @@ def test_little_text_is_enough(text: str, tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_may_be_small_but_holds_the_characters(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("\n".join([*map(chr, range(32, 300))] * 9))
+    draw, letters = random.Random(0), [*map(chr, range(33, 127))]
+    words = ["".join(draw.choices(letters, k=5)) for _ in range(300)]
+    (tmp_path / "text.txt").write_text(" ".join(words * 5))
     corpus = find_corpus(str(tmp_path / "text.txt"))
     train_tokenizer(corpus, tmp_path / "tokenizer", 512)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
