@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -135,6 +136,10 @@ def cases(draw: Draw[Any], kind: Kind, place: Place) -> Case:
     return kind(draw, place, pick(draw, (True, *[False] * 5)))
 
 
+MANY = pytest.mark.parametrize(
+    "count", [40, pytest.param(1000, marks=pytest.mark.gate("inputs"), id="all")]
+)
+"""Inputs of a test that needs no other process."""
 _NOT_SHRUNK = [Phase.generate]  # with a process for each the first failure is shown as it is
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+import tomllib
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -20,7 +20,7 @@ from harness.files.chat import Chat
 from harness.files.forms import document_of
 from harness.plan.command import parse_command, plan_from
 from harness.plan.traced import Untraceable
-from tests.inputs.rule import SMALL_BUCKET, Case, Inputs, Place, each, remove
+from tests.inputs.rule import MANY, SMALL_BUCKET, Case, Inputs, Place, each, remove
 from tests.inputs.values import (
     HOSTILE,
     NUMBERS,
@@ -40,37 +40,26 @@ from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
 from tests.two_ranks import REPOSITORY
 
 # Values that every key takes, alone and together.
-_TREE: dict[str, dict[str, list[Any]]] = {
-    "model": {
-        "name": ["tiny", "llama-1b", "gpt2-124m", "mixtral-8x7b"],
-        "checkpointing": ["none", "full", "selective", 2],
-        "attention": ["sdpa", "eager"],
-        "dropout": [0.0, 0.1],
-        "overrides": [{}, {"num_hidden_layers": 2}, {"initializer_range": 0.01}],
-    },
-    "data": {"seq_len": [64, 128], "held_out": [0.02, 0.1], "prefetch": [0, 2]},
-    "train": {
-        "steps": [0, 1, 300],
-        "global_batch": [8, 48],
-        "micro_batch": [2, 4],
-        "seed": [0, 17],
-        "label_smoothing": [0.0, 0.1],
-    },
-    "optim": {
-        "name": ["adamw", "lion", "muon", "adagrad", "sgd"],
-        "lr": [1e-3, 3e-4],
-        "groups": [[], [{"pattern": "embed|wte", "lr_multiplier": 0.5}]],
-        "clip_norm": [0.0, 1.0],
-        "schedule": ["cosine", "linear", "wsd", "polynomial", "cosine_restarts", "inverse_sqrt"],
-        "warmup_steps": [0, 20],
-    },
-    "eval": {"every": [0, 50], "samples": [8, 96]},
-    "save": {"every": [0, 100], "keep": [1, 3], "async": [False, True]},
-    "sample": {"tokens": [0, 48], "prompt": ["def main"]},
-    "guard": {"max_bad_steps": [10], "spikes": ["log", "skip"], "spike_window": [32, 128]},
-    "run": {"dir": ["runs/first"]},
-    "resume": {"allow": [[], ["optim.lr"]]},
-}
+_VALID: dict[str, dict[str, list[Any]]] = tomllib.loads("""
+model.name = ["tiny", "llama-1b", "gpt2-124m", "mixtral-8x7b"]
+model.checkpointing = ["none", "full", "selective", 2]
+model.attention = ["sdpa", "eager"]
+model.dropout = [0.0, 0.1]
+model.overrides = [{}, {num_hidden_layers = 2}, {initializer_range = 0.01}]
+data = {seq_len = [64, 128], held_out = [0.02, 0.1], prefetch = [0, 2]}
+train = {steps = [0, 1, 300], global_batch = [8, 48], micro_batch = [2, 4], seed = [0, 17]}
+optim.name = ["adamw", "lion", "muon", "adagrad", "sgd"]
+optim.lr = [1e-3, 3e-4]
+optim.groups = [[], [{pattern = "embed|wte", lr_multiplier = 0.5}]]
+optim.schedule = ["cosine", "linear", "wsd", "polynomial", "cosine_restarts", "inverse_sqrt"]
+optim.warmup_steps = [0, 20]
+eval = {every = [0, 50], samples = [8, 96]}
+save = {every = [0, 100], keep = [1, 3], async = [false, true]}
+sample = {tokens = [0, 48], prompt = ["def main"]}
+guard = {max_bad_steps = [10], spikes = ["log", "skip"], spike_window = [32, 128]}
+run.dir = ["runs/first"]
+resume.allow = [[], ["optim.lr"]]
+""")
 _DS_KEYS = (
     *("ds.zero_optimization.stage", "ds.zero_optimization.reduce_bucket_size", "ds.bf16.enabled"),
     *("ds.fp16.enabled", "ds.gradient_clipping", "ds.train_batch_size", "ds.optimizer.type"),
@@ -81,7 +70,7 @@ _DS_KEYS = (
 _PATH_KEYS = ("run.dir", "data.path", "data.cache_dir", "data.tokenizer", "model.name",
               "model.init_from", "resume.from")  # fmt: skip
 _PATHS = ("/dev/null", "/dev/null/x", "/proc/nowhere", "a" * 300, "a/" * 3000, "~nosuchuser/x",
-          "a\tb", "\udcff", "\udce9t\udce9", "@", "@1", "x@99999999999", "http://x", "..")  # fmt: skip
+          "a\tb", "\udcff", "\udce9t", "@", "@1", "x@99999999999", "http://x", "..")  # fmt: skip
 # fmt: off
 _WORDS = (
     "", "=", "==", "a", "a=", "=a", ".=1", "train.=1", ".steps=1", "train..steps=1", "train=1",
@@ -101,73 +90,39 @@ _WORDS = (
     "optim.cycles=1000000000", "ds.pipeline.stages=1000000", "ds.pipeline.partition=[[]]",
     "resume.allow=[1]", "profile.steps=5:1", "ds." + ".".join(["a"] * 3000) + "=1",
 )
-# fmt: on
+_AUTO = {"gradient_clipping": "auto", "train_batch_size": "auto"}
+_ADAM = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}}
 _JSONS: dict[str, Any] = {
-    "the Trainer's": {
-        "fp16": FP16,
-        "optimizer": ADAMW,
-        "scheduler": WARMUP,
-        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2e8},
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    },
-    "the Trainer's, ZeRO 3": {"bf16": {"enabled": "auto"}, "zero_optimization": ZERO_3},
-    "literals": {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}},
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1},
-        "csv_monitor": {"enabled": False, "output_path": "csv", "job_name": "a"},
-        "flops_profiler": {"enabled": False, "profile_step": 1},
-    },
+    "the Trainer's": {"fp16": FP16, "optimizer": ADAMW, "scheduler": WARMUP, **_AUTO,
+                      "zero_optimization": {"stage": 2, "overlap_comm": True}},
+    "the Trainer's, ZeRO 3": {"bf16": {"enabled": "auto"}, "zero_optimization": ZERO_3, **_AUTO},
+    "literals": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "optimizer": _ADAM,
+                 "zero_optimization": {"stage": 1}, "flops_profiler": {"enabled": False}},
     "nothing": {},
     **{path.stem: json.loads(path.read_text()) for path in REPOSITORY.glob("ds_configs/*.json")},
 }
 # What compiles, takes more ranks than one, or writes to another place.
 _DEAR = ("offload", "pipeline", "monitor", "tensorboard", "wandb", "comet", "nvme", "aio", "fp16",
-         "tensor_parallel", "sequence_parallel")  # fmt: skip
+         "tensor_parallel", "sequence_parallel")
 _SMALL: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu",
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "initializer_range": 0.02, "tie_word_embeddings": False, "attention_dropout": 0.0,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64}
 _MODELS: dict[str, dict[str, Any]] = {
-    "llama": {
-        **_SMALL,
-        "mlp_bias": False,
-        "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 64},
-    },
+    "llama": {**_SMALL, "mlp_bias": False, "rope_scaling": _ROPE},
     "qwen3": {**_SMALL, "use_sliding_window": False, "layer_types": ["full_attention"] * 2},
-    "mixtral": {
-        **_SMALL,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 0.02,
-    },
-    "gpt2": {
-        **{"vocab_size": 512, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4},
-        **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1},
-        **{"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2},
-    },
+    "mixtral": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "output_router_logits": True, "router_aux_loss_coef": 0.02},
+    "gpt2": {"vocab_size": 512, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4,
+             "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1,
+             "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2},
 }
+# fmt: on
 # Families that families.toml does not count: a plan traces them in another process, for seconds.
 _TRACED = {
     "xlstm": {"vocab_size": 512, "hidden_size": 64, "num_blocks": 2, "num_heads": 2},
@@ -179,9 +134,9 @@ _TYPES = ("llama", "bert", "t5", "whisper", "clip", "mamba", "llava", "nothing",
 def draw_tree(draw: Draw[Any]) -> dict[str, dict[str, Any]]:
     """Draw a run config of a few sections with a few keys, which `--dry-run` accepts."""
     tree: dict[str, dict[str, Any]] = {}
-    for name in draw(st.lists(st.sampled_from([*_TREE]), min_size=2, max_size=6, unique=True)):
-        keys = draw(st.lists(st.sampled_from([*_TREE[name]]), min_size=1, unique=True))
-        tree[name] = {key: deepcopy(pick(draw, _TREE[name][key])) for key in keys}
+    for name in draw(st.lists(st.sampled_from([*_VALID]), min_size=2, max_size=6, unique=True)):
+        keys = draw(st.lists(st.sampled_from([*_VALID[name]]), min_size=1, unique=True))
+        tree[name] = {key: deepcopy(pick(draw, _VALID[name][key])) for key in keys}
     return tree
 
 
@@ -282,10 +237,12 @@ def draw_model(
     elif note == "type":
         tree["model_type"] = pick(draw, _TYPES)
     elif note == "override":
-        word = f"model.overrides.{pick(draw, tree)}={to_toml(draw(HOSTILE))}"
+        key = pick(draw, families[family])
+        word = f"model.overrides.{key}={to_toml(draw(HOSTILE))}"
         more = [word.replace("\0", "")[:100_000]]
     elif note == "code":  # beside it, which nobody asked for
-        tree["auto_map"] = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
+        classes = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
+        tree["auto_map"] = classes
         tree["model_type"] = pick(draw, (family, "x", "custom"))
         place.plant_code(folder)
     path = folder / "config.json"
@@ -305,18 +262,15 @@ def model(draw: Draw[Any], place: Place, valid: bool) -> Case:
     return Case([*place.training(model=False), *argv], f"{family}: {note}", valid=valid)
 
 
+# fmt: off
 _PLANNING = {
-    "--model": ["tiny", "llama-3-8b", "gpt2-124m", "mixtral-8x7b", "qwen3-30b-a3b"],
-    "--gpus": ["1", "8", "64"],
-    "--gpus-per-node": ["4", "8"],
-    "--gpu": ["h100-80", "a100-40"],
-    "--micro-batch": ["1", "2"],
-    "--seq-len": ["128", "1024"],
-    "--accumulation": ["1", "4"],
-    "--checkpointing": ["none", "full", "selective", "2"],
+    "--model": ("tiny", "llama-3-8b", "gpt2-124m", "mixtral-8x7b", "qwen3-30b-a3b"),
+    "--gpus": ("1", "8", "64"), "--gpus-per-node": ("4", "8"), "--gpu": ("h100-80", "a100-40"),
+    "--micro-batch": ("1", "2"), "--seq-len": ("128", "1024"), "--accumulation": ("1", "4"),
+    "--checkpointing": ("none", "full", "selective", "2"),
 }
 _SWEEPS = ("micro_batch=9..1", "x=1..2", "gpus=0..8", "gpus=1..", "seq_len=1..99999999999999",
-           "micro_batch=1..10000000", "")  # fmt: skip
+           "micro_batch=1..10000000", "")
 # Of each tool: valid arguments, and wrong ones. Those that would work for hours end at theirs.
 _TOOLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tools.estimate_memory": (
@@ -340,7 +294,8 @@ _TOOLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tools.show_batch": ((), ("nowhere --step 1", ".", ". --step 0", ". --step x")),
     "tools.export_hf": ((), ("nowhere", "", ".", ". --step x", "\udcff", "secret.txt")),
     "tools.import_checkpoint": ((), ("nowhere --out x", "", ".", ". --out x")),
-}  # fmt: skip
+}
+# fmt: on
 _PLANNERS = ("tools.estimate_memory", "tools.show_layout")
 
 
@@ -369,7 +324,7 @@ KINDS = {config: 150, words: 150, ds_json: 170, model: 140, arguments: 60}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_inputs_keep_the_rule(inputs: Inputs, kind: Any) -> None:
-    inputs.brief(kind, 4)
+    inputs.brief(kind, 3)
 
 
 @pytest.mark.gate("inputs")
@@ -378,58 +333,49 @@ def test_seeded_inputs_keep_the_rule(inputs: Inputs, kind: Any) -> None:
     inputs.seeded(kind, KINDS[kind])
 
 
-def _config_words(draw: Draw[Any], place: Place) -> list[str]:
-    return config(draw, place, valid=False).argv
-
-
-def _words(draw: Draw[Any], place: Place) -> list[str]:
-    return words(draw, place, valid=False).argv
-
-
-def _json_words(draw: Draw[Any], place: Place) -> list[str]:
-    path = place.folder / "ds.json"
-    draw_json(draw, path, valid=False)
-    return ["--deepspeed", str(path)]
-
-
-def _model_words(draw: Draw[Any], place: Place) -> list[str]:
-    return draw_model(draw, place, valid=False, families=_MODELS | _TRACED)[2]
+def _words_of(draw: Draw[Any], place: Place, kind: str) -> list[str]:
+    """Draw the words of a plan, and their files."""
+    if kind == "json":
+        draw_json(draw, place.folder / "ds.json", valid=False)
+        return ["--deepspeed", str(place.folder / "ds.json")]
+    if kind == "model":
+        return draw_model(draw, place, valid=False, families=_MODELS | _TRACED)[2]
+    return (config if kind == "config" else words)(draw, place, False).argv
 
 
 def _not_traced(request: object) -> NoReturn:
     raise Untraceable  # in another process, for seconds
 
 
-@pytest.mark.parametrize("draw_words", [_config_words, _words, _json_words, _model_words])
-def test_hundreds_are_planned_or_one_report(
-    draw_words: Callable[[Draw[Any], Place], list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+@MANY
+@pytest.mark.parametrize("kind", ["config", "words", "json", "model"])
+def test_words_are_planned_or_refused(
+    kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, a hundred times as fast: a plan, a ConfigError, or the parser's code 2."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("harness.plan.memory.traced", _not_traced)
 
-    @each(200)
+    @each(count)
     @given(st.data())
     def test(data: st.DataObject) -> None:
         place = Place(tmp_path / "input", cast(Any, None))
         remove(place.folder)
         place.folder.mkdir()
-        argv = data.draw(st.composite(draw_words)(place))
+        argv = data.draw(st.composite(_words_of)(place, kind))
         assume(not any(path.is_symlink() or path.is_fifo() for path in place.folder.rglob("*")))
-        try:
-            plan_from(parse_command(argv), {"DS_ACCELERATOR": "cpu"})
-        except ConfigError as error:
-            assert len(str(error)) < 100_000
-        except SystemExit as end:
-            assert end.code in (0, 2)
+        with contextlib.suppress(ConfigError):
+            try:
+                plan_from(parse_command(argv), {"DS_ACCELERATOR": "cpu"})
+            except SystemExit as end:
+                if end.code not in (0, 2):
+                    raise
         assert not place.marker.exists()
 
     test()
 
 
-_TURNS = [
+TURNS = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": "what is 1 + 2?"},
     {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add",
@@ -439,7 +385,7 @@ _TURNS = [
 ]  # fmt: skip
 _SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 _RECORDS = (
-    {"messages": _TURNS, "tools": [{"name": "add"}]},
+    {"messages": TURNS, "tools": [{"name": "add"}]},
     {"conversations": _SHARED, "system": "s", "tools": "[]"},
     {"instruction": "a", "input": "b", "output": "c"},
     {"prompt": "a", "completion": "b"},
@@ -447,16 +393,18 @@ _RECORDS = (
 )
 
 
-@each(300)
-@given(st.sampled_from(_RECORDS).flatmap(changed))
-def test_a_changed_record_is_a_document_or_a_problem(record: Any) -> None:
-    if not isinstance(record, dict):
-        return
-    with contextlib.suppress(ValueError):
-        document = document_of(record, {})
-        if isinstance(document, Chat):
-            assert all(isinstance(turn["content"], str) for turn in document.messages)
-            assert document.num_learned <= document.num_characters
-        else:
-            for piece in document:
-                piece.text.encode()
+@MANY
+def test_a_changed_record_is_a_document_or_a_problem(count: int) -> None:
+    @each(count * 5)
+    @given(st.sampled_from(_RECORDS).flatmap(changed).filter(lambda record: type(record) is dict))
+    def test(record: Any) -> None:
+        with contextlib.suppress(ValueError):
+            document = document_of(record, {})
+            if isinstance(document, Chat):
+                assert all(isinstance(turn["content"], str) for turn in document.messages)
+                assert document.num_learned <= document.num_characters
+            else:
+                for piece in document:
+                    piece.text.encode()
+
+    test()
