@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,13 +98,15 @@ class Feature:
 
     def cells(self, verb: str) -> list[tuple[str, bool]]:
         """Return the layouts that a verb applies to, and whether they are in `make test`."""
+        if verb == "trains":
+            return [(self.layout, bool(self.now) or "+" in self.alike + self.others)]
         if verb in ("resumes", "exports"):
             return [(self.layout, verb in self.now.split())]
         layouts = (self.alike if verb == "alike" else self.others).split(", ")
         return [(layout.lstrip("+"), layout.startswith("+")) for layout in layouts if layout]
 
 
-_LORA = "model.name={base}/export model.init_from={base}/export model.lora.rank=4"
+_LORA = "save.export=true model.name={base}/export model.init_from={base}/export model.lora.rank=4"
 _LSTM = {"model_type": "recurrent", "cell": "lstm", "hidden_size": 64, "num_hidden_layers": 2}
 FEATURES = {
     "plain": Feature(
@@ -297,9 +300,9 @@ class Runs:
         """Return a run that was never stopped, in its own layout or another one."""
         key = (name, layout or FEATURES[name].layout)
         if key not in self._whole:
-            path = self.folder / f"whole-{len(self._whole)}-{name}".replace(" ", "-")
-            self._whole[key] = RunFolder(path)
+            path = Path(tempfile.mkdtemp(prefix=name.replace(" ", "-"), dir=self.folder)) / "run"
             self.train(name, key[1], path)
+            self._whole[key] = RunFolder(path)
         return self._whole[key]
 
     def resumed(
@@ -330,7 +333,7 @@ class Runs:
         """Return the words of a feature's data, model and settings."""
         if name not in self._words:
             feature = FEATURES[name]
-            there = self.folder / f"data-{len(self._words)}"
+            there = self.folder / f"data-{name.replace(' ', '-')}"
             there.mkdir()
             corpus = CORPORA[feature.data](there) if feature.data in CORPORA else self.text
             cache = [] if corpus is self.text else [f"data.cache_dir={there / 'cache'}"]
