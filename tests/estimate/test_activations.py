@@ -207,12 +207,12 @@ def exists(family, way):
     if family in ("opt", "bloom", "falcon") and way[1] == "varlen":
         return False  # it does not tell attention where documents begin
     if family in ("gemma2", "bloom") and way[1] == "sdpa":
-        return False  # it has no sdpa: tests/plan/test_make.py
+        return False  # it has no sdpa: tests/plan/test_attention.py
     if family == "opt" and way[3]:
         return False  # it ignores where documents end, and is refused: tests/engine/test_build.py
     if family == "falcon" and way[2] == "selective" and way[-1] != 4:
         return False  # it adds attention to its MLP's result in place: counted a product too much
-    # An MLP that cannot be cut into tiles: tests/plan/test_recompute.py.
+    # An MLP that cannot be cut into tiles: tests/plan/refusals/model.toml.
     return way[-1] != 4 or family not in ("opt", "mixtral", "qwen3_moe")
 
 
