@@ -61,8 +61,8 @@ class Result:
     is_green: bool
 
 
-def run_gate(gate: Gate, again: bool) -> Result:
-    """Run the tests of a gate that have not passed yet."""
+def run_gate(gate: Gate, again: bool, workers: int = 2) -> Result:
+    """Run the tests of a gate that have not passed yet; `again`: also those that have."""
     record = gate.record()
     for stale in KEPT.glob(f"{gate.name}-*.txt"):
         if again or stale != record:
@@ -72,7 +72,14 @@ def run_gate(gate: Gate, again: bool) -> Result:
     report = KEPT / f"{gate.name}.xml"
     report.unlink(missing_ok=True)
     tests = [path for path in gate.tests if (REPOSITORY / path).exists()]
-    options = ["-q", "-n", "2", "--gate", gate.name, f"--record={record}", f"--junitxml={report}"]
+    options = [
+        "-q",
+        f"-n{workers}",
+        "--gate",
+        gate.name,
+        f"--record={record}",
+        f"--junitxml={report}",
+    ]
     began = time.monotonic()
     code = subprocess.call([sys.executable, "-m", "pytest", *options, *tests], cwd=REPOSITORY)
     seconds = time.monotonic() - began

@@ -1,0 +1,17 @@
+"""A gate of two tests, one of which fails unless it is told to pass; test_gates.py runs it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytestmark = pytest.mark.gate("planted")
+
+
+def test_passes() -> None:
+    pass
+
+
+def test_fails() -> None:
+    assert "PLANTED_PASSES" in os.environ

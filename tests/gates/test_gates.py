@@ -1,0 +1,62 @@
+"""The gates hold every test that is marked for one, keep what passed, and notice a change."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.gates import __main__ as gates
+
+ROWS = tomllib.loads(Path(gates.__file__).with_name("gates.toml").read_text())
+MARK = re.compile(r'(?:mark\.gate|rest_in_gate, |rest_in_gate)\(?"(\w+)"')
+
+
+def test_every_marked_file_belongs_to_its_gate() -> None:
+    lost = []
+    for path in (gates.REPOSITORY / "tests").rglob("*.py"):
+        name = path.relative_to(gates.REPOSITORY)
+        for gate in {*MARK.findall(path.read_text())} - {"planted"}:
+            if not any(name.is_relative_to(tests) for tests in ROWS[gate]["tests"]):
+                lost.append(f"{name}: {gate}")
+    assert lost == []
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_gate_names_what_is_there(name: str) -> None:
+    row = ROWS[name]
+    assert [p for p in row["tests"] + row["depends"] if not (gates.REPOSITORY / p).exists()] == []
+
+
+def test_what_passed_is_kept_and_what_failed_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "KEPT", tmp_path)
+    gate = gates.Gate("planted", "one fails", ["tests/gates/planted.py"], [])
+    result = gates.run_gate(gate, again=False, workers=0)
+    assert (result.passed, result.failed, result.is_green) == (1, 1, False)
+    assert "FAILED" in gates.table([result])
+    monkeypatch.setenv("PLANTED_PASSES", "1")
+    result = gates.run_gate(gate, again=False, workers=0)
+    assert (result.passed, result.kept, result.is_green) == (1, 1, True)
+    result = gates.run_gate(gate, again=False, workers=0)
+    assert (result.passed, result.kept, result.is_green) == (0, 2, True)
+    assert gates.run_gate(gate, again=True, workers=0).passed == 2
+
+
+def test_a_change_of_what_a_gate_depends_on_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "loop.py").write_text("before")
+    monkeypatch.setattr(gates, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(gates, "ALWAYS", ("harness",))
+    gate = gates.Gate("planted", "", [], [])
+    before = gate.record()
+    assert gate.record() == before
+    (tmp_path / "harness" / "loop.py").write_text("after")
+    assert gate.record() != before
