@@ -49,14 +49,6 @@ lint: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python tools/proofs/library_size.py
 
-# Wrong inputs of every kind: none may end in a traceback, hang, be executed or leave anything behind.
-# FUZZ_ONLY=KIND:INDEX tries one of them again.
-FUZZ_SEED ?= 0
-FUZZ_INPUTS ?= 1500
-fuzz: setup
-	$(VENV)/bin/python -m tests.fuzz --seed $(FUZZ_SEED) --inputs $(FUZZ_INPUTS) \
-		$(if $(FUZZ_ONLY),--only $(FUZZ_ONLY))
-
 # Every page in a real browser, at the widths of a laptop and a phone, light and dark: look at them.
 pictures: setup
 	$(VENV)/bin/python -m tests.pictures build/pictures

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import csv
 import gzip
 import io
@@ -24,9 +22,7 @@ from harness.files.chat import Chat
 from harness.files.corpus_files import find_files
 from harness.files.data_format import MAX_PROBLEMS, BadLines
 from harness.files.file_kinds import format_of, kind_of
-from harness.files.forms import document_of
 from harness.plan.data import glance
-from tests.fuzz.values import hostile
 
 TEXTS = [f'line {n}, "quoted"\nand é' + " word" * n for n in range(40)]
 RECORDS = [{"text": text, "id": n} for n, text in enumerate(TEXTS)]
@@ -371,34 +367,6 @@ def test_without_pyarrow_the_command_that_installs_it_is_named(
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(ConfigError, match='not installed: pip install "pyarrow>=17"'):
             find_corpus(str(tmp_path / name))
-
-
-def test_hostile_records_are_problems_and_nothing_else() -> None:
-    """Mutations of chats: each a document, or a ValueError."""
-    draw = random.Random(0)
-    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    shapes = [
-        {"messages": TURNS, "tools": [{"name": "add"}]},
-        {"conversations": shared, "system": "s", "tools": "[]"},
-        {"instruction": "a", "input": "b", "output": "c"},
-        {"prompt": "a", "completion": "b"},
-    ]
-    for _ in range(3000):
-        record: Any = copy.deepcopy(draw.choice(shapes))
-        place = record
-        while True:  # to a random place in it
-            key = draw.choice([*place] if isinstance(place, dict) else range(len(place)))
-            if not isinstance(place[key], dict | list) or not place[key] or draw.random() < 0.2:
-                break
-            place = place[key]
-        place[key] = hostile(draw)
-        with contextlib.suppress(ValueError):
-            document = document_of(record, {})
-            if isinstance(document, Chat):
-                assert all(isinstance(turn["content"], str) for turn in document.messages)
-                assert document.num_learned <= document.num_characters
-            else:
-                assert all(isinstance(piece.text, str) for piece in document)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst", "a.csv"])

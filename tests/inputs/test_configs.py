@@ -319,12 +319,12 @@ def arguments(draw: Draw[Any], place: Place, valid: bool) -> Case:
     return Case(argv, f"{main} {ascii(' '.join(argv))[:120]}", main=main, valid=valid)
 
 
-KINDS = {config: 150, words: 150, ds_json: 170, model: 140, arguments: 60}
+KINDS = {config: 110, words: 140, ds_json: 140, model: 120, arguments: 80}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_inputs_keep_the_rule(inputs: Inputs, kind: Any) -> None:
-    inputs.brief(kind, 3)
+    inputs.brief(kind, 2)
 
 
 @pytest.mark.gate("inputs")

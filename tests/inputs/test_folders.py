@@ -247,11 +247,13 @@ def weights(draw: Draw[Any], place: Place, valid: bool) -> Case:
     folder = place.copied(place.base.sharded if is_sharded else place.base.export, "model")
     note, source = "valid", "model"
     if not valid:
-        ways = ("weights", "weights", "weights", "json", "names", "pickle", "path", "pointers")
+        ways = ("weights", "weights", "no file", "json", "names", "pickle", "path", "pointers")
         note = pick(draw, ways)
     files = sorted(folder.glob("*.safetensors"))
     if note == "weights":
         note = spoil_file(draw, pick(draw, files))
+    elif note == "no file":
+        note = replace_file(draw, pick(draw, files))
     elif note == "json":
         note = spoil_file(draw, pick(draw, sorted(folder.glob("*.json"))))
     elif note == "names":
@@ -652,7 +654,9 @@ def export(draw: Draw[Any], place: Place, valid: bool) -> Case:
     }
     if valid:
         argv += pick(draw, ("", "--step 1", "--dtype bf16", "--shard-size 100KB")).split()
-    elif (note := pick(draw, ("arguments", "arguments", "out", "out", *changes))) == "arguments":
+    elif (
+        note := pick(draw, ("arguments", "arguments", "arguments", "out", *changes))
+    ) == "arguments":
         argv += (note := pick(draw, _EXPORTS)).split()
     elif note == "out":
         argv[-1] = note = pick(draw, (*_PATHS, "run", "run/checkpoints"))
