@@ -65,8 +65,8 @@ def test_given_weights_are_sampled_before_training_only_where_they_are_asked(
         train(zygote, "zero3", run.path, *SMALL_MODEL, *data, *short, *words)
         return [event["title"] for event in events(run, "sample")]
 
-    assert titles("first") == ["sample"]
-    weights = f"model.init_from={tmp_path / 'first'}"
+    assert titles("first", "save.export=true") == ["sample"]
+    weights = f"model.init_from={tmp_path / 'first' / 'export'}"
     assert titles("text", weights) == ["sample after training"]
     both = ["sample before training", "sample after training"]
     assert titles("asked", weights, "sample.prompt=the text") == both
