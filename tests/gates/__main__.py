@@ -71,17 +71,10 @@ def run_gate(gate: Gate, again: bool, workers: int = 2) -> Result:
     print(f"\n{gate.name}: {gate.purpose}" + (f" ({kept} kept)" if kept else ""), flush=True)
     report = KEPT / f"{gate.name}.xml"
     report.unlink(missing_ok=True)
-    tests = [path for path in gate.tests if (REPOSITORY / path).exists()]
-    options = [
-        "-q",
-        f"-n{workers}",
-        "--gate",
-        gate.name,
-        f"--record={record}",
-        f"--junitxml={report}",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", f"-n{workers}", f"--gate={gate.name}"]
+    command += [f"--record={record}", f"--junitxml={report}", *gate.tests]
     began = time.monotonic()
-    code = subprocess.call([sys.executable, "-m", "pytest", *options, *tests], cwd=REPOSITORY)
+    code = subprocess.call(command, cwd=REPOSITORY)
     seconds = time.monotonic() - began
     counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     if report.exists():
