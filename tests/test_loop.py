@@ -353,6 +353,7 @@ TOO_LONG = (
 )
 
 
+@pytest.mark.gate("runs")
 def test_what_cannot_fit_is_refused_and_forced_it_runs_out_with_the_same_advice(
     tmp_path: Path,
 ) -> None:
@@ -395,6 +396,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow("three processes import everything, from a clone without compiled files")
 @pytest.mark.parametrize(
     "launcher",
     [

@@ -159,6 +159,7 @@ def test_the_loop_is_told_which_steps_were_followed_by_writing() -> None:
 # --- where a window is broken off ---
 
 
+@pytest.mark.gate("runs")
 def test_a_stop_in_the_window_writes_what_was_traced_and_the_resumed_run_the_rest(
     train: Train, tmp_path: Path
 ) -> None:
