@@ -136,7 +136,7 @@ def _nudged(draw: Draw[Any], holder: Any, key: Any, _: Any) -> None:
     elif isinstance(value, float):
         holder[key] = pick(draw, (value * 1.5, -value, value * 1e6, 0.0))
     elif isinstance(value, str):
-        holder[key] = pick(draw, (value + "_", value[1:], value.upper(), value * 2))
+        holder[key] = pick(draw, (value + "_", value[1:], value.upper(), value * 2, "\ud800"))
     else:
         holder[key] = draw(HOSTILE)
 
