@@ -15,7 +15,7 @@ from typing import Any
 from harness.config.assignments import did_you_mean
 from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
-from harness.errors import ConfigError, Unusable
+from harness.errors import ConfigError, Unusable, shortened
 from harness.files.regular_file import read_json
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
@@ -58,6 +58,12 @@ def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
         for key in run_config.model.overrides
         if key not in allowed
     ]
+    model_type = run_config.model.overrides.get("model_type", "")
+    if not isinstance(model_type, str):  # all that follows looks it up
+        origin = run_config.origin("model.overrides.model_type")
+        problems.append(
+            f"model.overrides.model_type ({origin}) is {shortened(model_type)}: it must be a name"
+        )
     if problems:
         raise ConfigError(problems)
     config = _of_its_layers(config, _merged(config, run_config.model.overrides), run_config)

@@ -56,7 +56,7 @@ def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
     is_known = family_of(config["model_type"]).layers  # then its sizes are checked where they count
     if key in SIZE_KEYS["hidden"] and not is_known and not (type(value) is int and value > 0):
         return "a whole number of at least 1"
-    if key == "cell" and config["model_type"] == "recurrent" and value not in CELL_STATES:
+    if key == "cell" and config["model_type"] == "recurrent" and value not in [*CELL_STATES]:
         return f"one of {', '.join(CELL_STATES)}"
     if key.endswith(DROPOUT_ENDINGS) and _number(value) and not 0 <= value <= 1:
         return "a probability, from 0 to 1"

@@ -237,7 +237,7 @@ def draw_model(
     elif note == "type":
         tree["model_type"] = pick(draw, _TYPES)
     elif note == "override":
-        key = pick(draw, families[family])
+        key = pick(draw, tree)
         word = f"model.overrides.{key}={to_toml(draw(HOSTILE))}"
         more = [word.replace("\0", "")[:100_000]]
     elif note == "code":  # beside it, which nobody asked for

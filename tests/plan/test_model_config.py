@@ -107,6 +107,8 @@ RECURRENT = {"model_type": "recurrent", "vocab_size": 512, "hidden_size": 64}
          "hidden_size (SOURCE) is [64]: it must be a whole number of at"),
         (json.dumps({**RECURRENT, "cell": "rnn"}),
          "cell (SOURCE) is 'rnn': it must be one of lstm, gru"),
+        (json.dumps({**RECURRENT, "cell": []}),
+         "cell (SOURCE) is []: it must be one of lstm, gru"),
     ],
 )  # fmt: skip
 def test_a_broken_config_is_named(tmp_path: Path, text: str | None, expected: str) -> None:

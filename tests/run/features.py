@@ -95,6 +95,8 @@ class Feature:
     is_random: bool = False  # each layout drops something else
     is_exported: bool = True
     resumed_with: str = ""  # words that change nothing
+    loss_rounding: float = 1e-5  # relative, between layouts
+    norm_rounding: float = 1e-5
 
     def cells(self, verb: str) -> list[tuple[str, bool]]:
         """Return the layouts that a verb applies to, and whether they are in `make test`."""
@@ -163,13 +165,21 @@ FEATURES = {
         model={**_LSTM, "vocab_size": 512},
         resumed_with="eval.every=50",  # an evaluation leaves the states as they are
     ),
-    "lora": Feature("optim.lr=0.01", "zero3", others="zero1", now="resumes exports", model=_LORA),
+    "lora": Feature(
+        "optim.lr=0.01",
+        "zero3",
+        others="zero1",
+        now="resumes exports",
+        model=_LORA,
+        loss_rounding=2e-6,
+    ),
     "nf4": Feature(
         "optim.lr=0.01 model.lora.quantize=nf4",
         "zero2",
         others="+zero1",
         now="exports",
         model=_LORA,
+        loss_rounding=1e-6,
     ),
     "chats": Feature(
         "data.template=llama3 data.seq_len=512 data.held_out=0.2 optim.name=sgd "
@@ -184,6 +194,8 @@ FEATURES = {
         others="+zero2 alone",
         data="mixture",
         steps=6,
+        loss_rounding=5e-6,
+        norm_rounding=5e-6,
     ),
     "padded": Feature(
         "data.vocab_size=512 data.pool_samples=32 data.group_samples=2 "
@@ -202,6 +214,8 @@ FEATURES = {
         others="zero3, +zero1",
         steps=9,
         stop=5,
+        loss_rounding=2e-6,
+        norm_rounding=2e-5,
     ),
     "rehearsed": Feature(
         "model.init_from={base} data.rehearse={base} data.rehearse_share=0.25 "
