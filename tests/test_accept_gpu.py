@@ -51,6 +51,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     return done, json.loads((folder / "out.json").read_text()), folder
 
 
+@pytest.mark.gate("tools")
 def test_a_command_ends_with_all_of_its_processes(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     ignores = "trap '' TERM; while true; do sleep 1; done"
@@ -109,6 +110,7 @@ def test_the_table_fits_80_columns_whatever_a_step_prints(planted: tuple[Any, An
     assert "3/5 failing: failing?" in done.stderr
 
 
+@pytest.mark.gate("tools")
 def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     done = accept("--only", "good", "hanging", "--limit", "40", folder=tmp_path)
     assert done.returncode == 1
@@ -120,6 +122,7 @@ def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     assert all(gone(int(pid)) for pid in pids)
 
 
+@pytest.mark.gate("tools")
 @pytest.mark.parametrize("number", [signal.SIGINT])
 def test_ctrl_c_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     pids, variables = tmp_path / "pids", environment(TMPDIR=str(tmp_path))

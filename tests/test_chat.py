@@ -49,12 +49,14 @@ def test_lines_are_answered_until_the_end(exported: Path) -> None:
     assert "<|im_end|>" not in answers
 
 
+@pytest.mark.gate("tools")
 def test_a_prompt_is_answered_alike_again(exported: Path) -> None:
     drawn = ("--prompt=hello", "--tokens=8", "--temperature=1", "--seed=3")
     assert talk(exported, *drawn) == talk(exported, *drawn)
     assert talk(exported, *drawn) != talk(exported, *drawn[:-1], "--seed=4")
 
 
+@pytest.mark.gate("tools")
 def test_what_cannot_be_opened_is_named(exported: Path, tmp_path: Path) -> None:
     assert "neither a run nor an exported" in run_tool("chat", tmp_path, code=2).stderr
     refused = run_tool("chat", exported, "--before", "--prompt=x", code=2)

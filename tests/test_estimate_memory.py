@@ -14,6 +14,7 @@ import pytest
 
 from harness.estimate.held import PHASES
 from tests.run_tools import run_tool
+from tests.tiers import rest_in_gate
 from tools.look.palette import COMPONENTS
 from tools.plan_args import add_kernels
 
@@ -77,6 +78,7 @@ MACHINES = (
 )
 
 
+@pytest.mark.gate("memory")
 @pytest.mark.parametrize("json_name", ["zero1", "zero2_offload", "fp16"])
 def test_the_estimate_is_the_same_on_any_machine(json_name):
     words = (
@@ -134,6 +136,7 @@ def test_what_is_counted_is_no_problem_beside_those_there_are():
     assert "autotp_size" not in refused
 
 
+@pytest.mark.gate("memory")
 def test_a_trace_is_compared_with_the_undivided_run():
     keys = ("--model", "llama-1b", "--gpus", "4", "--trace", "ds.tensor_parallel.autotp_size=2")
     estimate = estimated(*keys)
@@ -178,6 +181,7 @@ def test_the_picture_has_six_colours_and_says_whose_it_is(tmp_path):
     assert f">{peak:,.1f}</text>" in drawn
 
 
+@pytest.mark.gate("memory")
 @pytest.mark.parametrize("gpu", [(), ("--gpu", "a100-80")])
 def test_a_sweep_is_drawn_as_a_heat_map(tmp_path, gpu):
     picture = tmp_path / "sweep.svg"
@@ -192,6 +196,7 @@ def test_a_sweep_is_drawn_as_a_heat_map(tmp_path, gpu):
     assert all(f">{verdict}</text>" in drawn for verdict in verdicts)
 
 
+@pytest.mark.gate("memory")
 @pytest.mark.parametrize("name", ["micro_batch", "seq_len"])
 def test_the_curves_are_what_a_sweep_prints(tmp_path, name):
     picture, start = tmp_path / "memory.svg", 1 if name == "micro_batch" else 512
@@ -218,29 +223,33 @@ def test_the_papers_accounting():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (("--model", "lama-1b"), "llama-1b"),
-        (("--gpu", "h10"), "unknown GPU 'h10'"),
-        (("--gpus", "0"), "--gpus is 0"),
-        (("--micro-batch", "0"), "train.micro_batch"),
-        (("data.seqlen=3",), "data.seq_len"),
-        (("--sweep", "layers=1..3"), "--sweep layers=1..3"),
-        (("--sweep", "gpus=2..4", "train.steps=3"), "any other key=value goes before --sweep"),
-        (("--plot", "memory.gif"), ".svg or .png"),
-        (("--gpus", "3", "ds.pipeline.stages=2"), "pipeline"),
-        (
-            ("--gpus", "8", "ds.tensor_parallel.autotp_size=3"),
-            "must be a multiple of it: use 6 or 9 ranks",
-        ),
-        (
-            ("--model", "gpt2-124m", "--gpus", "5", "ds.tensor_parallel.autotp_size=5"),
-            "12 attention heads cannot be divided over 5",
-        ),
-        (
-            ("--gpus", "5", "--seq-len", "101", "ds.sequence_parallel_size=5"),
-            "sequence_parallel_size is 5: 101 tokens cannot be divided over 5 ranks",
-        ),
-    ],
+    rest_in_gate(
+        "memory",
+        [
+            (("--model", "lama-1b"), "llama-1b"),
+            (("--gpu", "h10"), "unknown GPU 'h10'"),
+            (("--gpus", "0"), "--gpus is 0"),
+            (("--micro-batch", "0"), "train.micro_batch"),
+            (("data.seqlen=3",), "data.seq_len"),
+            (("--sweep", "layers=1..3"), "--sweep layers=1..3"),
+            (("--sweep", "gpus=2..4", "train.steps=3"), "any other key=value goes before --sweep"),
+            (("--plot", "memory.gif"), ".svg or .png"),
+            (("--gpus", "3", "ds.pipeline.stages=2"), "pipeline"),
+            (
+                ("--gpus", "8", "ds.tensor_parallel.autotp_size=3"),
+                "must be a multiple of it: use 6 or 9 ranks",
+            ),
+            (
+                ("--model", "gpt2-124m", "--gpus", "5", "ds.tensor_parallel.autotp_size=5"),
+                "12 attention heads cannot be divided over 5",
+            ),
+            (
+                ("--gpus", "5", "--seq-len", "101", "ds.sequence_parallel_size=5"),
+                "sequence_parallel_size is 5: 101 tokens cannot be divided over 5 ranks",
+            ),
+        ],
+        3,
+    ),
 )
 def test_bad_input_is_one_report_and_code_2(arguments, message):
     assert message in run(*arguments, code=2).stderr
@@ -291,6 +300,7 @@ def test_a_sweep_over_ranks_that_stages_do_not_divide():
     assert "2 ranks cannot be split" in run(*PIPELINED, "--sweep", "gpus=2..8", code=2).stderr
 
 
+@pytest.mark.gate("memory")
 def test_what_stages_would_save_is_what_they_save():
     eight = ("--model", "llama-3-8b", "--deepspeed", "ds_configs/zero1.json", "--gpus", "8")
     run_of_eight = (*eight, "train.global_batch=16", "--micro-batch", "1", "--seq-len", "4096")

@@ -32,6 +32,7 @@ def test_the_run_in_a_few_lines() -> None:
     assert {line[4] for line in lines} == {"32", "64", "128"}
 
 
+@pytest.mark.gate("tools")
 @pytest.mark.parametrize(("name", "begins"), [("s.svg", b"<?xml"), ("s.png", b"\x89PNG")])
 def test_it_is_drawn(name: str, begins: bytes, tmp_path: Path) -> None:
     picture = tmp_path / name

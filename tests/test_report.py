@@ -150,6 +150,7 @@ def test_what_is_no_run_is_an_error(tmp_path):
     assert ".svg or .png" in run_tool("report", folder, "--plot", "a.gif", code=2).stderr
 
 
+@pytest.mark.gate("pages")
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_pictures_of_one_run_and_of_several(tmp_path, suffix):
     pytest.importorskip("matplotlib")

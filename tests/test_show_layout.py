@@ -71,11 +71,13 @@ def test_pipeline_stages() -> None:
     assert "Bubble: (2 - 1) / (6 + 2 - 1) = 14.3% of the step waiting" in text
 
 
+@pytest.mark.gate("tools")
 def test_nothing_said_of_the_batch_fills_the_pipeline() -> None:
     assert "A step: 16 micro-batches of 1 x 1024 tokens" in run(*GPT2, "ds.pipeline.stages=4")
     assert "A step: each data rank runs 1 micro-batch of 1 x 1024" in run(*GPT2)
 
 
+@pytest.mark.gate("tools")
 def test_without_stages_the_grid_and_what_zero_shares() -> None:
     text = run("--gpus", "64", "--deepspeed", "ds_configs/zero3.json", "--model", "llama-3-8b")
     assert "ranks 64 = 64 data, 8 a node" in text
@@ -93,6 +95,7 @@ def test_ranks_that_divide_tensors_stand_together() -> None:
     assert "ZeRO 1: of that each rank holds weights and gradients whole, 1/8 of the" in text
 
 
+@pytest.mark.gate("tools")
 def test_ranks_that_divide_rows_stand_together() -> None:
     words = ("--gpus", "16", "--deepspeed", "ds_configs/zero3_sequence8.json")
     text = run(*words, "--model", "llama-3-8b", "--seq-len", "8192")
@@ -113,6 +116,7 @@ def test_stages_of_divided_tensors_on_nodes_of_their_own() -> None:
     assert re.search(r"stage 1 +\. +F0 B0", text)
 
 
+@pytest.mark.gate("tools")
 def test_an_unknown_architecture_has_a_layout_too(tmp_path: Path) -> None:
     config = {"model_type": "brand_new", "hidden_size": 8, "num_hidden_layers": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -130,6 +134,7 @@ def test_the_picture_is_of_every_pass(tmp_path: Path) -> None:
     assert "gpt2-124m, 124M parameters" in picture.read_text()
 
 
+@pytest.mark.gate("tools")
 def test_zero_layouts_have_a_picture_too(tmp_path: Path) -> None:
     for stage, shares in ((0, (0, 3)), (1, (1, 2)), (2, (2, 1)), (3, (3, 0))):
         picture = tmp_path / f"{stage}.svg"

@@ -20,6 +20,7 @@ from harness.layout.port import slurm_port
 from harness.runfolder import RunFolder
 from tests.private_slurm import CannotStart, PrivateSlurm
 from tests.sweeps.launched import write_sweep
+from tests.tiers import rest_in_gate
 from tests.two_ranks import (
     REPOSITORY,
     environment,
@@ -150,17 +151,18 @@ def ended(slurm: PrivateSlurm, job: str) -> bool:
 
 
 @pytest.mark.slow("a whole story of one job")
+@pytest.mark.parametrize("preflight", rest_in_gate("slurm", [False, True]))
 def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturbed(
-    slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
+    preflight: bool, slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    job = submit(slurm, tmp_path, *arguments, f"run.dir={run.path}")
+    job = submit(slurm, tmp_path, *arguments, f"run.dir={run.path}", preflight=preflight)
     log = tmp_path / "job.out"
     wait_for(lambda: len(run.read_metrics()) > 3 or ended(slurm, job), "the first steps", 300)
     slurm.run("scancel", "--signal=USR1", "--batch", job)
     wait_for(partial(ended, slurm, job), f"job {job} to end\n{log.read_text()}", 400)
     output = log.read_text()
-    assert output.count("preflight: ok to start") == 2, output
+    assert output.count("preflight: ok to start") == 2 * preflight, output
     assert "train.py ended with 75" in output, output
     assert "train.py ended with 0" in output, output
     first, second = events(run, "time_limit")  # as squeue said

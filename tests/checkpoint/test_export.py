@@ -191,6 +191,7 @@ def writing(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.gate("checkpoints")
 def test_leftovers_of_a_killed_export_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
     folder, other = tmp_path / "export", tmp_path / "export-step-1"
     with writing(folder), writing(other):
@@ -204,6 +205,7 @@ def test_leftovers_of_a_killed_export_go_and_those_of_a_living_one_stay(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.gate("checkpoints")
 def test_an_export_that_was_out_of_the_way_at_a_kill_gets_its_name_back(tmp_path: Path) -> None:
     folder = tmp_path / "export"
     with writing(folder):

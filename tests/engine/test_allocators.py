@@ -12,6 +12,7 @@ import torch
 
 from harness.engine.allocators import MALLOC_VARIABLES, set_allocators
 from harness.layout.world import World
+from tests.tiers import rest_in_gate
 from tests.two_ranks import REPOSITORY, environment
 
 # In a process of its own: what torch takes stays.
@@ -27,14 +28,17 @@ OURS = "expandable_segments:True,pinned_max_cached_size_mb:64"
 
 @pytest.mark.parametrize(
     ("variable", "message", "settings"),
-    [
-        (None, f"torch's allocators are set to {OURS} (PYTORCH_ALLOC_CONF)", OURS),
-        (
-            "max_split_size_mb:512",
-            "PYTORCH_ALLOC_CONF=max_split_size_mb:512 is the user's, and left as it is",
-            "max_split_size_mb:512",
-        ),
-    ],
+    rest_in_gate(
+        "engine",
+        [
+            (None, f"torch's allocators are set to {OURS} (PYTORCH_ALLOC_CONF)", OURS),
+            (
+                "max_split_size_mb:512",
+                "PYTORCH_ALLOC_CONF=max_split_size_mb:512 is the user's, and left as it is",
+                "max_split_size_mb:512",
+            ),
+        ],
+    ),
 )
 def test_torch_takes_the_settings_unless_the_user_has_some(
     variable: str | None, message: str, settings: str
@@ -100,24 +104,27 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(_maps_huge_pages(), reason="the kernel maps 2 MiB at a time")
 @pytest.mark.parametrize(
     ("of_user", "message", "most"),
-    [
-        ({}, "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)", 100),
-        (
-            {"MALLOC_TRIM_THRESHOLD_": "131072"},
-            "MALLOC_TRIM_THRESHOLD_=131072 is the user's, and malloc left as it is",
-            None,
-        ),
-        (
-            {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"},
-            "GLIBC_TUNABLES=glibc.malloc.perturb=0 is the user's, and malloc left as it is",
-            None,
-        ),
-        (
-            {"GLIBC_TUNABLES": "glibc.rtld.nns=4", "LD_PRELOAD": ""},
-            "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)",
-            100,
-        ),
-    ],
+    rest_in_gate(
+        "engine",
+        [
+            ({}, "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)", 100),
+            (
+                {"MALLOC_TRIM_THRESHOLD_": "131072"},
+                "MALLOC_TRIM_THRESHOLD_=131072 is the user's, and malloc left as it is",
+                None,
+            ),
+            (
+                {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"},
+                "GLIBC_TUNABLES=glibc.malloc.perturb=0 is the user's, and malloc left as it is",
+                None,
+            ),
+            (
+                {"GLIBC_TUNABLES": "glibc.rtld.nns=4", "LD_PRELOAD": ""},
+                "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)",
+                100,
+            ),
+        ],
+    ),
 )
 def test_a_cpu_rank_maps_no_page_twice(
     of_user: dict[str, str], message: str, most: int | None

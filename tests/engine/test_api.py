@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.run_tools import printed
 
 SATISFIES = """
@@ -27,6 +29,7 @@ print(len(members))
 """
 
 
+@pytest.mark.gate("engine")
 def test_the_interface_is_known_without_deepspeed() -> None:
     code = "import harness.engine.api, sys; print('deepspeed' in sys.modules)"
     assert printed(code) == "False\n"

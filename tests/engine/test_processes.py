@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine import processes
+from tests.tiers import rest_in_gate
 from tests.two_ranks import REPOSITORY, environment, run_ranks
 
 # Local rank 3 of 8 where srun shows each task its own GPU alone; no GPU is needed to see which one
@@ -70,7 +71,7 @@ def test_the_cores_that_ranks_may_use_are_divided_among_those_that_share_them(
     assert processes.threads_for(cores) == threads
 
 
-@pytest.mark.parametrize("variable", ["1", None])
+@pytest.mark.parametrize("variable", rest_in_gate("engine", ["1", None]))
 def test_openmp_takes_the_share_of_a_rank_whatever_the_launcher_set(
     variable: str | None, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_openmp_takes_the_share_of_a_rank_whatever_the_launcher_set(
     assert done.output.split()[-2:] == [threads, threads]
 
 
+@pytest.mark.gate("engine")
 def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SEES_ONE_GPU],
@@ -93,7 +95,9 @@ def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_it() -> None:
     assert done.stderr.splitlines()[-1] == "current [0], bound to cuda:0", done.stderr
 
 
-@pytest.mark.parametrize(("hang_first_s", "patience_s"), [(60, 4200), (7200, 7800)])
+@pytest.mark.parametrize(
+    ("hang_first_s", "patience_s"), rest_in_gate("engine", [(60, 4200), (7200, 7800)])
+)
 def test_every_group_waits_longer_than_the_watchdog(
     hang_first_s: int, patience_s: int, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ def estimated(*words: str) -> Estimate:
     return estimate
 
 
+@pytest.mark.gate("memory")
 def test_a_rank_holds_the_states_of_all_of_its_rows(lstm: str) -> None:
     carried, plain = estimated(lstm, "train.carry_state=true").worst, estimated(lstm).worst
     row = 4 * 2 * 2 * 96  # bytes, layers, output and cell

@@ -97,6 +97,7 @@ def test_each_kind_of_layer_is_traced_once(model_type: str) -> None:
 KERNEL_FAMILIES = ["lfm2", "qwen3_next", "jamba", "mamba", "mamba2", "bamba"]
 
 
+@pytest.mark.gate("memory")
 @pytest.mark.parametrize("model_type", rest_in_gate("memory", KERNEL_FAMILIES))
 def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
     """As they lie in their packages' sources; the rest of the layers keeps the same."""
@@ -113,6 +114,7 @@ def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
     assert sum(fused.layers) < sum(reference.layers)
 
 
+@pytest.mark.gate("memory")
 def test_a_fused_layer_of_mamba_keeps_what_its_source_says() -> None:
     """MambaInnerFn: input, projection, states, output; and what stands around it."""
     sizes = {"hidden_size": 64, "state_size": 16, "conv_kernel": 4, "num_hidden_layers": 2}
@@ -128,6 +130,7 @@ def test_a_fused_layer_of_mamba_keeps_what_its_source_says() -> None:
     assert layer == kept + norm
 
 
+@pytest.mark.gate("memory")
 def test_attention_is_the_runs_and_its_dropout_takes_no_other_path() -> None:
     config = {"model_type": "stablelm", **SIZES}
     sdpa, eager = (trace(Request(config, None, "bf16", a, 2, 128)) for a in ("sdpa", "eager"))
@@ -136,6 +139,7 @@ def test_attention_is_the_runs_and_its_dropout_takes_no_other_path() -> None:
     assert dropped == sdpa
 
 
+@pytest.mark.gate("memory")
 @pytest.mark.parametrize("more", [(), ("model.checkpointing=full",)])
 def test_a_known_family_comes_to_the_same_either_way(more: tuple[str, ...], plan_of: Any) -> None:
     plan = plan_of({"model_type": "llama", **SIZES}, "train.global_batch=8", *more)
@@ -148,6 +152,7 @@ def test_a_known_family_comes_to_the_same_either_way(more: tuple[str, ...], plan
     assert saved_for_backward(inputs) == pytest.approx(counted, rel=0.005)
 
 
+@pytest.mark.gate("memory")
 def test_a_trace_is_kept(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "glm", **SIZES, "num_hidden_layers": 3}
     first = plan_of(config, "train.global_batch=8").estimate.to_json()
@@ -162,6 +167,7 @@ def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: 
     assert hf_config(config).time_step_limit[1] == float("inf")
 
 
+@pytest.mark.gate("memory")
 def test_a_class_that_cannot_be_built_is_one_report(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "t5", "vocab_size": 100}))

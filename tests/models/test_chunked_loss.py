@@ -207,6 +207,7 @@ def test_the_peak_of_8192_tokens_and_a_vocabulary_of_128256() -> None:
     assert parts <= peak.most < 1.001 * parts
 
 
+@pytest.mark.gate("models")
 def test_live_bytes_on_a_cpu() -> None:
     """An eighth of each of those."""
     tokens, hidden, vocab = 1024, 512, 16_032

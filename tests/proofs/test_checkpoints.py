@@ -118,6 +118,7 @@ def test_all_cells_are_the_full_table() -> None:
     assert len({cell.name for cell in all_cells()}) == expected
 
 
+@pytest.mark.gate("checkpoints")
 def test_an_unknown_cell_is_refused_by_name() -> None:
     done = run_tool("proofs/check_checkpoints", "--cells", "fp32-llama-zero9x1-zero1x1", code=2)
     assert "no such cell: fp32-llama-zero9x1-zero1x1" in done.stderr

@@ -16,6 +16,7 @@ def test_divided_families_have_the_undivided_models_loss_and_gradients() -> None
     assert f"{len(FAMILIES)} families compared, 0 differ" in done.stdout
 
 
+@pytest.mark.gate("models")
 def test_a_family_without_a_plan_is_refused_by_name() -> None:
     done = run_tool("proofs/compare_divided", "--families", "gptj", code=2)
     assert "no plan to divide gptj; there are " in done.stdout

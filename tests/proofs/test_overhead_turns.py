@@ -71,6 +71,7 @@ def test_a_rank_that_ends_before_it_has_warmed_up_is_an_error(tmp_path: Path) ->
         raise AssertionError("it never waited")
 
 
+@pytest.mark.gate("tools")
 def test_a_rank_that_ends_in_a_turn_is_an_error_and_no_wait(tmp_path: Path) -> None:
     out = tmp_path / "two"
     with (

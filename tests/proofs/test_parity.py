@@ -99,7 +99,7 @@ def test_no_pair_of_values_changes_what_is_learned() -> None:
 
 def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> None:
     brief = brief_cells()
-    assert set(brief) < set(covering_cells())
+    assert set(brief) < set(all_cells())
     assert {cell.ranks for cell in brief} == {2}
     precisions, stages = ("fp32", "bf16", "fp16"), (0, 1, 2, 3)
     assert {(cell.precision, cell.how.stage) for cell in brief} >= {
@@ -176,11 +176,13 @@ def test_a_page_keeps_the_lines_that_are_not_made_anew() -> None:
         with_kept(lines, page.replace("torch", "other"), order)
 
 
+@pytest.mark.gate("parity")
 def test_an_unknown_defect_is_refused_by_name() -> None:
     done = run_tool("proofs/check_parity", "--self-test", "--defects", "no such", code=2)
     assert "no such defect: no such; there are gradients x2" in done.stderr
 
 
+@pytest.mark.gate("parity")
 def test_an_unknown_cell_is_refused_by_name() -> None:
     done = run_tool("proofs/check_parity", "--cells", "llama-zero9-fp32-1-1", code=2)
     assert "no such cell: llama-zero9-fp32-1-1" in done.stderr
@@ -232,6 +234,7 @@ def test_a_verdict_takes_as_many_orders_as_it_needs_and_is_that_of_all() -> None
     assert judge(cell, distance, tolerances, whole=True).tolerance == tolerances[2]
 
 
+@pytest.mark.gate("parity")
 def test_no_spread_is_smaller_than_the_one_before() -> None:
     way = Way("gpt2", "fp32")
     several = [[*vars(spread).values()] for spread in itertools.islice(spreads(way), 3)]

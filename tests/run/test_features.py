@@ -204,7 +204,7 @@ def logits(model: Any) -> torch.Tensor:
 # --- adapters ---
 
 
-@pytest.mark.parametrize("name", ["lora", "nf4"])
+@pytest.mark.parametrize("name", ["lora", in_gate("nf4")])
 def test_adapters_alone_are_kept_and_merged_weights_compute_the_same(
     name: str, runs: Runs, tmp_path: Path
 ) -> None:
@@ -230,6 +230,7 @@ def test_adapters_alone_are_kept_and_merged_weights_compute_the_same(
     assert ("quantization_config.json" in kept) == (name == "nf4")
 
 
+@pytest.mark.gate("runs")
 def test_another_base_is_another_model(runs: Runs, tmp_path: Path) -> None:
     """Weights that are not in the checkpoint are those that it was trained beside."""
     base, other = runs.whole("plain").export_dir, tmp_path / "other"
@@ -247,7 +248,8 @@ def test_another_base_is_another_model(runs: Runs, tmp_path: Path) -> None:
     assert "probe batch" in output
 
 
-@pytest.mark.parametrize("name", ["lora", in_gate("nf4")])
+@pytest.mark.gate("runs")
+@pytest.mark.parametrize("name", ["lora", "nf4"])
 def test_one_talks_to_adapters_before_and_after(name: str, runs: Runs) -> None:
     words = ("--prompt", "the model reads", "--tokens", "6", "--before")
     answers = {run_tool("chat", runs.whole(name).path, *words).stdout for _ in range(2)}

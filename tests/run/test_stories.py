@@ -33,6 +33,7 @@ def data_of(run: RunFolder) -> Data:
     return build_data(spec)
 
 
+@pytest.mark.gate("runs")
 def test_a_run_that_learns_nothing_more_ends(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:

@@ -293,6 +293,7 @@ def test_the_memory_is_that_of_the_planner() -> None:
 MODELS_FOLDER = ROOT / "tools/studio_app/models"
 
 
+@pytest.mark.gate("pages")
 @pytest.mark.parametrize(
     ("query", "keys"),
     [

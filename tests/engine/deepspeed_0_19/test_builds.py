@@ -48,6 +48,7 @@ def source(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.gate("engine")
 @pytest.mark.slow
 def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
     started, real = tmp_path / "started", shutil.which("c++")
@@ -121,6 +122,7 @@ def test_a_build_that_fails_is_told_in_the_compilers_last_words(
     assert len(said) == 1
 
 
+@pytest.mark.gate("engine")
 @pytest.mark.slow
 def test_a_broken_compiler_ends_a_run_with_code_2(tmp_path: Path, data: list[str]) -> None:
     cxx = compiler(tmp_path / "bin", COMPILES_NOT)

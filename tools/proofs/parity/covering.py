@@ -32,9 +32,17 @@ def covering_cells() -> list[Cell]:
 
 def brief_cells() -> list[Cell]:
     """A few on two ranks, for every change: each pair of precision and ZeRO stage, and each axis
-    that divides a model, and offload, occurs once.
+    that divides a model, and offload, occurs once. Few families need few plain loops.
     """
-    return covering([cell for cell in covering_cells() if cell.ranks == 2], _occurs)
+    families = {"pipeline": "llama_tied", "expert": "mixtral"}
+
+    def is_one(cell: Cell) -> bool:
+        axis = next((axis for axis in families if getattr(cell.how, axis) > 1), None)
+        return cell.ranks == 2 and cell.architecture == families.get(axis or "", "llama")
+
+    return covering(
+        [cell for cell in all_cells() if is_one(cell) and cell.layout not in NVME], _occurs
+    )
 
 
 def _occurs(cell: Cell) -> set[tuple[str, object]]:
