@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml
 	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
 		{ echo "no Python 3.11 to 3.13 found: make setup PYTHON=/path/to/python"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@# uv installs five times as fast as pip. Where it cannot be had, or does not reach the packages
+	@# uv installs in a minute where pip takes three. Where it cannot be had, or does not reach the packages
 	@# (it reads none of pip's configuration files), pip does it.
 	$(VENV)/bin/python -m pip install --quiet uv && \
 		UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(VENV)/bin/uv pip install --quiet \
