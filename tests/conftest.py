@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import tempfile
@@ -11,6 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+# Before torch is imported, here or in what a test starts: the matrices of tests are so small that
+# its threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.two_ranks import SHARED_MEMORY, forking, write_corpus
 from tools.proofs.zygote import Zygote

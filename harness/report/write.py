@@ -30,9 +30,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def main(run: str) -> int:
-    """Write runs/NAME/report.html, at the lowest priority of the machine."""
-    with contextlib.suppress(OSError):
-        os.nice(10)
+    """Write runs/NAME/report.html."""
     folder = Path(run)
     try:
         write_page(folder / NAME, page_of(read(folder)))
@@ -43,4 +41,6 @@ def main(run: str) -> int:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        os.nice(10)  # a page can wait, a rank cannot
     sys.exit(main(sys.argv[1]))

@@ -31,8 +31,8 @@ def covering_cells() -> list[Cell]:
 
 
 def brief_cells() -> list[Cell]:
-    """A few on two ranks, for every change: each pair of precision and ZeRO stage, and each axis
-    that divides a model, and offload, occurs once. Few families need few plain loops.
+    """A few on two ranks, for every change: each pair of precision and ZeRO stage from 1 on, each
+    axis that divides a model, and offload occur once. Few families need few plain loops.
     """
     families = {"pipeline": "llama_tied", "expert": "mixtral"}
 
@@ -50,7 +50,8 @@ def _occurs(cell: Cell) -> set[tuple[str, object]]:
     axes = {name for name in AXES if getattr(how, name) > 1} or {"data"}
     if "offload" in cell.layout:
         axes = {"offload"}
-    return {("precision, stage", (cell.precision, how.stage)), *(("axis", axis) for axis in axes)}
+    covered: set[tuple[str, object]] = {("axis", axis) for axis in axes}
+    return covered | ({("precision, stage", (cell.precision, how.stage))} if how.stage else set())
 
 
 def _covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
