@@ -5,7 +5,6 @@ import math
 import os
 import re
 import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 # its threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.two_ranks import SHARED_MEMORY, forking, write_corpus
+from tests.two_ranks import SHARED_MEMORY, imported, write_corpus
 from tools.proofs.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -144,17 +143,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """Starts real runs within two seconds. Whatever happens to them, they leave nothing behind."""
-    with tempfile.TemporaryDirectory() as temporary:
-        process = forking(TMPDIR=temporary)
-        yield process
-        process.close()
-        assert process.left == []
-        left = [path.name for path in Path(temporary).iterdir()]
-        # Torch's own, and what a compiler leaves whose rank was killed while it waited for it.
-        own = re.compile(r"torchinductor_|cc\w{6}\.")
-        assert not [name for name in left if not own.match(name)]
-        shared = [path.name for path in SHARED_MEMORY.iterdir()]
-        assert not [name for name in shared for port in process.ports if f"_{port}_" in name]
+    process, temporary = imported()
+    yield process
+    process.close()
+    assert process.left == []
+    with temporary as folder:
+        left = [path.name for path in Path(folder).iterdir()]
+    # Torch's own, and what a compiler leaves whose rank was killed while it waited for it.
+    own = re.compile(r"torchinductor_|cc\w{6}\.")
+    assert not [name for name in left if not own.match(name)]
+    shared = [path.name for path in SHARED_MEMORY.iterdir()]
+    assert not [name for name in shared for port in process.ports if f"_{port}_" in name]
 
 
 @pytest.fixture

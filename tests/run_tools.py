@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-from tests.two_ranks import REPOSITORY, environment
+from tests.two_ranks import REPOSITORY, environment, imported
 
 
 def run_tool(name: str, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """`python tools/NAME.py arguments`, which must end with `code`."""
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "tools" / f"{name}.py", *map(str, arguments)],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    """`python tools/NAME.py arguments`, which must end with `code`; forked from a process that has
+    imported everything.
+    """
+    script, words = REPOSITORY / "tools" / f"{name}.py", [*map(str, arguments)]
+    zygote, _ = imported()
+    with tempfile.TemporaryDirectory() as logs:
+        ended = zygote.script(script, words, REPOSITORY, Path(logs), environment())
+        out, err = (Path(logs, stream).read_text() for stream in ("out", "err"))
+    assert ended == code, out + err
+    return subprocess.CompletedProcess([str(script), *words], ended, out, err)
 
 
 def printed(code: str, *arguments: str) -> str:

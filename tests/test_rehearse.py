@@ -496,18 +496,32 @@ def ranks_under(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow("five stages of a job")
-def test_a_rehearsal_of_zero_3_holds(tmp_path: Path, data: list[str]) -> None:
-    done = run_tool(
-        *("rehearse", "--deepspeed", DS_CONFIGS / "zero3.json", "--gpus", 8, "--ranks", 2),
-        *("--folder", tmp_path, "model.name=llama-3-8b", "train.global_batch=256", *data),
-    )
-    stages = [line.split()[0] for line in done.stdout.splitlines() if " s  " in line]
+@pytest.mark.parametrize(
+    "is_forked",
+    [True, pytest.param(False, marks=pytest.mark.gate("tools"))],
+    ids=("forked", "real"),
+)
+def test_a_rehearsal_of_zero_3_holds(
+    is_forked: bool,
+    tmp_path: Path,
+    data: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_forked:
+        monkeypatch.setattr(stages_of_it, "started", forked)
+    argv = ["--deepspeed", str(DS_CONFIGS / "zero3.json"), "--gpus=8", "--ranks=2"]
+    job = ["model.name=llama-3-8b", "train.global_batch=256", *data]
+    code = rehearse.main([*argv, f"--folder={tmp_path}", *job])
+    out, err = capfd.readouterr()
+    assert code == 0, out + err
+    stages = [line.split()[0] for line in out.splitlines() if " s  " in line]
     assert stages == ["plan", "train", "interrupt", "resume", "export", "elsewhere"]
-    assert "8 GPUs, ZeRO 3, bf16, 256 samples a step = 8 x 4 accumulated x 8" in done.stdout
-    assert "equal the uninterrupted run's in every step, bit for bit" in done.stdout
-    assert re.search(r"opens in transformers; its probe loss is (\S+), and was \1", done.stdout)
-    assert "goes on with 1 rank: loss and norm of steps" in done.stdout
-    assert "all held in" in done.stdout
+    assert "8 GPUs, ZeRO 3, bf16, 256 samples a step = 8 x 4 accumulated x 8" in out
+    assert "equal the uninterrupted run's in every step, bit for bit" in out
+    assert re.search(r"opens in transformers; its probe loss is (\S+), and was \1", out)
+    assert "goes on with 1 rank: loss and norm of steps" in out
+    assert "all held in" in out
     assert not list(tmp_path.iterdir())
 
 

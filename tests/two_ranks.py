@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,9 +95,14 @@ def environment(**changes: str | None) -> dict[str, str]:
     return cpu_ranks.environment(CHANGES, changes)
 
 
-def forking(**variables: str) -> Zygote:
-    """A process that forks ranks of runs, into which a fault of tests/faults/plant.py can go."""
-    return Zygote({**CHANGES, "PYTHONWARNINGS": "ignore", **variables}, "tests.faults.plant")
+@functools.cache
+def imported() -> tuple[Zygote, tempfile.TemporaryDirectory[str]]:
+    """The process, which has imported everything, that ranks and tools are forked from, with its
+    TMPDIR; a fault of tests/faults/plant.py can go into its ranks.
+    """
+    temporary = tempfile.TemporaryDirectory()
+    variables = {**CHANGES, "PYTHONWARNINGS": "ignore", "TMPDIR": temporary.name}
+    return Zygote(variables, "tests.faults.plant"), temporary
 
 
 def _module_of(words: Sequence[str]) -> str | None:
@@ -110,12 +116,6 @@ def _module_of(words: Sequence[str]) -> str | None:
     if not any(Path(script).is_relative_to(room) for room in rooms):
         return None
     return ".".join(Path(script).relative_to(REPOSITORY).with_suffix("").parts)
-
-
-@functools.cache
-def _imported() -> Zygote:
-    """The process that `start` forks ranks from; it ends with this one."""
-    return Zygote(CHANGES)
 
 
 def start(
@@ -133,7 +133,8 @@ def start(
     words = [str(word) for word in command]
     if not env and (module := _module_of(words)):
         arguments = words[3:] if words[1] == "-m" else words[2:]
-        return _imported().start(module, arguments, ranks, folder, logs or folder, environment())
+        zygote, _ = imported()
+        return zygote.start(module, arguments, ranks, folder, logs or folder, environment())
     return cpu_ranks.start(words, ranks, folder, logs or folder, {**CHANGES, **(env or {})})
 
 

@@ -41,22 +41,23 @@ from tools.proofs.models import LEARNED
 from tools.proofs.parity.cells import Cell, Job, all_cells
 from tools.proofs.parity.covering import brief_cells, covering_cells
 from tools.proofs.parity.report import Row, markdown, self_test_markdown, terminal_line
+from tools.proofs.zygote import Zygote
 
 TOLERANCE_FACTOR = 5.0
 
 
-def main() -> int:
-    """Command line -> exit code."""
-    args = matrix_arguments(__doc__, "the trajectories", "table", brief=True, defects=True)
+def main(argv: list[str] | None = None, zygote: Zygote | None = None) -> int:
+    """Command line -> exit code. `zygote`: the process that ranks are forked from, else its own."""
+    args = matrix_arguments(__doc__, "the trajectories", "table", True, True, argv)
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
         same_versions(out, "trajectories")
         if args.self_test:
-            return _self_test(out, args.markdown, args.brief, args.defects)
+            return _self_test(out, args.markdown, args.brief, args.defects, zygote)
         covering = brief_cells() if args.brief else covering_cells()
         whole = args.full or bool(args.markdown)  # as a table shows it
-        rows = check(chosen(args, all_cells(), covering), out, whole)
+        rows = check(chosen(args, all_cells(), covering), out, whole, zygote=zygote)
         if args.markdown:
             args.markdown.parent.mkdir(parents=True, exist_ok=True)
             earlier = _earlier(args.markdown) if args.cells else ""
@@ -67,13 +68,17 @@ def main() -> int:
 
 
 def check(
-    cells: list[Cell], out: Path, whole: bool, env: Mapping[str, str | None] | None = None
+    cells: list[Cell],
+    out: Path,
+    whole: bool,
+    env: Mapping[str, str | None] | None = None,
+    zygote: Zygote | None = None,
 ) -> list[Row]:
     """Train what `out` does not hold yet, compare everything, print a line per cell.
 
     `whole`: each by the whole spread. `env`: of ranks on GPUs, where the plain loop then is, too.
     """
-    train([Job(cell) for cell in cells], out, env)
+    train([Job(cell) for cell in cells], out, env, zygote)
     return _compared(cells, out, whole, "cpu" if env is None else "cuda")
 
 
@@ -92,7 +97,9 @@ def _compared(
     return rows
 
 
-def _self_test(out: Path, page: Path | None, brief: bool, names: list[str] | None) -> int:
+def _self_test(
+    out: Path, page: Path | None, brief: bool, names: list[str] | None, zygote: Zygote | None
+) -> int:
     """Plant each defect in turn; returns 0 when every one was caught, and nothing without one.
 
     `brief`: those of BRIEF, each in its first cell. `names`: only these.
@@ -111,7 +118,7 @@ def _self_test(out: Path, page: Path | None, brief: bool, names: list[str] | Non
     undamaged = trials[None]
     folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
     jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
-    train(jobs, out)
+    train(jobs, out, zygote=zygote)
     missed: list[str] = []
     rows: dict[str | None, list[Row]] = {}
     for defect, cells in trials.items():
@@ -147,12 +154,17 @@ def _write(page: Path, text: Callable[[], str]) -> None:
         refuse(f"--markdown: {page}: {error}")
 
 
-def train(jobs: list[Job], out: Path, env: Mapping[str, str | None] | None = None) -> None:
+def train(
+    jobs: list[Job],
+    out: Path,
+    env: Mapping[str, str | None] | None = None,
+    zygote: Zygote | None = None,
+) -> None:
     """Train what `out` does not hold yet, each job into its own folder there."""
     for name, config in LEARNED.items():
         (out / f"{name}.config.json").write_text(json.dumps(config))
     missing = [job for job in jobs if not (out / job.folder / f"{job.cell.name}.json").exists()]
-    run_jobs("parity", missing, out, lambda job: Group(0, job.cell.ranks), env)
+    run_jobs("parity", missing, out, lambda job: Group(0, job.cell.ranks), env, zygote)
 
 
 if __name__ == "__main__":

@@ -45,18 +45,19 @@ def run_jobs(
     out: Path,
     group_of: Callable[[J], Group],
     env: Mapping[str, str | None] | None = None,
+    zygote: Zygote | None = None,
 ) -> None:
     """Do `jobs`, in groups. Raises SystemExit with what a rank wrote when it fails, and before
     anything is done where some need what this machine lacks.
 
     `env`: changes of the environment of ranks on GPUs: processes of their own, since CUDA does not
-    survive a fork.
+    survive a fork. `zygote`: the process that ranks are forked from, else one of its own.
     """
     if not jobs:
         return
     if any("nvme" in str(job) for job in jobs) and (problems := libaio_problems()):
         raise SystemExit("\n".join(problems))
-    with nullcontext() if env is not None else Zygote() as zygote:
+    with nullcontext(zygote) if env is not None or zygote else Zygote() as zygote:
         for group, members in groupby(sorted(jobs, key=group_of), group_of):
             todo = list(members)
             for start in range(0, len(todo), PER_LAUNCH):

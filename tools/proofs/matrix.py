@@ -26,10 +26,18 @@ C = TypeVar("C", bound=Named)
 
 
 def matrix_arguments(
-    description: str | None, kept: str, table: str, brief: bool = False, defects: bool = False
+    description: str | None,
+    kept: str,
+    table: str,
+    brief: bool = False,
+    defects: bool = False,
+    argv: list[str] | None = None,
 ) -> argparse.Namespace:
-    """Parse the command line. `kept`: what lies in --out; `table`: what --markdown writes;
-    `brief`: whether there is a third set of cells; `defects`: whether some can be chosen."""
+    """Parse the command line, or `argv`.
+
+    `kept`: what lies in --out; `table`: what --markdown writes; `brief`: whether there is a third
+    set of cells; `defects`: whether some can be chosen.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,7 +51,7 @@ def matrix_arguments(
         some.add_argument("--defects", nargs="+", metavar="NAME", help="of --self-test only these")
     parser.add_argument("--out", type=Path, help=f"keep {kept} here, to resume")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help=f"write the {table} here")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[C]:

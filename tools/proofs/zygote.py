@@ -18,6 +18,7 @@ import json
 import math
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -141,6 +142,17 @@ class Zygote:
         processes = [Forked(pid, self._code_of) for pid in pids]
         return Ranks(processes, [logs / f"rank-{rank}.log" for rank in range(ranks)], port)
 
+    def script(
+        self, path: Path, args: list[str], cwd: Path, logs: Path, env: dict[str, str]
+    ) -> int:
+        """Fork a process that runs a script as the interpreter would, and return its exit code.
+
+        It writes to `out` and `err` in the folder `logs`, and reads nothing.
+        """
+        job = {"main": str(path), "args": args, "ranks": 1, "cwd": str(cwd), "logs": str(logs)}
+        _, (pid,) = self._ask({"start": {**job, "env": env, "fault": None, "bounded": False}})
+        return Forked(pid, self._code_of).wait()
+
     def _code_of(self, pid: int) -> int | None:
         code: int | None = self._ask({"poll": pid})
         return code
@@ -257,15 +269,18 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
         return pid
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     os.close(to_answer)
+    is_script = job["main"].endswith(".py")
     if job["logs"]:
-        log = os.open(f"{job['logs']}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        names = ("out", "err") if is_script else (f"rank-{rank}.log",) * 2
+        for descriptor, name in enumerate(names, 1):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+            os.dup2(os.open(f"{job['logs']}/{name}", flags), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if "env" in job:
         os.environ.clear()
         os.environ.update(job["env"])
-    os.environ.update(place_of(rank, job["ranks"], port))
+    if not is_script:
+        os.environ.update(place_of(rank, job["ranks"], port))
     code = 1
     try:
         if job["cwd"]:
@@ -275,8 +290,12 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
         if job["fault"]:
             importlib.import_module(job["planter"]).plant(job["fault"], rank)
         sys.argv = [job["main"], *job["args"]]  # some tools look there
-        command = importlib.import_module(job["main"]).main
-        code = command(job["args"]) if inspect.signature(command).parameters else command()
+        if is_script:
+            runpy.run_path(job["main"], run_name="__main__")
+            code = 0
+        else:
+            command = importlib.import_module(job["main"]).main
+            code = command(job["args"]) if inspect.signature(command).parameters else command()
     except SystemExit as end:
         if isinstance(end.code, str):  # as the interpreter would
             print(end.code, file=sys.stderr)
