@@ -10,15 +10,26 @@ from pathlib import Path
 from tests.two_ranks import REPOSITORY, environment, imported
 
 
-def run_tool(name: str, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+def run_tool(
+    name: str,
+    *arguments: object,
+    code: int = 0,
+    cwd: Path = REPOSITORY,
+    said: str = "",
+    **variables: str | None,
+) -> subprocess.CompletedProcess[str]:
     """`python tools/NAME.py arguments`, which must end with `code`; forked from a process that has
     imported everything.
+
+    `said`: what it reads; `variables`: of its environment, None removes one.
     """
     script, words = REPOSITORY / "tools" / f"{name}.py", [*map(str, arguments)]
     zygote, _ = imported()
-    with tempfile.TemporaryDirectory() as logs:
-        ended = zygote.script(script, words, REPOSITORY, Path(logs), environment())
-        out, err = (Path(logs, stream).read_text() for stream in ("out", "err"))
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder)
+        (logs / "in").write_text(said)
+        ended = zygote.script(script, words, cwd, logs, environment(**variables))
+        out, err = (logs / "out").read_text(), (logs / "err").read_text()
     assert ended == code, out + err
     return subprocess.CompletedProcess([str(script), *words], ended, out, err)
 

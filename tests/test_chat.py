@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from harness.models.skeleton import hf_config
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.engine.small import MODEL
 from tests.run_tools import run_tool
-from tests.two_ranks import REPOSITORY, environment
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +29,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def talk(folder: Path, *words: str, said: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "tools" / "chat.py", folder, *words],
-        env=environment(),
-        input=said,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_tool("chat", folder, *words, said=said).stdout
 
 
 def test_lines_are_answered_until_the_end(exported: Path) -> None:

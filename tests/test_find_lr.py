@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.two_ranks import REPOSITORY, SMALL_MODEL, environment, run_ranks
+from tests.run_tools import run_tool
+from tests.two_ranks import REPOSITORY, SMALL_MODEL, run_ranks
 
 pytestmark = pytest.mark.gate("tools")
 
@@ -25,11 +26,7 @@ RUN = (
 BEST = 2**-8
 
 
-def look(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-    assert done.returncode == code, done.stderr
-    return done
+look = functools.partial(run_tool, "find_lr")
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])

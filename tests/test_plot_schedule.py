@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import functools
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.run_tools import run_tool
+
 ROOT = Path(__file__).parents[1]
 RAMP = ("ramp.batch_from=12", "ramp.batch_tokens=30720", "ramp.length_from=32")
 
 
-def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "plot_schedule.py"), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ}, check=False, cwd=ROOT
-    )
-    assert done.returncode == code, done.stderr
-    return done
+run = functools.partial(run_tool, "plot_schedule")
 
 
 def test_the_run_in_a_few_lines() -> None:

@@ -6,8 +6,6 @@ import json
 import math
 import re
 import resource
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +18,6 @@ from tests.report.runs import line_at, plan, write_run
 from tests.report.test_page import HOSTILE
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
-from tests.two_ranks import REPOSITORY, environment
 
 STEPS = 1_000_000
 SPIKES = {"loss": (654_321, 55.5), "grad_norm": (123_456, 77.5), "step_time_s": (777_777, 99.5)}
@@ -134,10 +131,7 @@ def test_without_a_name_all_runs_are_shown(tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name)
     (tmp_path / "runs" / "empty").mkdir()
-    command = [sys.executable, REPOSITORY / "tools" / "report.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
-    )
+    done = run_tool("report", cwd=tmp_path)
     assert done.stdout.strip() == "runs/report.html"
     assert (tmp_path / "runs/report.html").read_text().count("data-run=") >= 2
 

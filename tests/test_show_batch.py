@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.runfolder import RunFolder
-from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
+from tests.run_tools import run_tool
+from tests.two_ranks import REPOSITORY, run_ranks, train_command
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
 pytestmark = pytest.mark.gate("tools")
@@ -57,12 +56,7 @@ def show(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> C
 
     @functools.cache
     def run(*arguments: str) -> str:
-        tool = REPOSITORY / "tools" / "show_batch.py"
-        command = [sys.executable, str(tool), str(runs[1]), *arguments]
-        done = subprocess.run(
-            command, cwd=elsewhere, env=environment(), capture_output=True, text=True, check=True
-        )
-        return done.stdout
+        return run_tool("show_batch", runs[1], *arguments, cwd=elsewhere).stdout
 
     return run
 

@@ -147,7 +147,7 @@ class Zygote:
     ) -> int:
         """Fork a process that runs a script as the interpreter would, and return its exit code.
 
-        It writes to `out` and `err` in the folder `logs`, and reads nothing.
+        It reads `in` in the folder `logs`, if that is there, and writes `out` and `err`.
         """
         job = {"main": str(path), "args": args, "ranks": 1, "cwd": str(cwd), "logs": str(logs)}
         _, (pid,) = self._ask({"start": {**job, "env": env, "fault": None, "bounded": False}})
@@ -181,12 +181,16 @@ class Zygote:
 
 def main() -> None:
     """Import, then fork for every line."""
+    import cpuinfo
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # and with it all of inductor
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import harness.engine.build
     import harness.loop  # noqa: F401
 
+    # DeepSpeed asks it twice for every engine whose optimizer is on the CPU, which takes 3 s.
+    known = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: known
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whoever a rank leaves is ours
     gc.collect()
     gc.freeze()  # what is imported need not be searched for tensors in every run
@@ -269,13 +273,13 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
         return pid
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     os.close(to_answer)
-    is_script = job["main"].endswith(".py")
+    is_script, read = job["main"].endswith(".py"), f"{job['logs']}/in"
     if job["logs"]:
         names = ("out", "err") if is_script else (f"rank-{rank}.log",) * 2
         for descriptor, name in enumerate(names, 1):
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
             os.dup2(os.open(f"{job['logs']}/{name}", flags), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(read if os.path.exists(read) else os.devnull, os.O_RDONLY), 0)  # noqa: PTH110
     if "env" in job:
         os.environ.clear()
         os.environ.update(job["env"])
