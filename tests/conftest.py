@@ -16,6 +16,7 @@ import pytest
 # its threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.ranks import close_all
 from tests.two_ranks import SHARED_MEMORY, imported, write_corpus
 from tools.proofs.zygote import Zygote
 
@@ -145,6 +146,7 @@ def zygote() -> Iterator[Zygote]:
     """Starts real runs within two seconds. Whatever happens to them, they leave nothing behind."""
     process, temporary = imported()
     yield process
+    close_all()  # ranks that wait for calls
     process.close()
     assert process.left == []
     with temporary as folder:

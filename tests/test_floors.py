@@ -239,6 +239,7 @@ def test_a_plan_is_made_without_torch_transformers_or_deepspeed() -> None:
     assert run_python("-c", code) == "[]\n"
 
 
+@pytest.mark.gate("tools")
 def test_deepspeed_is_met_only_once_the_device_is_known() -> None:
     """Imported before, it looks for devices by itself, and says so."""
     code = "import harness.loop, sys; print('deepspeed' in sys.modules)"

@@ -19,6 +19,7 @@ from harness.estimate.timeline import estimate_memory
 from harness.estimate.units import GIB
 from harness.plan.command import Command, plan_from
 from tests.run_tools import run_tool
+from tests.tiers import rest_in_gate
 from tools.cluster import search
 from tools.cluster.ask import plan_of, question_of
 from tools.cluster.count import SHOWN, SMALLER_SHOWN, Counted, best_of_each_way, front, ranked
@@ -164,20 +165,23 @@ def test_what_is_shown_was_planned_and_what_is_refused_is_not_the_answer() -> No
 
 
 @pytest.mark.parametrize(
-    "job",
-    [
-        ("gpt2-124m", 8, "a100-40", 1024, 64),
-        ("mixtral-8x7b", 16, "h100-80", 16384, 64),
-        ("gemma-2-9b", 16, "h100-80", 8192, 32),
-        ("olmo2-7b", 16, "v100-32", 2048, 64),
-        ("llama-3.1-70b", 48, "h100-80", 32768, 576),
-    ],
+    ("model", "gpus", "gpu", "seq_len", "batch"),
+    rest_in_gate(
+        "plan",
+        [
+            ("gpt2-124m", 8, "a100-40", 1024, 64),
+            ("mixtral-8x7b", 16, "h100-80", 16384, 64),
+            ("gemma-2-9b", 16, "h100-80", 8192, 32),
+            ("olmo2-7b", 16, "v100-32", 2048, 64),
+            ("llama-3.1-70b", 48, "h100-80", 32768, 576),
+        ],
+        2,
+    ),
 )
 def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
-    job: tuple[str, int, str, int, int],
+    model: str, gpus: int, gpu: str, seq_len: int, batch: int
 ) -> None:
     """Every axis, offload, precision and window: of each way to divide one layout."""
-    model, gpus, gpu, seq_len, batch = job
     words = ("--model", model, "--gpus", gpus, "--gpu", gpu, "--seq-len", seq_len)
     question = question_of(arguments(*words, "--global-batch", batch))
     shape = question.base[1, "none"].shape

@@ -45,6 +45,7 @@ def test_it_is_drawn(name: str, begins: bytes, tmp_path: Path) -> None:
         assert (tmp_path / "again.svg").read_bytes() == data
 
 
+@pytest.mark.gate("tools")
 def test_a_run_of_any_length_takes_seconds(tmp_path: Path) -> None:
     began = time.monotonic()
     picture = tmp_path / "s.svg"

@@ -149,7 +149,7 @@ def compare_with_peft(layout: str, base: str, lora: dict[str, Any], by_peft: Tra
     return engine
 
 
-@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1", "zero3_offload", "zero3_bf16")))
+@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1", "zero3_bf16")))
 @ranks(2)
 def test_adapters_train_as_peft_does(layout: str, base: str, by_peft: Trained) -> None:
     """Checkpoints hold adapters alone; ZeRO-3 alone divides the frozen weights."""
@@ -166,7 +166,7 @@ def variant_by_peft(variant: str, base: str) -> Trained:
     return train_by_peft(model, **VARIANTS[variant][1])
 
 
-@pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "targets")))
+@pytest.mark.parametrize("variant", cells(VARIANTS, ("dora",)))
 @ranks(2)
 def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
     """Under ZeRO 3, or 2 for DoRA; with activation checkpointing in one of them."""
@@ -178,7 +178,7 @@ def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Tr
     engine.close()
 
 
-@pytest.mark.parametrize("layout", cells(["zero1", "zero3"], ("zero3",)))
+@pytest.mark.parametrize("layout", cells(["zero1", "zero3"], ("zero1",)))
 @ranks(2)
 def test_a_run_resumes_from_its_adapters_alone(layout: str, base: str) -> None:
     first, second = adapted(LAYOUTS[layout], base), adapted(LAYOUTS[layout], base)

@@ -35,6 +35,7 @@ def test_the_interface_is_known_without_deepspeed() -> None:
     assert printed(code) == "False\n"
 
 
+@pytest.mark.gate("engine")
 def test_both_engines_have_every_member_as_it_is_declared() -> None:
     """Types are mypy's: Run.engine is an Engine, and gets what build_engine returns."""
     assert int(printed(SATISFIES).splitlines()[-1]) <= 24

@@ -96,7 +96,7 @@ def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hang_first_s", "patience_s"), rest_in_gate("engine", [(60, 4200), (7200, 7800)])
+    ("hang_first_s", "patience_s"), rest_in_gate("engine", [(60, 4200), (7200, 7800)], 0)
 )
 def test_every_group_waits_longer_than_the_watchdog(
     hang_first_s: int, patience_s: int, tmp_path: Path

@@ -69,7 +69,7 @@ def test_peaks_of_a_part_of_the_vocabulary(alone: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", rest_in_gate("memory", ["fp32", "bf16"]))
 def test_what_is_saved_of_the_real_model(family: str, precision: str) -> None:
     run, way = chunked(family, precision), (precision, "eager", "none", False)
     config = {**FAMILIES[family], "vocab_size": VOCAB}

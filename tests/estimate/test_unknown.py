@@ -65,7 +65,7 @@ def plan_of(tmp_path: Path) -> Any:
     return make
 
 
-@pytest.mark.parametrize("model_type", rest_in_gate("memory", UNKNOWN))
+@pytest.mark.parametrize("model_type", rest_in_gate("memory", UNKNOWN, 0))
 def test_every_parameter_is_counted_and_what_is_saved_is_what_was_traced(
     model_type: str, plan_of: Any
 ) -> None:

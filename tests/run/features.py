@@ -127,7 +127,7 @@ FEATURES = {
     "depth": Feature(
         "model.stochastic_depth=0.5",
         "zero3",
-        alike="+zero3 model.checkpointing=full",
+        alike="zero3 model.checkpointing=full",
         is_random=True,
     ),
     "depth in stages": Feature("model.stochastic_depth=0.5", "stages", is_random=True),
@@ -160,7 +160,7 @@ FEATURES = {
     ),
     "recurrent": Feature(
         "train.carry_state=true eval.every=1",
-        others="+zero3 alone",
+        others="zero3 alone",
         now="resumes",
         model={**_LSTM, "vocab_size": 512},
         resumed_with="eval.every=50",  # an evaluation leaves the states as they are
@@ -210,7 +210,7 @@ FEATURES = {
         "train.global_batch=12 ramp.batch_from=4 ramp.batch_tokens=1400 "
         "ramp.length_from=8 ramp.length_tokens=1000",
         "one",
-        alike="zero1, +offload, zero3, stages",
+        alike="zero1, offload, zero3, stages",
         others="zero3, +zero1",
         steps=9,
         stop=5,

@@ -16,6 +16,7 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run import attention as settling
 from harness.run.attention_proof import Different, compare
+from tests.tiers import rest_in_gate
 from tools.proofs.models import LEARNED
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     return saved
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", rest_in_gate("runs", ["fp32", "bf16"]))
 @pytest.mark.parametrize("defect", [late, wide, one_more])
 def test_a_kernel_that_is_wrong_differs(
     defect: Any, precision: str, monkeypatch: pytest.MonkeyPatch

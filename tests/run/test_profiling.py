@@ -101,7 +101,7 @@ def test_a_window_past_the_end_of_an_epoch_is_refused_once_that_is_known(
 COLLECTIVES = {"zero1": "all_reduce", "zero3": "reduce_scatter", "pipeline2": "send"}
 
 
-@pytest.mark.parametrize("layout", ["zero3", in_gate("zero1"), in_gate("pipeline2")])
+@pytest.mark.parametrize("layout", [*map(in_gate, ("zero3", "zero1", "pipeline2"))])
 def test_profiling_shows_the_steps_of_its_window_and_changes_nothing(
     layout: str, train: Train, tmp_path: Path
 ) -> None:

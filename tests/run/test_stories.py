@@ -56,6 +56,7 @@ def test_a_run_that_learns_nothing_more_ends(
     assert run.read_metrics()[-1]["step"] == 9
 
 
+@pytest.mark.gate("runs")
 def test_given_weights_are_sampled_before_training_only_where_they_are_asked(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ def test_what_the_weights_brought_stays(
 TRAINED, LONGER = 128, 256  # tokens
 
 
+@pytest.mark.gate("runs")
 def test_what_lies_beyond_the_training_length_is_what_plain_transformers_has(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:

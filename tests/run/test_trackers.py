@@ -82,6 +82,7 @@ def test_mlflow_goes_on_with_the_same_run(folder: RunFolder, monkeypatch: Any) -
     assert max(history, key=lambda m: (m.step, m.timestamp)).value == 2.0
 
 
+@pytest.mark.gate("runs")
 def test_weights_and_biases_goes_on_with_the_same_run(folder: RunFolder, monkeypatch: Any) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

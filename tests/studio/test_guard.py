@@ -127,6 +127,7 @@ def test_no_path_leads_out(studio: Studio, path: str) -> None:
     assert "decoder-harness" not in body
 
 
+@pytest.mark.gate("pages")
 def test_another_address_asks_for_a_token(tmp_path: Path) -> None:
     pytest.importorskip("nicegui")
     runs = tmp_path / "runs"

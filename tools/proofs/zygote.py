@@ -202,11 +202,14 @@ def main() -> None:
 def _answer(job: dict[str, Any], to_answer: int) -> Any:
     if "poll" in job:
         ended, status = os.waitpid(job["poll"], os.WNOHANG)
+        _started.discard(ended)
         return os.waitstatus_to_exitcode(status) if ended else None
     if "start" not in job:
         return _ranks(job, to_answer)
     port, job = free_port(), job["start"]
-    return port, [_fork(rank, port, job, to_answer) for rank in range(job["ranks"])]
+    pids = [_fork(rank, port, job, to_answer) for rank in range(job["ranks"])]
+    _started.update(pids)
+    return port, pids
 
 
 def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
@@ -245,9 +248,18 @@ def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
     return *ended, port, left
 
 
+_started: set[int] = set()
+"""Processes that nobody has waited for yet."""
+
+
 def _left_behind() -> list[str]:
     """Commands of processes that ranks began and that did not end with them; ends those."""
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=2)
+    begun = []
+    for child in psutil.Process().children():
+        if child.pid not in _started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                begun += [child, *child.children(recursive=True)]
+    _, alive = psutil.wait_procs(begun, timeout=2)
     left = []
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.deepspeed_0_19.contract import CONTRACT, LAYOUTS
-from tests.engine.engines import engine_of, share_of
+from tests.engine.engines import cells, engine_of, share_of
 from tests.ranks import ranks
 from tests.two_ranks import REPOSITORY
 
@@ -39,7 +39,7 @@ OF_TORCH = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1", "zero3")))
 @ranks(2)
 def test_the_names_are_what_they_were(layout: str) -> None:
     """The names that are read of the engine of a layout, which has its gradients ready."""

@@ -406,6 +406,7 @@ def test_deepspeeds_pipeline_finds_no_tied_weights_in_a_stage() -> None:
     assert output.split()[-2:] == ["deepspeeds=0", "ours=1"]
 
 
+@pytest.mark.gate("engine")
 def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
     code = (
         "from harness.engine.deepspeed_0_19.patches import PATCHES; print(repr(["

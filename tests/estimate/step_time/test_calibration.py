@@ -60,6 +60,7 @@ def test_a_machine_is_known_again_from_its_steps() -> None:
     assert abs(guessed / real - 1) > 0.2
 
 
+@pytest.mark.gate("memory")
 def test_steps_that_were_disturbed_do_not_decide() -> None:
     measured = runs(FACTORS, disturbed=3)
     site = calibrated(measured, MACHINES, 2)
