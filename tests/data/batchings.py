@@ -30,7 +30,7 @@ PROPERTY = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=8,
+    max_examples=5,
     suppress_health_check=[HealthCheck.too_slow],
 )
 Token = tuple[int, int]

@@ -26,6 +26,7 @@ print(torch._C._accelerator_getAllocatorSettings())
 OURS = "expandable_segments:True,pinned_max_cached_size_mb:64"
 
 
+@pytest.mark.gate("engine")
 @pytest.mark.parametrize(
     ("variable", "message", "settings"),
     rest_in_gate(
@@ -100,6 +101,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.gate("engine")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.skipif(_maps_huge_pages(), reason="the kernel maps 2 MiB at a time")
 @pytest.mark.parametrize(

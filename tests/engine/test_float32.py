@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from tests.engine.engines import cells
 from tests.two_ranks import REPOSITORY
 from tools.proofs.ranks import environment
 
@@ -17,14 +16,13 @@ print(float32_products()["message"])
 """
 
 
+@pytest.mark.gate("engine")
 @pytest.mark.parametrize(
     ("value", "expected"),
-    cells(
-        [
-            ("1", "products of fp32 are rounded to TF32"),
-            (None, "products of fp32 are computed in fp32"),
-        ]
-    ),
+    [
+        ("1", "products of fp32 are rounded to TF32"),
+        (None, "products of fp32 are computed in fp32"),
+    ],
 )
 def test_an_event_says_whether_fp32_is_tf32(value: str | None, expected: str) -> None:
     env = environment({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": value})

@@ -203,8 +203,7 @@ def distance(weights: Tensors, others: Tensors) -> float:
 
 
 USUAL = (
-    *("adafactor pipeline2", "adagrad zero3", "adam zero0-fused", "adamw zero3-fused"),
-    *("lion pipeline2-zero1-bf16", "momentum zero2-offload", "muon zero2-bf16", "sgd zero3"),
+    *("adafactor pipeline2", "adamw zero3-fused", "momentum zero2-offload", "muon zero2-bf16"),
 )
 CELLS = [f"{name} {layout}" for name in REFERENCES for layout in layouts_of(name)]
 # Muon computes in bf16, where the last bit of a gradient can be the last of an update: that of the

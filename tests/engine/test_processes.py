@@ -71,7 +71,7 @@ def test_the_cores_that_ranks_may_use_are_divided_among_those_that_share_them(
     assert processes.threads_for(cores) == threads
 
 
-@pytest.mark.parametrize("variable", rest_in_gate("engine", ["1", None]))
+@pytest.mark.parametrize("variable", rest_in_gate("engine", ["1", None], 0))
 def test_openmp_takes_the_share_of_a_rank_whatever_the_launcher_set(
     variable: str | None, tmp_path: Path
 ) -> None:

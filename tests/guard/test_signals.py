@@ -17,6 +17,7 @@ import pytest
 from harness.errors import ExitCode, RunStopped
 from harness.guard.signals import StopGuard, groups_of
 from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
+from tests.tiers import rest_in_gate
 from tests.two_ranks import REPOSITORY
 
 # It waits where Python runs no handler, as a rank does that waits for the others to join.
@@ -140,15 +141,19 @@ def test_what_ignores_sighup_outlives_its_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("then", "numbers", "code"),
-    [
-        ("", [signal.SIGTERM], 0),
-        ("", [signal.SIGUSR1, signal.SIGUSR1], 0),
-        ("", [signal.SIGINT, signal.SIGINT], 75),
-        ("", [signal.SIGINT, signal.SIGTERM], 75),
-        ("request.trains()", [signal.SIGINT, signal.SIGINT], 0),
-        ("waiting = request.joins(); waiting.__enter__()", [signal.SIGTERM], 75),
-        ("waiting = request.joins(); waiting.__enter__()", [signal.SIGUSR1], 0),
-    ],
+    rest_in_gate(
+        "faults",
+        [
+            ("", [signal.SIGTERM], 0),
+            ("", [signal.SIGINT, signal.SIGINT], 75),
+            ("waiting = request.joins(); waiting.__enter__()", [signal.SIGTERM], 75),
+            ("", [signal.SIGUSR1, signal.SIGUSR1], 0),
+            ("", [signal.SIGINT, signal.SIGTERM], 75),
+            ("request.trains()", [signal.SIGINT, signal.SIGINT], 0),
+            ("waiting = request.joins(); waiting.__enter__()", [signal.SIGUSR1], 0),
+        ],
+        3,
+    ),
 )
 def test_a_process_that_only_starts_ends_by_the_second_ctrl_c_or_where_no_rank_comes(
     then: str, numbers: list[signal.Signals], code: int

@@ -123,7 +123,7 @@ FEATURES = {
     "divided": Feature(layout="stages x tensors", others="zero3, one"),
     "sgd": Feature("optim.name=sgd optim.momentum=0.9", "zero2", others="zero0"),
     "adam": Feature("optim.name=adam optim.lr=1e-3", "zero2", others="+zero0"),
-    "smoothing": Feature("train.label_smoothing=0.2", "one", alike="zero3, +stages"),
+    "smoothing": Feature("train.label_smoothing=0.2", "one", alike="zero3, stages"),
     "depth": Feature(
         "model.stochastic_depth=0.5",
         "zero3",
@@ -140,7 +140,7 @@ FEATURES = {
         "data.document_mask=true model.attention=longformer model.attention_window=16 "
         "model.checkpointing=selective",
         "stages",
-        others="+zero3",
+        others="zero3",
     ),
     "reversible tensors": Feature(
         "model.reversible=true model.dropout=0.1", "tensors", is_random=True, is_exported=False
@@ -148,7 +148,7 @@ FEATURES = {
     "reversible": Feature(
         "model.reversible=true model.dropout=0.1",
         "sequences",
-        now="resumes exports",
+        now="exports",
         is_random=True,
         is_exported=False,
     ),
@@ -176,7 +176,7 @@ FEATURES = {
     "nf4": Feature(
         "optim.lr=0.01 model.lora.quantize=nf4",
         "zero2",
-        others="+zero1",
+        others="zero1",
         now="exports",
         model=_LORA,
         loss_rounding=1e-6,
@@ -190,7 +190,7 @@ FEATURES = {
     ),
     "mixture": Feature(
         "data.mix_until=3 log.every=2 eval.every=3",
-        alike="+stages model.loss_chunk=128, tensors, sequences",
+        alike="stages model.loss_chunk=128, tensors, sequences",
         others="+zero2 alone",
         data="mixture",
         steps=6,
@@ -202,7 +202,7 @@ FEATURES = {
         "data.batching=length_grouped",
         "one",
         alike="+zero3 data.batching=token_budget data.tokens_per_batch=64, tensors, sequences",
-        others="+zero1, zero2 alone",
+        others="zero1, zero2 alone",
         data="skewed",
     ),
     # Six steps of 4 samples, four of 8, one of 12, ... of 32 tokens; sequences of 8, 16, 32 tokens.
@@ -211,7 +211,8 @@ FEATURES = {
         "ramp.length_from=8 ramp.length_tokens=1000",
         "one",
         alike="zero1, offload, zero3, stages",
-        others="zero3, +zero1",
+        others="zero3, zero1",
+        now="trains",
         steps=9,
         stop=5,
         loss_rounding=2e-6,

@@ -8,6 +8,7 @@ writes it: the port and the processes, which it is asked for one by one from the
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -22,6 +23,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -181,7 +183,7 @@ class Zygote:
 
 def main() -> None:
     """Import, then fork for every line."""
-    import cpuinfo
+    import cpuinfo  # type: ignore[import-not-found]
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # and with it all of inductor
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -295,6 +297,7 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
     if "env" in job:
         os.environ.clear()
         os.environ.update(job["env"])
+        tempfile.tempdir = None  # that of the environment
     if not is_script:
         os.environ.update(place_of(rank, job["ranks"], port))
     code = 1
@@ -307,7 +310,11 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
             importlib.import_module(job["planter"]).plant(job["fault"], rank)
         sys.argv = [job["main"], *job["args"]]  # some tools look there
         if is_script:
-            runpy.run_path(job["main"], run_name="__main__")
+            atexit._clear()  # what was imported left there
+            try:
+                runpy.run_path(job["main"], run_name="__main__")
+            finally:
+                atexit._run_exitfuncs()
             code = 0
         else:
             command = importlib.import_module(job["main"]).main
