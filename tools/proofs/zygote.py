@@ -183,7 +183,7 @@ class Zygote:
 
 def main() -> None:
     """Import, then fork for every line."""
-    import cpuinfo  # type: ignore[import-not-found]
+    import cpuinfo  # type: ignore[import-untyped]
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # and with it all of inductor
     import transformers.models.llama.modeling_llama  # noqa: F401
 
