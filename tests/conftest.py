@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
 # What takes longest begins first, so that no worker is left with it alone.
 LONG_TEST_S = 10.0  # beyond which a test says why
-LONG = ("engine", "test_parity.py", "test_slurm.py", "test_features.py", "test_saves.py")
+LONG = (
+    "engine",
+    "test_parity.py",
+    "test_slurm.py",
+    "test_features.py",
+    "test_loop.py",
+    "test_rehearse.py",
+    "studio",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,9 +95,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def room_of(file: str) -> str:
-    """Return what one worker takes as a whole: a file, or tests/engine, whose ranks are shared."""
+    """Return what one worker takes as a whole: a file, or a room whose tests share what is slow to
+    start: the ranks of tests/engine, the server of tests/studio.
+    """
     path = Path(file)
-    return "engine" if "tests/engine/" in path.as_posix() else path.name
+    return next((r for r in ("engine", "studio") if f"tests/{r}/" in path.as_posix()), path.name)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -100,7 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class ByRoom(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "engine" if room_of(file) == "engine" else file
+            return room if (room := room_of(file)) in ("engine", "studio") else file
 
     config.option.loadscopereorder = False
     return ByRoom(config, log)

@@ -71,6 +71,7 @@ def with_manifest(run: RunFolder, **changes: Any) -> Any:
     return replace(checkpoint, manifest=replace(checkpoint.manifest, **changes))
 
 
+@pytest.mark.gate("runs")
 def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
     run: RunFolder, tmp_path: Path
 ) -> None:

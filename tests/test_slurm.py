@@ -93,11 +93,17 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*map(str, train_command(*data)[2:]), *LONGER, f"--deepspeed={zero3}"]
 
 
-def submit(slurm: PrivateSlurm, folder: Path, *arguments: str, preflight: bool = True) -> str:
-    """Submit the shipped script on both nodes; returns the job's number."""
+def submit(
+    slurm: PrivateSlurm, folder: Path, *arguments: str, preflight: bool = True, nodes: int = 2
+) -> str:
+    """Submit the shipped script; returns the job's number."""
     folder.mkdir(exist_ok=True)
     # The preflight takes longer than the run; what follows a warning, and a branch, have it.
-    options = ("--nodes=2", "--time=30", *([] if preflight else ["--export=ALL,PREFLIGHT=0"]))
+    options = (
+        f"--nodes={nodes}",
+        "--time=30",
+        *([] if preflight else ["--export=ALL,PREFLIGHT=0"]),
+    )
     return sbatch(slurm, folder, REPOSITORY, *options, SCRIPT, *arguments)
 
 
@@ -151,12 +157,13 @@ def ended(slurm: PrivateSlurm, job: str) -> bool:
 
 
 @pytest.mark.slow("a whole story of one job")
-@pytest.mark.parametrize("preflight", rest_in_gate("slurm", [False, True]))
+@pytest.mark.parametrize(("nodes", "preflight"), rest_in_gate("slurm", [(1, False), (2, True)]))
 def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturbed(
-    preflight: bool, slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
+    nodes: int, preflight: bool, slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    job = submit(slurm, tmp_path, *arguments, f"run.dir={run.path}", preflight=preflight)
+    words = [*arguments, f"run.dir={run.path}"]
+    job = submit(slurm, tmp_path, *words, preflight=preflight, nodes=nodes)
     log = tmp_path / "job.out"
     wait_for(lambda: len(run.read_metrics()) > 3 or ended(slurm, job), "the first steps", 300)
     slurm.run("scancel", "--signal=USR1", "--batch", job)
@@ -176,7 +183,7 @@ def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturb
 
     alone = [*arguments, f"run.dir={tmp_path / 'alone'}"]
     command = [*train_command()[:2], *alone]
-    run_ranks(command, tmp_path / "alone-log").succeeded()
+    run_ranks(command, tmp_path / "alone-log", ranks=nodes).succeeded()
     undisturbed = RunFolder(tmp_path / "alone").read_metrics()
     assert [line.get("loss") for line in lines] == [line.get("loss") for line in undisturbed]
 

@@ -46,6 +46,7 @@ LAYOUTS = {
 @ranks(2)
 def test_stages_start_from_the_weights_that_one_process_draws() -> None:
     """Each rank draws its own stage, about half of the model, and nothing else."""
+    folder()  # whose models rank 0 draws, once
     pieces, draw = [], initialize.draw
 
     def watched(model: Any, piece: Any, seed: int) -> Any:

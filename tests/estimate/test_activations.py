@@ -221,7 +221,7 @@ def saving_cases():
     cases = []
     for family in FAMILIES:
         ways = [way for way in WAYS if exists(family, way)]
-        kept = ways[::4] if family == "llama" else ways[:1]
+        kept = ways[::8] if family == "llama" else ways[:1]
         cases += rest_in_gate("memory", [(family, w) for w in ways], [(family, w) for w in kept])
     return cases
 

@@ -33,6 +33,7 @@ def spikes(detector: SpikeDetector, steps: Curve) -> Iterator[tuple[int, str]]:
             yield number, seen.of
 
 
+@pytest.mark.gate("faults")
 def test_a_long_noisy_falling_curve_has_no_spikes() -> None:
     for seed in range(3):
         assert list(spikes(SpikeDetector(6.0, 128), curve(30_000, seed))) == []

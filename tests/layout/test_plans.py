@@ -12,6 +12,7 @@ from harness.layout.plans import expert_plan, pipeline_plan, tensor_plan
 from tools.proofs.generate_plans import OUTPUT, as_text, build_plans
 
 
+@pytest.mark.gate("plan")
 def test_the_table_is_what_the_installed_transformers_says() -> None:
     assert Path(plans.__file__).with_name("plans.json") == OUTPUT
     text = OUTPUT.read_text(encoding="utf-8")

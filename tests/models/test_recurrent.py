@@ -66,6 +66,7 @@ def test_layers_that_are_computed_again_have_the_same_gradients(cell: str) -> No
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.gate("models")
 def test_others_open_what_is_saved_with_its_code(tmp_path: Path) -> None:
     model = model_of("lstm")
     model.save_pretrained(tmp_path)

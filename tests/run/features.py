@@ -148,7 +148,6 @@ FEATURES = {
     "reversible": Feature(
         "model.reversible=true model.dropout=0.1",
         "sequences",
-        now="exports",
         is_random=True,
         is_exported=False,
     ),
@@ -161,7 +160,6 @@ FEATURES = {
     "recurrent": Feature(
         "train.carry_state=true eval.every=1",
         others="zero3 alone",
-        now="resumes",
         model={**_LSTM, "vocab_size": 512},
         resumed_with="eval.every=50",  # an evaluation leaves the states as they are
     ),
@@ -177,7 +175,6 @@ FEATURES = {
         "optim.lr=0.01 model.lora.quantize=nf4",
         "zero2",
         others="zero1",
-        now="exports",
         model=_LORA,
         loss_rounding=1e-6,
     ),

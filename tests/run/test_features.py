@@ -369,10 +369,7 @@ def test_a_run_keeps_its_attention(runs: Runs, tmp_path: Path) -> None:
     assert "attention_window is 8, but the run in this folder has 16" in output
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["reversible", in_gate("reversible tensors")],
-)
+@pytest.mark.parametrize("name", [in_gate("reversible"), in_gate("reversible tensors")])
 def test_reversible_weights_begin_another_run(name: str, runs: Runs, tmp_path: Path) -> None:
     """The first held-out loss is the last one of the run that wrote the weights."""
     whole, layout = runs.whole(name), FEATURES[name].layout
