@@ -141,6 +141,12 @@ class Corpus(CorpusFiles):
         return self.first_chat is not None, f"{self._first_part.file}:{self._first_part.line}"
 
     @property
+    def note(self) -> str:
+        """How its files are read where their names do not say it; "" if they do."""
+        files = self.files if self.kind == "text" else ()
+        return next((format_of(file, self.format).note(file) for file in files), "")
+
+    @property
     def first_chat(self) -> Chat | None:
         """The first document if it is a conversation."""
         document = self._first_part.document if self._first_part else None
@@ -198,9 +204,10 @@ def find_corpus(
     format: str | None = None,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,
+    split: str | None = None,
 ) -> Corpus:
     """Return the corpus that `data.path` names; raises ConfigError as find_files does."""
-    files = find_files(path, format)
+    files = find_files(path, format, split=split)
     if where and files.kind != "text":
         raise ConfigError(f"data.where is {dict(where)}, but {files.path} has no columns")
     return Corpus(**vars(files), columns=columns or {}, where=where or {})

@@ -90,6 +90,10 @@ class Source:
             count = self.tokens - sum(int(of.split.masked[-1]) for of in self.sides.values())
             joint = " and" if held_out else ", of which"
             learned = f"{joint} {count:,} ({count / self.tokens:.1%}) are learned"
+        if note := self.corpus.note:
+            left_out += f"; {note}"
+        if self.corpus.split:
+            left_out += f"; {self.corpus.split_text}"
         if self.corpus.left_out:
             left_out += f"; left out: {self.corpus.left_out}"
         if isinstance(packed := self.sides["train"], WholeWindows):
@@ -106,6 +110,9 @@ class Source:
             message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
             yield {"kind": "left_out", "message": message}
         of = {"source": self.name} if self.name else {}
+        if self.corpus.split:
+            message = f"{self.corpus.path}: {self.corpus.split_text}"
+            yield {"kind": "split", "message": message, **of}
         if self._of_other_length:
             counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
             message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"
@@ -121,6 +128,8 @@ class Source:
         share = ""
         if "held_out" in self.sides:
             share = f", or change data.held_out (now {spec.config.held_out})"
+        if self.name in spec.config.eval_path and self.corpus.split:
+            share = ", or set data.held_out, which evaluates on documents of the train split"
         if self._of_other_length:
             share += f"; not read were {self._of_other_length} ({self.bounds.text()})"
         for side, packed in self.sides.items():
@@ -205,7 +214,7 @@ def corpus_of(spec: DataSpec) -> Corpus:
     """Return the corpus of one source. Raises ConfigError if it cannot be read."""
     try:
         config = spec.config
-        corpus = find_corpus(config.path, config.format, config.columns, config.where)
+        corpus = find_corpus(config.path, config.format, config.columns, config.where, config.split)
         corpus.identity()
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error

@@ -130,5 +130,7 @@ class DataFormat:
     """Return the documents in a number of bytes, and the bytes left; None: a file is a document."""
     why_not: Callable[[Path, bool], str] = _why_not
     """Return why a file cannot be read, "" if it can; True: `data.format` names the format."""
+    note: Callable[[Path], str] = lambda file: ""
+    """Return what the plan says about how a file is read, such as its separator; "" if nothing."""
     excerpt: Callable[[Path, int], bytes] = first_lines
     """Return the content of a file of about so many bytes with the first documents."""

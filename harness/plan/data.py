@@ -104,7 +104,7 @@ def glance(data: DataConfig) -> str:
 
 
 def _glance(data: DataConfig) -> Glance:
-    corpus = find_files(data.path, data.format, at_most=_MOST_FILES)
+    corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
     try:
         seen = _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
     except OSError as error:
@@ -126,13 +126,15 @@ def _pairs(corpus: CorpusFiles) -> Glance:
     text = f"{documents:,} documents, {tokens:,} tokens in "
     if not corpus.is_folder_of_pairs:
         return Glance(f"{text}{corpus.files[0]}", tokens)
+    left_out = _left_out(corpus)
     each = [
         f"{prefix.relative_to(corpus.path)} {documents:,} documents, {tokens:,} tokens"
         for prefix, (documents, tokens) in counts.items()
     ]
     more = f"; {len(each) - _SHOWN:,} more" if len(each) > _SHOWN else ""
     at_least = "at least " if len(corpus.files) >= _MOST_FILES - 1 else ""
-    text += f"{at_least}{len(each):,} pairs of {corpus.path}: {'; '.join(each[:_SHOWN])}{more}"
+    shown = f"{'; '.join(each[:_SHOWN])}{more}{left_out}"
+    text += f"{at_least}{len(each):,} pairs of {corpus.path}: {shown}"
     return Glance(text, tokens)
 
 
@@ -149,12 +151,19 @@ def _text(corpus: CorpusFiles, data: DataConfig) -> Glance:
     source = "Python's own library" if corpus.kind == "library" else str(corpus.path)
     size = corpus.num_bytes()
     first = _first(corpus, data)
-    left_out = f"; left out: {corpus.left_out}" if corpus.left_out else ""
     text = (
         f"{source}: {at_least}{documents:,} documents, {size / 2**20:,.1f} MiB (roughly "
-        f"{size // _BYTES_PER_TOKEN:,} tokens), the first {first}{left_out}"
+        f"{size // _BYTES_PER_TOKEN:,} tokens), the first {first}{_left_out(corpus)}"
     )
     return Glance(text, size // _BYTES_PER_TOKEN)
+
+
+def _left_out(corpus: CorpusFiles) -> str:
+    """Return how files are read where their names do not say it, and what is not read."""
+    parts = [corpus.split_text, f"left out: {corpus.left_out}" if corpus.left_out else ""]
+    if corpus.kind == "text":
+        parts.insert(0, format_of(corpus.files[0], corpus.format).note(corpus.files[0]))
+    return "".join(f"; {part}" for part in parts if part)
 
 
 def _first(corpus: CorpusFiles, data: DataConfig) -> str:

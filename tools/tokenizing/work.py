@@ -19,6 +19,7 @@ from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
 from harness.plan.balance import balanced
+from harness.plan.eval_splits import with_eval_splits
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Work:
         self, run: RunConfig, out: Path | None, report: Report, trust_remote_code: bool
     ) -> None:
         """Train the tokenizer if need be. Raises ConfigError."""
+        run, _ = with_eval_splits(run)
         if run.data.balance is not None:
             run = run.model_copy(update={"data": balanced(run.data)[0]})
         self._spec = DataSpec.of_run(run, {}, trust_remote_code=trust_remote_code)
