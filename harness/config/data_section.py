@@ -136,6 +136,11 @@ class DataConfig(Section):
     their usual names. prompt and completion are joined as they are, questions become chats."""
     where: dict[str, str] = Field(default_factory=dict)
     """Values that a record must have in some columns to be read, as in {language="de"}."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """Records that cannot be read: the run is refused with all of them; or they are left out, and
+    counted by kind with the first of each."""
+    bad_rows_limit: Annotated[float, Field(gt=0)] = 0.1
+    """Most records that bad_rows=skip leaves out of a source: a share below 1, else a number."""
     min_tokens: Samples | None = None
     """Fewest tokens of a document that is trained on, with the one that ends it; None: any."""
     max_tokens: Samples | None = None
@@ -189,6 +194,11 @@ class DataConfig(Section):
     prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
     """Batches prepared ahead of the step that needs them."""
 
+    @property
+    def most_bad_rows(self) -> float | None:
+        """Most bad records that are left out, as in bad_rows_limit; None: none is."""
+        return self.bad_rows_limit if self.bad_rows == "skip" else None
+
     def sources(self) -> dict[str, DataConfig]:
         """Return the data section of each source of `mix` by name; without, this one by "". That
         of old data is last. Raises ConfigError if data.rehearse is a run without a sample.
@@ -227,7 +237,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _settings_fit_together(self) -> DataConfig:
         problems = [*_packing_problems(self), *_mix_problems(self), *_eval_problems(self)]
-        problems += [*_rehearsal_problems(self), *_length_problems(self)]
+        problems += [*_rehearsal_problems(self), *_length_problems(self), *_row_problems(self)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -279,6 +289,14 @@ def _length_problems(data: DataConfig) -> Iterator[str]:
         least, most = of.min_tokens or in_mix.min_tokens, of.max_tokens or in_mix.max_tokens
         if least is not None and most is not None and least > most:
             yield f"{key}: min_tokens is {least}, above max_tokens = {most}: no document has both"
+
+
+def _row_problems(data: DataConfig) -> Iterator[str]:
+    limit = data.bad_rows_limit
+    if data.bad_rows != "skip" and limit != DataConfig.model_fields["bad_rows_limit"].default:
+        yield "data.bad_rows_limit is for data.bad_rows=skip: set it, or remove this"
+    if limit > 1 and limit % 1:
+        yield f"data.bad_rows_limit is {limit:g}: above 1 it is a whole number of records"
 
 
 def _eval_problems(data: DataConfig) -> Iterator[str]:

@@ -57,7 +57,7 @@ def _records_by_value(data: DataConfig, column: str) -> dict[str, int]:
     """Count the records of data.where with each value. Raises ConfigError."""
     files, bad_lines, counts = (
         find_files(data.path, data.format, split=data.split),
-        BadLines(),
+        BadLines(limit=data.most_bad_rows),
         Counter[str](),
     )
     if files.kind != "text":

@@ -11,9 +11,9 @@ from harness.config.data_section import DataConfig, MixSource
 from harness.errors import ConfigError, Unusable
 from harness.files.chat import Chat
 from harness.files.corpus_files import CorpusFiles, find_files
-from harness.files.data_format import BadLines
+from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
-from harness.files.forms import document_of
+from harness.files.forms import Document, document_of, value_of
 from harness.files.pieces import begins, shortened
 from harness.files.token_index import read_header
 from harness.plan.draft import Draft
@@ -173,15 +173,32 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> str:
     if format.begin is not None:
         return format.begin(file)
     assert format.records is not None, "a format has pieces or records"
-    bad_lines, documents = BadLines(), []
-    try:
-        for _, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
+    bad_lines, documents = BadLines(limit=data.most_bad_rows), []
+    for line, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
+        bad_lines.seen += 1
+        try:
+            if any(value_of(record, key) != value for key, value in data.where.items()):
+                continue
             documents.append(document_of(record, data.columns))
-    except ValueError as error:
-        if not documents:
-            return f"cannot be read: {error}"
+        except ValueError as error:
+            bad_lines.add(file, problem_of(error), line)
+            if bad_lines.limit is None:
+                break
+    bad = _bad(bad_lines)
     if not documents:
-        return f"cannot be read: {'; '.join(bad_lines.problems()) or 'there is none'}"
+        return f"cannot be read: {bad or 'there is none'}"
+    return f"{_begin(documents)}{bad and '; '}{bad}"
+
+
+def _bad(bad_lines: BadLines) -> str:
+    """Return what is bad among the first records; "" if nothing is."""
+    if bad_lines.limit is not None and bad_lines.count:
+        return bad_lines.skipped_text("bad rows among the first, which are left out")
+    return "; ".join(bad_lines.problems())
+
+
+def _begin(documents: list[Document]) -> str:
+    """Return how the first document begins; of conversations also turns and what is learned."""
     chats = [document for document in documents if isinstance(document, Chat)]
     if not chats:
         return begins(next((piece.text for piece in documents[0] if piece.text), ""))  # type: ignore[union-attr]

@@ -99,8 +99,9 @@ def _rows(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, list[str]]]:
                 if rows.line_num > begins and "end of data" in str(error):  # no row, but the rest
                     text = f"it is no CSV: nothing closes the quote of line {begins + before}"
                     return bad_lines.add(file, text)
-                bad_lines.seen += 1
-                bad_lines.add(file, f"is no CSV: {error}", begins + before)
+                lines = rows.line_num - begins + 1  # of which a quote has made one row
+                bad_lines.seen += lines
+                bad_lines.add(file, f"is no CSV: {error}", begins + before, lines)
                 if bad_lines.are_enough:
                     return None
                 continue
