@@ -17,7 +17,7 @@ from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import document_of, value_of
-from harness.files.pieces import Piece, pieces_of
+from harness.files.pieces import Piece, pieces_of, unless_blank
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class Corpus(CorpusFiles):
                         if record is None:
                             bad_lines.add(file, f"it {text}")
                             break
-                        bad_lines.add(file, text, line)
+                        if isinstance(document, Chat) or document.is_last:
+                            bad_lines.add(file, text, line)
             except UnicodeDecodeError as error:
                 bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
             except OSError as error:
@@ -130,6 +131,8 @@ class Corpus(CorpusFiles):
                 if any(value_of(record, column) != value for column, value in self.where.items()):
                     continue
                 document = document_of(record, self.columns)
+                if not isinstance(document, Chat) and self.bad_rows_limit is not None:
+                    document = unless_blank(document)
             except ValueError as error:
                 bad_lines.add(file, problem_of(error), line)
                 if bad_lines.are_enough:

@@ -17,7 +17,7 @@ _FOR_READERS = re.compile(
 )
 _BUILDS = (b"GeneratorBasedBuilder", b"ArrowBasedBuilder", b"BuilderConfig")
 _MOST_SCRIPT_BYTES = 1 << 20
-_NAMED = 3
+_NAMED = 6
 DOT_FILES, DOT_FOLDERS = "dot files", "dot folders"
 
 
@@ -29,7 +29,7 @@ def beside_data(files: Iterable[Path], *, of_texts: bool) -> dict[Path, str]:
     """
     beside = {}
     for file in files:
-        if file.name == CARD and is_card(file):
+        if file.name == CARD and is_card(file, beside_texts=of_texts):
             beside[file] = " (data card)"
         elif file.name in _INFOS or (not of_texts and is_for_readers(file)):
             beside[file] = ""

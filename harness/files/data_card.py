@@ -32,9 +32,13 @@ class Subset:
     patterns: dict[str, list[str]]
 
 
-def is_card(file: Path) -> bool:
-    """Return True if a Markdown file begins as a data card does. Raises OSError."""
+def is_card(file: Path, *, beside_texts: bool = True) -> bool:
+    """Return True if a Markdown file begins as a data card does, and beside texts as no page of
+    another site does. Raises OSError.
+    """
     keys = {key for key, _ in _top_level(_front_matter(file))}
+    if not beside_texts:
+        return bool(keys)
     return bool(keys & _FILES) or len(keys & _KEYS) > 1
 
 

@@ -112,10 +112,8 @@ class BadLines:
         whole = [self._sentence(of) for of in self.by_problem.values() if not of.line]
         most = self.limit if self.limit >= 1 else Fraction(repr(self.limit)) * self.seen
         if self.count > most:
-            over = (
-                f"data.bad_rows_limit is {self.limit:g}, but the bad rows are {self._counted()}: mend "
-                "them, or raise it; the first of each kind:"
-            )
+            over = f"data.bad_rows_limit is {self.limit:g}, but the bad rows are {self._counted()}"
+            over += ": mend them, or raise it; the first of each kind:"
             raise ConfigError([over, *self.problems()[:MAX_PROBLEMS]])
         if whole:
             raise ConfigError(whole)
@@ -156,6 +154,8 @@ def problem_of(error: ValueError) -> str:
     """Return the problem of a record in words; equal problems have equal ones."""
     if isinstance(error, UnicodeEncodeError):
         return "holds half of a character, as of an emoji that was cut: surrogates not allowed"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is no UTF-8 text: {error}"
     return str(error)
 
 

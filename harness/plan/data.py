@@ -14,7 +14,7 @@ from harness.files.corpus_files import CorpusFiles, find_files
 from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
 from harness.files.forms import Document, document_of, value_of
-from harness.files.pieces import begins, shortened
+from harness.files.pieces import begins, shortened, unless_blank
 from harness.files.token_index import read_header
 from harness.plan.draft import Draft
 
@@ -179,7 +179,10 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> str:
         try:
             if any(value_of(record, key) != value for key, value in data.where.items()):
                 continue
-            documents.append(document_of(record, data.columns))
+            document = document_of(record, data.columns)
+            if not isinstance(document, Chat) and bad_lines.limit is not None:
+                document = unless_blank(document)
+            documents.append(document)
         except ValueError as error:
             bad_lines.add(file, problem_of(error), line)
             if bad_lines.limit is None:
@@ -194,7 +197,7 @@ def _bad(bad_lines: BadLines) -> str:
     """Return what is bad among the first records; "" if nothing is."""
     if bad_lines.limit is not None and bad_lines.count:
         return bad_lines.skipped_text("bad rows among the first, which are left out")
-    return "; ".join(bad_lines.problems())
+    return "; ".join(problem.removeprefix("data.path: ") for problem in bad_lines.problems())
 
 
 def _begin(documents: list[Document]) -> str:

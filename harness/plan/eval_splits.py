@@ -33,10 +33,11 @@ def with_eval_splits(run: RunConfig) -> tuple[RunConfig, str]:
     held_out = splits.held_out(chosen) if chosen else []
     if not held_out:
         return run, ""
+    verb = "evaluate" if len(held_out) > 1 else "evaluates"
     sets = {split.rpartition("/")[2]: {"path": data.path, "split": split} for split in held_out}
     tree = data.model_dump(exclude_unset=True) | {"eval_path": sets}
     message = (
-        f"{data.path} has splits: {chosen} is trained on, {' and '.join(held_out)} evaluates "
+        f"{data.path} has splits: {chosen} is trained on, {' and '.join(held_out)} {verb} "
         f"(data.eval_path); data.held_out={data.held_out:g} splits documents off instead"
     )
     return run.model_copy(update={"data": DataConfig.model_validate(tree)}), message

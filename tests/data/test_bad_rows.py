@@ -105,6 +105,21 @@ def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
     assert "cannot be read" in refused(path, tmp_path, **options, bad_rows_limit=5)[0]
 
 
+def test_blank_texts_are_bad_rows_where_those_are_left_out(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    lines = as_lines([record(number) for number in range(40)])
+    lines[1:3] = ['{"text": ""}', '{"text": " \\n"}']
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    assert opened(path, tmp_path, tokenizer=tokenizer_dir).documents == 40
+    data = opened(path, tmp_path, tokenizer=tokenizer_dir, bad_rows="skip")
+    assert data.documents == 38
+    text = f"2 of 40 (5.0%): is blank: nothing to learn (2, the first {path}:2)"
+    assert text in data.summary()[0]
+    assert text in glance(DataConfig(path=str(path), bad_rows="skip"))
+
+
 def test_data_without_bad_rows_is_the_same(tmp_path: Path, tokenizer_dir: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(as_lines([record(number) for number in range(40)])))

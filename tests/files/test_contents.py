@@ -306,7 +306,7 @@ READING: list[Refusal] = [
     ("a.json", cut(json.dumps(RECORDS).encode()), "it is no whole JSON array: "),
     ("a.parquet", cut(as_parquet(RECORDS)), "it is damaged or truncated after row 0: Parquet"),
     ("a.arrow", cut(as_arrow(RECORDS)), "it is damaged or truncated after row "),
-    ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is no CSV: unexpected end of data"),
+    ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is no CSV: a quote that begins a column"),
     ("a.csv", b'text,id\na,1\n"b,2\nc,3\n', "it is no CSV: nothing closes the quote of line 3"),
     ("a.csv", b"text,id\nfine,1\nalso \xe9,2\n", "a.csv:3: is no UTF-8 text (of Latin-1, iconv"),
     ("a.csv", "text,id\na,1\n".encode("utf-16"), "it is UTF-16: iconv"),

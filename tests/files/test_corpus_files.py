@@ -217,7 +217,8 @@ def test_a_large_file_of_lines_is_not_read_to_its_end(
 def test_a_line_that_is_no_document_is_shown_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"instruction": "x"}\n')
     text = glance(DataConfig(path=str(tmp_path / "a.jsonl")))
-    assert "the first cannot be read: needs either text, or prompt and completion, " in text
+    place = f"{tmp_path / 'a.jsonl'}:1"
+    assert f"the first cannot be read: {place}: needs either text, or prompt and compl" in text
     assert text.endswith("it has 'instruction'")
 
 

@@ -73,8 +73,8 @@ def test_a_data_set_of_the_hub_is_its_train_split(tmp_path: Path) -> None:
     files = find_files(str(tmp_path))
     assert files.split_text == "split train (not read: test)"
     assert files.left_out == (
-        "CITATION.cff, LICENSE, README.md (data card), 3 more of such files, 1 .png, 1 dot file, "
-        "1 dot folder"
+        "CITATION.cff, LICENSE, README.md (data card), README_zh.md, dataset_infos.json, load.py "
+        "(loading script), 1 .png, 1 dot file, 1 dot folder"
     )
     text = glance(DataConfig(path=str(tmp_path)))
     assert "'one line'; split train (not read: test); left out: CITATION" in text
@@ -259,7 +259,7 @@ def test_held_out_splits_evaluate_unless_the_user_says(tmp_path: Path) -> None:
     sets = {name: (of.path, of.split) for name, of in plan.config.data.eval_path.items()}
     assert sets == {name: (str(tmp_path), name) for name in ("validation", "test")}
     (message,) = (of["message"] for of in plan.events if of["kind"] == "eval_splits")
-    assert "train is trained on, validation and test evaluates (data.eval_path)" in message
+    assert "train is trained on, validation and test evaluate (data.eval_path)" in message
     for words in (
         [path, "data.held_out=0.1"],
         [path, "data.split=all"],

@@ -39,7 +39,8 @@ class Work:
         self, run: RunConfig, out: Path | None, report: Report, trust_remote_code: bool
     ) -> None:
         """Train the tokenizer if need be. Raises ConfigError."""
-        run, _ = with_eval_splits(run)
+        if out is None:
+            run, _ = with_eval_splits(run)
         if run.data.balance is not None:
             run = run.model_copy(update={"data": balanced(run.data)[0]})
         self._spec = DataSpec.of_run(run, {}, trust_remote_code=trust_remote_code)
@@ -101,10 +102,9 @@ class Work:
             tokens.remove()
             lock.unlink(missing_ok=True)
         pair = IndexedTokens(self._out)
-        return (
-            f"wrote {self._out}.bin and .idx: {pair.documents:,} documents, "
-            f"{len(pair.ids):,} tokens{skipped and '; '}{skipped}"
-        )
+        line = f"wrote {self._out}.bin and .idx: {pair.documents:,} documents, "
+        rest = [part for part in (tokens.corpus.split_text, skipped) if part]
+        return "; ".join([f"{line}{len(pair.ids):,} tokens", *rest])
 
     def _write_pair(self, source: TextSource) -> None:
         source.tokens.join(self._report)

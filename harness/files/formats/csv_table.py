@@ -101,13 +101,19 @@ def _rows(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, list[str]]]:
                     return bad_lines.add(file, text)
                 lines = rows.line_num - begins + 1  # of which a quote has made one row
                 bad_lines.seen += lines
-                bad_lines.add(file, f"is no CSV: {error}", begins + before, lines)
+                bad_lines.add(file, _in_words(error), begins + before, lines)
                 if bad_lines.are_enough:
                     return None
                 continue
             if row is None:
                 return None
             yield begins + before, row
+
+
+def _in_words(error: csv.Error) -> str:
+    is_quote = "expected after" in str(error) or "end of data" in str(error)
+    why = "a quote that begins a column is not closed at its end: " if is_quote else ""
+    return f"is no CSV: {why}{error}"
 
 
 def _is_no_utf_8(row: list[str]) -> bool:
