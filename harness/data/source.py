@@ -112,10 +112,10 @@ class Source:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events about the source for the record of a run."""
+        of = {"source": self.name} if self.name else {}
         if self.corpus.left_out:
             message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
-            yield {"kind": "left_out", "message": message}
-        of = {"source": self.name} if self.name else {}
+            yield {"kind": "left_out", "message": message, **of}
         if self.skipped.count:
             message = f"{self.corpus.path}: {self.skipped.skipped_text()}"
             yield {"kind": "bad_rows", "message": message, **of, **self.skipped.skipped()}
