@@ -411,3 +411,19 @@ def test_help_and_refusals_need_no_torch_and_no_datatrove() -> None:
         "print({'torch', 'transformers', 'datatrove'} & sys.modules.keys())"
     )
     assert printed(code).endswith("set()\n")
+
+
+def test_a_folder_with_splits_is_cleaned_by_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": prose(1)}) + "\n")
+    words = [str(folder), str(tmp_path / "out"), "--recipe=light", "--dry-run"]
+    assert main(words) == ExitCode.DONE
+    assert "split train (not read: test)" in capsys.readouterr().err
+    assert main([*words, "--split=test"]) == ExitCode.DONE
+    assert "split test (not read: train)" in capsys.readouterr().err
+    assert main([*words, "--split=dev"]) == ExitCode.BAD_CONFIG
+    assert "--split is 'dev', but" in capsys.readouterr().err

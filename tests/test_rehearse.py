@@ -341,6 +341,15 @@ def test_of_many_files_each_gives_its_part(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in files) == pytest.approx(MOST_BYTES, rel=0.01)
 
 
+def test_of_a_split_its_files_are_the_part(tmp_path: Path) -> None:
+    line = json.dumps({"text": "word " * 200}) + "\n"
+    for name in ("train", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").parent.mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{name}.jsonl").write_text(line * (2 * MOST_BYTES // len(line)))
+    part = Path(excerpt(str(tmp_path / "data"), tmp_path / "part", split="test"))
+    assert [file.name for file in part.iterdir()] == ["test.jsonl"]
+
+
 def test_small_data_is_read_where_it_lies(tmp_path: Path) -> None:
     (tmp_path / "small.txt").write_text("a line\n")
     assert excerpt(str(tmp_path / "small.txt"), tmp_path / "part") == str(tmp_path / "small.txt")

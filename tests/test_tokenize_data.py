@@ -18,6 +18,8 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
 from harness.errors import ExitCode
+from harness.layout.world import World
+from harness.plan.make import make_plan
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.run_tools import printed
 from tests.two_ranks import REPOSITORY, wait_for
@@ -67,6 +69,30 @@ def test_the_run_only_opens_what_was_tokenised(
     data = opened(*asked)
     assert data.documents == 290
     assert main(asked) == ExitCode.DONE  # nothing left to do
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_held_out_splits_and_rows_that_are_left_out_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, count in (("train", 200), ("test", 40)):
+        lines = [json.dumps(of) for of in records(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(["{", *lines]))
+    asked = [f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=300"]
+    asked += ["data.seq_len=16", "data.bad_rows=skip"]
+    assert main([*asked, "--workers=2"]) == ExitCode.DONE
+    assert "bad rows left out: 1 of 201" in capsys.readouterr().out
+    monkeypatch.setattr(source, "write_tokens", None)  # what a run would call
+    plan = make_plan(load_run_config(None, asked), {}, World(), here=True)
+    data = build_data(DataSpec.of_run(plan.config, {}))
+    assert (data.documents, [*data.eval_sets]) == (200, ["test"])
+    assert [event["skipped"] for event in data.events() if event["kind"] == "bad_rows"] == [1, 1]
+    assert main([*asked, "--out", str(tmp_path / "tokens")]) == ExitCode.DONE
+    line = capsys.readouterr().out
+    assert "200 documents" in line
+    assert "; split train (not read: test); bad rows left out: 1 of 201 (0.5%)" in line
 
 
 @pytest.mark.usefixtures("small_shards")

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(PRESETS)} or FILE.toml (default: %(default)s)",
     )
     parser.add_argument("--text", metavar="COLUMN", help="column of the text (default: text)")
+    parser.add_argument("--split", metavar="NAME", help="split of a folder, as data.split (train)")
     parser.add_argument("--workers", type=int, default=cores(), help="processes: %(default)s")
     parser.add_argument("--slurm", action="store_true", help="as Slurm arrays, with slurm/site.env")
     parser.add_argument(
@@ -100,6 +101,8 @@ def _clean(args: argparse.Namespace) -> int:
         from tools.cleaning.reading import why_no_text
 
         corpus = _corpus(args)
+        if corpus.split:
+            say(f"{corpus.path}: {corpus.split_text}", sys.stderr)
         if why := why_no_text(corpus):
             problems.append(f"IN: {corpus.path} {why}")
     if problems or recipe is None:
@@ -172,7 +175,7 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
         try:
             _corpus(args)
         except ConfigError as error:
-            problems += error.problems
+            problems += [text.replace("data.split", "--split") for text in error.problems]
     if args.output is not None and args.output.exists() and not args.output.is_dir():
         problems.append(f"OUT: {args.output} is a file: name a folder")
     if recipe is not None:
@@ -208,7 +211,7 @@ def _corpus(args: argparse.Namespace) -> Any:
     from harness.data.corpus import find_corpus
 
     columns = {} if args.text is None else {"text": args.text}
-    return find_corpus(args.input, columns=columns)
+    return find_corpus(args.input, columns=columns, split=args.split)
 
 
 def _pipeline(args: argparse.Namespace, recipe: Recipe, corpus: Any) -> Pipeline:

@@ -75,6 +75,7 @@ def main(argv: list[str]) -> int:
 def _measured(args: argparse.Namespace) -> list[Measured]:
     """Return the counts of every tokenizer. Raises ConfigError with all problems."""
     from harness.data.corpus import find_corpus
+    from harness.files.splits import ALL
 
     problems = [*plot_problems(args.plot)]
     for name in ("hidden", "most_mb"):
@@ -90,7 +91,7 @@ def _measured(args: argparse.Namespace) -> list[Measured]:
             problems.append(f"--data {text}: another one is named {name}: write NAME=PATH")
             continue
         try:
-            corpora[name] = find_corpus(path)
+            corpora[name] = find_corpus(path, split=ALL)
             if corpora[name].kind == "indexed":
                 problems.append(f"--data {text} holds token ids: name the text")
         except ConfigError as error:

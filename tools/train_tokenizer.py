@@ -66,6 +66,7 @@ def main(argv: list[str]) -> int:
 
 def _train(args: argparse.Namespace, temporary: Path) -> int:
     from harness.data.corpus import find_corpus  # numpy and more
+    from harness.files.splits import ALL
 
     problems = []
     if not _LEAST <= args.vocab_size <= _MOST:
@@ -81,7 +82,7 @@ def _train(args: argparse.Namespace, temporary: Path) -> int:
     corpus = None
     try:
         columns = {} if args.text is None else {"text": args.text}
-        corpus = find_corpus(args.input, columns=columns)
+        corpus = find_corpus(args.input, columns=columns, split=ALL)
         if corpus.kind == "indexed":
             problems.append(f"IN: {corpus.path} holds token ids: name the text")
     except ConfigError as error:

@@ -29,6 +29,7 @@ from harness.config.sections import (
 from harness.files.file_kinds import FORMATS
 from harness.files.forms import problem_of_columns
 from harness.files.kept_sample import TRAIN, kept_sample
+from harness.files.splits import TO_EVALUATE
 
 DEFAULT_VOCAB_SIZE = 8192
 NEW, REHEARSED = "new", "rehearsed"
@@ -49,6 +50,9 @@ class ReadAs(Section):
 
     path: PathText
     """Data as in data.path."""
+    split: Text | None = None
+    """Split of its folder, as in data.split; None: data.split; of a held-out set validation, else
+    test."""
     format: Literal[tuple(FORMATS)] | None = None  # type: ignore[valid-type]
     """Format of its files; None: data.format."""
     columns: dict[str, Text] | None = None
@@ -108,6 +112,9 @@ class DataConfig(Section):
     path: PathText | None = None
     """Text, JSON, CSV, Parquet, a folder of them or of datasets' save_to_disk, or a .bin/.idx pair;
     None: Python's own standard library."""
+    split: Text | None = None
+    """Split of a folder to read: one of its data card or of its file names, SUBSET/SPLIT where a
+    card has subsets, or all for the whole folder; None: train, and the others evaluate."""
     mix: list[MixSource] = Field(default_factory=list)
     """Several sources instead of data.path, each with path, and share, then, epochs, name, format,
     columns, where, learn, min_tokens, max_tokens as needed: data.mix=[{path="a", share=0.7},
@@ -121,7 +128,7 @@ class DataConfig(Section):
     eval_path: Annotated[dict[str, EvalSet], BeforeValidator(_named)] = Field(default_factory=dict)
     """Held-out set, which replaces the split by data.held_out; or several by name, {chat="a.jsonl",
     code="b.jsonl"}: eval_loss/NAME is the loss of each, eval_loss that of the first. A table has
-    path, and format, columns, where, learn, min_tokens, max_tokens as needed."""
+    path, and split, format, columns, where, learn, min_tokens, max_tokens as needed."""
     format: Literal[tuple(FORMATS)] | None = None  # type: ignore[valid-type]
     """Format of the files, whatever their names; None: by file name."""
     columns: dict[str, Text] = Field(default_factory=dict)
@@ -129,6 +136,11 @@ class DataConfig(Section):
     their usual names. prompt and completion are joined as they are, questions become chats."""
     where: dict[str, str] = Field(default_factory=dict)
     """Values that a record must have in some columns to be read, as in {language="de"}."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """Records that cannot be read: the run is refused with all of them; or they are left out, and
+    counted by kind with the first of each."""
+    bad_rows_limit: Annotated[float, Field(gt=0)] = 0.1
+    """Most records that bad_rows=skip leaves out of a source: a share below 1, else a number."""
     min_tokens: Samples | None = None
     """Fewest tokens of a document that is trained on, with the one that ends it; None: any."""
     max_tokens: Samples | None = None
@@ -182,6 +194,11 @@ class DataConfig(Section):
     prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
     """Batches prepared ahead of the step that needs them."""
 
+    @property
+    def most_bad_rows(self) -> float | None:
+        """Most bad records that are left out, as in bad_rows_limit; None: none is."""
+        return self.bad_rows_limit if self.bad_rows == "skip" else None
+
     def sources(self) -> dict[str, DataConfig]:
         """Return the data section of each source of `mix` by name; without, this one by "". That
         of old data is last. Raises ConfigError if data.rehearse is a run without a sample.
@@ -200,13 +217,14 @@ class DataConfig(Section):
             return None
         kept = kept_sample(self.rehearse)
         if kept is None:
-            return self._only(self.rehearse).model_copy(update=_ANY_LENGTH)
-        as_kept: dict[str, Any] = {"format": None, "columns": {}, "where": {}}
+            return self._only(self.rehearse).model_copy(update=_ANY_LENGTH | {"split": None})
+        as_kept: dict[str, Any] = {"format": None, "columns": {}, "where": {}, "split": None}
         return self._only(str(kept / side)).model_copy(update=as_kept | _ANY_LENGTH)
 
     def eval_sets(self) -> dict[str, DataConfig]:
         """Return the data section of each held-out set of `eval_path` by name."""
-        sets = {name: self.model_copy(update=_ANY_LENGTH) for name in self.eval_path}
+        as_set = _ANY_LENGTH | {"split": TO_EVALUATE}
+        sets = {name: self.model_copy(update=as_set) for name in self.eval_path}
         return {name: sets[name]._only(of.path, of) for name, of in self.eval_path.items()}
 
     def _only(self, path: str, source: ReadAs | None = None) -> DataConfig:
@@ -219,7 +237,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _settings_fit_together(self) -> DataConfig:
         problems = [*_packing_problems(self), *_mix_problems(self), *_eval_problems(self)]
-        problems += [*_rehearsal_problems(self), *_length_problems(self)]
+        problems += [*_rehearsal_problems(self), *_length_problems(self), *_row_problems(self)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -271,6 +289,14 @@ def _length_problems(data: DataConfig) -> Iterator[str]:
         least, most = of.min_tokens or in_mix.min_tokens, of.max_tokens or in_mix.max_tokens
         if least is not None and most is not None and least > most:
             yield f"{key}: min_tokens is {least}, above max_tokens = {most}: no document has both"
+
+
+def _row_problems(data: DataConfig) -> Iterator[str]:
+    limit = data.bad_rows_limit
+    if data.bad_rows != "skip" and limit != DataConfig.model_fields["bad_rows_limit"].default:
+        yield "data.bad_rows_limit is for data.bad_rows=skip: set it, or remove this"
+    if limit > 1 and limit % 1:
+        yield f"data.bad_rows_limit is {limit:g}: above 1 it is a whole number of records"
 
 
 def _eval_problems(data: DataConfig) -> Iterator[str]:

@@ -13,11 +13,11 @@ from pydoc_data.topics import topics
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
-from harness.files.data_format import BadLines
+from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import document_of, value_of
-from harness.files.pieces import Piece, pieces_of
+from harness.files.pieces import Piece, pieces_of, unless_blank
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Corpus(CorpusFiles):
     """Names of the columns of a document in the records (data.columns)."""
     where: Mapping[str, str] = field(default_factory=dict)
     """Values that the records have in some columns (data.where)."""
+    bad_rows_limit: float | None = None
+    """Most bad records that are left out (BadLines.limit); None: none is."""
     between: tuple[int, int] | None = None
     """The range of bytes of its only file whose lines are read; None: files are read whole."""
     leading: tuple[bool, str] | None = None
@@ -69,7 +71,12 @@ class Corpus(CorpusFiles):
         """Return the part of the identity that says how the files are read."""
         kind = self.kind if self.format is None else f"{self.kind} as {self.format}"
         kind = f"{kind} with {sorted(self.columns.items())}" if self.columns else kind
-        return f"{kind} where {sorted(self.where.items())}" if self.where else kind
+        kind = f"{kind} where {sorted(self.where.items())}" if self.where else kind
+        return kind if self.bad_rows_limit is None else f"{kind} without bad rows"
+
+    def bad_lines(self) -> BadLines:
+        """Return an empty list of bad lines, with the limit of this corpus."""
+        return BadLines(limit=self.bad_rows_limit)
 
     def parts(self, bad_lines: BadLines) -> Iterator[Part]:
         """Yield every document in order, as pieces or as a conversation; collect bad lines.
@@ -87,7 +94,12 @@ class Corpus(CorpusFiles):
                     else:
                         kinds = {True: "a conversation", False: "other text"}
                         text = f"holds {kinds[is_chat]}, but {first[1]} holds {kinds[first[0]]}"
-                        bad_lines.add(file, f"{text}: name one of them, or move it", line)
+                        text += ": name one of them, or move it"
+                        if record is None:
+                            bad_lines.add(file, f"it {text}")
+                            break
+                        if isinstance(document, Chat) or document.is_last:
+                            bad_lines.add(file, text, line)
             except UnicodeDecodeError as error:
                 bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
             except OSError as error:
@@ -119,8 +131,10 @@ class Corpus(CorpusFiles):
                 if any(value_of(record, column) != value for column, value in self.where.items()):
                     continue
                 document = document_of(record, self.columns)
+                if not isinstance(document, Chat) and self.bad_rows_limit is not None:
+                    document = unless_blank(document)
             except ValueError as error:
-                bad_lines.add(file, str(error), line)
+                bad_lines.add(file, problem_of(error), line)
                 if bad_lines.are_enough:
                     return
             else:
@@ -141,6 +155,12 @@ class Corpus(CorpusFiles):
         return self.first_chat is not None, f"{self._first_part.file}:{self._first_part.line}"
 
     @property
+    def note(self) -> str:
+        """How its files are read where their names do not say it; "" if they do."""
+        files = self.files if self.kind == "text" else ()
+        return next((format_of(file, self.format).note(file) for file in files), "")
+
+    @property
     def first_chat(self) -> Chat | None:
         """The first document if it is a conversation."""
         document = self._first_part.document if self._first_part else None
@@ -149,7 +169,7 @@ class Corpus(CorpusFiles):
     @cached_property
     def _first_part(self) -> Part | None:
         """The begin of the first document, without its record; None of other data than files."""
-        part = next(self.parts(BadLines()), None) if self.kind == "text" else None
+        part = next(self.parts(self.bad_lines()), None) if self.kind == "text" else None
         return part and replace(part, record=None)
 
     def pieces(self) -> Iterator[Piece]:
@@ -157,7 +177,7 @@ class Corpus(CorpusFiles):
 
         Raises ConfigError with up to MAX_PROBLEMS problems, each with its first file and line.
         """
-        bad_lines = BadLines()
+        bad_lines = self.bad_lines()
         for part in self.parts(bad_lines):
             if isinstance(part.document, Chat):
                 yield from pieces_of("\n".join(turn["content"] for turn in part.document.messages))
@@ -198,12 +218,19 @@ def find_corpus(
     format: str | None = None,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,
+    split: str | None = None,
+    bad_rows_limit: float | None = None,
 ) -> Corpus:
     """Return the corpus that `data.path` names; raises ConfigError as find_files does."""
-    files = find_files(path, format)
+    files = find_files(path, format, split=split)
     if where and files.kind != "text":
         raise ConfigError(f"data.where is {dict(where)}, but {files.path} has no columns")
-    return Corpus(**vars(files), columns=columns or {}, where=where or {})
+    return Corpus(
+        **vars(files),
+        columns=columns or {},
+        where=where or {},
+        bad_rows_limit=bad_rows_limit if files.kind == "text" else None,
+    )
 
 
 def _library_file(file: Path) -> Iterator[Piece]:

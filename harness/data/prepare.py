@@ -23,7 +23,7 @@ from harness.data.split import stores_separator, write_splits
 from harness.data.token_bounds import ANY_LENGTH, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, Unusable, shortened
-from harness.files.data_format import BadLines
+from harness.files.data_format import SKIP, BadLines
 from harness.files.regular_file import read_json
 
 # Increase this if the same text would give other tokens, ...
@@ -31,8 +31,10 @@ FORMAT = 4
 # ... and this one if the files of the split change.
 SPLIT_FORMAT = 3
 TOKENS, MASKS, SPLIT_FACTS = "tokens", "masks.npy", "split.json"
+SKIPPED = "skipped.json"
 _REPORT_EVERY_CHARS = 1 << 26
 _MOST_FACTS_BYTES = 2**20
+_MOST_SKIPPED_BYTES = 2**24
 _OF_BOUNDS = ("shorter", "longer")
 _FACT_TYPES: dict[str, type] = {
     "fingerprint": str,
@@ -71,7 +73,7 @@ def write_tokens(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, learn: str, folder: Path, report: Report
 ) -> None:
     """Write the tokens, and which of them are masked. Raises ConfigError with all bad lines."""
-    bad_lines, reported = BadLines(), 0
+    bad_lines, reported = corpus.bad_lines(), 0
 
     def progress(characters: int) -> None:
         nonlocal reported
@@ -81,6 +83,7 @@ def write_tokens(
 
     counts = encode_corpus(corpus, tokenizer, learn, folder, bad_lines, progress)
     require_text(corpus, counts, bad_lines)
+    keep_skipped(corpus, bad_lines, folder)
 
 
 def encode_corpus(
@@ -116,9 +119,36 @@ def encode_corpus(
 
 def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
     """Raise ConfigError with all bad lines, or if there is no text."""
-    bad_lines.require_none()
+    try:
+        bad_lines.require_none()
+    except ConfigError as error:
+        if corpus.bad_rows_limit is not None or bad_lines.count == 0:
+            raise
+        raise ConfigError([*error.problems[:-1], f"{error.problems[-1]}; {SKIP}"]) from None
     if not counts.characters:
         raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
+
+
+def keep_skipped(corpus: Corpus, bad_lines: BadLines, folder: Path) -> None:
+    """Write the bad lines that a corpus's tokens are without beside them."""
+    if corpus.bad_rows_limit is not None:
+        (folder / SKIPPED).write_text(json.dumps(bad_lines.as_json()))
+
+
+def read_skipped(corpus: Corpus, folder: Path) -> BadLines:
+    """Return the bad lines that tokens are without. Raises ConfigError if there are more than the
+    limit of the corpus, which may be another than when they were written.
+    """
+    if corpus.bad_rows_limit is None:
+        return BadLines()
+    path = folder / SKIPPED
+    try:
+        values: Any = read_json(path, _MOST_SKIPPED_BYTES, links=True)
+        bad_lines = BadLines.from_json(values, corpus.bad_rows_limit)
+    except (OSError, Unusable, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(path, error) from error
+    bad_lines.require_none()
+    return bad_lines
 
 
 def write_split(

@@ -21,7 +21,7 @@ from harness.data.cache import Report, fill_once
 from harness.data.corpus import Corpus
 from harness.data.indexed import join_indexed
 from harness.data.masks import Masks, join_masks, load_masks
-from harness.data.prepare import MASKS, TOKENS, Counts, encode_corpus, require_text
+from harness.data.prepare import MASKS, TOKENS, Counts, encode_corpus, keep_skipped, require_text
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
@@ -124,7 +124,10 @@ class ShardedTokens:
                 raise
 
     def _write(self, number: int, progress: Callable[[int], None], folder: Path) -> None:
-        corpus, bad_lines = corpus_of_shard(self.corpus, self.shards[number]), BadLines()
+        corpus, bad_lines = (
+            corpus_of_shard(self.corpus, self.shards[number]),
+            self.corpus.bad_lines(),
+        )
         counts = encode_corpus(corpus, self._tokenizer, self._learn, folder, bad_lines, progress)
         settle_lines(corpus, bad_lines)
         facts = {"counts": asdict(counts), "bad_lines": bad_lines.as_json()}
@@ -153,6 +156,7 @@ class ShardedTokens:
             raise
         join_indexed([folder / TOKENS for folder in folders], joined / TOKENS)
         join_masks(_masks(folders), joined / MASKS)
+        keep_skipped(self.corpus, bad_lines, joined)
 
     def remove(self) -> None:
         """Remove the joined tokens, their lock, and all shards."""
@@ -169,7 +173,7 @@ class ShardedTokens:
 
     def _facts(self, folders: Sequence[Path]) -> tuple[Counts, BadLines]:
         documents = characters = tokens = 0
-        bad_lines = BadLines()
+        bad_lines = self.corpus.bad_lines()
         for folder in folders:
             facts = json.loads((folder / _FACTS).read_text())
             documents += facts["counts"]["documents"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from harness.data.prepare import (
     TOKENS,
     SplitFacts,
     read_facts,
+    read_skipped,
     require_ids_of,
     write_split,
     write_tokens,
@@ -34,6 +35,7 @@ from harness.data.token_bounds import ANY_LENGTH, LeftOut, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.data.whole import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.errors import ConfigError
+from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
 from harness.files.pieces import shortened
 
@@ -56,6 +58,8 @@ class Source:
     """Name, documents and tokens of each .bin/.idx pair of a folder of them."""
     bounds: TokenBounds = ANY_LENGTH
     """Lengths of the documents that are read."""
+    skipped: BadLines = field(default_factory=BadLines)
+    """Records that are left out (data.bad_rows)."""
 
     @property
     def tokens(self) -> int:
@@ -90,6 +94,12 @@ class Source:
             count = self.tokens - sum(int(of.split.masked[-1]) for of in self.sides.values())
             joint = " and" if held_out else ", of which"
             learned = f"{joint} {count:,} ({count / self.tokens:.1%}) are learned"
+        if self.skipped.count:
+            left_out += f"; {self.skipped.skipped_text()}"
+        if note := self.corpus.note:
+            left_out += f"; {note}"
+        if self.corpus.split:
+            left_out += f"; {self.corpus.split_text}"
         if self.corpus.left_out:
             left_out += f"; left out: {self.corpus.left_out}"
         if isinstance(packed := self.sides["train"], WholeWindows):
@@ -102,10 +112,16 @@ class Source:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events about the source for the record of a run."""
+        of = {"source": self.name} if self.name else {}
         if self.corpus.left_out:
             message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
-            yield {"kind": "left_out", "message": message}
-        of = {"source": self.name} if self.name else {}
+            yield {"kind": "left_out", "message": message, **of}
+        if self.skipped.count:
+            message = f"{self.corpus.path}: {self.skipped.skipped_text()}"
+            yield {"kind": "bad_rows", "message": message, **of, **self.skipped.skipped()}
+        if self.corpus.split:
+            message = f"{self.corpus.path}: {self.corpus.split_text}"
+            yield {"kind": "split", "message": message, **of}
         if self._of_other_length:
             counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
             message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"
@@ -121,6 +137,8 @@ class Source:
         share = ""
         if "held_out" in self.sides:
             share = f", or change data.held_out (now {spec.config.held_out})"
+        if self.name in spec.config.eval_path and self.corpus.split:
+            share = ", or set data.held_out, which evaluates on documents of the train split"
         if self._of_other_length:
             share += f"; not read were {self._of_other_length} ({self.bounds.text()})"
         for side, packed in self.sides.items():
@@ -148,7 +166,7 @@ def open_source(
     corpus = corpus_of(spec)
     key = tokens_key(corpus, tokenizer, spec)
     num_ids = spec.model_vocab_size or vocab_size(tokenizer)
-    prefixes, masks = corpus.pairs, None
+    prefixes, masks, skipped = corpus.pairs, None, BadLines()
     if corpus.kind != "indexed":
         folder = tokens_folder(cache, key)
         learn = spec.config.learn
@@ -156,6 +174,7 @@ def open_source(
             folder, lambda path: write_tokens(corpus, tokenizer, learn, path, report), report
         )
         prefixes, masks = (folder / TOKENS,), load_masks(folder / MASKS)
+        skipped = read_skipped(corpus, folder)
     elif masks_of(corpus.path).is_file():
         if spec.bounds != ANY_LENGTH:
             raise ConfigError(
@@ -190,7 +209,8 @@ def open_source(
         (str(path.relative_to(corpus.path)), documents, count)
         for path, documents, count in (tokens.sizes() if corpus.is_folder_of_pairs else ())
     )
-    return Source(name, corpus, facts, _first_line(tokens, tokenizer), sides, pairs, spec.bounds)
+    begins = _first_line(tokens, tokenizer)
+    return Source(name, corpus, facts, begins, sides, pairs, spec.bounds, skipped)
 
 
 def cached_fingerprint_of(
@@ -205,7 +225,14 @@ def corpus_of(spec: DataSpec) -> Corpus:
     """Return the corpus of one source. Raises ConfigError if it cannot be read."""
     try:
         config = spec.config
-        corpus = find_corpus(config.path, config.format, config.columns, config.where)
+        corpus = find_corpus(
+            config.path,
+            config.format,
+            config.columns,
+            config.where,
+            config.split,
+            config.most_bad_rows,
+        )
         corpus.identity()
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error

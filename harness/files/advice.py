@@ -23,7 +23,7 @@ def _table(reader: str) -> str:
 
 
 BY_SUFFIX = {
-    ".psv": _table("read_csv"),
+    ".psv": "is a table: data.format=csv reads it",
     **dict.fromkeys((".xls", ".xlsx", ".ods"), _table("read_excel")),
     **dict.fromkeys((".gz", ".tgz"), _compressed("gunzip -k")),
     **dict.fromkeys((".zst", ".zstd"), _compressed("zstd -d")),

@@ -12,15 +12,20 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from harness.errors import ConfigError, Unusable
+from harness.files.beside import DOT_FILES, DOT_FOLDERS, beside_data, is_for_readers, left_out_text
 from harness.files.compressed import why_no_pyarrow
-from harness.files.file_kinds import kind_of
+from harness.files.data_card import NAME as CARD
+from harness.files.data_card import subsets_of
+from harness.files.file_kinds import format_of, kind_of, known_format
+from harness.files.first_bytes import GET_LFS, is_lfs_pointer
 from harness.files.paths import user_path
 from harness.files.regular_file import read_json
+from harness.files.splits import ALL, TO_EVALUATE, Splits, splits_of
 from harness.files.table import Table
 
 CorpusKind = Literal["library", "text", "indexed"]
@@ -28,6 +33,7 @@ _OTHER_HALF = {".bin": ".idx", ".idx": ".bin"}
 _BESIDE, _MASKS = (".made-from.json", ".lock"), ".masks.npy"
 _SKIPPED_FOLDERS = {"dist-packages", "idle_test", "idlelib", "site-packages", "test", "tests"}
 _MOST_STATE_BYTES = 1 << 26
+_PLAIN = {".txt", ".text", ".raw", ".tokens"}
 # A dict of manual pages: read as prose, one document each, after all sources.
 TOPICS = Path("pydoc_data", "topics.py")
 
@@ -44,7 +50,11 @@ class CorpusFiles:
     format: str | None = None
     """Format of all files; None: by file name."""
     left_out: str = ""
-    """Files of a folder that are not read, counted by kind: "2 .png, 1 link to a folder"."""
+    """Files of a folder that are not read, counted by kind: "README.md (data card), 2 .png"."""
+    split: str = ""
+    """The split of a folder that these files are; "" if they are all."""
+    splits: Splits = field(default_factory=Splits)
+    """All of its splits."""
 
     @property
     def pairs(self) -> tuple[Path, ...]:
@@ -57,59 +67,73 @@ class CorpusFiles:
         """True if `path` is the folder of several pairs, or of one."""
         return self.kind == "indexed" and self.pairs != (self.path,)
 
+    @property
+    def split_text(self) -> str:
+        """Which split is read, and which are not; "" without."""
+        if not self.split:
+            return ""
+        others = [label for label in self.splits.names if label != self.split]
+        rest = f" (not read: {', '.join(others)})" if others else ""
+        return f"split {self.split}{rest}"
+
     def num_bytes(self) -> int:
         """Return the size of all files together."""
         return sum(file.stat().st_size for file in self.files)
 
 
 def find_files(
-    path: str | None, format: str | None = None, at_most: int | None = None
+    path: str | None,
+    format: str | None = None,
+    at_most: int | None = None,
+    split: str | None = None,
 ) -> CorpusFiles:
     """Return the files that `data.path` names; None is Python's library.
 
     Raises ConfigError if there is no text, or data that is not text. `at_most`: number of files
-    after which the walk through a folder ends.
+    after which the walk through a folder ends. `split`: data.split, or TO_EVALUATE.
     """
     if path is None:
         return _library()
     named = user_path("data.path", path)
     try:
-        return _files_of(named, path, format, at_most)
+        corpus = _files_of(named, path, format, at_most, split)
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+    if split not in (None, ALL, TO_EVALUATE) and not corpus.split:
+        raise ConfigError(f"data.split is {split!r}, but {path} has no splits: remove it")
+    return corpus
 
 
-def _files_of(named: Path, path: str, format: str | None, at_most: int | None) -> CorpusFiles:
+def _files_of(
+    named: Path, path: str, format: str | None, at_most: int | None, split: str | None
+) -> CorpusFiles:
     is_half = format is None and named.suffix in (".bin", ".idx")
     prefix = named.with_suffix("") if is_half else named
     pair = (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
     if is_half or (not named.exists() and any(file.exists() for file in pair)):
+        _require_contents(named, pair)
         return CorpusFiles("indexed", prefix, pair)
     if not named.exists():
         raise ConfigError(
             f"data.path: {path} does not exist (nor {pair[0].name} beside it){_of_hub(path)}"
         )
-    left_out = ""
-    if named.is_dir() and (saved := saved_dataset(named)) is not None:
-        files = saved
-    elif named.is_dir():
-        corpus = _files_in(named, format, at_most)
+    if named.is_dir():
+        corpus = _saved(named, split) or _files_in(named, format, at_most, split)
         if corpus.kind == "indexed":
             return corpus
-        files, left_out = corpus.files, corpus.left_out
     elif named.is_file():
-        files = (named,)
+        corpus = CorpusFiles("text", named, (named,), format)
     else:
         raise ConfigError(
             f"data.path: {path} is a device, pipe or socket: give a file, a folder or a .bin/.idx "
             "pair (text is read more than once)"
         )
-    if not any(file.stat().st_size for file in files):
-        rest = f", and {left_out} that cannot be read as text" if left_out else ""
-        raise ConfigError(f"data.path: {path} is empty: {len(files)} files, 0 bytes{rest}")
-    if files == (named,) and (why_not := kind_of(named, format)[1]):
+    if not any(file.stat().st_size for file in corpus.files):
+        rest = f", and {corpus.left_out} that cannot be read as text" if corpus.left_out else ""
+        raise ConfigError(f"data.path: {path} is empty: {len(corpus.files)} files, 0 bytes{rest}")
+    if named.is_file() and (why_not := kind_of(named, format)[1]):
         raise ConfigError(f"data.path: {path} {why_not}")
-    return CorpusFiles("text", named, files, format, left_out)
+    return corpus
 
 
 def _of_hub(path: str) -> str:
@@ -123,70 +147,165 @@ def _of_hub(path: str) -> str:
     )
 
 
-def saved_dataset(folder: Path) -> tuple[Path, ...] | None:
+def splits_in(path: str, format: str | None, split: str | None) -> tuple[Splits, str]:
+    """Return the splits of what data.path names, and the one that is read; "" without.
+
+    Opens only files whose names say too little. Raises ConfigError as find_files does, and OSError.
+    """
+    folder = user_path("data.path", path)
+    if not folder.is_dir():
+        return Splits(), ""
+    if (names := _saved_splits(folder)) is not None:
+        splits = Splits({name: [name] for name in names})
+    else:
+        splits = _listed(folder, format, None).splits
+    return splits, splits.chosen(split, folder)
+
+
+def _saved(folder: Path, split: str | None) -> CorpusFiles | None:
     """Return the files of a folder of datasets' save_to_disk, in its order; None for others.
 
-    Raises ConfigError for one with several splits, and for damaged ones.
+    Raises ConfigError for damaged ones, and where several splits could be meant.
     """
-    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    names = _saved_splits(folder)
+    if names is None:
+        files = _saved_files(folder)
+        return None if files is None else CorpusFiles("text", folder, files)
+    splits = Splits({name: [name] for name in names})
+    chosen = splits.chosen(split, folder)
+    files = ()
+    for name in [chosen] if chosen else names:
+        files += _saved_files(folder / name) or ()
+    return CorpusFiles("text", folder, files, split=chosen, splits=splits)
+
+
+def _saved_splits(folder: Path) -> list[str] | None:
+    """Return the names of the folders of a saved DatasetDict; None if it is none."""
+    path = folder / "dataset_dict.json"
     try:
-        if splits.is_file():
-            names = read_json(splits, _MOST_STATE_BYTES, links=True)
-            names = names["splits"] if isinstance(names, dict) else []
-            if len(names) == 1:
-                return saved_dataset(folder / names[0])
-            raise ConfigError(
-                f"data.path: {folder} holds the splits {', '.join(map(str, names))}: name one, as "
-                f"in data.path={folder / 'train'}"
-            )
+        if not path.is_file():
+            return None
+        names = Table(read_json(path, _MOST_STATE_BYTES, links=True), path).texts("splits")
+    except (Unusable, TypeError) as error:
+        raise ConfigError(f"data.path: {folder}: {error}") from error
+    for name in names:
+        if Path(name).name != name or _saved_files(folder / name) is None:
+            raise ConfigError(f"data.path: {path} names {name}, which is no saved data beside it")
+    return [*names]
+
+
+def _saved_files(folder: Path) -> tuple[Path, ...] | None:
+    state = folder / "state.json"
+    try:
         if not state.is_file() or not (folder / "dataset_info.json").is_file():
             return None
         table = Table(read_json(state, _MOST_STATE_BYTES, links=True), state)
-        files = [Table(entry, state).text("filename") for entry in table.row("_data_files")]
+        names = [Table(entry, state).text("filename") for entry in table.row("_data_files")]
     except (Unusable, KeyError, TypeError) as error:
         raise ConfigError(f"data.path: {folder}: {error}") from error
-    missing = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
         raise ConfigError(f"data.path: {state} names {missing[0]}, which is no file beside it")
     if why := why_no_pyarrow():
         raise ConfigError(f"data.path: {folder} {why}")
-    return tuple(folder / name for name in files)
+    files = tuple(folder / name for name in names)
+    _require_contents(folder, files)
+    return files
 
 
-def _files_in(folder: Path, format: str | None, at_most: int | None) -> CorpusFiles:
+def _require_contents(path: Path, files: Iterable[Path]) -> None:
+    """Raise ConfigError if git-lfs has left pointers in the place of files. Raises OSError."""
+    if pointers := [file for file in files if file.exists() and is_lfs_pointer(file)]:
+        raise ConfigError(f"data.path: {path}: {_count(pointers)} is {GET_LFS}")
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The visible files of a folder, by their names."""
+
+    files: list[Path]
+    beside: dict[Path, str]
+    """Files that are no data, each with what it is."""
+    left_out: Counter[str]
+    pairs: set[Path]
+    splits: Splits
+
+
+def _listed(folder: Path, format: str | None, at_most: int | None) -> _Listed:
+    left_out = Counter[str]()
+    files = [*itertools.islice(_walk(folder, left_out), at_most)]
+    names = {*map(str, files)}
+    pairs = {
+        file.with_suffix("")
+        for file in files
+        if not format
+        and (other := _OTHER_HALF.get(file.suffix))
+        and str(file.with_suffix(other)) in names
+    }
+    data = _data_of(files, format)
+    beside = beside_data(files, of_texts=not (data or pairs))
+    files = [*_in_order(folder, (file for file in files if file not in beside))]
+    if pairs:
+        return _Listed(files, beside, left_out, pairs, Splits())
+    inside = {file: file.relative_to(folder).as_posix() for file in files}
+    named = [name for file, name in inside.items() if file in data]
+    is_records = any(format_of(file, format).records for file in data)
+    splits = splits_of([*inside.values()], subsets_of(folder / CARD), named, records=is_records)
+    return _Listed(files, beside, left_out, pairs, splits)
+
+
+def _data_of(files: list[Path], format: str | None) -> set[Path]:
+    """Return the files of records; without any, plain texts if all others are for readers."""
+    rest = [file for file in files if not is_for_readers(file)]
+    known = {file: of for file in rest if (of := known_format(file, format))}
+    records = {file for file, of in known.items() if of.records}
+    is_plain = all(file.suffix.lower() in _PLAIN for file in known)
+    return records or ({*known} if is_plain else set())
+
+
+def _files_in(
+    folder: Path, format: str | None, at_most: int | None, split: str | None
+) -> CorpusFiles:
     """Return a folder's text files, or its pairs, in the order of their names, and counts of the
     others. Raises ConfigError.
     """
+    listed = _listed(folder, format, at_most)
+    beside, left_out = listed.beside, listed.left_out
+    if listed.pairs:
+        _require_contents(folder, listed.files)
+        others = []
+        for file in listed.files:
+            if file.suffix in _OTHER_HALF or kind_of(file, None)[0] != "binary":
+                others.append(file)
+            else:
+                left_out[_suffix(file)] += 1
+        pairs = _pairs_in(folder, listed.pairs, others)
+        return CorpusFiles("indexed", folder, pairs, None, left_out_text(beside, left_out))
+    chosen, names = listed.splits.chosen(split, folder), listed.splits.names
+    of_splits = {folder / name for names_of in names.values() for name in names_of}
+    wanted = {folder / name for name in names.get(chosen, ())}
     files: list[Path] = []
-    left_out = Counter[str]()
     refused: dict[str, list[Path]] = {}
-    pairs: set[Path] = set()
-    halves: list[Path] = []
-    for file in itertools.islice(_walk(folder, left_out), at_most):
-        other = None if format else _OTHER_HALF.get(file.suffix)
-        if other and file.with_suffix(other).exists():
-            pairs.add(file.with_suffix(""))
+    for file in listed.files:
+        if chosen and file not in wanted and (file in of_splits or known_format(file, format)):
+            if file not in of_splits:
+                beside[file] = " (in no split)"
             continue
-        halves += [file] if other else []
         kind, why_not = kind_of(file, format)
         if kind == "data":
             refused.setdefault(why_not, []).append(file)
         elif kind == "binary":
-            left_out[file.suffix.lower() or "without a suffix"] += 1
+            left_out[_suffix(file)] += 1
         else:
             files.append(file)
-    if pairs:
-        others = [*files, *itertools.chain.from_iterable(refused.values()), *halves]
-        return CorpusFiles("indexed", folder, _pairs_in(folder, pairs, others))
     problems = [
         f"data.path: {folder} holds {_count(others)}, which {why_not}; or move it elsewhere"
         for why_not, others in refused.items()
     ]
     if problems:
         raise ConfigError(problems)
-    counts = sorted((+left_out).items(), key=lambda item: (-item[1], item[0]))
-    left = ", ".join(f"{count} {kind}" for kind, count in counts)
-    return CorpusFiles("text", folder, _in_order(folder, files), format, left)
+    left = left_out_text(beside, left_out)
+    return CorpusFiles("text", folder, tuple(files), format, left, chosen, listed.splits)
 
 
 def _pairs_in(folder: Path, pairs: set[Path], others: list[Path]) -> tuple[Path, ...]:
@@ -195,6 +314,8 @@ def _pairs_in(folder: Path, pairs: set[Path], others: list[Path]) -> tuple[Path,
     """
     problems = []
     beside = {f"{pair}{suffix}" for pair in pairs for suffix in _BESIDE}
+    halves = {Path(f"{pair}{suffix}") for pair in pairs for suffix in _OTHER_HALF}
+    others = [file for file in others if file not in halves]
     masked = [file for file in others if str(file).removesuffix(_MASKS) in map(str, pairs)]
     for file in sorted({*others} - {*masked}):
         if other := _OTHER_HALF.get(file.suffix):
@@ -220,6 +341,10 @@ def _pairs_in(folder: Path, pairs: set[Path], others: list[Path]) -> tuple[Path,
     return tuple(Path(f"{pair}{suffix}") for pair in ordered for suffix in (".bin", ".idx"))
 
 
+def _suffix(file: Path) -> str:
+    return file.suffix.lower() or "without a suffix"
+
+
 def _in_order(folder: Path, files: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(sorted(files, key=lambda file: file.relative_to(folder).parts))
 
@@ -230,20 +355,21 @@ def _count(files: list[Path]) -> str:
 
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    """Yield every visible file under a folder; count other entries. Raises OSError."""
+    """Yield every visible file under a folder; count the others. Raises OSError."""
 
     def stop(error: OSError) -> None:
         raise error
 
     for root, folders, names in os.walk(folder, onerror=stop):
         visible = [name for name in folders if not name.startswith(".")]
+        left_out[DOT_FOLDERS] += len(folders) - len(visible)
         left_out["links to folders"] += sum(Path(root, name).is_symlink() for name in visible)
         folders[:] = visible
         for name in names:
             file = Path(root, name)
             if name.startswith("."):
-                continue
-            if file.is_file():
+                left_out[DOT_FILES] += 1
+            elif file.is_file():
                 yield file
             else:
                 left_out["pipes, devices or broken links"] += 1

@@ -11,7 +11,7 @@ from typing import Literal
 from harness.files import formats
 from harness.files.advice import BY_SUFFIX
 from harness.files.data_format import DataFormat
-from harness.files.first_bytes import why_not_text
+from harness.files.first_bytes import GET_LFS, is_lfs_pointer, why_not_text
 
 # "binary" files in a folder are left out; "data" files are refused everywhere.
 FileKind = Literal["documents", "data", "binary"]
@@ -32,10 +32,11 @@ _OF_SUFFIX = {suffix: format for format in FORMATS.values() for suffix in format
 
 def format_of(file: Path, named: str | None) -> DataFormat:
     """Return the format that is named, or else that of a file's suffix; text if there is none."""
-    return _format_of(file, named) or FORMATS["text"]
+    return known_format(file, named) or FORMATS["text"]
 
 
-def _format_of(file: Path, named: str | None) -> DataFormat | None:
+def known_format(file: Path, named: str | None) -> DataFormat | None:
+    """Return the format that is named, or else that of a file's suffix; None if there is none."""
     if named is not None:
         return FORMATS[named]
     parts = [part.lower() for part in file.suffixes or [file.suffix]]
@@ -46,9 +47,13 @@ def _format_of(file: Path, named: str | None) -> DataFormat | None:
 def kind_of(file: Path, named: str | None) -> tuple[FileKind, str]:
     """Return the kind of a file, and for "data" and "binary" the reason and advice.
 
-    The file is opened only if the suffix does not determine its kind. Raises OSError.
+    The file is opened only if it is tiny, or the suffix does not determine its kind. Raises
+    OSError.
     """
-    format = _format_of(file, named)
+    format = known_format(file, named)
+    if is_lfs_pointer(file):
+        is_named = format is not None or file.suffix.lower() in BY_SUFFIX
+        return "data" if is_named else "binary", f"is {GET_LFS}"
     if format is not None:
         why_not = format.why_not(file, named is not None)
     elif advice := BY_SUFFIX.get(file.suffix.lower()):

@@ -9,6 +9,16 @@ from harness.errors import Unusable
 from harness.files.advice import by_first_bytes
 
 _HEAD_BYTES = 4096
+LFS_POINTER = b"version https://git-lfs"
+"""What a file begins with that git-lfs left in the place of another."""
+GET_LFS = "a git-lfs pointer; run `git lfs pull` in its folder"
+_MOST_POINTER_BYTES = 1024  # github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return True for what git-lfs left in the place of a file. Opens small files only."""
+    is_small = len(LFS_POINTER) < file.stat().st_size <= _MOST_POINTER_BYTES
+    return is_small and _head(file, len(LFS_POINTER)) == LFS_POINTER
 
 
 def why_not_text(file: Path) -> str:

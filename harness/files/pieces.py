@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -32,6 +32,14 @@ def pieces_of(text: str, *, is_learned: bool = True, is_last: bool = True) -> It
         yield Piece(text[start:cut], is_learned, is_last=False)
         start = cut
     yield Piece(text[start:], is_learned, is_last)
+
+
+def unless_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Return the pieces of a document. Raises ValueError if they are nothing but white space."""
+    document = [*pieces]
+    if not any(piece.text.strip() for piece in document):
+        raise ValueError("is blank: nothing to learn")
+    return iter(document)
 
 
 def pieces_read(opened: TextIO) -> Iterator[Piece]:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from harness.errors import Unusable
+from harness.files.first_bytes import GET_LFS, LFS_POINTER
 from harness.files.regular_file import open_regular
 from harness.files.table import Table
 
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_POINTER = b"version https://git-lfs"
 # Bytes per element by dtype; tensors of other dtypes are checked only for their place.
 _BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -55,7 +55,7 @@ def read_header(path: Path, links: bool = False) -> dict[str, StoredTensor]:
 def header_of(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of an open file; see `read_header`."""
     size = os.fstat(file.fileno()).st_size
-    start = file.read(len(_POINTER))
+    start = file.read(len(LFS_POINTER))
     if len(start) < 8:
         raise Unusable(f"{path} has {size} bytes: it is empty, or cut off")
     (length,) = struct.unpack("<Q", start[:8])
@@ -108,8 +108,8 @@ def _tensors(content: Table, base: int) -> dict[str, StoredTensor]:
 
 def _looks_like(start: bytes) -> str:
     """Return the likely origin of a file with these first bytes."""
-    if start == _POINTER:
-        return "it is a git-lfs pointer; run `git lfs pull` in its folder"
+    if start == LFS_POINTER:
+        return f"it is {GET_LFS}"
     if start.startswith((b"<!DOCTYPE", b"<html", b"<!doctype")):
         return "it is a web page; download the file itself"
     if start.startswith(b"PK") or start[:1] == b"\x80":

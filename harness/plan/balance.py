@@ -55,7 +55,11 @@ def balanced(data: DataConfig) -> tuple[DataConfig, str]:
 
 def _records_by_value(data: DataConfig, column: str) -> dict[str, int]:
     """Count the records of data.where with each value. Raises ConfigError."""
-    files, bad_lines, counts = find_files(data.path, data.format), BadLines(), Counter[str]()
+    files, bad_lines, counts = (
+        find_files(data.path, data.format, split=data.split),
+        BadLines(limit=data.most_bad_rows),
+        Counter[str](),
+    )
     if files.kind != "text":
         raise ConfigError(f"data.balance is {column!r}, but {files.path} has no columns")
     for file in files.files:

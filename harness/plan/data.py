@@ -11,10 +11,10 @@ from harness.config.data_section import DataConfig, MixSource
 from harness.errors import ConfigError, Unusable
 from harness.files.chat import Chat
 from harness.files.corpus_files import CorpusFiles, find_files
-from harness.files.data_format import BadLines
+from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
-from harness.files.forms import document_of
-from harness.files.pieces import begins, shortened
+from harness.files.forms import Document, document_of, value_of
+from harness.files.pieces import begins, shortened, unless_blank
 from harness.files.token_index import read_header
 from harness.plan.draft import Draft
 
@@ -104,7 +104,7 @@ def glance(data: DataConfig) -> str:
 
 
 def _glance(data: DataConfig) -> Glance:
-    corpus = find_files(data.path, data.format, at_most=_MOST_FILES)
+    corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
     try:
         seen = _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
     except OSError as error:
@@ -126,13 +126,15 @@ def _pairs(corpus: CorpusFiles) -> Glance:
     text = f"{documents:,} documents, {tokens:,} tokens in "
     if not corpus.is_folder_of_pairs:
         return Glance(f"{text}{corpus.files[0]}", tokens)
+    left_out = _left_out(corpus)
     each = [
         f"{prefix.relative_to(corpus.path)} {documents:,} documents, {tokens:,} tokens"
         for prefix, (documents, tokens) in counts.items()
     ]
     more = f"; {len(each) - _SHOWN:,} more" if len(each) > _SHOWN else ""
     at_least = "at least " if len(corpus.files) >= _MOST_FILES - 1 else ""
-    text += f"{at_least}{len(each):,} pairs of {corpus.path}: {'; '.join(each[:_SHOWN])}{more}"
+    shown = f"{'; '.join(each[:_SHOWN])}{more}{left_out}"
+    text += f"{at_least}{len(each):,} pairs of {corpus.path}: {shown}"
     return Glance(text, tokens)
 
 
@@ -149,12 +151,19 @@ def _text(corpus: CorpusFiles, data: DataConfig) -> Glance:
     source = "Python's own library" if corpus.kind == "library" else str(corpus.path)
     size = corpus.num_bytes()
     first = _first(corpus, data)
-    left_out = f"; left out: {corpus.left_out}" if corpus.left_out else ""
     text = (
         f"{source}: {at_least}{documents:,} documents, {size / 2**20:,.1f} MiB (roughly "
-        f"{size // _BYTES_PER_TOKEN:,} tokens), the first {first}{left_out}"
+        f"{size // _BYTES_PER_TOKEN:,} tokens), the first {first}{_left_out(corpus)}"
     )
     return Glance(text, size // _BYTES_PER_TOKEN)
+
+
+def _left_out(corpus: CorpusFiles) -> str:
+    """Return how files are read where their names do not say it, and what is not read."""
+    parts = [corpus.split_text, f"left out: {corpus.left_out}" if corpus.left_out else ""]
+    if corpus.kind == "text":
+        parts.insert(0, format_of(corpus.files[0], corpus.format).note(corpus.files[0]))
+    return "".join(f"; {part}" for part in parts if part)
 
 
 def _first(corpus: CorpusFiles, data: DataConfig) -> str:
@@ -164,15 +173,35 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> str:
     if format.begin is not None:
         return format.begin(file)
     assert format.records is not None, "a format has pieces or records"
-    bad_lines, documents = BadLines(), []
-    try:
-        for _, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
-            documents.append(document_of(record, data.columns))
-    except ValueError as error:
-        if not documents:
-            return f"cannot be read: {error}"
+    bad_lines, documents = BadLines(limit=data.most_bad_rows), []
+    for line, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
+        bad_lines.seen += 1
+        try:
+            if any(value_of(record, key) != value for key, value in data.where.items()):
+                continue
+            document = document_of(record, data.columns)
+            if not isinstance(document, Chat) and bad_lines.limit is not None:
+                document = unless_blank(document)
+            documents.append(document)
+        except ValueError as error:
+            bad_lines.add(file, problem_of(error), line)
+            if bad_lines.limit is None:
+                break
+    bad = _bad(bad_lines)
     if not documents:
-        return f"cannot be read: {'; '.join(bad_lines.problems()) or 'there is none'}"
+        return f"cannot be read: {bad or 'there is none'}"
+    return f"{_begin(documents)}{bad and '; '}{bad}"
+
+
+def _bad(bad_lines: BadLines) -> str:
+    """Return what is bad among the first records; "" if nothing is."""
+    if bad_lines.limit is not None and bad_lines.count:
+        return bad_lines.skipped_text("bad rows among the first, which are left out")
+    return "; ".join(problem.removeprefix("data.path: ") for problem in bad_lines.problems())
+
+
+def _begin(documents: list[Document]) -> str:
+    """Return how the first document begins; of conversations also turns and what is learned."""
     chats = [document for document in documents if isinstance(document, Chat)]
     if not chats:
         return begins(next((piece.text for piece in documents[0] if piece.text), ""))  # type: ignore[union-attr]

@@ -38,6 +38,7 @@ def verdicts(run: Recorded) -> list[Verdict]:
         _baselines,
         _norm,
         _bad_steps,
+        _bad_rows,
         _replicas,
         _memory,
         _speed,
@@ -110,6 +111,13 @@ def _bad_steps(run: Recorded) -> Verdict | None:
         return Verdict("good", "No spike, no skipped step, no rollback.")
     kind = "bad" if run.of_kind("rollback") else "warning"
     return Verdict(kind, f"{', '.join(counts)}: see the events.")
+
+
+def _bad_rows(run: Recorded) -> Verdict | None:
+    """Say what data.bad_rows left out, once of each source: every start records it."""
+    events = {str(event.get("source")): event for event in run.of_kind("bad_rows")}
+    texts = [str(event.get("message")) for event in events.values()]
+    return Verdict("warning", f"{'; '.join(texts)}.") if texts else None
 
 
 def _replicas(run: Recorded) -> Verdict | None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
+from harness.config.run_file import load_run_config
 from harness.data.build import build_data, cached_fingerprint
 from harness.data.data import Data
 from harness.data.fingerprint import order_key
@@ -24,6 +25,8 @@ from harness.data.indexed import write_indexed
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import encode, tokenizer_hash
 from harness.errors import ConfigError
+from harness.layout.world import World
+from harness.plan.make import make_plan
 
 WORDS = ["the", "model", "reads", "text", "and", "learns", "a", "bit", "of", "it", "each", "day"]
 
@@ -345,3 +348,21 @@ def test_runs_with_prompts_keep_the_fingerprint_of_earlier_versions(
     ids = hashlib.sha256(tokens).hexdigest()
     whole = hashlib.sha256(f"{layout.hexdigest()}:{ids}".encode()).hexdigest()
     assert data.fingerprint == f"{whole}-{layout.hexdigest()}"
+
+
+def test_a_held_out_split_that_is_too_small_says_how_to_go_on_without(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    for name, count in (("train", 50), ("test", 1)):
+        lines = [json.dumps({"text": text(number, 8)}) for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    words = [f"data.path={tmp_path}", f"data.tokenizer={tokenizer_dir}", "data.seq_len=64"]
+    words += [f"data.cache_dir={tmp_path / '.cache'}"]
+
+    def build(*more: str) -> Data:
+        plan = make_plan(load_run_config(None, [*words, *more]), {}, World(), here=True)
+        return build_data(DataSpec.of_run(plan.config, {}))
+
+    with pytest.raises(ConfigError, match=r"or set data.held_out, which evaluates on documents of"):
+        build()
+    assert build("data.held_out=0.3").documents == 50

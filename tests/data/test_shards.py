@@ -17,7 +17,7 @@ from harness.config.data_section import DataConfig
 from harness.data.build import build_data
 from harness.data.chat_tokens import set_template
 from harness.data.corpus import Corpus, find_corpus
-from harness.data.prepare import MASKS, TOKENS, write_tokens
+from harness.data.prepare import MASKS, SKIPPED, TOKENS, write_tokens
 from harness.data.shards import ShardedTokens, shards_of
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import load_tokenizer, train_tokenizer
@@ -256,6 +256,14 @@ def test_bad_lines_are_those_that_one_process_reports(
         expected(corpus, tokenizer, tmp_path / "whole")
     assert by_shards.value.problems == at_once.value.problems
     assert "bad.jsonl:151" in str(by_shards.value)
+
+    skipping = find_corpus(str(path), bad_rows_limit=4)
+    tokens = sharded(skipping, tokenizer, tmp_path / "skipped")
+    write_and_join(tokens)
+    assert_as_one_process_writes(tokens, tmp_path / "without")
+    kept = [(tmp_path / of / SKIPPED).read_text() for of in ("skipped", "without")]
+    assert kept[0] == kept[1]
+    assert json.loads(kept[0])["seen"] == 299  # one line is blank
 
 
 def test_a_conversation_among_other_text_is_seen_in_any_shard(

@@ -225,17 +225,60 @@ def test_conversations_come_in_two_shapes(tmp_path: Path, name: str) -> None:
     assert text.endswith("the first asks 'what is 1 + 2?'")
 
 
+ONE_AND_TWO = [{"text": "a, b; c|d", "n": "1"}, {"text": "line\nbreak", "n": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "separator"),
+    [
+        (table(ONE_AND_TWO, ";"), "semicolons"),
+        (table(ONE_AND_TWO, "\t"), "tabs"),
+        (table(ONE_AND_TWO, "|"), "bars"),
+        (table(ONE_AND_TWO), ""),
+        (table([*ONE_AND_TWO] * 30, ";") + b"short\n", "semicolons"),  # a bad row is its own
+        (b"\xef\xbb\xbfsep=;\r\n" + table(ONE_AND_TWO, ";"), "semicolons"),
+        (b"sep=^\n" + table(ONE_AND_TWO, "^"), "'^'"),
+        (b'text,n\n"a, b; c|d",1\n"line\nbreak",2\n', ""),
+        (b"text;n,x\na;1,5\nb;2,5\n", ""),  # two columns either way: the usual one
+    ],
+)
+def test_the_separator_of_a_table_is_that_of_its_first_row(
+    tmp_path: Path, content: bytes, separator: str
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    bad_lines, format = BadLines(), format_of(path, None)
+    rows = [*format.records(path, bad_lines)]
+    if b";n," not in content:
+        assert [record for _, record in rows[:2]] == ONE_AND_TWO
+        assert rows[0][0] == 2 + content.count(b"sep=")
+    assert len(bad_lines.problems()) == content.count(b"short")
+    note = f"columns separated by {separator}" if separator else ""
+    assert format.note(path) == note
+    text = glance(DataConfig(path=str(path), columns={"text": "text"}))
+    assert text.endswith(f"; {note}" if note else "")
+
+
+def test_a_table_of_one_column_has_no_separator(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"text\none; two\nthree|four\n")
+    assert documents(path) == ["one; two", "three|four"]
+
+
 def cut(content: bytes) -> bytes:
     return content[: len(content) * 2 // 3]
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n"
+LFS_NAMES = ("jsonl", "json", "csv", "parquet", "arrow", "jsonl.gz", "txt", "zip", "png")
 ZIPPED = gzip.compress(LINES.encode(), mtime=0)
 Refusal = tuple[str, bytes, str]
 # Refused where the files are looked for: what is no text, with what to do.
 FOUND: list[Refusal] = [
     ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but neither an array nor one object a line"),
     ("a.xlsx", b"PK", "pandas.read_excel"),
-    ("a.psv", b"text|n\nhello|1\n", "is a table"),
+    ("a.psv", b"text|n\nhello|1\n", "is a table: data.format=csv reads it"),
+    *((f"a.{name}", POINTER, "is a git-lfs pointer; run `git lfs pull`") for name in LFS_NAMES),
     ("a", b"PAR1....\xff", "is a table in Parquet: data.format=parquet reads it"),
     ("a.txt.gz", ZIPPED, "is compressed: gunzip -k FILE"),
     ("a.txt.zst", b"\x28\xb5\x2f\xfd", "is compressed: zstd -d FILE"),
@@ -263,7 +306,10 @@ READING: list[Refusal] = [
     ("a.json", cut(json.dumps(RECORDS).encode()), "it is no whole JSON array: "),
     ("a.parquet", cut(as_parquet(RECORDS)), "it is damaged or truncated after row 0: Parquet"),
     ("a.arrow", cut(as_arrow(RECORDS)), "it is damaged or truncated after row "),
-    ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is no CSV: unexpected end of data"),
+    ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is no CSV: a quote that begins a column"),
+    ("a.csv", b'text,id\na,1\n"b,2\nc,3\n', "it is no CSV: nothing closes the quote of line 3"),
+    ("a.csv", b"text,id\nfine,1\nalso \xe9,2\n", "a.csv:3: is no UTF-8 text (of Latin-1, iconv"),
+    ("a.csv", "text,id\na,1\n".encode("utf-16"), "it is UTF-16: iconv"),
     ("a.csv", b"text,id\na,1\nb\nc,3\n", "a.csv:3: has 1 columns, where the first row names 2"),
     ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is JSON that is nested too deeply"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sysconfig
 from collections.abc import Callable
@@ -118,13 +119,16 @@ def test_a_folder_is_read_but_for_what_is_no_text_which_is_counted(tmp_path: Pat
     (tmp_path / "elsewhere").symlink_to("/tmp")
     files = find_files(str(tmp_path))
     assert [str(file.relative_to(tmp_path)) for file in files.files] == [
-        *("README", "b.txt", "c.NDJSON", "sub/a.md"),
+        *("b.txt", "c.NDJSON", "sub/a.md"),
     ]
-    assert files.left_out == "2 .png, 1 .jpg, 1 links to folders, 1 pipes, devices or broken links"
-    assert documents(tmp_path) == ["README", "b.txt", "one line", "another", "sub/a.md"]
+    assert files.left_out == (
+        "README, 2 .png, 1 .jpg, 1 dot file, 1 dot folder, 1 links to folders, 1 pipes, devices or "
+        "broken links"
+    )
+    assert documents(tmp_path) == ["b.txt", "one line", "another", "sub/a.md"]
     text = glance(DataConfig(path=str(tmp_path)))
-    assert ": 5 documents, " in text
-    assert "the first begins 'README'; left out: 2 .png" in text
+    assert ": 4 documents, " in text
+    assert "the first begins 'b.txt'; left out: README, 2 .png" in text
 
 
 def test_a_folder_with_data_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
@@ -213,7 +217,8 @@ def test_a_large_file_of_lines_is_not_read_to_its_end(
 def test_a_line_that_is_no_document_is_shown_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"instruction": "x"}\n')
     text = glance(DataConfig(path=str(tmp_path / "a.jsonl")))
-    assert "the first cannot be read: needs either text, or prompt and completion, " in text
+    place = f"{tmp_path / 'a.jsonl'}:1"
+    assert f"the first cannot be read: {place}: needs either text, or prompt and compl" in text
     assert text.endswith("it has 'instruction'")
 
 
@@ -236,8 +241,12 @@ def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:
     (splits / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert documents(splits) == expected
     (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ConfigError, match=r"holds the splits train, test: name one, as in .*train"):
+    with pytest.raises(ConfigError, match="names test, which is no saved data beside it"):
         find_corpus(str(splits))
+    shutil.copytree(splits / "train", splits / "test")
+    assert find_files(str(splits)).split_text == "split train (not read: test)"
+    assert documents(splits) == expected == documents(splits, split="test")
+    assert documents(splits, split="all") == expected * 2
     (splits / "train" / names[3]).unlink()
     with pytest.raises(ConfigError, match=r"names data-00003-of-00011.arrow, which is no file"):
         find_corpus(str(splits / "train"))

@@ -107,6 +107,8 @@ def test_a_format_claims_a_longer_suffix_from_the_advice(
     zipped = replace(FORMATS["text"], name="txt.gz", suffixes=frozenset({".txt.gz"}))
     monkeypatch.setitem(file_kinds._OF_SUFFIX, ".txt.gz", zipped)
     assert format_of(tmp_path / "a.b.TXT.gz", None) is zipped
+    for name in ("a.txt.gz", "a.md.gz", "a.gz", "txt.gz"):
+        (tmp_path / name).touch()
     assert kind_of(tmp_path / "a.txt.gz", None) == ("documents", "")
     for name in ("a.md.gz", "a.gz", "txt.gz"):
         kind, advice = kind_of(tmp_path / name, None)

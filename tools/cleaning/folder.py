@@ -71,10 +71,11 @@ def keep_identity(pipeline: Pipeline) -> None:
 def _files_of(recipe: Recipe) -> dict[str, Any]:
     """Return names, sizes and modification times of the files that a recipe reads."""
     from harness.data.corpus import find_corpus
+    from harness.files.splits import ALL
 
     read: dict[str, Any] = {}
     if recipe.decontaminate:
-        corpora = map(find_corpus, recipe.decontaminate.files)
+        corpora = [find_corpus(file, split=ALL) for file in recipe.decontaminate.files]
         read["evaluation data"] = [corpus.identity() for corpus in corpora]
     if recipe.bad_words and recipe.bad_words.file:
         read["list of words"] = _state(recipe.bad_words.file)

@@ -25,6 +25,7 @@ from datatrove.utils.word_tokenizers import load_word_tokenizer
 
 from harness.data.corpus import find_corpus
 from harness.files.pieces import shortened
+from harness.files.splits import ALL
 from tools.cleaning.recipe import words_in
 from tools.cleaning.words import words_of
 
@@ -205,7 +206,7 @@ def write_n_grams(files: list[str], n: int, words: str, folder: Path) -> None:
     for number, file in enumerate(files):
         hashes: set[int] = set()
         text = ""
-        for piece in find_corpus(file).pieces():
+        for piece in find_corpus(file, split=ALL).pieces():
             text += piece.text
             if piece.is_last:
                 simple = tokenizer.word_tokenize(simplify_text(text, config.norm_config))

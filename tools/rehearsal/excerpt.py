@@ -11,13 +11,13 @@ MOST_BYTES = 4 * 2**20
 MOST_FILES = 256
 
 
-def excerpt(path: str, folder: Path, format: str | None = None) -> str:
+def excerpt(path: str, folder: Path, format: str | None = None, split: str | None = None) -> str:
     """`path` itself, where it is small or holds token ids, which are read where they lie; else a
-    copy under `folder` of the beginnings of its first files, with their names.
+    copy under `folder` of the beginnings of the first files of its split, with their names.
 
     Raises ConfigError where there is no text, as a run would.
     """
-    corpus = find_corpus(path, format)
+    corpus = find_corpus(path, format, split=split)
     if corpus.kind == "indexed" or corpus.num_bytes() <= MOST_BYTES:
         return path
     files = corpus.files[:MOST_FILES]

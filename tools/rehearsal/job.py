@@ -14,6 +14,7 @@ from harness.config.assignments import assign, flat, value_as_text
 from harness.config.ds_keys import AUTO, literal, offloaded_to, value_of
 from harness.config.run_config import run_and_step
 from harness.data.corpus import find_corpus
+from harness.files.splits import ALL, TO_EVALUATE
 from harness.layout.expert import ExpertPlan
 from harness.layout.families import family_of
 from harness.layout.shape import Shape
@@ -308,16 +309,19 @@ def _data(real: Plan, folder: Path) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     data = real.config.data
 
-    def first(path: str, name: str = "", format: str | None = data.format) -> str:
-        shown = excerpt(path, folder / "data" / name, format)
-        if find_corpus(shown, format).path.is_relative_to(folder):
+    def first(path: str, name: str, format: str | None, split: str | None) -> dict[str, Any]:
+        shown = excerpt(path, folder / "data" / name, format, split)
+        if find_corpus(shown, format, split=ALL).path.is_relative_to(folder):
             keys["data.cache_dir"] = str(folder / "cache")
-        return shown
+        if shown != path:  # a copy of the files of the split alone
+            split = ALL
+        return {"path": shown, **({} if split in (None, TO_EVALUATE) else {"split": split})}
 
     if data.vocab_size < VOCAB_SIZE:
         keys["data.vocab_size"] = data.vocab_size
     if data.path is not None:
-        keys["data.path"] = first(data.path)
+        own = first(data.path, "", data.format, data.split)
+        keys |= {f"data.{key}": value for key, value in own.items()}
     if data.mix:  # without limits: the beginnings of the sources have fewer samples
         keys["data.mix"] = [
             {
@@ -325,14 +329,19 @@ def _data(real: Plan, folder: Path) -> dict[str, Any]:
                     exclude_none=True, exclude={"epochs", "min_tokens", "max_tokens"}
                 ),
                 "name": source.label,
-                "path": first(source.path, source.label, source.format or data.format),
+                **first(
+                    source.path,
+                    source.label,
+                    source.format or data.format,
+                    source.split or data.split,
+                ),
             }
             for source in data.mix
         ]
     sets: dict[str, Any] = {}
     for name, of in data.eval_path.items():
-        path = first(of.path, f"sets/{name}", of.format or data.format)
-        changes = {"path": path, "min_tokens": None, "max_tokens": None}
+        shown = first(of.path, f"sets/{name}", of.format or data.format, of.split or TO_EVALUATE)
+        changes = {"split": None, **shown, "min_tokens": None, "max_tokens": None}
         sets[name] = of.model_copy(update=changes).model_dump()
     if sets:
         keys["data.eval_path"] = sets[""] if isinstance(sets.get(""), str) else sets

@@ -11,14 +11,14 @@ from harness.data.build_tokenizer import build_tokenizer, cache_of
 from harness.data.cache import Report, locked
 from harness.data.corpus import Corpus
 from harness.data.indexed import IndexedTokens
-from harness.data.prepare import TOKENS
+from harness.data.prepare import TOKENS, read_skipped
 from harness.data.shards import ShardedTokens
 from harness.data.source import corpus_of, open_source, tokens_folder, tokens_key
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.files.chat import Chat
-from harness.files.data_format import BadLines
 from harness.plan.balance import balanced
+from harness.plan.eval_splits import with_eval_splits
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Work:
         self, run: RunConfig, out: Path | None, report: Report, trust_remote_code: bool
     ) -> None:
         """Train the tokenizer if need be. Raises ConfigError."""
+        if out is None:
+            run, _ = with_eval_splits(run)
         if run.data.balance is not None:
             run = run.model_copy(update={"data": balanced(run.data)[0]})
         self._spec = DataSpec.of_run(run, {}, trust_remote_code=trust_remote_code)
@@ -66,7 +68,7 @@ class Work:
 
     def _problems_of_out(self, corpus: Corpus, spec: DataSpec, key: str) -> list[str]:
         problems = []
-        first = next(corpus.parts(BadLines()), None)
+        first = next(corpus.parts(corpus.bad_lines()), None)
         if first and spec.config.learn != "all":
             is_chat = isinstance(first.document, Chat)
             if is_chat or not first.document.is_learned:
@@ -92,17 +94,17 @@ class Work:
                 source.name, source.spec, self._tokenizer, cache_of(source.spec), self._report
             )
             return f"tokenised {opened.summary()}"
-        lock = Path(f"{self._out}.lock")
+        lock, skipped = Path(f"{self._out}.lock"), ""
         with locked(lock, self._report):  # of tasks that end together one writes
             if not self.is_made(source):
                 self._write_pair(source)
+                skipped = read_skipped(tokens.corpus, tokens.folder).skipped_text()
             tokens.remove()
             lock.unlink(missing_ok=True)
         pair = IndexedTokens(self._out)
-        return (
-            f"wrote {self._out}.bin and .idx: {pair.documents:,} documents, "
-            f"{len(pair.ids):,} tokens"
-        )
+        line = f"wrote {self._out}.bin and .idx: {pair.documents:,} documents, "
+        rest = [part for part in (tokens.corpus.split_text, skipped) if part]
+        return "; ".join([f"{line}{len(pair.ids):,} tokens", *rest])
 
     def _write_pair(self, source: TextSource) -> None:
         source.tokens.join(self._report)

@@ -4,36 +4,124 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from harness.files.data_format import BadLines, DataFormat
-from harness.files.first_bytes import count_lines
+from harness.files.first_bytes import count_lines, why_not_utf_8
 
 _MOST_FIELD_CHARS = 1 << 30
+_SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+_LOOKED_AT_CHARS, _LOOKED_AT_ROWS = 1 << 16, 50
+_NAMED = re.compile(r"sep=(.)\r?\n?")  # a line before the first row, as spreadsheets write it
 
 
-def _delimiter(file: Path) -> str:
+def _usual(file: Path) -> str:
     return "\t" if file.suffix.lower() == ".tsv" else ","
 
 
+def _separator(file: Path) -> tuple[str, bool]:
+    """Return what separates the columns, and whether a line of its own names it.
+
+    Otherwise it is what divides the first row, and most others into as many columns; if nothing
+    does, that of the suffix.
+    """
+    usual = _usual(file)
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as opened:
+        first = opened.readline(_LOOKED_AT_CHARS)
+        if named := _NAMED.fullmatch(first):
+            return named[1], True
+        head = first + opened.read(_LOOKED_AT_CHARS)
+        is_cut = bool(opened.read(1))
+    dividing = [
+        (agreeing, columns, separator == usual, separator)
+        for separator in _SEPARATORS
+        for columns, agreeing in [_divided(head, separator, is_cut)]
+        if columns > 1 and agreeing >= 0.5
+    ]
+    return max(dividing)[-1] if dividing else usual, False
+
+
+def _divided(head: str, separator: str, is_cut: bool) -> tuple[int, float]:
+    """Return the columns of the first row, and the share of the next ones that have as many."""
+    rows = csv.reader(io.StringIO(head, newline=""), delimiter=separator)
+    try:
+        first, *others = islice(filter(None, rows), _LOOKED_AT_ROWS)
+    except (csv.Error, ValueError):
+        return 0, 0.0
+    if is_cut and len(others) < _LOOKED_AT_ROWS - 1:
+        del others[-1:]
+    agreeing = sum(len(row) == len(first) for row in others)
+    return len(first), agreeing / len(others) if others else 1.0
+
+
+def _note(file: Path) -> str:
+    separator, _ = _separator(file)
+    if separator == _usual(file):
+        return ""
+    return f"columns separated by {_SEPARATORS.get(separator, repr(separator))}"
+
+
 def _records(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, object]]:
+    rows = _rows(file, bad_lines)
+    _, names = next(rows, (0, []))
+    if _is_no_utf_8(names):
+        return bad_lines.add(file, f"it {why_not_utf_8(file)}")
+    for line, row in rows:
+        problem = ""
+        if len(row) != len(names):
+            problem = f"has {len(row)} columns, where the first row names {len(names)}"
+        if _is_no_utf_8(row):
+            problem = why_not_utf_8(file)
+        if not problem:
+            yield line, dict(zip(names, row, strict=True))
+        elif row:
+            bad_lines.seen += 1
+            bad_lines.add(file, problem, line)
+            if bad_lines.are_enough:
+                return None
+
+
+def _rows(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, row), with lone surrogates for bytes that are no UTF-8."""
     csv.field_size_limit(_MOST_FIELD_CHARS)
-    with file.open(encoding="utf-8-sig", newline="") as opened:
-        rows = csv.reader(opened, delimiter=_delimiter(file), strict=True)
-        begins = 1
-        try:
-            names = next(rows, [])
-            for row in rows:
-                begins, line = rows.line_num + 1, begins
-                if len(row) == len(names):
-                    yield line, dict(zip(names, row, strict=True))
-                elif row:
-                    text = f"has {len(row)} columns, where the first row names {len(names)}"
-                    bad_lines.seen += 1
-                    bad_lines.add(file, text, rows.line_num)
-        except csv.Error as error:
-            bad_lines.add(file, f"is no CSV: {error}", rows.line_num)
+    separator, is_named = _separator(file)
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
+        before = int(is_named and bool(opened.readline()))
+        rows = csv.reader(opened, delimiter=separator, strict=True)
+        while True:
+            begins = rows.line_num + 1
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                if rows.line_num > begins and "end of data" in str(error):  # no row, but the rest
+                    text = f"it is no CSV: nothing closes the quote of line {begins + before}"
+                    return bad_lines.add(file, text)
+                lines = rows.line_num - begins + 1  # of which a quote has made one row
+                bad_lines.seen += lines
+                bad_lines.add(file, _in_words(error), begins + before, lines)
+                if bad_lines.are_enough:
+                    return None
+                continue
+            if row is None:
+                return None
+            yield begins + before, row
+
+
+def _in_words(error: csv.Error) -> str:
+    is_quote = "expected after" in str(error) or "end of data" in str(error)
+    why = "a quote that begins a column is not closed at its end: " if is_quote else ""
+    return f"is no CSV: {why}{error}"
+
+
+def _is_no_utf_8(row: list[str]) -> bool:
+    try:
+        "".join(row).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _count(file: Path, most_bytes: int) -> tuple[int, int]:
@@ -44,7 +132,7 @@ def _count(file: Path, most_bytes: int) -> tuple[int, int]:
 
 def _excerpt(file: Path, most_bytes: int) -> bytes:
     copy = io.StringIO(newline="")
-    writer = csv.writer(copy, delimiter=_delimiter(file))
+    writer = csv.writer(copy, delimiter=_separator(file)[0])
     for number, (_, record) in enumerate(_records(file, BadLines())):
         assert isinstance(record, dict)
         if not number:
@@ -61,4 +149,5 @@ FORMAT = DataFormat(
     records=_records,
     count=_count,
     excerpt=_excerpt,
+    note=_note,
 )

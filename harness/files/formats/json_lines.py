@@ -12,7 +12,7 @@ from typing import IO
 from harness.errors import Unusable
 from harness.files.advice import NO_UTF_8
 from harness.files.compressed import DAMAGED, compressed, open_bytes, why_no_pyarrow
-from harness.files.data_format import BadLines, DataFormat
+from harness.files.data_format import BadLines, DataFormat, problem_of
 from harness.files.first_bytes import first_line, why_not_text, why_not_utf_8
 
 _MOST_LINE_BYTES = 1 << 24  # of a first line, to see whether it is JSON
@@ -53,7 +53,7 @@ def _lines(
             except UnicodeDecodeError as error:
                 if is_first and (why := why_not_utf_8(file)) != NO_UTF_8:
                     return bad_lines.add(file, f"it {why}")
-                problem = str(error)
+                problem = problem_of(error)
             except json.JSONDecodeError as error:
                 problem = f"is no JSON: {error.msg} at column {error.colno}"
             except RecursionError:

@@ -1,0 +1,208 @@
+"""Splits of a folder: which files are to be trained on, and which are held out.
+
+They are those of its data card, or else of file names (train-00000-of-00002.parquet, dev.jsonl) and
+of folders (test/a.jsonl), as `datasets` finds them. A word counts as a whole part of a name:
+contest.jsonl is of no split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from harness.errors import ConfigError
+from harness.files.data_card import Subset, matches
+
+ALL = "all"
+"""Value of data.split that reads a folder whole."""
+TO_EVALUATE = "validation or test"
+"""In place of data.split: of a held-out set, validation comes first."""
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+_WORDS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), VALIDATION),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), TEST),
+}
+_SHARD = re.compile(r"(.+?)[-._]\d{5}-of-\d{5}")
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The names of a folder's files by split, as "train", or "SUBSET/train" where a card has
+    several subsets.
+    """
+
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    default: str = ""
+    """The subset that is read unless data.split names another; "" without."""
+
+    def chosen(self, wanted: str | None, path: object) -> str:
+        """Return the split to read; "" for the whole folder. Raises ConfigError."""
+        if wanted == ALL or not self.names:
+            if wanted in (None, ALL, TO_EVALUATE):
+                return ""
+            raise ConfigError(
+                f"data.split is {wanted!r}, but {path} has no splits: neither a data card nor the "
+                f"names of its files say any; remove it, or name the files in data.path"
+            )
+        if wanted in self.names:
+            return str(wanted)
+        if wanted in (None, TO_EVALUATE):
+            labels = self._of(self.default) if self.default else [*self.names]
+            best = _best(labels, (VALIDATION, TEST) if wanted else (TRAIN,))
+            if best is None:
+                none = "" if wanted or _with(labels, TRAIN) else ", and no train"
+                raise ConfigError(
+                    f"data.path: {path} holds the splits {_listed(labels)}{none}: name one, as in "
+                    f"data.split={labels[0]}, or data.split={ALL}"
+                )
+            return best
+        labels = self._of(str(wanted)) or [
+            label for label in self._of(self.default) if label.endswith(f"/{wanted}")
+        ]
+        if (best := _best(labels, (TRAIN,))) is None:
+            raise ConfigError(
+                f"data.split is {wanted!r}, but {path} holds the splits {_listed([*self.names])}"
+            )
+        return best
+
+    def held_out(self, chosen: str) -> list[str]:
+        """Return the splits that are held out from one: validation, then test."""
+        subset, _, split = chosen.rpartition("/")
+        others = [label for label in self._of(subset) if label != chosen]
+        held_out = []
+        for kind in (VALIDATION, TEST):
+            of_kind = _with(others, kind)
+            same = [label for label in of_kind if _rest(label) == _rest(chosen)]
+            held_out += same or ([] if _rest(split) else of_kind)
+        return held_out
+
+    def _of(self, subset: str) -> list[str]:
+        return [label for label in self.names if label.rpartition("/")[0] == subset]
+
+
+def splits_of(
+    names: Sequence[str], subsets: Sequence[Subset], data: Sequence[str], *, records: bool
+) -> Splits:
+    """Return the splits of the files of a folder.
+
+    `data`: those whose names count, as those of code and pages do not. `records`: they hold
+    records; of texts, which may be about tests, names count only beside a train split.
+    """
+    return _of_card(names, subsets) or Splits(_by_name(data, records=records))
+
+
+def _of_card(names: Sequence[str], subsets: Sequence[Subset]) -> Splits | None:
+    """Return the splits of a card, of the files that are there; None if it names none of them."""
+    present: dict[str, dict[str, list[str]]] = {}
+    for subset in subsets:
+        for split, patterns in subset.patterns.items():
+            if files := [n for n in names if any(matches(n, pattern) for pattern in patterns)]:
+                present.setdefault(subset.name, {})[split] = files
+    if not present:
+        return None
+    if len(present) == 1:
+        return Splits(next(iter(present.values())))
+    default = next((of.name for of in subsets if of.is_default and of.name in present), "")
+    labelled = {
+        f"{name}/{split}": files
+        for name, splits in present.items()
+        for split, files in splits.items()
+    }
+    return Splits(labelled, default)
+
+
+def _by_name(names: Sequence[str], *, records: bool) -> dict[str, list[str]]:
+    """Return the files of each split; none where nothing is held out."""
+    stems = {(*_parts(_stem(name)),) for name in names}
+    labels = {name: _label(name, stems, _beside_train) for name in names}
+    if TRAIN not in map(kind_of_split, labels.values()):
+        if not records:
+            return {}
+        labels = {name: _label(name, stems, _beside_others) for name in names}
+        if any(labels.values()):
+            labels = {name: label or TRAIN for name, label in labels.items()}
+    if not {kind_of_split(label) for label in labels.values()} & {VALIDATION, TEST}:
+        return {}
+    splits: dict[str, list[str]] = {}
+    for name, label in labels.items():
+        if label:
+            splits.setdefault(label, []).append(name)
+    order = (TRAIN, VALIDATION, TEST)
+    return {label: splits[label] for kind in order for label in sorted(_with(splits, kind))}
+
+
+_Stem = tuple[str, ...]
+
+
+def _label(name: str, stems: set[_Stem], counts: Callable[[_Stem, int, set[_Stem]], bool]) -> str:
+    """Return the split that the name of a file says, or its folder's; "" if neither does.
+
+    `counts`: whether the word at a place of a name is one.
+    """
+    stem = _stem(name)
+    if (shard := _SHARD.match(stem)) and kind_of_split(shard[1]):
+        return shard[1]
+    parts = (*_parts(stem),)
+    for place in reversed(range(len(parts))):
+        if parts[place] in _WORDS and counts(parts, place, stems):
+            return _WORDS[parts[place]]
+    folders = PurePosixPath(name.lower()).parts[:-1]
+    return next((_WORDS[folder] for folder in reversed(folders) if folder in _WORDS), "")
+
+
+def _beside_train(parts: _Stem, place: int, stems: set[_Stem]) -> bool:
+    """Return True for "test" of "a_test" and "test_a"; of "a_test_b" beside "a_train_b" alone."""
+    others = ((*parts[:place], word, *parts[place + 1 :]) for word in _WORDS)
+    return place in (0, len(parts) - 1) or any(of != parts and of in stems for of in others)
+
+
+def _beside_others(parts: _Stem, place: int, stems: set[_Stem]) -> bool:
+    """Return True for "test", and of "a_test" beside "a" alone: "unit_test" is none."""
+    return len(parts) == 1 or (place == len(parts) - 1 and parts[:-1] in stems)
+
+
+def _stem(name: str) -> str:
+    """Return the name of a file without its suffix, and that of its compression."""
+    path = PurePosixPath(PurePosixPath(name.lower()).name)
+    return path.with_suffix("").stem if path.suffix in (".gz", ".zst") else path.stem
+
+
+def kind_of_split(label: str) -> str:
+    """Return train, validation or test; "" for another split."""
+    words = [_WORDS[part] for part in _parts(label.rpartition("/")[2].lower()) if part in _WORDS]
+    return words[0] if words else ""
+
+
+def _rest(label: str) -> list[str]:
+    """Return what the name of a split says beside its kind: ["sft"] of "train_sft"."""
+    return [part for part in _parts(label.rpartition("/")[2].lower()) if part not in _WORDS]
+
+
+def _parts(text: str) -> list[str]:
+    return [part for part in re.split(r"[\W\d_]+", text) if part and part != "v"]  # of a version
+
+
+def _with(labels: Iterable[str], kind: str) -> list[str]:
+    return [label for label in labels if kind_of_split(label) == kind]
+
+
+def _best(labels: Sequence[str], kinds: Sequence[str]) -> str | None:
+    """Return the only split of the first kind that there is, or the one of its bare name; the only
+    split; None if several would do.
+    """
+    for kind in kinds:
+        if of_kind := _with(labels, kind):
+            bare = [label for label in of_kind if label.rpartition("/")[2] == kind]
+            return (bare or of_kind)[0] if len(bare or of_kind) == 1 else None
+    if TRAIN not in kinds and (of_kind := _with(labels, TRAIN)):
+        return of_kind[0] if len(of_kind) == 1 else None
+    return labels[0] if len(labels) == 1 else None
+
+
+def _listed(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
+    return f"{', '.join(labels[:_SHOWN])}{more}"

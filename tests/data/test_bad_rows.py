@@ -1,0 +1,236 @@
+"""data.bad_rows=skip: records that cannot be read are left out, counted and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.data_section import DataConfig
+from harness.config.run_file import load_run_config
+from harness.data.build import build_data
+from harness.data.data import Data
+from harness.data.prepare import SKIPPED
+from harness.data.spec import DataSpec
+from harness.errors import ConfigError
+from harness.files.data_format import BadLines
+from harness.plan.balance import balanced
+from harness.plan.data import glance
+from tests.data.chat_tokenizers import tokenizer_of
+from tests.files.test_contents import as_parquet
+from tests.report.runs import write_run
+
+TEXT = "the model reads a text and learns which word follows another"
+
+
+def record(number: int) -> dict[str, Any]:
+    return {"text": f"{TEXT} {number}", "l": "de" if number % 2 else "en"}
+
+
+def opened(path: Path, tmp_path: Path, **options: object) -> Data:
+    settings = {"seq_len": 16, "held_out": 0.2, "cache_dir": str(tmp_path / "cache"), **options}
+    return build_data(DataSpec(DataConfig(path=str(path), **settings)))
+
+
+def refused(path: Path, tmp_path: Path, **options: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        opened(path, tmp_path, **options)
+    return caught.value.problems
+
+
+def as_lines(records: list[Any]) -> list[str]:
+    return [json.dumps(of) for of in records]
+
+
+def spoilt_lines(path: Path) -> Path:
+    """Forty records, of which five cannot be read in three ways."""
+    lines = as_lines([record(number) for number in range(40)])
+    lines[3] = '{"text": null, "l": "en"}'
+    lines[7] = lines[8] = '{"text": "an emoji \\ud83d"}'
+    lines[11] = lines[11].replace("model", "m\udc9adel")  # a byte that is no UTF-8
+    lines[39] = lines[39][:20]
+    path.write_text("\n".join(lines), errors="surrogateescape")
+    return path
+
+
+def test_bad_lines_are_left_out_counted_and_named_at_every_start(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    path = spoilt_lines(tmp_path / "a.jsonl")
+    problems = refused(path, tmp_path, tokenizer=tokenizer_dir)
+    assert len(problems) == 4
+    assert problems[-1].endswith("; data.bad_rows=skip leaves such rows out, and counts them")
+    for _ in range(2):  # the second from the cache
+        data = opened(path, tmp_path, tokenizer=tokenizer_dir, bad_rows="skip", bad_rows_limit=0.2)
+        assert data.documents == 35
+        (line,) = data.summary()
+        assert "; bad rows left out: 5 of 40 (12.5%): holds half of a chara" in line
+        assert f"(2, the first {path}:8); text must be a string, not NoneType ({path}:4); " in line
+        (event,) = (of for of in data.events() if of["kind"] == "bad_rows")
+        assert (event["skipped"], event["rows"]) == (5, 40)
+        assert [(of["rows"], of["first"]) for of in event["kinds"]] == [
+            *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40")),
+        ]
+    assert "bad rows among the first, which are left out: 5 of 40" in glance(
+        DataConfig(path=str(path), bad_rows="skip")
+    )
+    assert f"{path}:4: text must be a string" in glance(DataConfig(path=str(path)))
+
+
+def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    path = spoilt_lines(tmp_path / "a.jsonl")
+    options = {"tokenizer": tokenizer_dir, "bad_rows": "skip"}
+    first, *others = refused(path, tmp_path, **options)
+    assert first == (
+        "data.bad_rows_limit is 0.1, but the bad rows are 5 of 40 (12.5%): mend them, or raise it; "
+        "the first of each kind:"
+    )
+    assert [problem.split(": ")[1] for problem in others] == [
+        f"{path}:{line}" for line in (4, 8, 12, 40)
+    ]
+    for limit in (0.125, 5):
+        assert opened(path, tmp_path, **options, bad_rows_limit=limit).documents == 35
+    # What is in the cache is held against the limit of each start.
+    assert (
+        "data.bad_rows_limit is 4, but the bad rows are 5 of"
+        in refused(path, tmp_path, **options, bad_rows_limit=4)[0]
+    )
+    (skipped,) = tmp_path.glob(f"cache/*/{SKIPPED}")
+    skipped.write_text("[]")
+    assert "cannot be read" in refused(path, tmp_path, **options, bad_rows_limit=5)[0]
+
+
+def test_blank_texts_are_bad_rows_where_those_are_left_out(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    lines = as_lines([record(number) for number in range(40)])
+    lines[1:3] = ['{"text": ""}', '{"text": " \\n"}']
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    assert opened(path, tmp_path, tokenizer=tokenizer_dir).documents == 40
+    data = opened(path, tmp_path, tokenizer=tokenizer_dir, bad_rows="skip")
+    assert data.documents == 38
+    text = f"2 of 40 (5.0%): is blank: nothing to learn (2, the first {path}:2)"
+    assert text in data.summary()[0]
+    assert text in glance(DataConfig(path=str(path), bad_rows="skip"))
+
+
+def test_data_without_bad_rows_is_the_same(tmp_path: Path, tokenizer_dir: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(as_lines([record(number) for number in range(40)])))
+    plain, skipping = (
+        opened(path, tmp_path, tokenizer=tokenizer_dir, bad_rows=how) for how in ("refuse", "skip")
+    )
+    assert plain.fingerprint == skipping.fingerprint
+    assert plain.summary() == skipping.summary()
+    assert not [event for event in skipping.events() if event["kind"] == "bad_rows"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.json", "chats.jsonl"])
+def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
+    path, records = tmp_path / name, [record(number) for number in range(40)]
+    if name == "a.csv":
+        rows = [f'"{of["text"]}";{of["l"]}' for of in records]
+        rows[2], rows[5], rows[6] = "one column", '"a"b;c', "caf\udce9;en"
+        path.write_text("\n".join(["text;l", *rows]) + "\n", errors="surrogateescape")
+        lines = (4, 7, 8)
+    elif name == "chats.jsonl":
+        chats: list[Any] = [
+            {
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": text},
+                ]
+            }
+            for text in (of["text"] for of in records)
+        ]
+        chats[4]["messages"][1]["content"] = ""
+        chats[5] = {"text": "no chat"}
+        chats[6]["messages"].pop()
+        path.write_text("\n".join(as_lines(chats)))
+        lines = (5, 6, 7)
+    else:
+        for number in (1, 4, 9):
+            records[number]["text"] = None
+        is_table = name == "a.parquet"
+        path.write_bytes(as_parquet(records) if is_table else json.dumps(records).encode())
+        lines = (2,)
+    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
+    data = opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"), bad_rows="skip")
+    assert data.documents == 37
+    (event,) = (of for of in data.events() if of["kind"] == "bad_rows")
+    assert (event["skipped"], event["rows"]) == (3, 40)
+    assert {of["first"] for of in event["kinds"]} == {f"{path}:{line}" for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'text\nfine\n"open\nlost\nlost too\n', "nothing closes the quote of line 3"),
+        ("a.json", b'[{"text": "a"}, {"text": "b"', "it is no whole JSON array"),
+        ("a.txt", b"fine\n" * 1000 + b"\xff", "codec can't decode"),
+    ],
+)
+def test_the_rest_of_a_file_is_no_row(
+    tmp_path: Path, tokenizer_dir: str, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (problem,) = refused(
+        tmp_path / name, tmp_path, tokenizer=tokenizer_dir, bad_rows="skip", bad_rows_limit=0.99
+    )
+    assert message in problem
+    assert "bad_rows" not in problem
+
+
+def test_a_tokenizer_is_trained_and_sources_are_balanced_without_them(tmp_path: Path) -> None:
+    path = spoilt_lines(tmp_path / "a.jsonl")
+    config = DataConfig(path=str(path), bad_rows="skip", bad_rows_limit=0.2, balance="l")
+    mix, message = balanced(config)
+    assert [of.name for of in mix.mix] == ["de", "en"]
+    assert "'de' 16, 'en' 20" in message
+    with pytest.raises(ConfigError, match=r"a\.jsonl:8: has no 'l'"):
+        balanced(DataConfig(path=str(path), balance="l"))
+    assert opened(path, tmp_path, bad_rows="skip", bad_rows_limit=0.2).documents == 35
+
+
+def test_reading_ends_where_nothing_is_good(
+    write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.files.data_format._MAX_LINES", 10)
+    bad_lines = BadLines(limit=0.5)
+    for number in range(10):
+        assert not bad_lines.are_enough
+        bad_lines.seen += 1
+        bad_lines.add(Path("a"), f"is bad {number}", number + 1)
+    assert bad_lines.are_enough
+    many = BadLines(limit=0.5)
+    for number in range(1000):
+        many.add(Path("a"), f"is bad {chr(0x4E00 + number)}", number + 1)
+    assert len(many.by_problem) < 300
+    assert many.count == 1000
+
+
+def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
+    from harness.report.recorded import read
+    from harness.report.verdicts import verdicts
+
+    event = {"kind": "bad_rows", "message": "a.jsonl: bad rows left out: 5 of 40"}
+    run = read(write_run(tmp_path / "run", events=[event, event]))
+    (text,) = (of.text for of in verdicts(run) if "bad" in of.text)
+    assert text == f"{event['message']}."
+
+
+def test_settings_of_bad_rows_fit_together() -> None:
+    for words, message in (
+        (["data.bad_rows_limit=5"], r"data.bad_rows_limit is for data.bad_rows=skip"),
+        (["data.bad_rows=skip", "data.bad_rows_limit=1.5"], "above 1 it is a whole number"),
+        (["data.bad_rows=skip", "data.bad_rows_limit=0"], "data.bad_rows_limit is 0"),
+        (["data.bad_rows=drop"], "'refuse'.*'skip'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_run_config(None, words)
