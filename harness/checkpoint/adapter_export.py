@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from harness.checkpoint.both_readers import rewrite_config
 from harness.checkpoint.export import opened
 from harness.checkpoint.find import Checkpoint
 from harness.checkpoint.fragment import WEIGHT
@@ -66,4 +67,5 @@ def merged(model: Any, folder: Path) -> PreTrainedModel:
     """Write the weights with the adapters added to them to `folder`; return that model."""
     whole: PreTrainedModel = model.merge_and_unload()
     whole.save_pretrained(folder)
+    rewrite_config(folder, whole.config, {})
     return whole

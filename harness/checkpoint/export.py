@@ -9,7 +9,7 @@ import json
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
+from harness.checkpoint.both_readers import rewrite_config
 from harness.checkpoint.fragment import BUFFER, WEIGHT
 from harness.checkpoint.hub_layout import HubLayout
 from harness.checkpoint.reader import Reader
@@ -120,11 +121,13 @@ def write_model(
     reader: Reader,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda done, total: None,
-) -> None:
+    source: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Write config and weights as `save_pretrained` of that model would, from a checkpoint.
 
-    `model` has its parameters on meta, in the dtype to be written. Needs no memory beyond a piece
-    of a tensor, or the few tensors that are converted together.
+    `model` has its parameters on meta, in the dtype to be written. `source`: the config.json that
+    it came with. Returns notes. Needs no memory beyond a piece of a tensor, or the few tensors that
+    are converted together.
     """
     layout = HubLayout(model, piece_bytes=shard_bytes // 8)
     split = split_torch_state_dict_into_shards(
@@ -133,7 +136,7 @@ def write_model(
         max_shard_size=shard_bytes,
     )
     total = sum(t.nbytes for t in layout.tensors.values())
-    _write_config(folder, model)
+    notes = _write_config(folder, model, source or {})
     files = {
         file: TensorWriter(folder / file, {name: layout.tensors[name] for name in names})
         for file, names in split.filename_to_tensors.items()
@@ -154,18 +157,23 @@ def write_model(
         index = {"metadata": about, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return notes
 
 
-def _write_config(folder: Path, model: PreTrainedModel) -> None:
-    """Write the config like `save_pretrained`, which would import DeepSpeed if installed."""
+def _write_config(folder: Path, model: PreTrainedModel, source: Mapping[str, Any]) -> list[str]:
+    """Write the config for readers of both versions, and return notes. `save_pretrained` of the
+    model would import DeepSpeed if installed.
+    """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
         config: Any = model.config  # transformers declares a dict, and passes the object itself
         custom_object_save(model, folder, config=config)
     model.config.save_pretrained(folder)
+    notes = rewrite_config(folder, model.config, source)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+    return notes
 
 
 def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:

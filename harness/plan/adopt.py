@@ -3,7 +3,7 @@
 A literal in the JSON wins over a default of ours and is recorded as an event; it conflicts only
 with a value that the user set. "auto" and absent leave the run config's value. If the JSON names an
 optimizer or scheduler, keys missing from its section have DeepSpeed's defaults, which give way to
-values that the user set.
+values that the user set, in the run config or under another key of the JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.plan.draft import Draft
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
-# Key of the JSON -> key of the run config with the same meaning; the later of two for one wins.
+# Key of the JSON -> key of the run config with the same meaning; of two literals the later wins.
 SAME = {
     "optimizer.params.lr": "optim.lr",
     "optimizer.params.betas": "optim.betas",
@@ -65,7 +65,11 @@ def adopt(draft: Draft) -> None:
     config, ds, problems = draft.config, draft.ds, draft.problems
     _check_params(draft)
     tree, origins = config.model_dump(exclude_unset=True), config.origins()
-    by_key = {shared.key: shared for shared in _shared_values(draft)}
+    by_key: dict[str, Shared] = {}
+    for shared in _shared_values(draft):
+        earlier = by_key.get(shared.key)
+        if not (earlier and shared.default_of and not earlier.default_of):
+            by_key[shared.key] = shared
     events = []
     for key, shared in by_key.items():
         agree = config.get(key) == shared.value
@@ -116,7 +120,7 @@ class Shared:
 
 
 def _shared_values(draft: Draft) -> Iterator[Shared]:
-    """Yield every literal and default that has a run config key; the later of two for one wins."""
+    """Yield every literal and default that has a run config key."""
     ds, config, problems = draft.ds, draft.config, draft.problems
     optimizer = scheduler = None
     if kind := ds.literal("optimizer.type"):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from harness.checkpoint.adapter_export import ADAPTERS, adapted, base_of, merged, write_adapters
+from harness.checkpoint.both_readers import rewrite_tokenizer_config
 from harness.checkpoint.export import (
     SHARD_BYTES,
     Progress,
@@ -95,7 +96,8 @@ def export(
         files = [path for path in tokenizer.rglob("*") if path.is_file()]
         check_room(unfinished, model, sum(path.stat().st_size for path in files))
         notes, generation = _put_tokenizer(tokenizer, unfinished, model, options)
-        write_model(unfinished, model, checkpoint.reader(), options.shard_bytes, progress)
+        how = options.shard_bytes, progress, manifest.model_config
+        notes += write_model(unfinished, model, checkpoint.reader(), *how)
         if generation is not None:
             text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
             (unfinished / GENERATION).write_text(text, encoding="utf-8")
@@ -116,7 +118,7 @@ def _export_adapters(
         within.mkdir(exist_ok=True)
         write_adapters(checkpoint, within, DTYPES[dtype])
         if tokenizer.is_dir():
-            copy_tokenizer(tokenizer, unfinished, options.trust_remote_code)
+            _copy_tokenizer(tokenizer, unfinished, options)
 
         def model() -> Any:
             base = base_of(checkpoint, DTYPES[dtype], options.trust_remote_code)
@@ -141,14 +143,25 @@ def _put_tokenizer(
     """
     if not source.is_dir():
         return [], None
+    notes, tokenizer = _copy_tokenizer(source, folder, options)
+    if tokenizer is None:
+        return notes, None
+    ids = SpecialIds.of(tokenizer)
+    return [*notes, *_set_special_ids(model, ids)], _generation(folder, ids)
+
+
+def _copy_tokenizer(source: Path, folder: Path, options: ExportOptions) -> tuple[list[str], Any]:
+    """Copy a tokenizer to `folder`, for readers of both versions. Return notes and the tokenizer;
+    None if it does not open, as the weights can be exported all the same.
+    """
     skipped = copy_tokenizer(source, folder, options.trust_remote_code)
     notes = [f"not copied from {source}: {', '.join(skipped)}"] if skipped else []
     try:
         tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
-    except ConfigError as error:  # the weights can be exported all the same
+    except ConfigError as error:
         return [*notes, f"special ids are those of the config, as {error}"], None
-    ids = SpecialIds.of(tokenizer)
-    return [*notes, *_set_special_ids(model, ids)], _generation(folder, ids)
+    rewrite_tokenizer_config(folder, tokenizer)
+    return notes, tokenizer
 
 
 def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:

@@ -133,6 +133,8 @@ def test_an_export_is_what_save_pretrained_writes(
     for name, content in theirs.items():
         if name.endswith(".safetensors"):
             assert_same_tensors(ours[name], content)
+        elif name == "config.json":  # which ours has more in, for readers of version 4
+            assert content.items() <= ours[name].items()
         else:
             assert ours[name] == content, name
 

@@ -1,0 +1,212 @@
+"""Exports of every family of the table, opened by transformers 4 in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoConfig
+
+from harness.checkpoint.both_readers import rewrite_tokenizer_config
+from harness.checkpoint.export import write_model
+from harness.data.kept_tokenizer import save_tokenizer
+from harness.data.tokenizer import load_tokenizer
+from harness.models.initialize import materialize
+from harness.models.skeleton import hf_config, skeleton
+from tests.checkpoint.test_export import stored
+from tests.layout.test_families import TABLES
+from tests.two_ranks import environment
+
+OLDER = "4.57.*"
+Config = dict[str, Any]
+_SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "ffn_dim": 48,
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "word_embed_proj_dim": 32,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "moe_num_experts": 4,
+    # Other than each class has where they are left out.
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": None,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_LATENT = {"num_key_value_heads": 4}  # keys and values of all heads come from one latent vector
+_SCALED = {"rope_theta": 777.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_OF_LAYERS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 777.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 333.0},
+}
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_type": "longrope"}
+# Beside each family as it is: what stands in other places in version 4.
+MORE: dict[str, Config] = {
+    **{name: {"model_type": name, **_LATENT} for name in ("deepseek_v2", "deepseek_v3")},
+    "llama scaled": {"model_type": "llama", "rope_parameters": _LLAMA3, "head_dim": 8},
+    "llama tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 8},
+    "qwen2 untied": {"model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen2 scaled": {"model_type": "qwen2", "rope_parameters": {**_SCALED, "rope_type": "yarn"}},
+    "gemma3 by layers": {"model_type": "gemma3_text", "rope_parameters": _OF_LAYERS},
+    "phi3 long": {
+        "model_type": "phi3",
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {**_LONG, "rope_theta": 777.0},
+    },
+    "gpt_neox in part": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 777.0},
+    "gpt_oss unscaled": {
+        "model_type": "gpt_oss",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 777.0},
+    },
+    **{name: {"model_type": name} for name in ("gemma3_text", "olmo3", "glm", "stablelm")},
+    **{name: {"model_type": name} for name in ("cohere2", "granite", "smollm3", "falcon_mamba")},
+}
+_OPENS = """
+import json, pathlib, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
+
+found = {"version": __version__}
+for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    try:
+        if (folder / "tokenizer.json").exists():
+            found[folder.name] = AutoTokenizer.from_pretrained(folder)(sys.argv[2]).input_ids
+            continue
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", output_loading_info=True
+        )
+        expected = torch.load(folder / "logits.pt")
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.arange(3, 43)[None]).logits
+        off = ((logits - expected).abs().max() / expected.abs().max()).item()
+        found[folder.name] = off, report["missing_keys"], report["unexpected_keys"]
+    except Exception as error:
+        found[folder.name] = f"{type(error).__name__}: {error}"
+print(json.dumps(found, default=list))
+"""
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with transformers 4 and this one's torch."""
+    folder = tmp_path_factory.mktemp("older")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
+    pip = [uv, "pip"] if uv else [sys.executable, "-m", "pip"]
+    install = (
+        [*pip, "--python", python, "install"] if not uv else [*pip, "install", "--python", python]
+    )
+    done = subprocess.run(
+        [*install, f"transformers=={OLDER}"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"transformers {OLDER} cannot be installed: {done.stderr[-300:]}")
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (packages / "torch_of_this_one.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def opened_by(python: Path, folder: Path, text: str = "") -> dict[str, Any]:
+    """What transformers 4 finds in the folders within a folder."""
+    done = subprocess.run(
+        [python, "-c", _OPENS, folder, text],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("version").startswith(OLDER.removesuffix("*"))
+    return found
+
+
+def small(config: Config) -> Config:
+    """A tiny model of a family, whose rotary base is none that a class would take by itself."""
+    model_type = config["model_type"]
+    keys = AutoConfig.for_model(model_type).to_dict()
+    sizes = {key: value for key, value in _SIZES.items() if key in keys}
+    made = hf_config({"model_type": model_type, **sizes, **config}).to_dict()
+    rotary = made.get("rope_parameters") or {}
+    for of in [v for v in rotary.values() if isinstance(v, dict)] or [rotary]:
+        if "rope_theta" in of and "rope_parameters" not in config and "rotary_pct" not in config:
+            of["rope_theta"] = 3 * of["rope_theta"] + 7
+    named = {"rope_parameters": rotary} if rotary else {}
+    return {"model_type": model_type, **sizes, **config, **named}
+
+
+@pytest.mark.gate("models")
+def test_transformers_4_computes_the_same_with_every_export(older: Path, tmp_path: Path) -> None:
+    exports = tmp_path / "exports"
+    for name, config in {**{name: {"model_type": name} for name in TABLES}, **MORE}.items():
+        values = small(config)
+        torch.manual_seed(0)
+        model = skeleton(hf_config(values), torch.float32, "eager")
+        materialize(model, 0, torch.device("cpu"))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.3)
+        (folder := exports / name.replace(" ", "_")).mkdir(parents=True)
+        reader = stored(model, tmp_path / f"of {name}")
+        empty = skeleton(hf_config(values), torch.float32, "eager")
+        write_model(folder, empty, reader, source=values)
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.arange(3, 43)[None]).logits
+        torch.save(logits, folder / "logits.pt")
+    found = opened_by(older, exports)
+    assert len(found) == len(TABLES) + len({*MORE} - {*TABLES})
+    wrong = {n: of for n, of in found.items() if of[0] == of or of[0] > 1e-4 or any(of[1:])}
+    assert not wrong
+
+
+_MARKS = ["<|im_start|>", "<|im_end|>"]
+_CLASS = "tokenizer_class"
+TOKENIZERS: dict[str, Config] = {
+    "a list": {_CLASS: "Qwen2Tokenizer", "additional_special_tokens": _MARKS},
+    "by the library's name": {_CLASS: "PreTrainedTokenizerFast"},
+    "names": {
+        _CLASS: "PreTrainedTokenizerFast",
+        "extra_special_tokens": {"image_token": "<|im_start|>"},
+        "additional_special_tokens": _MARKS,
+    },
+    "with bos": {_CLASS: "LlamaTokenizer", "bos_token": "<s>", "unk_token": "<unk>"},
+    "without bos": {_CLASS: "LlamaTokenizer", "bos_token": None, "unk_token": "<unk>"},
+}
+
+
+def write_source(folder: Path, config: Config) -> None:
+    """A tokenizer of words, as version 4 writes one."""
+    words = ["<unk>", "<s>", "<|endoftext|>", *_MARKS, "hello", "world"]
+    backend = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens([AddedToken(word, special=True) for word in words[:5]])
+    if config.get("bos_token"):
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    values = {"eos_token": "<|endoftext|>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.gate("models")
+def test_transformers_4_opens_the_tokenizers_of_exports(older: Path, tmp_path: Path) -> None:
+    exports, text, expected = tmp_path / "exports", "hello <|im_end|> world", {}
+    exports.mkdir()
+    for name, config in TOKENIZERS.items():
+        write_source(tmp_path / name, config)
+        save_tokenizer(load_tokenizer(tmp_path / name), exports / name)
+        tokenizer = load_tokenizer(exports / name)
+        rewrite_tokenizer_config(exports / name, tokenizer)
+        expected[name] = tokenizer(text).input_ids
+    assert opened_by(older, exports, text) == expected
