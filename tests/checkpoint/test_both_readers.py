@@ -18,6 +18,7 @@ from tests.data.number_tokenizer import write_number_tokenizer
 from tests.engine.small import MODEL
 
 Config = dict[str, Any]
+PARTIAL = {"partial_rotary_factor": 0.25}
 THETA = {"rope_theta": 777.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -45,8 +46,10 @@ def rewritten(folder: Path, config: Config) -> Config:
         ({"rope_parameters": {"rope_type": "default", **THETA}}, {**THETA, "rope_scaling": None}),
         ({**THETA, "rope_scaling": None}, {**THETA, "rope_scaling": None}),
         ({"rope_parameters": {**YARN, **THETA}}, {**THETA, "rope_scaling": YARN}),
-        ({"model_type": "glm", "pad_token_id": 0, "rope_parameters": {"partial_rotary_factor": 0.25, **THETA}},
-         {**THETA, "partial_rotary_factor": 0.25}),
+        (
+            {"model_type": "glm", "pad_token_id": 0, "rope_parameters": {**THETA, **PARTIAL}},
+            {**THETA, **PARTIAL},
+        ),
         ({"model_type": "gpt_neox", "rotary_emb_base": 777, "rotary_pct": 0.5},
          {"rotary_emb_base": 777, "rotary_pct": 0.5, "rope_theta": 777}),
         ({"model_type": "gemma3_text", "rope_parameters": LAYERS},

@@ -16,6 +16,7 @@ from harness.files.splits import TO_EVALUATE, splits_of
 from harness.layout.world import World
 from harness.plan.data import glance
 from harness.plan.make import make_plan
+from harness.plan.plan import Plan
 from tests.files.test_contents import LINES, POINTER, TURNS, documents, lines
 
 CARD = """---
@@ -248,7 +249,7 @@ def test_patterns_name_files_and_folders() -> None:
         assert not matches("data/train-0.jsonl", pattern)
 
 
-def plan_of(*words: str) -> object:
+def plan_of(*words: str) -> Plan:
     return make_plan(load_run_config(None, words), {}, World(), here=True)
 
 
