@@ -13,8 +13,9 @@ from harness.files.chat import Chat
 from harness.files.corpus_files import CorpusFiles, find_files
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
-from harness.files.forms import document_of
-from harness.files.pieces import begins, shortened
+from harness.files.forms import Document, read
+from harness.files.notes import Notes
+from harness.files.pieces import Ids, begins, shortened
 from harness.files.token_index import read_header
 from harness.plan.draft import Draft
 
@@ -164,16 +165,26 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> str:
     if format.begin is not None:
         return format.begin(file)
     assert format.records is not None, "a format has pieces or records"
-    bad_lines, documents = BadLines(), []
+    bad_lines, documents, notes = BadLines(), [], Notes()
     try:
         for _, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
-            documents.append(document_of(record, data.columns))
+            document, of_record = read(record, data.columns)
+            documents.append(document)
+            notes.update(note for note in of_record if note[1] not in data.where)
     except ValueError as error:
         if not documents:
             return f"cannot be read: {error}"
     if not documents:
         return f"cannot be read: {'; '.join(bad_lines.problems()) or 'there is none'}"
+    unread = f"; of {len(documents):,} rows not read: {notes.text()}" if notes else ""
+    return f"{_begin(documents)}{unread}"
+
+
+def _begin(documents: list[Document]) -> str:
+    """Return how the first document begins; of conversations also turns and what is learned."""
     chats = [document for document in documents if isinstance(document, Chat)]
+    if isinstance(documents[0], Ids):
+        return f"is of token ids, {len(documents[0].ids):,} of them"
     if not chats:
         return begins(next((piece.text for piece in documents[0] if piece.text), ""))  # type: ignore[union-attr]
     turns = sum(len(chat.messages) for chat in chats) / len(chats)

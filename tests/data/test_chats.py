@@ -34,8 +34,7 @@ def encoded(
 ) -> tuple[list[int], list[int]]:
     """Ids, and 1 for each that is learned."""
     encoder = ChatEncoder(tokenizer, learn)
-    text, spans = encoder.render(chat)
-    (result,) = encoder.encode([text], [spans])
+    (result,) = encoder.encode([encoder.render(chat)])
     mask = np.zeros(len(result.ids), dtype=int)
     for start, stop in result.learned:
         mask[start:stop] = 1
