@@ -90,7 +90,8 @@ class ChatEncoder:
         """
         form, text = self._text(chat)
         notes: list[Note] = [("keys", key) for key in self._unread_keys(chat)]
-        notes += [("turns", _WITHOUT_TOOLS)] if _lacks_tools(chat, text) else []
+        if chat.tools and text == self._template.text(with_arguments(chat.messages, form), None):
+            notes.append(("turns", _WITHOUT_TOOLS))
         turns, places = self._finder.turns_of(chat, text, form), Places()
         for number in chat.turns():
             try:
@@ -230,11 +231,6 @@ class Places(dict[int, Place]):
         if problems := [self.missing[number] for number in numbers if number in self.missing]:
             raise ValueError(f"cannot be masked exactly: {problems[0]}{advice}")
         return [self[number] for number in numbers]
-
-
-def _lacks_tools(chat: Chat, text: str) -> bool:
-    names = [tool.get("function", tool).get("name") for tool in chat.tools or []]
-    return any(isinstance(name, str) and name not in text for name in names)
 
 
 def _without(spans: Spans, places: Sequence[Place]) -> Spans:

@@ -55,9 +55,7 @@ class HowEncoded:
 class Encoder:
     """A tokenizer that adds the separator to documents and knows what of them is learned."""
 
-    def __init__(
-        self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, how: HowEncoded
-    ) -> None:
+    def __init__(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, how: HowEncoded) -> None:
         """Raises ConfigError if a corpus of conversations has no chat template."""
         self._corpus, self._tokenizer, self._how = corpus, tokenizer, how
         self._chats = ChatEncoder(tokenizer, how.learn, how.day) if corpus.holds_chats else None

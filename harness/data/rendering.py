@@ -73,7 +73,7 @@ class ChatTemplate:
 
     def source(self, tools: Tools) -> str:
         """Return the template's text: tools may have one of their own."""
-        return str(self._tokenizer.get_chat_template(tools=tools))  # type: ignore[arg-type]
+        return str(self._tokenizer.get_chat_template(tools=tools))
 
     def marks_turns(self, tools: Tools) -> bool:
         """Return True if it says which part is the assistant's, by {% generation %}."""
@@ -95,7 +95,12 @@ class ChatTemplate:
         return self._render(messages, tools, marks=True)
 
     def _render(
-        self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False, marks: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        prompt: bool = False,
+        marks: bool = False,
     ) -> tuple[str, Spans]:
         try:
             compiled = self._compile(self.source(tools))

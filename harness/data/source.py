@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from harness.data.batches import Stream
@@ -15,7 +16,7 @@ from harness.data.corpus import Corpus, find_corpus
 from harness.data.encoding import HowEncoded
 from harness.data.fingerprint import order_key
 from harness.data.indexed import IndexedTokens
-from harness.data.masks import NO_MASKS, load_masks
+from harness.data.masks import NO_MASKS, Masks, load_masks
 from harness.data.packing import Packed
 from harness.data.prepare import (
     FORMAT,
@@ -115,7 +116,7 @@ class Source:
         """Return what is said about rows and templates, by the kind of its event."""
         said = {}
         if self.notes:
-            said["not_read"] = f"not read or not learned: {self.notes.text()}"
+            said["left_out_of_rows"] = f"left out of the rows: {self.notes.text()}"
         if self.added:
             said["begins_with"] = (
                 f"every document begins with {self.added}, which the tokenizer adds to text, not "
@@ -132,8 +133,8 @@ class Source:
             yield {"kind": "left_out", "message": message}
         of = {"source": self.name} if self.name else {}
         for kind, text in self._of_rows().items():
-            counts = {"counts": self.notes.as_json()} if kind == "not_read" else {}
-            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **of, **counts}
+            noted = {"counts": self.notes.as_json()} if kind == "left_out_of_rows" else {}
+            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **of, **noted}
         if self._of_other_length:
             counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
             message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"
@@ -202,10 +203,13 @@ def open_source(
     require_ids_of(tokens, facts, num_ids)
     is_text = corpus.kind != "indexed" and not corpus.holds_chats
     begin = how.begin if is_text else ()
+    begin_tokens = len(begin)
+    if corpus.kind == "indexed" and masks is not None and _masks_alone(how.begin, tokens, masks):
+        begin_tokens = len(tokens.ids)  # a sample that a run kept has several in one document
     documents = {
         side: {
             "tokens": tokens.ids,
-            "split": load_split(folder, side, len(begin)),
+            "split": load_split(folder, side, begin_tokens),
             "masks": masks or NO_MASKS,
             "seq_len": spec.config.seq_len,
             "eos_id": tokenizer.eos_token_id,
@@ -231,6 +235,14 @@ def open_source(
         str(tokenizer.decode([*begin])),
         spec.config.date if _writes_date(corpus, tokenizer) else None,
     )
+
+
+def _masks_alone(begin: Sequence[int], tokens: IndexedTokens, masks: Masks) -> bool:
+    """Return True if nothing is masked but what the tokenizer adds to the begin of documents."""
+    starts, stops = masks.starts[1:], masks.stops[1:]
+    if not begin or not len(starts) or int((stops - starts).max()) > len(begin):
+        return False
+    return bool(np.isin(tokens.ids.read(np.asarray(starts)), [*begin]).all())
 
 
 def how_encoded(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> HowEncoded:

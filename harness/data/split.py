@@ -64,7 +64,8 @@ class Split:
 def load_split(folder: Path, side: str, begin_tokens: int = 0) -> Split:
     """Open one side of write_splits: "train" or "held_out"."""
     rows = cached_array(folder / f"{side}.npy", np.dtype("i8"), rows=4)
-    return Split(*rows, begin_tokens=begin_tokens)
+    starts, offsets, numbers, masked = rows
+    return Split(starts, offsets, numbers, masked, begin_tokens)
 
 
 def stores_separator(tokens: IndexedTokens, eos_id: int) -> bool:

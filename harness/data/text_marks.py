@@ -99,8 +99,7 @@ class Marks:
                     by_message.setdefault(of[0], {})[kind] = place
             elif len(marks) == len(of):
                 by_message |= {
-                    message: {kind: place}
-                    for message, (kind, place) in zip(of, marks, strict=True)
+                    message: {kind: place} for message, (kind, place) in zip(of, marks, strict=True)
                 }
             elif marks:
                 raise ValueError("writes equal turns in other numbers than they are said")

@@ -228,11 +228,12 @@ def added_at_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def joins_pieces(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if a text has the ids of its pieces, cut before a space; False for tokenizers
-    that begin every text with a space mark.
+    """Return True if a text has the ids of its pieces; False for tokenizers that begin every text
+    with a space mark.
     """
-    whole, first, second = encode(tokenizer, ["a word", "a", " word"])
-    return first + second == whole
+    cuts = (("a", " word"), ("a\n", "b"))
+    ids = encode(tokenizer, [text for first, last in cuts for text in (first, last, first + last)])
+    return all(ids[at] + ids[at + 1] == ids[at + 2] for at in (0, 3))
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:

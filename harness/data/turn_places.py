@@ -42,8 +42,8 @@ _OPENS_THOUGHT = re.compile(
 )
 _LONGEST_TOKEN = 64
 
-WRITES_NOTHING = "assistant turns of which the template writes nothing, not learned"
-WITHOUT_CALLS = "assistant turns whose calls the template leaves out, not learned"
+WRITES_NOTHING = "assistant turns of which the template writes nothing (not learned)"
+WITHOUT_CALLS = "assistant turns whose calls the template leaves out (not learned)"
 WITHOUT_SOME_CALLS = "assistant turns of whose calls the template leaves out some"
 WITHOUT_TEXT = "assistant turns whose text the template leaves out beside calls"
 WITHOUT_THOUGHT = "assistant turns whose thoughts the template leaves out"
@@ -173,11 +173,11 @@ class Turns:
 
     def _what_is_written(self, number: int) -> tuple[tuple[str, ...], bool]:
         """Return what a turn lacks in the rendering, and whether enough of it is there."""
-        given, written = (
-            self._marks.in_message(self._messages[number]),
-            self._whole.of(number).keys(),
+        given = self._marks.in_message(self._messages[number])
+        written = self._whole.of(number).keys()
+        calls, there = (
+            {n for kind, n in of if kind in (NAME, ARGUMENT)} for of in (given, written)
         )
-        calls, there = ({n for kind, n in of if kind in (NAME, ARGUMENT)} for of in (given, written))
         if given and not written:
             return (WRITES_NOTHING,), False
         if calls and not there:
@@ -231,8 +231,10 @@ class Turns:
     def _is_its(self, number: int, start: int, stop: int) -> bool:
         """Return True if all texts of a turn are in its place, and none of a later one."""
         own = self._whole.of(number).values()
-        later = [p for n in range(number + 1, len(self._messages)) for p in self._whole.of(n).values()]
-        return start < stop and all(start <= p <= stop for p in own) and min(later, default=stop) >= stop
+        following = range(number + 1, len(self._messages))
+        later = [place for of in following for place in self._whole.of(of).values()]
+        is_own = start < stop and all(start <= place <= stop for place in own)
+        return is_own and min(later, default=stop) >= stop
 
     def _of_first(self, messages: int, *, prompt: bool = False) -> Placed:
         """Return the rendering of the first messages. Raises NotFound."""

@@ -8,7 +8,16 @@ from typing import Any
 
 from harness.files.notes import Note
 from harness.files.tool_calls import tools_of
-from harness.files.turns import ASSISTANT, THOUGHT, Message, Turn, text_of, turn_of, turns_of
+from harness.files.turns import (
+    ASSISTANT,
+    THOUGHT,
+    Message,
+    Turn,
+    are_turns,
+    text_of,
+    turn_of,
+    turns_of,
+)
 
 # A tokenizer takes a hundred bytes per character.
 MOST_CHARACTERS = 1 << 24
@@ -66,7 +75,9 @@ def chat_of(
     joined = _joined_calls(_with_system([*turns], system))
     messages = [turn.message for turn in joined]
     _require_order(messages)
-    marks = [(n, turn.is_learned, turn.message["role"] == ASSISTANT) for n, turn in enumerate(joined)]
+    marks = [
+        (n, turn.is_learned, turn.message["role"] == ASSISTANT) for n, turn in enumerate(joined)
+    ]
     others = sum(mark is True and not is_own for _, mark, is_own in marks)
     chat = Chat(
         messages,
@@ -89,7 +100,7 @@ def one_turn(question: str, answer: str) -> list[Turn]:
 
 def completed(prompt: object, completion: object, **more: object) -> Chat:
     """Return turns that are read with those that follow them, which are learned."""
-    if isinstance(completion, str):
+    if isinstance(completion, str) and not are_turns(completion):
         completion = [{"role": ASSISTANT, "content": completion}]
     last = turns_of(completion, "completion")
     chat = chat_of([*turns_of(prompt, "prompt"), *last], **more)

@@ -10,7 +10,7 @@ from harness.files.chat import Chat, chat_of, completed, one_turn
 from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, Spans, pieces_of
 from harness.files.tool_calls import parsed
-from harness.files.turns import Turn, pairs_of, turns_of
+from harness.files.turns import Turn, are_turns, pairs_of, turns_of
 
 Document = Chat | Ids | Iterator[Piece]
 Column = Literal[
@@ -204,17 +204,8 @@ def _form_of(record: dict[str, Any], columns: Mapping[str, str]) -> Form:
             needs = f"it has {', and '.join(' and '.join(form.needs) for form in forms)}: name "
             needs += f"those to read, as in {_example(forms[-1].needs)}"
         raise ValueError(f"needs either {WANTED}; {needs}")
-    is_talk = forms[0] is _TEXT_PAIR and _are_turns(record.get(columns["prompt"]))
+    is_talk = forms[0] is _TEXT_PAIR and are_turns(record.get(columns["prompt"]))
     return _TURNS_PAIR if is_talk else forms[0]
-
-
-def _are_turns(value: object) -> bool:
-    """Return True for turns, which may be JSON text; a prompt of text is none."""
-    if isinstance(value, str):
-        turns = parsed(value) if value.lstrip().startswith("[{") else None
-        first = turns[0] if isinstance(turns, list) and turns else None
-        return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
-    return isinstance(value, list)
 
 
 def value_of(record: object, column: str) -> str:

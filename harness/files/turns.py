@@ -16,7 +16,10 @@ THOUGHT = "reasoning_content"
 
 _ROLES = {
     **{role: role for role in ("system", "user", ASSISTANT, "tool")},
-    **{"developer": "system", "function": "tool", "ipython": "tool", "model": ASSISTANT},
+    "developer": "system",
+    "function": "tool",
+    "ipython": "tool",
+    "model": ASSISTANT,
 }
 _SHAREGPT = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -49,6 +52,15 @@ class Turn:
     message: Message
     is_learned: bool | None = None
     """What the row says about it; None if nothing."""
+
+
+def are_turns(value: object) -> bool:
+    """Return True for turns, which may be JSON text; a prompt of text is none."""
+    if isinstance(value, str):
+        turns = parsed(value) if value.lstrip().startswith("[{") else None
+        first = turns[0] if isinstance(turns, list) and turns else None
+        return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
+    return isinstance(value, list)
 
 
 def turns_of(value: object, key: str) -> list[Turn]:

@@ -176,7 +176,7 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> str:
             return f"cannot be read: {error}"
     if not documents:
         return f"cannot be read: {'; '.join(bad_lines.problems()) or 'there is none'}"
-    unread = f"; of {len(documents):,} rows not read: {notes.text()}" if notes else ""
+    unread = f"; left out of {len(documents):,} rows: {notes.text()}" if notes else ""
     return f"{_begin(documents)}{unread}"
 
 

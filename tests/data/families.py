@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).with_name("templates")
 _TOKENS = re.compile(
-    r"<\|[^|<> ']+\|>|<｜[^｜]+｜>|\[/?[A-Z_]+\]|\[gMASK\]|<sop>"
+    r"<\|[^|<> ']+\|>|<\uff5c[^\uff5c]+\uff5c>|\[/?[A-Z_]+\]|\[gMASK\]|<sop>"
     r"|</?(?:think|tool_call|tool_response|arg_key|arg_value|start_of_turn|end_of_turn)>"
 )
 

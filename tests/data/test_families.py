@@ -57,16 +57,37 @@ def result(word: str, number: int) -> dict[str, Any]:
 SYSTEM = {"role": "system", "content": "Be brisk."}
 CONVERSATIONS: dict[str, Turns] = {
     "single": [user("aria"), said("alto")],
-    "multi": [SYSTEM, user("aria"), said("alto"), user("bora"), said("bach"), user("cora"), said("coda")],
-    "same words": [user("aria"), said("alto"), user("aria"), said("alto"), user("aria"), said("alto")],
+    "multi": [
+        SYSTEM,
+        user("aria"),
+        said("alto"),
+        user("bora"),
+        said("bach"),
+        user("cora"),
+        said("coda"),
+    ],
+    "same words": [
+        user("aria"),
+        said("alto"),
+        user("aria"),
+        said("alto"),
+        user("aria"),
+        said("alto"),
+    ],
     "ends with a user": [user("aria"), said("alto"), user("bora")],
     "thoughts": [
         *(user("aria"), said("alto", reasoning_content="I muse upon it.")),
         *(user("bora"), said("bach", reasoning_content="I ponder it.")),
     ],
     "thoughts in the text": [
-        *(user("aria"), {"role": "assistant", "content": "<think>\nI muse\n</think>\n\nIt is alto."}),
-        *(user("bora"), {"role": "assistant", "content": "<think>\nI pond\n</think>\n\nIt is bach."}),
+        *(
+            user("aria"),
+            {"role": "assistant", "content": "<think>\nI muse\n</think>\n\nIt is alto."},
+        ),
+        *(
+            user("bora"),
+            {"role": "assistant", "content": "<think>\nI pond\n</think>\n\nIt is bach."},
+        ),
     ],
     "tools": [
         *(user("aria"), called("alto", 1), result("rain", 1), said("bach")),
@@ -93,7 +114,13 @@ def given(family: Family, turns: Turns) -> Turns:
 def with_text(turn: dict[str, Any]) -> dict[str, Any]:
     """A turn whose calls have their arguments as text, as OpenAI's form has them."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
         for call in turn.get("tool_calls", [])
     ]
     return {**turn, "tool_calls": calls} if calls else turn
@@ -102,7 +129,9 @@ def with_text(turn: dict[str, Any]) -> dict[str, Any]:
 class Read:
     """A conversation of a family: its text, and which of its characters are learned."""
 
-    def __init__(self, name: str, turns: Turns, tools: Any = None, learn: str = "assistant") -> None:
+    def __init__(
+        self, name: str, turns: Turns, tools: Any = None, learn: str = "assistant"
+    ) -> None:
         self.family, self.tokenizer, self.turns = FAMILIES[name], tokenizer_of(name), turns
         chat = chat_of(turns_of([with_text(turn) for turn in turns], "messages"), tools)
         encoder = ChatEncoder(self.tokenizer, learn)
@@ -143,11 +172,17 @@ class Read:
         at = self.places(words[-1])[place]
         start, stop = next(run for run in self.runs() if run[0] <= at.start < run[1])
         prompts = (self.family.prompt, re.sub(r"<think>\s*$", "", self.family.prompt))
-        behind_result = self.text[:start].endswith(("output▁end｜>", "outputs▁end｜>"))
+        behind_result = self.text[:start].endswith(("output▁end\uff5c>", "outputs▁end\uff5c>"))
         assert behind_result or self.text[:start].endswith(prompts)
-        assert not any(prompt and prompt in self.text[start:stop] for prompt in prompts[:1] if self.family.name != "gptoss")
+        assert not any(
+            prompt and prompt in self.text[start:stop]
+            for prompt in prompts[:1]
+            if self.family.name != "gptoss"
+        )
         ends = [self.text.find(end, at.stop) for end in self.family.ends]
-        found = [(found, end) for found, end in zip(ends, self.family.ends, strict=True) if found >= 0]
+        found = [
+            (found, end) for found, end in zip(ends, self.family.ends, strict=True) if found >= 0
+        ]
         if not found:
             assert stop == len(self.text)
             assert not self.is_closed
@@ -155,7 +190,10 @@ class Read:
             return
         first, end = min(found)
         assert all(self.marks[start : first + len(end)])
-        assert stop == first + len(end) or not self.text[first + len(end) :].replace(self.family.eos, "").strip()
+        assert (
+            stop == first + len(end)
+            or not self.text[first + len(end) :].replace(self.family.eos, "").strip()
+        )
 
 
 def words_of(turn: dict[str, Any]) -> list[str]:
@@ -192,7 +230,9 @@ def test_each_turn_is_learned_where_the_conversation_has_it(name: str, title: st
         seen[words[-1]] = place + 1
         is_own = turn["role"] == "assistant"
         if not is_own or (turn.get("tool_calls") and family.calls == "ignored"):
-            assert not any(read.marks[at] for word in words for run in read.places(word) for at in run)
+            assert not any(
+                read.marks[at] for word in words for run in read.places(word) for at in run
+            )
             continue
         for word in words:
             assert all(all(read.marks[run.start : run.stop]) for run in read.places(word))
@@ -237,7 +277,7 @@ def test_what_a_template_leaves_out_is_counted(name: str) -> None:
     kinds = {
         "written": [],
         "alone": ["assistant turns whose text the template leaves out beside calls"],
-        "ignored": ["assistant turns whose calls the template leaves out, not learned"],
+        "ignored": ["assistant turns whose calls the template leaves out (not learned)"],
     }
     assert [note for note in read.notes if "calls" in note] == kinds[family.calls]
 
@@ -247,6 +287,10 @@ def test_generation_stops_where_a_turn_ends(name: str) -> None:
     ids = SpecialIds.of(tokenizer_of(name)).in_place_of({"eos_token_id": None})["eos_token_id"]
     listed = ids if isinstance(ids, list) else [ids]
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
-    wanted = {"gptoss": ["<|return|>"], "command_r7b": ["<|END_OF_TURN_TOKEN|>"], "glm45": ["<|user|>"]}
+    wanted = {
+        "gptoss": ["<|return|>"],
+        "command_r7b": ["<|END_OF_TURN_TOKEN|>"],
+        "glm45": ["<|user|>"],
+    }
     for end in wanted.get(name, family.ends):
         assert tokenizer.convert_tokens_to_ids(end) in listed

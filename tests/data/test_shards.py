@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import DataConfig
 from harness.data.build import build_data
-from harness.data.rendering import set_template
 from harness.data.corpus import Corpus, find_corpus
 from harness.data.encoding import HowEncoded
 from harness.data.prepare import MASKS, TOKENS, write_tokens
+from harness.data.rendering import set_template
 from harness.data.shards import ShardedTokens, shards_of
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import load_tokenizer, train_tokenizer

@@ -58,7 +58,9 @@ class Work:
             if self._out is not None:
                 folder = Path(f"{self._out}.{key}")
                 problems += self._problems_of_out(corpus, spec, key)
-            tokens = ShardedTokens(corpus, self._tokenizer, how_encoded(spec, self._tokenizer), folder)
+            tokens = ShardedTokens(
+                corpus, self._tokenizer, how_encoded(spec, self._tokenizer), folder
+            )
             sources.append(TextSource(name, spec, tokens, key))
         if problems:
             raise ConfigError(problems)
