@@ -103,7 +103,7 @@ class Corpus(CorpusFiles):
                         if part.record is None:
                             bad_lines.add(file, f"it {text}")
                             break
-                        if isinstance(document, Chat) or document.is_last:
+                        if part.is_last:
                             bad_lines.add(file, text, line)
             except UnicodeDecodeError as error:
                 bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
