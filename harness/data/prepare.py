@@ -66,6 +66,8 @@ class Counts:
     documents: int
     characters: int
     tokens: int
+    learned: int
+    """Tokens that are learned."""
     notes: Notes = field(default_factory=Notes)
     """What its rows say and is not read or not learned."""
 
@@ -102,11 +104,11 @@ def encode_corpus(
     """Write the tokens and masks of the good lines; `progress` receives the characters so far."""
     encoder = Encoder(corpus, tokenizer, how)
     masks, documents, characters, tokens = MaskWriter(), 0, 0, 0
-    notes = Notes()
+    notes, learned = Notes(), 0
 
     def sequences() -> Iterator[tuple[list[int], bool]]:
         """Yield (ids of the next piece, True if its document ends there)."""
-        nonlocal documents, characters, tokens
+        nonlocal documents, characters, tokens, learned
         for group in encoder.encoded(bad_lines):
             for part, encoded in group:
                 masks.add_learned(len(encoded.ids), encoded.learned)
@@ -115,6 +117,7 @@ def encode_corpus(
                 documents += part.is_last
                 characters += part.num_characters
                 tokens += len(encoded.ids)
+                learned += sum(stop - start for start, stop in encoded.learned)
                 yield encoded.ids, part.is_last
             progress(characters)
             if bad_lines.are_enough:
@@ -122,7 +125,7 @@ def encode_corpus(
 
     write_indexed(folder / TOKENS, vocab_size(tokenizer), sequences())
     masks.save(folder / MASKS)
-    return Counts(documents, characters, tokens, notes)
+    return Counts(documents, characters, tokens, learned, notes)
 
 
 def write_notes(notes: Notes, folder: Path) -> None:
@@ -140,10 +143,15 @@ def read_notes(folder: Path) -> Notes:
 
 
 def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
-    """Raise ConfigError with all bad lines, or if there is no text."""
+    """Raise ConfigError with all bad lines, or if there is no text, or none to learn."""
     bad_lines.require_none()
     if not counts.characters:
         raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
+    if not counts.learned:
+        why = counts.notes.text() or "its rows mark all of it as not learned"
+        raise ConfigError(
+            f"data.path: {corpus.path} has nothing to learn in {counts.documents:,} documents: {why}"
+        )
 
 
 def write_split(
