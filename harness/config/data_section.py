@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, datetime
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -47,9 +47,10 @@ def _named(value: object) -> object:
 
 
 def _day(value: object) -> object:
-    """Return a date as text. Raises ValueError for text that is none."""
+    """Return a date, perhaps with a time, as text. Raises ValueError for text that is none."""
     if isinstance(value, str):
-        return date.fromisoformat(value).isoformat()
+        datetime.fromisoformat(value)
+        return value
     return value.isoformat() if isinstance(value, date) else value
 
 
@@ -162,8 +163,8 @@ class DataConfig(Section):
     """Chat template in place of the tokenizer's: a .jinja file, or a name as chatml; None: the
     tokenizer's own."""
     date: Annotated[str, BeforeValidator(_day)] | None = None
-    """Date that a chat template writes which asks for it, as 2026-01-31; None: that of the day on
-    which the run is first started, which it keeps."""
+    """Date that a chat template writes which asks for it, as 2026-01-31 or 2026-01-31T09:30; None:
+    that of the day on which the run is first started, which it keeps. Its time is 00:00."""
     bos: Literal["auto", "off"] = "auto"
     """auto: where the tokenizer adds a token to the begin of a text, as it does for a request that
     is served, so does every document of text, unless the text has it; off: none is added. A

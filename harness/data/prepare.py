@@ -68,6 +68,8 @@ class Counts:
     documents: int
     characters: int
     tokens: int
+    learned: int
+    """Tokens that are learned."""
     notes: Notes = field(default_factory=Notes)
     """What its rows say and is not read or not learned."""
 
@@ -105,11 +107,11 @@ def encode_corpus(
     """Write the tokens and masks of the good lines; `progress` receives the characters so far."""
     encoder = Encoder(corpus, tokenizer, how)
     masks, documents, characters, tokens = MaskWriter(), 0, 0, 0
-    notes = Notes()
+    notes, learned = Notes(), 0
 
     def sequences() -> Iterator[tuple[list[int], bool]]:
         """Yield (ids of the next piece, True if its document ends there)."""
-        nonlocal documents, characters, tokens
+        nonlocal documents, characters, tokens, learned
         for group in encoder.encoded(bad_lines):
             for part, encoded in group:
                 masks.add_learned(len(encoded.ids), encoded.learned)
@@ -118,6 +120,7 @@ def encode_corpus(
                 documents += part.is_last
                 characters += part.num_characters
                 tokens += len(encoded.ids)
+                learned += sum(stop - start for start, stop in encoded.learned)
                 yield encoded.ids, part.is_last
             progress(characters)
             if bad_lines.are_enough:
@@ -125,7 +128,7 @@ def encode_corpus(
 
     write_indexed(folder / TOKENS, vocab_size(tokenizer), sequences())
     masks.save(folder / MASKS)
-    return Counts(documents, characters, tokens, notes)
+    return Counts(documents, characters, tokens, learned, notes)
 
 
 def write_notes(notes: Notes, folder: Path) -> None:
@@ -143,7 +146,7 @@ def read_notes(folder: Path) -> Notes:
 
 
 def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
-    """Raise ConfigError with all bad lines, or if there is no text."""
+    """Raise ConfigError with all bad lines, or if there is no text, or none to learn."""
     try:
         bad_lines.require_none()
     except ConfigError as error:
@@ -152,6 +155,11 @@ def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
         raise ConfigError([*error.problems[:-1], f"{error.problems[-1]}; {SKIP}"]) from None
     if not counts.characters:
         raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
+    if not counts.learned:
+        why = counts.notes.text() or "its rows mark all of it as not learned"
+        raise ConfigError(
+            f"data.path: {corpus.path} has nothing to learn in {counts.documents:,} documents: {why}"
+        )
 
 
 def keep_skipped(corpus: Corpus, bad_lines: BadLines, folder: Path) -> None:

@@ -64,9 +64,10 @@ class ChatTemplate:
     """A chat template, rendered on one day."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, day: str | None = None) -> None:
-        """`day`: the date that it writes, "2026-01-31"; None: today's."""
+        """`day`: the date that it writes, as in data.date; None: today's."""
         self._tokenizer = tokenizer
-        self._now = datetime.combine(date.fromisoformat(day) if day else date.today(), time())
+        today = datetime.combine(date.today(), time())
+        self._now = datetime.fromisoformat(day) if day else today
         self._compiled: dict[str, Any] = {}
         self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
         self.name = f"chat template of {getattr(tokenizer, _SOURCE, tokenizer.name_or_path)}"

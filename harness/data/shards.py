@@ -140,7 +140,9 @@ class ShardedTokens:
         counts = encode_corpus(corpus, self._tokenizer, self._how, folder, bad_lines, progress)
         settle_lines(corpus, bad_lines)
         write_notes(counts.notes, folder)
-        sizes = {key: getattr(counts, key) for key in ("documents", "characters", "tokens")}
+        sizes = {
+            key: getattr(counts, key) for key in ("documents", "characters", "tokens", "learned")
+        }
         facts = {"counts": sizes, "bad_lines": bad_lines.as_json()}
         (folder / _FACTS).write_text(json.dumps(facts))
 
@@ -184,7 +186,7 @@ class ShardedTokens:
         shutil.rmtree(unwanted, ignore_errors=True)
 
     def _facts(self, folders: Sequence[Path]) -> tuple[Counts, BadLines]:
-        documents = characters = tokens = 0
+        documents = characters = tokens = learned = 0
         bad_lines, notes = self.corpus.bad_lines(), Notes()
         for folder in folders:
             notes.update(read_notes(folder))
@@ -192,8 +194,9 @@ class ShardedTokens:
             documents += facts["counts"]["documents"]
             characters += facts["counts"]["characters"]
             tokens += facts["counts"]["tokens"]
+            learned += facts["counts"]["learned"]
             bad_lines.merge(BadLines.from_json(facts["bad_lines"]))
-        return Counts(documents, characters, tokens, notes), bad_lines
+        return Counts(documents, characters, tokens, learned, notes), bad_lines
 
 
 def _name(number: int) -> str:

@@ -38,6 +38,7 @@ _READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_c
     _THOUGHTS, _MARKS
 )
 # A question with its answer as one object; beside them a system text.
+_PYTHON = "{'"
 _PAIRS = (
     *(("human", ASSISTANT), ("user", ASSISTANT), ("instruction", "output"), ("input", "output")),
     *(("query", "response"), ("question", "answer"), ("prompt", "response")),
@@ -71,9 +72,22 @@ def turns_of(value: object, key: str) -> list[Turn]:
     if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
         rows = zip(*value.values(), strict=False)
         value = [dict(zip(value, row, strict=True)) for row in rows]
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        raise ValueError(
+            f"{key} is text that should be turns, but is no JSON: {_why_no_json(value)}"
+        )
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key} must be an array of turns, not {type_of(was)}")
     return [turn for part in value for turn in _turns_of_part(parsed(part))]
+
+
+def _why_no_json(text: str) -> str:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        quoted = "; it looks like Python's own writing of a list: write it with json.dumps"
+        return f"{error}{quoted if text.lstrip()[1:].lstrip()[:2] == _PYTHON else ''}"
+    return "it is nested too deeply"
 
 
 def pairs_of(history: object) -> list[Turn]:
