@@ -22,7 +22,12 @@ FREE_KEYS = (
 )
 
 # Keys of later versions: what a run without them did.
-_ADDED = {"data.packing": "stream", "data.batching": "packed", "train.carry_state": False}
+_ADDED = {
+    "data.packing": "stream",
+    "data.batching": "packed",
+    "data.bos": "off",
+    "train.carry_state": False,
+}
 
 # What a branch keeps of the run that it comes from.
 BRANCH_KEEPS = ("precision", "model_config", "data_fingerprint", "data.seq_len", "optim.name")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import date, datetime
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -43,6 +44,14 @@ def _named(value: object) -> object:
     if not isinstance(named, dict):
         return named
     return {name: {"path": of} if isinstance(of, str) else of for name, of in named.items()}
+
+
+def _day(value: object) -> object:
+    """Return a date, perhaps with a time, as text. Raises ValueError for text that is none."""
+    if isinstance(value, str):
+        datetime.fromisoformat(value)
+        return value
+    return value.isoformat() if isinstance(value, date) else value
 
 
 class ReadAs(Section):
@@ -153,6 +162,13 @@ class DataConfig(Section):
     template: PathText | None = None
     """Chat template in place of the tokenizer's: a .jinja file, or a name as chatml; None: the
     tokenizer's own."""
+    date: Annotated[str, BeforeValidator(_day)] | None = None
+    """Date that a chat template writes which asks for it, as 2026-01-31 or 2026-01-31T09:30; None:
+    that of the day on which the run is first started, which it keeps. Its time is 00:00."""
+    bos: Literal["auto", "off"] = "auto"
+    """auto: where the tokenizer adds a token to the begin of a text, as it does for a request that
+    is served, so does every document of text, unless the text has it; off: none is added. A
+    conversation begins as its template writes it."""
     tokenizer: PathText | None = None
     """Folder or hub id of a Hugging Face tokenizer; None: the corpus's own, or train one."""
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = DEFAULT_VOCAB_SIZE

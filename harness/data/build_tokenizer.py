@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import DEFAULT_VOCAB_SIZE
 from harness.data.cache import Report, build_once, cache_key, default_cache
-from harness.data.chat_tokens import set_template
 from harness.data.corpus import Corpora, Corpus
 from harness.data.prepare import FORMAT
+from harness.data.rendering import set_template
 from harness.data.source import corpus_of
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import TRAINED_FORMAT, load_tokenizer, train_tokenizer, vocab_size

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from harness.errors import ConfigError, Unusable
-from harness.files.chat import ASSISTANT, Chat, Message
-from harness.files.paths import user_path
-from harness.files.regular_file import read_regular
+from harness.data.rendering import (
+    Arguments,
+    ChatTemplate,
+    is_written_as_python,
+    with_arguments,
+)
+from harness.data.turn_places import NotFound, Place, TurnFinder
+from harness.errors import ConfigError
+from harness.files.chat import Chat
+from harness.files.notes import Note
+from harness.files.pieces import Spans
+from harness.files.turns import THOUGHT
 
-TEMPLATES = Path(__file__).with_name("templates")
-_MOST_TEMPLATE_BYTES = 1 << 20
 _CONTROL = re.compile(r"<\|[\w ]+\|>|<(?:start|end)_of_\w+>")
-_MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-_SOURCE = "chat_template_source"
-"""Attribute of a tokenizer: what set_template was given."""
-
-Spans = list[tuple[int, int]]
+# Keys of a turn that every template has read, or of which only some have a use.
+_COMMON_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "id", THOUGHT})
 
 
 @dataclass(frozen=True)
@@ -36,34 +35,25 @@ class Encoded:
     ids: list[int]
     learned: Spans
     """Runs of learned tokens, in order."""
+    notes: Sequence[Note] = ()
+    """What the row says and is not learned."""
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Give a tokenizer, and so the run's copy and the export, a template by name or .jinja file.
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation's text."""
 
-    Raises ConfigError.
-    """
-    names = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-    path = (
-        TEMPLATES / f"{template}.jinja"
-        if template in names
-        else user_path("data.template", template)
-    )
-    try:
-        tokenizer.chat_template = read_regular(path, _MOST_TEMPLATE_BYTES, links=True).decode()
-    except (OSError, Unusable, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.template: cannot read {template}: {error}; it must be a .jinja file or one of "
-            f"{', '.join(names)}"
-        ) from error
-    setattr(tokenizer, _SOURCE, template)
+    text: str
+    learned: Spans
+    """Runs of learned characters, in order."""
+    notes: Sequence[Note] = ()
 
 
 def divided_control_tokens(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> dict[str, int]:
     """Return the control tokens that the template writes in a conversation and that are no token of
     the tokenizer, each with the number of pieces that stand for it. Raises ValueError.
     """
-    text, _ = ChatEncoder(tokenizer, "all").render(chat)
+    text = ChatEncoder(tokenizer, "all").render(chat).text
     names = dict.fromkeys(_CONTROL.findall(text))
     pieces = {name: len(tokenizer.encode(name, add_special_tokens=False)) for name in names}
     return {name: count for name, count in pieces.items() if count > 1}
@@ -72,9 +62,11 @@ def divided_control_tokens(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> di
 class ChatEncoder:
     """A tokenizer with its chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, learn: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, learn: str, day: str | None = None
+    ) -> None:
+        """`day`: the date that the template writes; None: today's."""
         self._tokenizer, self._learn = tokenizer, learn
-        self._name = f"chat template of {getattr(tokenizer, _SOURCE, tokenizer.name_or_path)}"
         if not tokenizer.chat_template:
             raise ConfigError(
                 "data.path holds conversations, but the tokenizer has no chat template: set "
@@ -86,114 +78,176 @@ class ChatEncoder:
                 "stands for, so the assistant's turns of a conversation cannot be told: it needs a "
                 "tokenizer.json"
             )
-        self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
-        added = tokenizer.added_tokens_decoder.values()
-        self._ends = tuple(token.content for token in added)
-        self._special = frozenset(tokenizer.added_tokens_decoder)
+        added = tokenizer.added_tokens_decoder
+        self._template = ChatTemplate(tokenizer, day)
+        self._finder = TurnFinder(self._template, [token.content for token in added.values()])
+        self._special = frozenset(added)
 
-    def render(self, chat: Chat) -> tuple[str, Spans]:
-        """Return a conversation's text and the (start, end) of each learned part of it.
+    def render(self, chat: Chat) -> Rendered:
+        """Return a conversation's text and the runs of it that are learned.
 
         Raises ValueError with the problem: the template refuses it, or cannot be masked exactly.
         """
-        template = self._tokenizer.get_chat_template(tools=chat.tools)
-        if self._learn == "all":
-            text, _ = self._text(chat, template)
-            return text, [(0, len(text))]
-        turns = [n for n, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
-        if _MARKS_TURNS.search(template) is None:
-            text, _ = self._text(chat, template)
-            learned = turns[-1:] if self._learn == "last" else turns
-            return text, [self._turn(chat, template, text, turn) for turn in learned]
-        text, spans = self._text(chat, template, marks=True)
-        if sum(start < stop for start, stop in spans) < len(turns):
-            raise ValueError(f"has assistant turns outside {{% generation %}} of the {self._name}")
-        if self._learn == "last":
-            before = Chat(chat.messages[: turns[-1]], chat.tools)
-            spans = spans[len(self._text(before, template, marks=True)[1]) :]
-        return text, [(start, stop) for start, stop in spans if start < stop]
+        form, text = self._text(chat)
+        notes: list[Note] = [("keys", key) for key in self._unread_keys(chat)]
+        if chat.tools and text == self._template.text(with_arguments(chat.messages, form), None):
+            notes.append(("turns", _WITHOUT_TOOLS))
+        turns, places = self._finder.turns_of(chat, text, form), Places()
+        for number in chat.turns():
+            try:
+                places[number] = turns.place(number)
+            except NotFound as error:
+                places.missing[number] = error
+        learned = self._learned(chat, text, form, places)
+        notes += [("turns", note) for note in turns.unwritten()]
+        notes += [("turns", note) for place in places.values() for note in place.lacks]
+        return Rendered(text, learned, notes)
 
-    def _turn(self, chat: Chat, template: str, text: str, turn: int) -> tuple[int, int]:
-        """Return the place of an assistant turn: what the prompt before it does not hold."""
-        before, _ = self._text(Chat(chat.messages[:turn], chat.tools), template, prompt=True)
-        through, _ = self._text(Chat(chat.messages[: turn + 1], chat.tools), template)
-        if not through.startswith(before):
-            raise ValueError(
-                f"cannot be masked exactly: the {self._name} writes an assistant turn that does "
-                "not begin with its generation prompt" + _WAYS_OUT
-            )
-        if not text.startswith(through):
-            raise ValueError(
-                f"cannot be masked exactly: the {self._name} writes an earlier assistant turn "
-                "differently when others follow (as one that drops earlier thinking)" + _WAYS_OUT
-            )
-        answer = through[len(before) :]
-        if not answer.strip():
-            raise ValueError(f"has an assistant turn of which the {self._name} writes nothing")
-        ended = answer.rstrip()
-        # Generation stops at the end of the turn: the line break behind it is the template's.
-        return len(before), len(before) + len(ended if ended.endswith(self._ends) else answer)
-
-    def _text(
-        self, chat: Chat, template: str, *, prompt: bool = False, marks: bool = False
-    ) -> tuple[str, Spans]:
-        """Return what apply_chat_template renders, and its {% generation %} parts."""
+    def _text(self, chat: Chat) -> tuple[Arguments, str]:
+        """Return a conversation's text, and the form in which the template takes arguments: as an
+        object, or as JSON text if it refuses objects or writes them as Python would.
+        """
         try:
-            # Its types say that it returns text alone.
-            texts, spans = render_jinja_template(  # type: ignore[str-unpack]
-                conversations=[_without_none(chat.messages)],
-                tools=chat.tools,  # type: ignore[arg-type]
-                chat_template=template,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=marks,
-                **self._special_tokens,
-            )
-            texts[0].encode()  # a lone surrogate in a call of a tool is valid JSON and no text
-        except Exception as error:  # a template may raise anything
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"is refused by the {self._name}: {problem[:300]}") from error
-        return texts[0], list(spans[0]) if marks else []  # type: ignore[arg-type]
+            text = self._template.text(chat.messages, chat.tools)
+            problem = None
+        except ValueError as error:
+            problem = error
+        has_calls = any(message.get("tool_calls") for message in chat.messages)
+        if has_calls and (problem or is_written_as_python(text, chat.messages)):
+            try:
+                messages = with_arguments(chat.messages, "text")
+                return "text", self._template.text(messages, chat.tools)
+            except ValueError:
+                pass
+        if problem is not None:
+            raise problem
+        return "object", text
 
-    def encode(self, texts: list[str], spans: list[Spans]) -> Iterator[Encoded]:
+    def _learned(self, chat: Chat, text: str, form: Arguments, places: Places) -> Spans:
+        """Return the runs that are learned. Raises ValueError."""
+        if self._learn == "all":
+            return _without([(0, len(text))], places.found(chat.unlearned, ""))
+        turns = chat.turns()
+        candidates = turns[-1:] if self._learn == "last" else turns
+        chosen = [number for number in candidates if number in {*chat.learned()}]
+        if not self._template.marks_turns(chat.tools):
+            other = "data.learn=last, or " if self._learn == "assistant" else ""
+            own = places.found(chosen, f": set {other}data.template to one with {_BLOCK}")
+            return [(place.start, place.stop) for place in own if place.is_written]
+        _, marked = self._template.marked(with_arguments(chat.messages, form), chat.tools)
+        marked = [(start, stop) for start, stop in marked if start < stop]
+        if places.missing:
+            return self._marked_alone(turns, marked, chosen, places)
+        return self._marked_in(marked, chosen, places)
+
+    def _marked_in(self, marked: Spans, chosen: Sequence[int], places: Places) -> Spans:
+        """Return what {% generation %} marks of turns: role markers within it are not learned."""
+        learned: Spans = []
+        for number, place in places.items():
+            cut = [(max(start, place.start), min(stop, place.stop)) for start, stop in marked]
+            own = [(start, stop) for start, stop in cut if start < stop]
+            if place.is_written and not own:
+                raise ValueError(self._unmarked)
+            learned += own if number in chosen else []
+        return learned
+
+    def _marked_alone(
+        self, turns: list[int], marked: Spans, chosen: list[int], places: Places
+    ) -> Spans:
+        """Return the marked parts of turns that are not found otherwise, one for each."""
+        if len(marked) < len(turns):
+            raise ValueError(self._unmarked)
+        if len(marked) == len(turns):
+            return [span for n, span in zip(turns, marked, strict=True) if n in chosen]
+        if chosen != turns:
+            places.found(turns, "")
+        return marked
+
+    @property
+    def _unmarked(self) -> str:
+        return f"has assistant turns outside {_BLOCK} of the {self._template.name}"
+
+    def _unread_keys(self, chat: Chat) -> list[str]:
+        """Return the keys of turns that hold something and that the template does not name."""
+        keys = [
+            key
+            for message in chat.messages
+            for key, value in message.items()
+            if key not in _COMMON_KEYS and value and (key, message["role"]) != ("name", "tool")
+        ]
+        unread = {key for key in {*keys} if not self._template.reads(key, chat.tools)}
+        return [key for key in keys if key in unread]
+
+    def encode(self, chats: Sequence[Rendered]) -> Iterator[Encoded]:
         """Yield the ids of rendered texts, as apply_chat_template gives them.
 
-        Where a text does not end with a special token, the separator follows, and is learned.
+        Where a text does not end with a special token, the separator follows. It is learned where
+        it closes what is learned.
         """
-        if not texts:
+        if not chats:
             return
         encodings = self._tokenizer(
-            texts,
+            [chat.text for chat in chats],
             add_special_tokens=False,
             return_offsets_mapping=True,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )
-        columns = (encodings["input_ids"], encodings["offset_mapping"], texts, spans)
-        for ids, offsets, text, of_text in zip(*columns, strict=True):
-            learned = _tokens_of(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), of_text)
-            if not self._is_closed(ids, offsets, text):
+        columns = (encodings["input_ids"], encodings["offset_mapping"], chats)
+        for ids, offsets, chat in zip(*columns, strict=True):
+            learned = tokens_of(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), chat.learned)
+            if not self._is_closed(ids, offsets, chat.text):
                 ids.append(self._tokenizer.eos_token_id)
-                learned.append((len(ids) - 1, len(ids)))
-            yield Encoded(ids, learned)
+                if chat.learned and chat.learned[-1][1] >= len(chat.text.rstrip()):
+                    learned.append((len(ids) - 1, len(ids)))
+            yield Encoded(ids, learned, chat.notes)
 
     def _is_closed(self, ids: list[int], offsets: list[tuple[int, int]], text: str) -> bool:
-        """Return True if nothing but white space follows the last special token."""
+        """Return True if nothing but white space follows the last special token, which ends turns
+        in this template.
+        """
+        if not self._finder.closes_turns:
+            return bool(ids) and ids[-1] == self._tokenizer.eos_token_id
         last = next((n for n in range(len(ids) - 1, -1, -1) if ids[n] in self._special), None)
         return last is not None and not text[offsets[last][1] :].strip()
 
 
-_WAYS_OUT = ": set data.learn=last, or data.template to one with {% generation %}"
+_BLOCK = "{% generation %}"
+_WITHOUT_TOOLS = "lists of tools that the template leaves out"
 
 
-def _tokens_of(offsets: NDArray[np.int64], spans: Spans) -> Spans:
+class Places(dict[int, Place]):
+    """The places of a conversation's turns by their numbers, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing: dict[int, NotFound] = {}
+        """Why there is none of others."""
+
+    def found(self, numbers: Iterable[int], advice: str) -> list[Place]:
+        """Return the places of some turns. Raises ValueError if one has none."""
+        numbers = [*numbers]
+        if problems := [self.missing[number] for number in numbers if number in self.missing]:
+            raise ValueError(f"cannot be masked exactly: {problems[0]}{advice}")
+        return [self[number] for number in numbers]
+
+
+def _without(spans: Spans, places: Sequence[Place]) -> Spans:
+    """Return runs without some places."""
+    for place in places:
+        spans = [
+            (start, stop)
+            for first, last in spans
+            for start, stop in ((first, min(last, place.start)), (max(first, place.stop), last))
+            if start < stop
+        ]
+    return spans
+
+
+def tokens_of(offsets: NDArray[np.int64], spans: Spans) -> Spans:
     """Return the runs of tokens that hold spans of characters; offsets (tokens, 2) ascend."""
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
     firsts = np.searchsorted(offsets[:, 1], places[:, 0], side="right")
     lasts = np.searchsorted(offsets[:, 0], places[:, 1], side="left")
     return [(first, last) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-
-
-def _without_none(messages: list[Message]) -> list[Any]:
-    """Return messages as apply_chat_template hands them to the template."""
-    return [{key: value for key, value in m.items() if value is not None} for m in messages]

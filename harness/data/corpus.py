@@ -16,30 +16,35 @@ from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
 from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
-from harness.files.forms import document_of, value_of
-from harness.files.pieces import Piece, pieces_of, unless_blank
+from harness.files.forms import read, value_of
+from harness.files.notes import Note
+from harness.files.pieces import Ids, Piece, pieces_of, unless_blank
 
 
 @dataclass(frozen=True)
 class Part:
-    """A conversation, or a piece of another document, and where it stands."""
+    """A conversation, token ids, or a piece of another document, and where it stands."""
 
-    document: Chat | Piece
+    document: Chat | Ids | Piece
     file: Path
     line: int
     record: object = None
     """The record that holds it; None for a document that is a file."""
+    notes: tuple[Note, ...] = ()
+    """What the record says and is not read; of the first piece of a document."""
 
     @property
     def num_characters(self) -> int:
-        """Length of the text."""
+        """Length of the text, or number of the token ids."""
         document = self.document
+        if isinstance(document, Ids):
+            return len(document.ids)
         return document.num_characters if isinstance(document, Chat) else len(document.text)
 
     @property
     def is_last(self) -> bool:
         """True if a document ends here."""
-        return isinstance(self.document, Chat) or self.document.is_last
+        return not isinstance(self.document, Piece) or self.document.is_last
 
 
 @dataclass(frozen=True)
@@ -86,19 +91,19 @@ class Corpus(CorpusFiles):
         first = self.leading
         for file in self.files:
             try:
-                for document, line, record in self._documents_of(file, bad_lines):
-                    is_chat = isinstance(document, Chat)
+                for part in self._parts_of(file, bad_lines):
+                    is_chat, line = isinstance(part.document, Chat), part.line
                     first = first or (is_chat, f"{file}:{line}")
                     if is_chat == first[0]:
-                        yield Part(document, file, line, record)
+                        yield part
                     else:
                         kinds = {True: "a conversation", False: "other text"}
                         text = f"holds {kinds[is_chat]}, but {first[1]} holds {kinds[first[0]]}"
                         text += ": name one of them, or move it"
-                        if record is None:
+                        if part.record is None:
                             bad_lines.add(file, f"it {text}")
                             break
-                        if isinstance(document, Chat) or document.is_last:
+                        if part.is_last:
                             bad_lines.add(file, text, line)
             except UnicodeDecodeError as error:
                 bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
@@ -107,11 +112,9 @@ class Corpus(CorpusFiles):
             if bad_lines.are_enough:
                 break
 
-    def _documents_of(
-        self, file: Path, bad_lines: BadLines
-    ) -> Iterator[tuple[Chat | Piece, int, object]]:
+    def _parts_of(self, file: Path, bad_lines: BadLines) -> Iterator[Part]:
         if self.kind == "library":
-            yield from ((piece, 1, None) for piece in _library_file(file))
+            yield from (Part(piece, file, 1) for piece in _library_file(file))
             return
         format = format_of(file, self.format)
         if format.records is None:
@@ -119,7 +122,7 @@ class Corpus(CorpusFiles):
             if self.where:
                 bad_lines.add(file, f"has no columns, but data.where is {dict(self.where)}")
                 return
-            yield from ((piece, 1, None) for piece in format.pieces(file, bad_lines))
+            yield from (Part(piece, file, 1) for piece in format.pieces(file, bad_lines))
             return
         records = format.records(file, bad_lines)
         if self.between is not None:
@@ -130,16 +133,18 @@ class Corpus(CorpusFiles):
             try:
                 if any(value_of(record, column) != value for column, value in self.where.items()):
                     continue
-                document = document_of(record, self.columns)
-                if not isinstance(document, Chat) and self.bad_rows_limit is not None:
+                document, notes = read(record, self.columns)
+                if not isinstance(document, Chat | Ids) and self.bad_rows_limit is not None:
                     document = unless_blank(document)
             except ValueError as error:
                 bad_lines.add(file, problem_of(error), line)
                 if bad_lines.are_enough:
                     return
             else:
-                for part in [document] if isinstance(document, Chat) else document:
-                    yield part, line, record
+                unread = tuple(note for note in notes if note[1] not in self.where)
+                for part in [document] if isinstance(document, Chat | Ids) else document:
+                    yield Part(part, file, line, record, unread)
+                    unread = ()
 
     @cached_property
     def holds_chats(self) -> bool:
@@ -181,6 +186,11 @@ class Corpus(CorpusFiles):
         for part in self.parts(bad_lines):
             if isinstance(part.document, Chat):
                 yield from pieces_of("\n".join(turn["content"] for turn in part.document.messages))
+            elif isinstance(part.document, Ids):
+                raise ConfigError(
+                    f"data.path: {part.file}:{part.line} holds token ids: set data.tokenizer to "
+                    "the one that wrote them"
+                )
             else:
                 yield part.document
         bad_lines.require_none()

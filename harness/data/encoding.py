@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.chat_tokens import ChatEncoder, Encoded, Spans
+from harness.data.chat_tokens import ChatEncoder, Encoded, Rendered, tokens_of
 from harness.data.corpus import Corpus, Part
-from harness.data.tokenizer import PIECES_AT_ONCE, encode
+from harness.data.tokenizer import (
+    PIECES_AT_ONCE,
+    added_at_begin,
+    encode,
+    encode_with_offsets,
+    joins_pieces,
+    vocab_size,
+)
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
-from harness.files.pieces import Piece
+from harness.files.pieces import Ids, Piece
+
+Places = NDArray[np.int64]
+"""(tokens, 2): start and stop in the text of what each token stands for."""
+_NO_PLACES: Places = np.zeros((0, 2), dtype=np.int64)
 
 # Most characters tokenised at once: a tokenizer takes a hundred bytes per character.
 _CHARS_AT_ONCE = 1 << 22
 
 
+@dataclass(frozen=True)
+class HowEncoded:
+    """What of the run config decides, beside the tokenizer, which ids documents get."""
+
+    learn: str = "assistant"
+    """data.learn."""
+    begin: Sequence[int] = ()
+    """Ids with which every document of text begins, as a served request does; not learned."""
+    day: str | None = None
+    """Date that a chat template writes; None: today's."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, learn: str, bos: str, day: str | None
+    ) -> HowEncoded:
+        """Return it for the values of data.learn, data.bos and data.date."""
+        return cls(learn, added_at_begin(tokenizer) if bos == "auto" else (), day)
+
+
 class Encoder:
     """A tokenizer that adds the separator to documents and knows what of them is learned."""
 
-    def __init__(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, learn: str) -> None:
+    def __init__(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, how: HowEncoded) -> None:
         """Raises ConfigError if a corpus of conversations has no chat template."""
-        self._corpus, self._tokenizer, self._learn = corpus, tokenizer, learn
-        self._chats = ChatEncoder(tokenizer, learn) if corpus.holds_chats else None
+        self._corpus, self._tokenizer, self._how = corpus, tokenizer, how
+        self._chats = ChatEncoder(tokenizer, how.learn, how.day) if corpus.holds_chats else None
+        self._num_ids = vocab_size(tokenizer)
+        self._joins_pieces = not tokenizer.is_fast or joins_pieces(tokenizer)
 
     def encoded(self, bad_lines: BadLines) -> Iterator[list[tuple[Part, Encoded]]]:
         """Yield groups of parts with their ids, without those that are added to `bad_lines`; the
@@ -51,37 +86,113 @@ class Encoder:
                 yield good
                 group, results = coming
 
-    def _encode(self, documents: list[Chat | Piece]) -> list[Encoded | str]:
+    def _encode(self, documents: list[Chat | Ids | Piece]) -> list[Encoded | str]:
         """Return the ids of each document, or the problem with it."""
+        chats = [document for document in documents if isinstance(document, Chat)]
         pieces = [document for document in documents if isinstance(document, Piece)]
-        of_pieces = iter(encode(self._tokenizer, [piece.text for piece in pieces]))
-        rendered: list[tuple[str, Spans] | str] = []
-        for chat in documents:
-            if isinstance(chat, Chat):
-                assert self._chats is not None, "the first document says whether all are chats"
-                try:
-                    rendered.append(self._chats.render(chat))
-                except ValueError as error:
-                    rendered.append(str(error))
-        good = [result for result in rendered if not isinstance(result, str)]
-        if self._chats is not None:
-            of_chats = self._chats.encode([text for text, _ in good], [spans for _, spans in good])
-        texts = iter(rendered)
+        of_chats, of_pieces = iter(self._of_chats(chats)), iter(self._of_pieces(pieces))
         results: list[Encoded | str] = []
         for document in documents:
-            if isinstance(document, Piece):
-                results.append(self._of_piece(document, next(of_pieces)))
+            if isinstance(document, Ids):
+                results.append(self._of_ids(document))
             else:
-                result = next(texts)
-                results.append(result if isinstance(result, str) else next(of_chats))
+                results.append(next(of_chats if isinstance(document, Chat) else of_pieces))
         return results
 
-    def _of_piece(self, piece: Piece, ids: list[int]) -> Encoded:
-        learned = [(0, len(ids))] if piece.is_learned or self._learn == "all" else []
-        if piece.is_last:
-            learned.append((len(ids), len(ids) + 1))
+    def _of_chats(self, chats: list[Chat]) -> list[Encoded | str]:
+        rendered: list[Rendered | str] = []
+        for chat in chats:
+            assert self._chats is not None, "the first document says whether all are chats"
+            try:
+                rendered.append(self._chats.render(chat))
+            except ValueError as error:
+                rendered.append(str(error))
+        if self._chats is None:
+            return []
+        good = [result for result in rendered if not isinstance(result, str)]
+        encoded = self._chats.encode(good)
+        return [result if isinstance(result, str) else next(encoded) for result in rendered]
+
+    def _of_ids(self, document: Ids) -> Encoded | str:
+        if outside := [token for token in document.ids if not 0 <= token < self._num_ids]:
+            return (
+                f"has the token id {outside[0]}, outside the tokenizer's {self._num_ids}: is "
+                "data.tokenizer the one that wrote it?"
+            )
+        is_all = self._how.learn == "all"
+        return Encoded(document.ids, [(0, len(document.ids))] if is_all else document.learned)
+
+    def _of_pieces(self, pieces: list[Piece]) -> list[Encoded]:
+        """Return the ids of pieces. Places of tokens, which take a third longer, are asked for
+        where a part is learned, and where a piece behind another has other ids than alone.
+        """
+        places = [self._needs_places(piece) for piece in pieces]
+        both = [*zip(pieces, places, strict=True)]
+        plain = iter(encode(self._tokenizer, [piece.text for piece, needs in both if not needs]))
+        placed = iter(self._with_places([piece for piece, needs in both if needs]))
+        return [
+            self._of_piece(piece, *next(placed))
+            if needs
+            else self._of_piece(piece, next(plain), _NO_PLACES)
+            for piece, needs in both
+        ]
+
+    def _needs_places(self, piece: Piece) -> bool:
+        if piece.before and not self._joins_pieces:
+            return True
+        runs = None if self._how.learn == "all" else piece.learned
+        return bool(runs) and runs != ((0, len(piece.text)),)
+
+    def _with_places(self, pieces: list[Piece]) -> list[tuple[list[int], Places]]:
+        """Return the ids of pieces behind the ones before them, and the places in the piece that
+        each token stands for.
+        """
+        if not self._tokenizer.is_fast:
+            return [self._by_prefix(piece) for piece in pieces]
+        befores = ["" if self._joins_pieces else piece.before for piece in pieces]
+        texts = [before + piece.text for before, piece in zip(befores, pieces, strict=True)]
+        results = []
+        encoded = encode_with_offsets(self._tokenizer, texts)
+        for before, piece, (ids, places) in zip(befores, pieces, encoded, strict=True):
+            kept = int(np.searchsorted(places[:, 1], len(before), side="right"))
+            if kept < len(ids) and places[kept, 0] < len(before):
+                # A token reaches over the cut: it is cut, too, as behind the end of a line.
+                before = "\n"
+                ((ids, places),) = encode_with_offsets(self._tokenizer, [before + piece.text])
+                kept = int(np.searchsorted(places[:, 1], len(before), side="right"))
+            results.append((ids[kept:], places[kept:] - len(before)))
+        return results
+
+    def _by_prefix(self, piece: Piece) -> tuple[list[int], Places]:
+        """Return ids and places from a tokenizer that does not say them: a token stands for the
+        end of what is not learned if that alone begins with it.
+        """
+        assert piece.learned, "asked for parts alone"
+        ids, before = encode(self._tokenizer, [piece.text, piece.text[: piece.learned[0][0]]])
+        pairs = zip(ids, before, strict=False)
+        same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(before)))
+        places = np.full((len(ids), 2), [0, len(piece.text)], dtype=np.int64)
+        places[:same] = 0
+        return ids, places
+
+    def _of_piece(self, piece: Piece, ids: list[int], places: Places) -> Encoded:
+        runs = None if self._how.learn == "all" else piece.learned
+        learned = [(0, len(ids))]
+        if runs is not None and runs != ((0, len(piece.text)),):
+            learned = tokens_of(places, [*runs]) if runs else []
+        ends = piece.learned is not None and ids[-1:] == [self._tokenizer.eos_token_id]
+        if piece.is_last and not ends:
+            if piece.end_is_learned or self._how.learn == "all":
+                learned.append((len(ids), len(ids) + 1))
             ids.append(self._tokenizer.eos_token_id)
-        return Encoded(ids, learned)
+        begin = [*self._how.begin]
+        if not begin or piece.before:
+            return Encoded(ids, learned)
+        if ids[: len(begin)] != begin:  # else the text has them
+            ids = begin + ids
+            learned = [(start + len(begin), stop + len(begin)) for start, stop in learned]
+        cut = [(max(start, len(begin)), stop) for start, stop in learned]
+        return Encoded(ids, [(start, stop) for start, stop in cut if start < stop])
 
 
 def _next_group(parts: Iterator[Part]) -> list[Part]:

@@ -60,7 +60,7 @@ class Packed:
         add_separator: bool,
         stride: int | None = None,
     ) -> None:
-        assert not (add_separator and split.is_masked), "documents with masks store their ends"
+        assert not (add_separator and split.has_masks), "documents with masks store their ends"
         self.split, self.seq_len = split, seq_len
         self._stride = stride or seq_len
         self.num_windows = max(0, split.num_tokens - seq_len - 1 + self._stride) // self._stride
@@ -88,7 +88,7 @@ class Packed:
         starts = self.split.starts[rows]
         ids = self._ids(rows, places - starts)
         labels = ids[:, 1:]
-        if self.split.is_masked:
+        if self.split.has_masks:
             sources = self.split.offsets[rows] + places - starts
             labels = np.where(self._masks.at(sources[:, 1:]), IGNORED, labels)
         positions = places - np.maximum(starts, begin)

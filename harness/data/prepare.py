@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.data.cache import Report, damaged
 from harness.data.corpus import Corpus
-from harness.data.encoding import Encoder
+from harness.data.encoding import Encoder, HowEncoded
 from harness.data.fingerprint import combined, first_outside, survey
 from harness.data.indexed import IndexedTokens, write_indexed
 from harness.data.masks import NO_MASKS, Masks, MaskWriter
@@ -24,13 +24,14 @@ from harness.data.token_bounds import ANY_LENGTH, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, Unusable, shortened
 from harness.files.data_format import SKIP, BadLines
+from harness.files.notes import Notes
 from harness.files.regular_file import read_json
 
 # Increase this if the same text would give other tokens, ...
-FORMAT = 4
+FORMAT = 5
 # ... and this one if the files of the split change.
 SPLIT_FORMAT = 3
-TOKENS, MASKS, SPLIT_FACTS = "tokens", "masks.npy", "split.json"
+TOKENS, MASKS, NOTES, SPLIT_FACTS = "tokens", "masks.npy", "notes.json", "split.json"
 SKIPPED = "skipped.json"
 _REPORT_EVERY_CHARS = 1 << 26
 _MOST_FACTS_BYTES = 2**20
@@ -67,10 +68,18 @@ class Counts:
     documents: int
     characters: int
     tokens: int
+    learned: int
+    """Tokens that are learned."""
+    notes: Notes = field(default_factory=Notes)
+    """What its rows say and is not read or not learned."""
 
 
 def write_tokens(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, learn: str, folder: Path, report: Report
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    how: HowEncoded,
+    folder: Path,
+    report: Report,
 ) -> None:
     """Write the tokens, and which of them are masked. Raises ConfigError with all bad lines."""
     bad_lines, reported = corpus.bad_lines(), 0
@@ -81,32 +90,37 @@ def write_tokens(
             reported = characters
             report(f"tokenised {min(1.0, characters / corpus.num_bytes()):.0%} of {corpus.path}")
 
-    counts = encode_corpus(corpus, tokenizer, learn, folder, bad_lines, progress)
+    counts = encode_corpus(corpus, tokenizer, how, folder, bad_lines, progress)
     require_text(corpus, counts, bad_lines)
     keep_skipped(corpus, bad_lines, folder)
+    write_notes(counts.notes, folder)
 
 
 def encode_corpus(
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerBase,
-    learn: str,
+    how: HowEncoded,
     folder: Path,
     bad_lines: BadLines,
     progress: Callable[[int], None],
 ) -> Counts:
     """Write the tokens and masks of the good lines; `progress` receives the characters so far."""
-    encoder = Encoder(corpus, tokenizer, learn)
+    encoder = Encoder(corpus, tokenizer, how)
     masks, documents, characters, tokens = MaskWriter(), 0, 0, 0
+    notes, learned = Notes(), 0
 
     def sequences() -> Iterator[tuple[list[int], bool]]:
         """Yield (ids of the next piece, True if its document ends there)."""
-        nonlocal documents, characters, tokens
+        nonlocal documents, characters, tokens, learned
         for group in encoder.encoded(bad_lines):
             for part, encoded in group:
                 masks.add_learned(len(encoded.ids), encoded.learned)
+                notes.update(part.notes)
+                notes.update(encoded.notes)
                 documents += part.is_last
                 characters += part.num_characters
                 tokens += len(encoded.ids)
+                learned += sum(stop - start for start, stop in encoded.learned)
                 yield encoded.ids, part.is_last
             progress(characters)
             if bad_lines.are_enough:
@@ -114,11 +128,25 @@ def encode_corpus(
 
     write_indexed(folder / TOKENS, vocab_size(tokenizer), sequences())
     masks.save(folder / MASKS)
-    return Counts(documents, characters, tokens)
+    return Counts(documents, characters, tokens, learned, notes)
+
+
+def write_notes(notes: Notes, folder: Path) -> None:
+    """Write notes for read_notes."""
+    (folder / NOTES).write_text(json.dumps(notes.as_json()))
+
+
+def read_notes(folder: Path) -> Notes:
+    """Return the notes that write_notes wrote. Raises ConfigError if the file is damaged."""
+    try:
+        notes: Any = read_json(folder / NOTES, _MOST_FACTS_BYTES, links=True)
+        return Notes.from_json(notes)
+    except (OSError, Unusable, AttributeError, TypeError, ValueError) as error:
+        raise damaged(folder / NOTES, error) from error
 
 
 def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
-    """Raise ConfigError with all bad lines, or if there is no text."""
+    """Raise ConfigError with all bad lines, or if there is no text, or none to learn."""
     try:
         bad_lines.require_none()
     except ConfigError as error:
@@ -127,6 +155,11 @@ def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
         raise ConfigError([*error.problems[:-1], f"{error.problems[-1]}; {SKIP}"]) from None
     if not counts.characters:
         raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
+    if not counts.learned:
+        why = counts.notes.text() or "its rows mark all of it as not learned"
+        raise ConfigError(
+            f"data.path: {corpus.path} has nothing to learn in {counts.documents:,} documents: {why}"
+        )
 
 
 def keep_skipped(corpus: Corpus, bad_lines: BadLines, folder: Path) -> None:

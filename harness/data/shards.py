@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +19,23 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.data.cache import Report, fill_once
 from harness.data.corpus import Corpus
+from harness.data.encoding import HowEncoded
 from harness.data.indexed import join_indexed
 from harness.data.masks import Masks, join_masks, load_masks
-from harness.data.prepare import MASKS, TOKENS, Counts, encode_corpus, keep_skipped, require_text
+from harness.data.prepare import (
+    MASKS,
+    TOKENS,
+    Counts,
+    encode_corpus,
+    keep_skipped,
+    read_notes,
+    require_text,
+    write_notes,
+)
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
+from harness.files.notes import Notes
 
 _LEAST_BYTES, _MOST_SHARDS = 4 << 20, 4096
 _FACTS = "shard.json"
@@ -92,13 +103,13 @@ class ShardedTokens:
         self,
         corpus: Corpus,
         tokenizer: PreTrainedTokenizerBase,
-        learn: str,
+        how: HowEncoded,
         folder: Path,
         least_bytes: int = _LEAST_BYTES,
     ) -> None:
         """`folder`: that of the joined tokens."""
         self.corpus, self.folder = corpus, folder
-        self._tokenizer, self._learn = tokenizer, learn
+        self._tokenizer, self._how = tokenizer, how
         self.shards = shards_of(corpus, least_bytes)
         self._work = folder.with_name(f"{folder.name}.{len(self.shards)}-shards")
 
@@ -124,13 +135,15 @@ class ShardedTokens:
                 raise
 
     def _write(self, number: int, progress: Callable[[int], None], folder: Path) -> None:
-        corpus, bad_lines = (
-            corpus_of_shard(self.corpus, self.shards[number]),
-            self.corpus.bad_lines(),
-        )
-        counts = encode_corpus(corpus, self._tokenizer, self._learn, folder, bad_lines, progress)
+        corpus = corpus_of_shard(self.corpus, self.shards[number])
+        bad_lines = self.corpus.bad_lines()
+        counts = encode_corpus(corpus, self._tokenizer, self._how, folder, bad_lines, progress)
         settle_lines(corpus, bad_lines)
-        facts = {"counts": asdict(counts), "bad_lines": bad_lines.as_json()}
+        write_notes(counts.notes, folder)
+        sizes = {
+            key: getattr(counts, key) for key in ("documents", "characters", "tokens", "learned")
+        }
+        facts = {"counts": sizes, "bad_lines": bad_lines.as_json()}
         (folder / _FACTS).write_text(json.dumps(facts))
 
     def join(self, report: Report) -> None:
@@ -157,6 +170,7 @@ class ShardedTokens:
         join_indexed([folder / TOKENS for folder in folders], joined / TOKENS)
         join_masks(_masks(folders), joined / MASKS)
         keep_skipped(self.corpus, bad_lines, joined)
+        write_notes(counts.notes, joined)
 
     def remove(self) -> None:
         """Remove the joined tokens, their lock, and all shards."""
@@ -172,15 +186,17 @@ class ShardedTokens:
         shutil.rmtree(unwanted, ignore_errors=True)
 
     def _facts(self, folders: Sequence[Path]) -> tuple[Counts, BadLines]:
-        documents = characters = tokens = 0
-        bad_lines = self.corpus.bad_lines()
+        documents = characters = tokens = learned = 0
+        bad_lines, notes = self.corpus.bad_lines(), Notes()
         for folder in folders:
+            notes.update(read_notes(folder))
             facts = json.loads((folder / _FACTS).read_text())
             documents += facts["counts"]["documents"]
             characters += facts["counts"]["characters"]
             tokens += facts["counts"]["tokens"]
+            learned += facts["counts"]["learned"]
             bad_lines.merge(BadLines.from_json(facts["bad_lines"]))
-        return Counts(documents, characters, tokens), bad_lines
+        return Counts(documents, characters, tokens, learned, notes), bad_lines
 
 
 def _name(number: int) -> str:

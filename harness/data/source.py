@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from harness.data.batches import Stream
 from harness.data.cache import Report, build_once, cache_key
 from harness.data.corpus import Corpus, find_corpus
+from harness.data.encoding import HowEncoded
 from harness.data.fingerprint import order_key
 from harness.data.indexed import IndexedTokens
-from harness.data.masks import NO_MASKS, load_masks
+from harness.data.masks import NO_MASKS, Masks, load_masks
 from harness.data.packing import Packed
 from harness.data.prepare import (
     FORMAT,
@@ -24,11 +26,13 @@ from harness.data.prepare import (
     TOKENS,
     SplitFacts,
     read_facts,
+    read_notes,
     read_skipped,
     require_ids_of,
     write_split,
     write_tokens,
 )
+from harness.data.rendering import writes_date
 from harness.data.spec import DataSpec
 from harness.data.split import SIDES, load_split
 from harness.data.token_bounds import ANY_LENGTH, LeftOut, TokenBounds
@@ -37,6 +41,7 @@ from harness.data.whole import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
+from harness.files.notes import Notes
 from harness.files.pieces import shortened
 
 _FIRST_TOKENS = 64  # more than a line of the summary holds
@@ -60,6 +65,12 @@ class Source:
     """Lengths of the documents that are read."""
     skipped: BadLines = field(default_factory=BadLines)
     """Records that are left out (data.bad_rows)."""
+    notes: Notes = field(default_factory=Notes)
+    """What its rows say and is not read or not learned."""
+    added: str = ""
+    """What the tokenizer adds before every document, as text."""
+    day: str | None = None
+    """The date that the chat template writes; None if it writes none."""
 
     @property
     def tokens(self) -> int:
@@ -104,11 +115,26 @@ class Source:
             left_out += f"; left out: {self.corpus.left_out}"
         if isinstance(packed := self.sides["train"], WholeWindows):
             packing = f"; whole documents in {packed.num_windows:,} samples: {packed.counts()}"
+        rows = "".join(f"; {text}" for text in self._of_rows().values())
         return (
             f"{name}{self.corpus.path}: {pairs}{self.facts.documents:,} documents, "
             f"{self.tokens:,} tokens{held_out}{learned}; the first begins {self.begins!r}"
-            f"{left_out}{packing}"
+            f"{left_out}{packing}{rows}"
         )
+
+    def _of_rows(self) -> dict[str, str]:
+        """Return what is said about rows and templates, by the kind of its event."""
+        said = {}
+        if self.notes:
+            said["left_out_of_rows"] = f"left out of the rows: {self.notes.text()}"
+        if self.added:
+            said["begins_with"] = (
+                f"every document begins with {self.added}, which the tokenizer adds to text, not "
+                "learned (data.bos)"
+            )
+        if self.day:
+            said["date"] = f"the chat template writes the date {self.day} (data.date)"
+        return said
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events about the source for the record of a run."""
@@ -122,6 +148,9 @@ class Source:
         if self.corpus.split:
             message = f"{self.corpus.path}: {self.corpus.split_text}"
             yield {"kind": "split", "message": message, **of}
+        for kind, text in self._of_rows().items():
+            noted = {"counts": self.notes.as_json()} if kind == "left_out_of_rows" else {}
+            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **of, **noted}
         if self._of_other_length:
             counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
             message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"
@@ -166,15 +195,14 @@ def open_source(
     corpus = corpus_of(spec)
     key = tokens_key(corpus, tokenizer, spec)
     num_ids = spec.model_vocab_size or vocab_size(tokenizer)
-    prefixes, masks, skipped = corpus.pairs, None, BadLines()
+    prefixes, masks, skipped, notes = corpus.pairs, None, BadLines(), Notes()
+    how = how_encoded(spec, tokenizer)
     if corpus.kind != "indexed":
         folder = tokens_folder(cache, key)
-        learn = spec.config.learn
-        build_once(
-            folder, lambda path: write_tokens(corpus, tokenizer, learn, path, report), report
-        )
+        build_once(folder, lambda path: write_tokens(corpus, tokenizer, how, path, report), report)
         prefixes, masks = (folder / TOKENS,), load_masks(folder / MASKS)
         skipped = read_skipped(corpus, folder)
+        notes = read_notes(folder)
     elif masks_of(corpus.path).is_file():
         if spec.bounds != ANY_LENGTH:
             raise ConfigError(
@@ -192,10 +220,15 @@ def open_source(
     )
     facts = read_facts(folder)
     require_ids_of(tokens, facts, num_ids)
+    is_text = corpus.kind != "indexed" and not corpus.holds_chats
+    begin = how.begin if is_text else ()
+    begin_tokens = len(begin)
+    if corpus.kind == "indexed" and masks is not None and _masks_alone(how.begin, tokens, masks):
+        begin_tokens = len(tokens.ids)  # a sample that a run kept has several in one document
     documents = {
         side: {
             "tokens": tokens.ids,
-            "split": load_split(folder, side),
+            "split": load_split(folder, side, begin_tokens),
             "masks": masks or NO_MASKS,
             "seq_len": spec.config.seq_len,
             "eos_id": tokenizer.eos_token_id,
@@ -209,8 +242,37 @@ def open_source(
         (str(path.relative_to(corpus.path)), documents, count)
         for path, documents, count in (tokens.sizes() if corpus.is_folder_of_pairs else ())
     )
-    begins = _first_line(tokens, tokenizer)
-    return Source(name, corpus, facts, begins, sides, pairs, spec.bounds, skipped)
+    return Source(
+        name,
+        corpus,
+        facts,
+        _first_line(tokens, tokenizer),
+        sides,
+        pairs,
+        spec.bounds,
+        skipped,
+        notes,
+        str(tokenizer.decode([*begin])),
+        spec.config.date if _writes_date(corpus, tokenizer) else None,
+    )
+
+
+def _masks_alone(begin: Sequence[int], tokens: IndexedTokens, masks: Masks) -> bool:
+    """Return True if nothing is masked but what the tokenizer adds to the begin of documents."""
+    starts, stops = masks.starts[1:], masks.stops[1:]
+    if not begin or not len(starts) or int((stops - starts).max()) > len(begin):
+        return False
+    return bool(np.isin(tokens.ids.read(np.asarray(starts)), [*begin]).all())
+
+
+def how_encoded(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> HowEncoded:
+    """Return how the documents of a source get their ids."""
+    config = spec.config
+    return HowEncoded.of(tokenizer, config.learn, config.bos, config.date)
+
+
+def _writes_date(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> bool:
+    return corpus.holds_chats and writes_date(tokenizer)
 
 
 def cached_fingerprint_of(
@@ -254,6 +316,8 @@ def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
         tokenizer=tokenizer_hash(tokenizer),
         learn=spec.config.learn,
         template=tokenizer.chat_template if corpus.holds_chats else None,
+        bos=spec.config.bos,
+        date=spec.config.date if _writes_date(corpus, tokenizer) else None,
     )
 
 

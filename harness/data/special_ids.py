@@ -63,13 +63,27 @@ class SpecialIds:
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that the chat template writes behind what the assistant says."""
+    """Return the token with which the assistant's turn ends in the chat template: the one behind
+    what it says, or the next role's if the template writes none there.
+    """
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "therefore"}]
-    try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception:  # a template may raise anything
-        return None
-    _, separator, end = text.rpartition("therefore")
-    return tokenizer.get_added_vocab().get(end.strip()) if separator else None
+    for more in ([], [{"role": "user", "content": "so?"}]):
+        try:
+            text = str(tokenizer.apply_chat_template([*turns, *more], tokenize=False))
+        except Exception:  # a template may raise anything
+            return None
+        _, separator, behind = text.rpartition("therefore")
+        if separator and behind.strip():
+            return _last_of_first(tokenizer.get_added_vocab(), behind.lstrip())
+    return None
+
+
+def _last_of_first(tokens: Mapping[str, int], text: str) -> int | None:
+    """Return the last of the tokens with which a text begins, one behind the other."""
+    last = None
+    while begun := [token for token in tokens if text.startswith(token)]:
+        last = max(begun, key=len)
+        text = text[len(last) :]
+    return None if last is None else tokens[last]

@@ -37,6 +37,8 @@ class Split:
     """Number of each document in the corpus."""
     masked: NDArray[np.int64]
     """Masked tokens in all documents before."""
+    begin_tokens: int = 0
+    """Most masked tokens with which a document begins because the tokenizer adds them."""
 
     @property
     def num_documents(self) -> int:
@@ -49,14 +51,21 @@ class Split:
         return int(self.starts[-1])
 
     @property
-    def is_masked(self) -> bool:
+    def has_masks(self) -> bool:
         """True if some tokens are masked: read, but not trained on."""
         return bool(self.masked[-1] > 0)
 
+    @property
+    def is_masked(self) -> bool:
+        """True if more is masked than what the tokenizer adds: prompts, turns of users."""
+        return bool(self.masked[-1] > self.begin_tokens * self.num_documents)
 
-def load_split(folder: Path, side: str) -> Split:
+
+def load_split(folder: Path, side: str, begin_tokens: int = 0) -> Split:
     """Open one side of write_splits: "train" or "held_out"."""
-    return Split(*cached_array(folder / f"{side}.npy", np.dtype("i8"), rows=4))
+    rows = cached_array(folder / f"{side}.npy", np.dtype("i8"), rows=4)
+    starts, offsets, numbers, masked = rows
+    return Split(starts, offsets, numbers, masked, begin_tokens)
 
 
 def stores_separator(tokens: IndexedTokens, eos_id: int) -> bool:

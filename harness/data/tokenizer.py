@@ -12,7 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
+from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2 as sentencepiece_model
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -193,6 +195,45 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
         return [encoding.ids for encoding in encodings]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     return ids
+
+
+def encode_with_offsets(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str]
+) -> list[tuple[list[int], NDArray[np.int64]]]:
+    """Return the ids of each text, without special tokens, and (tokens, 2) the places in the text
+    that each token stands for.
+    """
+    if not texts:
+        return []
+    encodings = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    columns = zip(encodings["input_ids"], encodings["offset_mapping"], strict=True)
+    return [(ids, np.asarray(offsets, dtype=np.int64).reshape(-1, 2)) for ids, offsets in columns]
+
+
+def added_at_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the tokenizer writes before every text, such as a bos token."""
+    plain, whole = (
+        tokenizer("a", add_special_tokens=is_added, verbose=False).input_ids
+        for is_added in (False, True)
+    )
+    places = range(len(whole) - len(plain) + 1)
+    return next((whole[:at] for at in places if whole[at : at + len(plain)] == plain), [])
+
+
+def joins_pieces(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if a text has the ids of its pieces; False for tokenizers that begin every text
+    with a space mark.
+    """
+    cuts = (("a", " word"), ("a\n", "b"))
+    ids = encode(tokenizer, [text for first, last in cuts for text in (first, last, first + last)])
+    return all(ids[at] + ids[at + 1] == ids[at + 2] for at in (0, 3))
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,25 +1,26 @@
-"""Conversations: OpenAI's messages and ShareGPT's conversations, checked and of one shape."""
+"""Conversations: turns in whatever form they are written, checked and of one shape."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-Message = dict[str, Any]
-ASSISTANT = "assistant"
+from harness.files.notes import Note
+from harness.files.tool_calls import tools_of
+from harness.files.turns import (
+    ASSISTANT,
+    THOUGHT,
+    Message,
+    Turn,
+    are_turns,
+    text_of,
+    turn_of,
+    turns_of,
+)
+
 # A tokenizer takes a hundred bytes per character.
 MOST_CHARACTERS = 1 << 24
-_ROLES = {"developer": "system", "function": "tool", "model": ASSISTANT} | {
-    role: role for role in ("system", "user", ASSISTANT, "tool")
-}
-_SHAREGPT = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", ASSISTANT), ASSISTANT),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    "system": "system",
-    "function_call": "function_call",
-}
 # Roles that may come next; None: the beginning.
 _NEXT = {
     None: ("system", "user"),
@@ -38,6 +39,12 @@ class Chat:
     """{"role": ..., "content": ...}, as chat templates take them."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
+    unlearned: frozenset[int] = frozenset()
+    """Places of assistant turns that the row marks as read, but not learned."""
+    prompt: int = 0
+    """Number of the first messages that are a prompt, of which none is learned unless all is."""
+    notes: tuple[Note, ...] = field(default=(), compare=False)
+    """What the row says and is not read."""
 
     @property
     def num_characters(self) -> int:
@@ -46,104 +53,99 @@ class Chat:
 
     @property
     def num_learned(self) -> int:
-        """Length of what the assistant says."""
-        return Chat([m for m in self.messages if m["role"] == ASSISTANT]).num_characters
+        """Length of what the assistant says, and is learned."""
+        learned = [self.messages[place] for place in self.learned()]
+        return Chat(learned).num_characters
+
+    def turns(self) -> list[int]:
+        """Return the places of the assistant's turns."""
+        return [n for n, message in enumerate(self.messages) if message["role"] == ASSISTANT]
+
+    def learned(self) -> list[int]:
+        """Return the places of those that the row gives to learn."""
+        return [n for n in self.turns() if n >= self.prompt and n not in self.unlearned]
 
 
-def one_turn(question: str, answer: str) -> Chat:
-    """Return a question with its answer. Raises ValueError as chat_of does."""
-    messages = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
-    return chat_of(messages)
-
-
-def chat_of(turns: object, tools: object = None, system: object = None) -> Chat:
+def chat_of(
+    turns: Iterable[Turn], tools: object = None, functions: object = None, system: object = None
+) -> Chat:
     """Return a conversation. Raises ValueError with the problem, without the turn's number: equal
     problems of many conversations are one line of a report.
     """
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f"messages must be an array of turns, not {_type_of(turns)}")
-    messages = [_message(turn) for turn in turns]
-    if system:
-        messages.insert(0, {"role": "system", "content": _content(system)})
+    joined = _joined_calls(_with_system([*turns], system))
+    messages = [turn.message for turn in joined]
     _require_order(messages)
-    chat = Chat(messages, _tools(tools))
+    marks = [
+        (n, turn.is_learned, turn.message["role"] == ASSISTANT) for n, turn in enumerate(joined)
+    ]
+    others = sum(mark is True and not is_own for _, mark, is_own in marks)
+    chat = Chat(
+        messages,
+        tools_of(tools, functions),
+        frozenset(n for n, mark, is_own in marks if mark is False and is_own),
+        notes=(("turns", "turns of other roles than the assistant's marked as learned"),) * others,
+    )
     if chat.num_characters > MOST_CHARACTERS:
         raise ValueError(f"is a conversation of more than {MOST_CHARACTERS:,} characters")
     return chat
 
 
-def _message(turn: object) -> Message:
-    if not isinstance(turn, dict):
-        raise ValueError(f"a turn must be an object, not {_type_of(turn)}")
-    if "role" in turn:
-        name, roles, content = turn["role"], _ROLES, turn.get("content")
-    elif "from" in turn:
-        name, roles, content = turn["from"], _SHAREGPT, turn.get("value")
-    else:
-        raise ValueError(f"a turn needs role and content, or from and value; it has {list(turn)}")
-    if not isinstance(name, str) or name not in roles:
-        raise ValueError(f"a turn has the role {name!r}, which is none of {', '.join(roles)}")
-    if roles[name] == "function_call":
-        return {"role": ASSISTANT, "content": "", "tool_calls": _calls(_parsed(content))}
-    used = {"role", "content", "from", "value", "tool_calls"}
-    rest = {key: value for key, value in turn.items() if key not in used and value is not None}
-    message = {"role": roles[name], "content": _content(content), **rest}
-    if calls := turn.get("tool_calls"):
-        message["tool_calls"] = _calls(_parsed(calls))
-    return message
+def one_turn(question: str, answer: str) -> list[Turn]:
+    """Return a question with its answer."""
+    return [
+        turn_of({"role": "user", "content": question}),
+        turn_of({"role": ASSISTANT, "content": answer}),
+    ]
 
 
-def _content(content: object) -> str:
-    """Return the text of a turn, whose parts are joined."""
-    if content is None:
-        return ""
-    if isinstance(content, list):
-        return "".join(map(_text_of_part, content))
-    if not isinstance(content, str):
-        raise ValueError(f"the content of a turn must be a string, not {_type_of(content)}")
-    content.encode()  # a lone surrogate, "\ud800", is valid JSON and no text
-    return content
+def completed(prompt: object, completion: object, **more: object) -> Chat:
+    """Return turns that are read with those that follow them, which are learned."""
+    if isinstance(completion, str) and not are_turns(completion):
+        completion = [{"role": ASSISTANT, "content": completion}]
+    last = turns_of(completion, "completion")
+    chat = chat_of([*turns_of(prompt, "prompt"), *last], **more)
+    if not any(turn.message["role"] == ASSISTANT for turn in last):
+        raise ValueError("has no assistant turn in its completion: nothing to learn")
+    return replace(chat, prompt=len(chat.messages) - len(_joined_calls(last)))
 
 
-def _text_of_part(part: object) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, dict) else _type_of(part)
-        raise ValueError(f"a turn has a part that is no text, but {kind}")
-    return _content(part.get("text"))
+def _with_system(turns: list[Turn], system: object) -> list[Turn]:
+    """Return turns after the system text that another column holds."""
+    text = text_of(system)
+    if not text:
+        return turns
+    first = turns[0].message if turns else {}
+    if first.get("role") != "system":
+        return [Turn({"role": "system", "content": text}), *turns]
+    if first["content"].strip() != text.strip():
+        raise ValueError("has two system texts: in the column system, and in its first turn")
+    return turns
 
 
-def _calls(calls: object) -> list[dict[str, Any]]:
-    """Return tool calls as templates take them: arguments as objects, not as JSON text."""
-    made = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        if not isinstance(call, dict):
-            raise ValueError(f"a tool call must be an object, not {_type_of(call)}")
-        function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError("a tool call needs the name of a function")
-        function = {**function, "arguments": _parsed(function.get("arguments") or {})}
-        identity = {"id": call["id"]} if call.get("id") else {}
-        made.append({"type": "function", **identity, "function": function})
-    return made
+def _joined_calls(turns: list[Turn]) -> list[Turn]:
+    """Return turns in which a text and the calls that follow it, as agents' data has them, are one
+    turn of the assistant; so are calls that follow each other.
+    """
+    joined: list[Turn] = []
+    for turn in turns:
+        before = joined[-1] if joined else None
+        if before is None or not _goes_on(before.message, turn.message):
+            joined.append(turn)
+            continue
+        if before.is_learned is not turn.is_learned:
+            raise ValueError("marks a text and the call behind it differently: they are one turn")
+        calls = [*before.message.get("tool_calls", []), *turn.message["tool_calls"]]
+        thoughts = [of.message[THOUGHT] for of in (before, turn) if THOUGHT in of.message]
+        more = {THOUGHT: "\n".join(thoughts)} if thoughts else {}
+        message = {**turn.message, **before.message, **more, "tool_calls": calls}
+        joined[-1] = Turn(message, before.is_learned)
+    return joined
 
 
-def _tools(tools: object) -> list[dict[str, Any]] | None:
-    tools = _parsed(tools)
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError("tools must be an array of objects, or that as JSON text")
-    return tools
-
-
-def _parsed(value: object) -> object:
-    """Return the value of JSON text; anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+def _goes_on(before: Message, message: Message) -> bool:
+    """Return True if a turn holds but calls, which belong to the assistant's turn before."""
+    is_assistants = before["role"] == message["role"] == ASSISTANT
+    return is_assistants and bool(message.get("tool_calls")) and not message["content"].strip()
 
 
 def _require_order(messages: list[Message]) -> None:
@@ -156,13 +158,9 @@ def _require_order(messages: list[Message]) -> None:
                 f"has roles out of order: {role} {after}, where {' or '.join(_NEXT[before])} must "
                 "be"
             )
-        calls = message.get("tool_calls")
-        if role == ASSISTANT and not message["content"].strip() and not calls:
+        says = message["content"].strip() or message.get("tool_calls") or message.get(THOUGHT)
+        if role == ASSISTANT and not says:
             raise ValueError("has an empty assistant turn")
         before = role
     if not any(message["role"] == ASSISTANT for message in messages):
         raise ValueError("has no assistant turn: nothing to learn")
-
-
-def _type_of(value: object) -> str:
-    return "nothing" if value in (None, []) else type(value).__name__

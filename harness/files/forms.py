@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal, get_args
 
-from harness.files.chat import Chat, chat_of, one_turn
-from harness.files.pieces import Piece, pieces_of
+from harness.files.chat import Chat, chat_of, completed, one_turn
+from harness.files.notes import Note
+from harness.files.pieces import Ids, Piece, Spans, pieces_of
+from harness.files.tool_calls import parsed
+from harness.files.turns import Turn, are_turns, pairs_of, turns_of
 
-Document = Chat | Iterator[Piece]
+Document = Chat | Ids | Iterator[Piece]
 Column = Literal[
     "text",
     "prompt",
@@ -20,12 +22,23 @@ Column = Literal[
     "output",
     "question",
     "answer",
+    "query",
+    "response",
     "messages",
     "conversations",
+    "conversation",
+    "history",
     "system",
     "tools",
+    "functions",
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "segments",
 ]
 Values = Mapping[str, Any]
+_NOT_LEARNED = -100
+"""The label of a token that is read alone, as everywhere."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,8 @@ class Form:
     needs: tuple[Column, ...]
     document: Callable[[Values], Document]
     may: tuple[Column, ...] = ()
+    is_second: bool = False
+    """True: read only where the record has no other form, as `segments` beside a text."""
 
 
 def _text(row: Values, key: str) -> str:
@@ -47,52 +62,150 @@ def _text(row: Values, key: str) -> str:
 
 def _completion(row: Values) -> Iterator[Piece]:
     prompt, completion = _text(row, "prompt"), _text(row, "completion")
-    return chain(pieces_of(prompt, is_learned=False, is_last=False), pieces_of(completion))
+    whole = prompt + completion
+    return pieces_of(whole, [(len(prompt), len(whole))])
+
+
+def _segments(row: Values) -> Iterator[Piece]:
+    """Return axolotl's segments, whose texts are joined as they are."""
+    segments = parsed(row["segments"])
+    if not isinstance(segments, list) or not segments:
+        raise ValueError("segments must be an array of objects with text and label")
+    whole, learned, label = "", [], False
+    for segment in segments:
+        if not isinstance(segment, dict) or segment.get("label") not in (True, False):
+            raise ValueError("a segment must be an object with text, and label true or false")
+        text, label = _text(segment, "text") if "text" in segment else "", bool(segment["label"])
+        if label and text:
+            learned.append((len(whole), len(whole) + len(text)))
+        whole += text
+    return pieces_of(whole, learned, closed=label)
+
+
+def _token_ids(row: Values) -> Ids:
+    """Return ids with their labels, without the padding that attention_mask says."""
+    ids = _integers(row, "input_ids")
+    labels = _integers(row, "labels") if row.get("labels") is not None else ids
+    kept = [1] * len(ids)
+    if row.get("attention_mask") is not None:
+        kept = _integers(row, "attention_mask")
+    for key, values in (("labels", labels), ("attention_mask", kept)):
+        if len(values) != len(ids):
+            raise ValueError(f"has {len(ids)} input_ids, but {len(values)} {key}")
+    ids = [token for token, is_kept in zip(ids, kept, strict=True) if is_kept]
+    labels = [label for label, is_kept in zip(labels, kept, strict=True) if is_kept]
+    learned: Spans = []
+    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label == _NOT_LEARNED:
+            continue
+        if label != token:
+            raise ValueError(
+                f"has the label {label} at place {place}, where input_ids has {token}: a label is "
+                f"the token itself, or {_NOT_LEARNED} (not learned); labels must not be shifted"
+            )
+        if learned and learned[-1][1] == place:
+            learned[-1] = (learned[-1][0], place + 1)
+        else:
+            learned.append((place, place + 1))
+    return Ids(ids, learned)
+
+
+def _integers(row: Values, key: str) -> list[int]:
+    values = parsed(row[key])
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(f"{key} must be an array of whole numbers")
+    return values
+
+
+def _chat(row: Values, turns: list[Turn]) -> Chat:
+    """Return turns with what the other columns of a conversation say."""
+    if row.get("history"):
+        turns = [*pairs_of(row["history"]), *turns]
+    return chat_of(turns, row.get("tools"), row.get("functions"), row.get("system"))
 
 
 def _instruction(row: Values) -> Chat:
     more = _text(row, "input") if row.get("input") else ""
     question = "\n\n".join(part for part in (_text(row, "instruction"), more) if part)
-    return one_turn(question, _text(row, "output"))
+    return _chat(row, one_turn(question, _text(row, "output")))
 
 
+def _one_turn(question: Column, answer: Column) -> Form:
+    def document(row: Values) -> Chat:
+        return _chat(row, one_turn(_text(row, question), _text(row, answer)))
+
+    return Form((question, answer), document, _OF_CHATS)
+
+
+def _turns(column: Column, *, is_second: bool = False) -> Form:
+    def document(row: Values) -> Chat:
+        return _chat(row, turns_of(row[column], column))
+
+    return Form((column,), document, _OF_CHATS[1:], is_second)
+
+
+def _completed(row: Values) -> Chat:
+    more = {key: row.get(key) for key in ("tools", "functions", "system")}
+    return completed(row["prompt"], row["completion"], **more)
+
+
+_OF_CHATS: tuple[Column, ...] = ("history", "system", "tools", "functions")
+_TEXT_PAIR = Form(("prompt", "completion"), _completion)
+_TURNS_PAIR = Form(("prompt", "completion"), _completed, _OF_CHATS[1:])
 FORMS = (
     Form(("text",), lambda row: pieces_of(_text(row, "text"))),
-    Form(("prompt", "completion"), _completion),
-    Form(("instruction", "output"), _instruction, ("input",)),
-    Form(
-        ("question", "answer"), lambda row: one_turn(_text(row, "question"), _text(row, "answer"))
-    ),
-    Form(("messages",), lambda row: chat_of(row["messages"], row.get("tools")), ("tools",)),
-    Form(
-        ("conversations",),
-        lambda row: chat_of(row["conversations"], row.get("tools"), row.get("system")),
-        ("tools", "system"),
-    ),
+    _TEXT_PAIR,
+    Form(("instruction", "output"), _instruction, ("input", *_OF_CHATS)),
+    _one_turn("question", "answer"),
+    _one_turn("query", "response"),
+    _turns("messages"),
+    _turns("conversations"),
+    _turns("conversation", is_second=True),
+    Form(("input_ids",), _token_ids, ("labels", "attention_mask"), is_second=True),
+    Form(("segments",), _segments, is_second=True),
 )
 WANTED = ", or ".join(" and ".join(form.needs) for form in FORMS)
 
 
 def document_of(record: object, columns: Mapping[str, str]) -> Document:
-    """Return the document of a record. Raises ValueError with the problem.
+    """Return the document of a record. Raises ValueError with the problem."""
+    return read(record, columns)[0]
 
-    `columns`: the record's name of each column; without any the names are those of Column.
+
+def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Note]]:
+    """Return the document of a record, and the columns that hold something and are not read.
+
+    `columns`: the record's name of each column; without any the names are those of Column. Raises
+    ValueError with the problem.
     """
     if not isinstance(record, dict):
         raise ValueError(f"must be an object, not {type(record).__name__}")
     columns = columns or {name: name for name in get_args(Column) if name in record}
-    forms = [form for form in FORMS if columns.keys() >= {*form.needs}]
+    form = _form_of(record, columns)
+    if missing := [columns[name] for name in form.needs if columns[name] not in record]:
+        raise ValueError(f"lacks {', '.join(missing)} (data.columns); it has {', '.join(record)}")
+    names = [name for name in (*form.needs, *form.may) if name in columns]
+    document = form.document({name: record.get(columns[name]) for name in names})
+    used = {columns[name] for name in names}
+    notes: list[Note] = [
+        ("columns", str(key))
+        for key, value in record.items()
+        if key not in used and value not in (None, "", [], {})
+    ]
+    return document, [*notes, *(document.notes if isinstance(document, Chat) else ())]
+
+
+def _form_of(record: dict[str, Any], columns: Mapping[str, str]) -> Form:
+    fitting = [form for form in FORMS if columns.keys() >= {*form.needs}]
+    forms = [form for form in fitting if not form.is_second] or fitting
     if len(forms) != 1:
         needs = f"it has {', '.join(map(repr, record)) or 'no keys'}{_naming(record)}"
         if forms:
             needs = f"it has {', and '.join(' and '.join(form.needs) for form in forms)}: name "
             needs += f"those to read, as in {_example(forms[-1].needs)}"
         raise ValueError(f"needs either {WANTED}; {needs}")
-    (form,) = forms
-    if missing := [columns[name] for name in form.needs if columns[name] not in record]:
-        raise ValueError(f"lacks {', '.join(missing)} (data.columns); it has {', '.join(record)}")
-    names = [name for name in (*form.needs, *form.may) if name in columns]
-    return form.document({name: record.get(columns[name]) for name in names})
+    is_talk = forms[0] is _TEXT_PAIR and are_turns(record.get(columns["prompt"]))
+    return _TURNS_PAIR if is_talk else forms[0]
 
 
 def value_of(record: object, column: str) -> str:

@@ -1,4 +1,4 @@
-"""Documents as pieces of text."""
+"""Documents as pieces of text, or as token ids."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ PIECE_CHARS = 1 << 17
 # Tokenizers join a space to the word after it, not to the word before: a cut there changes no id.
 _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 _SHOWN_CHARS = 60
+# Of the text before a cut: longer than a word, so that its end is tokenised as it is in the whole.
+_BEFORE_CHARS = 64
+Spans = list[tuple[int, int]]
+"""Runs (start, stop) of characters or tokens, in ascending order."""
 
 
 @dataclass(frozen=True)
@@ -19,19 +23,54 @@ class Piece:
     """A part of a document; a document is the run of pieces that ends with a `last` one."""
 
     text: str
-    is_learned: bool = True
-    """False: read, but not trained on."""
+    learned: tuple[tuple[int, int], ...] | None = None
+    """Runs of its characters that are trained on; None: all. The others are read."""
     is_last: bool = True
+    before: str = ""
+    """The end of the piece before; "" in the first."""
+    end_is_learned: bool = True
+    """Of the last piece: whether the token that ends the document is trained on."""
+
+    @property
+    def is_learned(self) -> bool:
+        """True if all of it is trained on."""
+        return self.learned is None
 
 
-def pieces_of(text: str, *, is_learned: bool = True, is_last: bool = True) -> Iterator[Piece]:
-    """Yield a string in pieces; `is_last`: it ends its document."""
+@dataclass(frozen=True)
+class Ids:
+    """A document that its owner has tokenised."""
+
+    ids: list[int]
+    learned: Spans
+    """Runs of tokens that are trained on."""
+
+    @property
+    def is_learned(self) -> bool:
+        """True if all of it is trained on."""
+        return self.learned == [(0, len(self.ids))]
+
+
+def pieces_of(text: str, learned: Spans | None = None, *, closed: bool = True) -> Iterator[Piece]:
+    """Yield a document in pieces; `learned`: runs of characters, None for all of them; `closed`:
+    its end is learned.
+    """
     start = 0
     while len(text) - start > PIECE_CHARS:
         cut = _cut(text, start + PIECE_CHARS // 2, start + PIECE_CHARS)
-        yield Piece(text[start:cut], is_learned, is_last=False)
+        before = text[max(0, start - _BEFORE_CHARS) : start]
+        yield Piece(text[start:cut], _within(learned, start, cut), False, before)
         start = cut
-    yield Piece(text[start:], is_learned, is_last)
+    before = text[max(0, start - _BEFORE_CHARS) : start]
+    yield Piece(text[start:], _within(learned, start, len(text)), True, before, closed)
+
+
+def _within(runs: Spans | None, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
+    """Return the parts of runs in a piece, counted from its start."""
+    if runs is None:
+        return None
+    cut = [(max(first, start) - start, min(last, stop) - start) for first, last in runs]
+    return tuple((first, last) for first, last in cut if first < last)
 
 
 def unless_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -44,14 +83,14 @@ def unless_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 def pieces_read(opened: TextIO) -> Iterator[Piece]:
     """Yield the text of an open file in pieces, as one document."""
-    unread = ""
+    unread = before = ""
     while block := opened.read(PIECE_CHARS):
         unread += block
         if len(unread) > PIECE_CHARS:
             cut = _cut(unread, len(unread) // 2, len(unread))
-            yield Piece(unread[:cut], is_last=False)
-            unread = unread[cut:]
-    yield Piece(unread)
+            yield Piece(unread[:cut], is_last=False, before=before)
+            unread, before = unread[cut:], unread[max(0, cut - _BEFORE_CHARS) : cut]
+    yield Piece(unread, before=before)
 
 
 def _cut(text: str, start: int, end: int) -> int:

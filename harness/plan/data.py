@@ -13,8 +13,9 @@ from harness.files.chat import Chat
 from harness.files.corpus_files import CorpusFiles, find_files
 from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
-from harness.files.forms import Document, document_of, value_of
-from harness.files.pieces import begins, shortened, unless_blank
+from harness.files.forms import Document, read, value_of
+from harness.files.notes import Notes
+from harness.files.pieces import Ids, begins, shortened, unless_blank
 from harness.files.token_index import read_header
 from harness.plan.draft import Draft
 
@@ -173,24 +174,27 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> str:
     if format.begin is not None:
         return format.begin(file)
     assert format.records is not None, "a format has pieces or records"
-    bad_lines, documents = BadLines(limit=data.most_bad_rows), []
+    bad_lines, documents, notes = BadLines(limit=data.most_bad_rows), [], Notes()
     for line, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
         bad_lines.seen += 1
         try:
             if any(value_of(record, key) != value for key, value in data.where.items()):
                 continue
-            document = document_of(record, data.columns)
-            if not isinstance(document, Chat) and bad_lines.limit is not None:
+            document, of_record = read(record, data.columns)
+            if not isinstance(document, Chat | Ids) and bad_lines.limit is not None:
                 document = unless_blank(document)
-            documents.append(document)
         except ValueError as error:
             bad_lines.add(file, problem_of(error), line)
             if bad_lines.limit is None:
                 break
+        else:
+            documents.append(document)
+            notes.update(note for note in of_record if note[1] not in data.where)
     bad = _bad(bad_lines)
     if not documents:
         return f"cannot be read: {bad or 'there is none'}"
-    return f"{_begin(documents)}{bad and '; '}{bad}"
+    unread = f"left out of {len(documents):,} rows: {notes.text()}" if notes else ""
+    return "; ".join(part for part in (_begin(documents), unread, bad) if part)
 
 
 def _bad(bad_lines: BadLines) -> str:
@@ -203,6 +207,8 @@ def _bad(bad_lines: BadLines) -> str:
 def _begin(documents: list[Document]) -> str:
     """Return how the first document begins; of conversations also turns and what is learned."""
     chats = [document for document in documents if isinstance(document, Chat)]
+    if isinstance(documents[0], Ids):
+        return f"is of token ids, {len(documents[0].ids):,} of them"
     if not chats:
         return begins(next((piece.text for piece in documents[0] if piece.text), ""))  # type: ignore[union-attr]
     turns = sum(len(chat.messages) for chat in chats) / len(chats)

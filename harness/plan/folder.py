@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from harness.config.data_section import DataConfig
 from harness.config.run_config import run_and_step
 from harness.files.records import Unreadable, read_object
 from harness.plan.draft import Draft
@@ -33,15 +35,38 @@ def keep_packing(draft: Draft) -> None:
     config = draft.config
     if config.is_set("data.packing") or config.data.batching != "packed":
         return
-    folders = [Path(config.run.dir)] if config.run.dir is not None else []
-    folders += [run_and_step(config.resume.from_)[0]] if config.resume.from_ is not None else []
-    recorded = next((data for folder in folders if (data := _recorded_data(folder))), None)
+    recorded = _recorded(draft)
     if recorded is None or (packing := recorded.get("packing", "stream")) is None:
         return
     packed = config.data.model_copy(update={"packing": packing})
     draft.config = config.model_copy(update={"data": packed})
     if "packing" not in recorded:
         draft.note("kept", "data.packing is stream, as the run that goes on was packed")
+
+
+def keep_rendering(draft: Draft) -> None:
+    """Write the date of the run that is resumed or branched from into chats, unless the user says;
+    today's in a new run. Runs of versions without data.bos added no token to text.
+    """
+    config, kept = draft.config, dict[str, str]()
+    recorded = _recorded(draft)
+    if config.data.date is None:
+        kept["date"] = (recorded or {}).get("date") or date.today().isoformat()
+    if recorded is not None and not config.is_set("data.bos"):
+        kept["bos"] = recorded.get("bos", "off")
+    try:
+        data = DataConfig.model_validate({**config.data.model_dump(), **kept})
+    except ValueError:  # of a damaged record
+        return
+    draft.config = config.model_copy(update={"data": data})
+
+
+def _recorded(draft: Draft) -> dict[str, Any] | None:
+    """Return the data section of the run that goes on; None in a new one."""
+    config = draft.config
+    folders = [Path(config.run.dir)] if config.run.dir is not None else []
+    folders += [run_and_step(config.resume.from_)[0]] if config.resume.from_ is not None else []
+    return next((data for folder in folders if (data := _recorded_data(folder))), None)
 
 
 def _recorded_data(folder: Path) -> dict[str, Any] | None:

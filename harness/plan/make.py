@@ -32,7 +32,7 @@ from harness.plan.exclusions import check_together
 from harness.plan.expert import divide_experts
 from harness.plan.fill_in import fill_in, fill_in_swap_folder
 from harness.plan.fine_tuning import default_to_fine_tuning
-from harness.plan.folder import check_run_dir, keep_packing
+from harness.plan.folder import check_run_dir, keep_packing, keep_rendering
 from harness.plan.kernels import check_kernels, note_kernels
 from harness.plan.memory import estimate
 from harness.plan.model import check_experts, find_model
@@ -85,6 +85,7 @@ PASSES: tuple[Pass, ...] = (
     balance,
     adopt,
     keep_packing,
+    keep_rendering,
     default_to_fine_tuning,
     decide_batching,
     ramp,

@@ -37,6 +37,7 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
     """
     for line in data.summary():
         progress.say(row("data", line))
+    _require_date_is_written(plan, data)
     _require_targets(plan, data)
     _require_whole_samples(plan, data)
     plan, attention = settle_attention(plan, data.train.document_mask, device)
@@ -50,6 +51,16 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
         progress.say(row("batches", event["message"]))
     more = [*_vocabulary(plan, data), *attention, *_uncounted_sources(plan, data), *batched]
     return Settled(plan, total_steps, [*data.events(), *more])
+
+
+def _require_date_is_written(plan: Plan, data: Data) -> None:
+    """Raise ConfigError if the user set a date that nothing writes."""
+    sources = (*data.sources, *data.set_sources)
+    if plan.config.is_set("data.date") and not any(source.day for source in sources):
+        raise ConfigError(
+            f"data.date is {plan.config.data.date}, but no chat template of this data asks for the "
+            "date (strftime_now): remove it, or name such a template by data.template"
+        )
 
 
 def _require_targets(plan: Plan, data: Data) -> None:

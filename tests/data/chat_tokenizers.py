@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from harness.data.chat_tokens import set_template
+from harness.data.rendering import set_template
 
 WORDS = [
     *("the", "answer", "of", "a", "question", "is", "what", "tools", "say:", "42,"),

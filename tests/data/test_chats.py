@@ -34,8 +34,7 @@ def encoded(
 ) -> tuple[list[int], list[int]]:
     """Ids, and 1 for each that is learned."""
     encoder = ChatEncoder(tokenizer, learn)
-    text, spans = encoder.render(chat)
-    (result,) = encoder.encode([text], [spans])
+    (result,) = encoder.encode([encoder.render(chat)])
     mask = np.zeros(len(result.ids), dtype=int)
     for start, stop in result.learned:
         mask[start:stop] = 1
@@ -155,21 +154,145 @@ THINKING = """
 """
 
 
-def test_a_template_that_drops_earlier_thinking_is_refused_but_for_its_last_turn() -> None:
+def learned_text(tokenizer: PreTrainedTokenizerFast, chat: Chat, learn: str = "assistant") -> str:
+    ids, mask = encoded(tokenizer, chat, learn)
+    return tokenizer.decode([token for token, is_own in zip(ids, mask, strict=True) if is_own])
+
+
+def test_turns_are_learned_as_a_template_rewrites_them() -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = THINKING
     turn = {"role": "assistant", "content": "<think>so</think>yes"}
     user = {"role": "user", "content": "ok"}
     chat = Chat([user, turn, user, turn])
-    with pytest.raises(ValueError, match=r"cannot be masked exactly: .* drops earlier thinking"):
-        encoded(tokenizer, chat)
-    ids, mask = encoded(tokenizer, chat, "last")
-    learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
-    assert tokenizer.decode(learned) == "<think>so</think>yes<|im_end|>"
-    encoded(tokenizer, Chat([user, turn]))
+    assert learned_text(tokenizer, chat) == "yes<|im_end|><think>so</think>yes<|im_end|>"
+    assert learned_text(tokenizer, chat, "last") == "<think>so</think>yes<|im_end|>"
     tokenizer.chat_template = THINKING.replace("{{- '<|im_start|>assistant", "{{- '<|bot|>")
     with pytest.raises(ValueError, match="does not begin with its generation prompt"):
         encoded(tokenizer, Chat([user, turn]))
+
+
+def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
+    tokenizer = without_marks(tokenizer_of_style("chatml"))
+    said = [{"role": "assistant", "content": word} for word in ("one", "two", "three")]
+    messages = [message for turn in said for message in (USER, turn)]
+    for masked in (tokenizer, tokenizer_of_style("chatml")):
+        chat = Chat(messages, unlearned=frozenset({3}))
+        assert learned_text(masked, chat) == "one<|im_end|>three<|im_end|>"
+        everything = masked.apply_chat_template(messages, tokenize=False)
+        assert learned_text(masked, chat, "all") == everything.replace("two<|im_end|>", "")
+        assert learned_text(masked, Chat(messages, unlearned=frozenset({5})), "last") == ""
+        assert learned_text(masked, Chat(messages, prompt=4)) == "three<|im_end|>"
+        assert learned_text(masked, Chat(messages, prompt=4), "all") == everything
+
+
+def test_role_markers_within_generation_blocks_are_not_learned() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert learned_text(tokenizer, Chat([USER, BOT, USER, BOT])) == "b.<|im_end|>" * 2
+
+
+ROLES = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
+
+
+def test_the_next_role_ends_a_turn_where_the_template_writes_no_end() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = (
+        ROLES + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert learned_text(tokenizer, Chat([USER, BOT, USER, BOT])) == "b.<|im_start|>b.<|im_end|>"
+    ids, mask = encoded(tokenizer, Chat([USER, BOT, USER]))
+    assert tokenizer.decode(ids[-1]) == "<|im_end|>"  # it ends the document
+    assert learned_text(tokenizer, Chat([USER, BOT, USER])) == "b.<|im_start|>"
+    assert not mask[-1]
+
+
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' + ARGUMENTS }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "call.function.arguments | tojson",  # an object; text would be quoted
+        "call.function.arguments",  # text; an object raises
+        "call.function.arguments | string",  # text; an object would be Python's
+    ],
+)
+def test_arguments_are_given_as_the_template_takes_them(arguments: str) -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = CALLS.replace("ARGUMENTS", arguments)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+    turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert learned_text(tokenizer, Chat(turns)) == '<call>add {"a": 1, "b": "é"}<|im_end|>'
+
+
+def test_what_a_template_leaves_out_is_counted_and_said(
+    tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(CALLS.replace("{% for call in m.tool_calls or [] %}", "{% for call in [] %}"))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    turns = [USER, calls, {"role": "tool", "content": "1"}, {**BOT, "reasoning": "hm", "score": 3}]
+    row = {"messages": turns, "tools": TOOLS, "rejected": "no", "id": None}
+    path = write_jsonl(*(row for _ in range(12)))
+    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
+    options = {"tokenizer": str(tmp_path / "tokenizer"), "template": str(own)}
+    for _ in range(2):  # the second start reads the cache
+        data = opened(path, tmp_path, **options)
+        (event,) = (event for event in data.events() if event["kind"] == "left_out_of_rows")
+        assert event["counts"] == {
+            "columns rejected": 12,
+            "keys score": 12,
+            "turns assistant turns of which the template writes nothing (not learned)": 12,
+            "turns assistant turns whose thoughts the template leaves out": 12,
+            "turns lists of tools that the template leaves out": 12,
+        }
+        assert (
+            "columns rejected (12), keys of turns score (12), 12 assistant turns of which"
+            in (data.summary()[0])
+        )
+    ids, mask = stored(tmp_path)
+    texts = [
+        data.tokenizer.decode(np.array(of)[np.array(by) > 0])
+        for of, by in zip(ids, mask, strict=True)
+    ]
+    assert texts == ["b.<|im_end|>"] * 12
+
+
+CLOCK = "{{ '<|im_start|>system\n' + strftime_now('%d %b %Y %H:%M') + '<|im_end|>\n' }}"
+
+
+def test_a_template_writes_the_date_of_the_run(
+    tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = CLOCK + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = write_jsonl(*({"messages": [USER, BOT]} for _ in range(20)))
+    options = {"tokenizer": str(tmp_path / "tokenizer")}
+    first = opened(path, tmp_path, **options, date="2026-01-31")
+    assert "<|im_start|>system\n31 Jan 2026 00:00<|im_end|>" in first.tokenizer.decode(
+        stored(tmp_path)[0][0]
+    )
+    assert first.summary()[0].endswith("the chat template writes the date 2026-01-31 (data.date)")
+    again = opened(path, tmp_path, **options, date="2026-01-31", cache_dir=str(tmp_path / "other"))
+    later = opened(path, tmp_path, **options, date="2026-02-01")
+    assert first.fingerprint == again.fingerprint != later.fingerprint
+    plain = opened(path, tmp_path, **options, template="chatml", date="2026-01-31")
+    other = opened(path, tmp_path, **options, template="chatml", date="2026-02-01")
+    assert plain.fingerprint == other.fingerprint
+    assert "date" not in "".join(event["kind"] for event in plain.events())
 
 
 def test_turns_that_the_template_does_not_mark_are_refused() -> None:
@@ -242,6 +365,7 @@ RAISING = "{{ raise_exception('no ' + messages[0].role + ' here') }}"
         ([USER, {"role": "assistant", "content": " "}], None, "has an empty assistant turn"),
         ([BOT, USER], None, "roles out of order: assistant at the beginning"),
         ([USER, BOT, BOT], None, "roles out of order: assistant after assistant, where user or"),
+        ([USER, {**BOT, "weight": 0.5}], None, "a turn has weight=0.5, which must be 0 or false"),
         ([USER, {"role": "tool", "content": "1"}, BOT], None, "tool after user"),
         ([USER], None, "has no assistant turn: nothing to learn"),
         ([USER, {"role": "bot", "content": "b"}], None, "has the role 'bot', which is none of"),
@@ -284,15 +408,16 @@ def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
 def test_a_template_that_cannot_be_masked_is_named(
     tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
-    """It leaves out what the assistant said before."""
+    """It writes all that the assistant says behind all questions."""
     own = tmp_path / "own.jinja"
     own.write_text(
-        "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% for m in messages if m.role == 'user' %}[user]{{ m.content }}{% endfor %}"
+        "{% for m in messages if m.role == 'assistant' %}[assistant]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     path = write_jsonl({"messages": [USER, BOT, USER, BOT]})
     tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ConfigError, match=f"exactly: the chat template of {own} writes an earlier"):
+    with pytest.raises(ConfigError, match=f"exactly: the chat template of {own} writes an"):
         opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"), template=str(own))
 
 

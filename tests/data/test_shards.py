@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import DataConfig
 from harness.data.build import build_data
-from harness.data.chat_tokens import set_template
 from harness.data.corpus import Corpus, find_corpus
+from harness.data.encoding import HowEncoded
 from harness.data.prepare import MASKS, SKIPPED, TOKENS, write_tokens
+from harness.data.rendering import set_template
 from harness.data.shards import ShardedTokens, shards_of
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import load_tokenizer, train_tokenizer
@@ -64,7 +65,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 def expected(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[bytes]:
     folder.mkdir()
-    write_tokens(corpus, tokenizer, "assistant", folder, lambda line: None)
+    write_tokens(corpus, tokenizer, HowEncoded(), folder, lambda line: None)
     return [(folder / name).read_bytes() for name in FILES]
 
 
@@ -84,7 +85,7 @@ def assert_as_one_process_writes(tokens: ShardedTokens, folder: Path) -> None:
 
 
 def sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> ShardedTokens:
-    return ShardedTokens(corpus, tokenizer, "assistant", folder, LEAST)
+    return ShardedTokens(corpus, tokenizer, HowEncoded(), folder, LEAST)
 
 
 @pytest.mark.parametrize("record", [a_text, a_pair, a_chat])

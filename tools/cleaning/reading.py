@@ -15,6 +15,7 @@ from harness.data.corpus import Corpus, Part
 from harness.data.shards import Shard, corpus_of_shard, settle_lines
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
+from harness.files.pieces import Ids, Piece
 
 read_so_far: Callable[[int], None] = lambda characters: None  # noqa: E731
 """Receives the characters that this process has read of its task; set by the executor."""
@@ -87,7 +88,7 @@ def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
     """Yield the pieces of each document."""
     texts: list[str] = []
     for part in parts:
-        assert not isinstance(part.document, Chat), "refused before"
+        assert isinstance(part.document, Piece), "refused before"
         texts.append(part.document.text)
         if part.is_last:
             yield texts, part
@@ -112,6 +113,8 @@ def why_no_text(corpus: Corpus) -> str | None:
         return None
     if isinstance(first.document, Chat):
         return "holds conversations: this tool cleans plain text, one document a record"
+    if isinstance(first.document, Ids):
+        return "holds token ids: clean the text that they were made of"
     if not first.document.is_learned:
         return "holds prompts and completions: this tool cleans plain text, one document a record"
     return None

@@ -17,6 +17,7 @@ from harness.data.corpus import Corpus
 from harness.data.tokenizer import encode, vocab_size
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
+from harness.files.pieces import Ids
 from tools.language_model import packaged_model
 
 ALL = "all"
@@ -128,6 +129,8 @@ def texts_of(
             if number % keep_one_in:
                 continue
             document = part.document
+            if isinstance(document, Ids):
+                continue
             if isinstance(document, Chat):
                 text = "\n".join(turn["content"] for turn in document.messages)
             else:

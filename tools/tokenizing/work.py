@@ -13,7 +13,7 @@ from harness.data.corpus import Corpus
 from harness.data.indexed import IndexedTokens
 from harness.data.prepare import TOKENS, read_skipped
 from harness.data.shards import ShardedTokens
-from harness.data.source import corpus_of, open_source, tokens_folder, tokens_key
+from harness.data.source import corpus_of, how_encoded, open_source, tokens_folder, tokens_key
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.files.chat import Chat
@@ -60,7 +60,9 @@ class Work:
             if self._out is not None:
                 folder = Path(f"{self._out}.{key}")
                 problems += self._problems_of_out(corpus, spec, key)
-            tokens = ShardedTokens(corpus, self._tokenizer, spec.config.learn, folder)
+            tokens = ShardedTokens(
+                corpus, self._tokenizer, how_encoded(spec, self._tokenizer), folder
+            )
             sources.append(TextSource(name, spec, tokens, key))
         if problems:
             raise ConfigError(problems)
@@ -71,7 +73,7 @@ class Work:
         first = next(corpus.parts(corpus.bad_lines()), None)
         if first and spec.config.learn != "all":
             is_chat = isinstance(first.document, Chat)
-            if is_chat or not first.document.is_learned:
+            if isinstance(first.document, Chat) or not first.document.is_learned:
                 kind = "conversations" if is_chat else "prompts and completions"
                 problems.append(
                     f"--out {self._out}: {corpus.path} holds {kind}, and a .bin/.idx cannot say "

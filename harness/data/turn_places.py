@@ -1,0 +1,248 @@
+"""Finds the assistant's turns in a rendered conversation, whatever a template makes of them.
+
+The conversation is rendered a second time with marks in its texts (text_marks.py). Without them
+this must be the first rendering again, so each mark says where its text stands. A turn begins
+behind what a prompt writes behind the text before it, and ends with what the template writes behind
+the turn's own text. Both are taken from renderings of the conversation up to there, and found again
+in the whole from the mark on: what a template changes before the mark does not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from harness.data.rendering import Arguments, ChatTemplate, with_arguments
+from harness.data.text_marks import (
+    ARGUMENT,
+    NAME,
+    SAID,
+    THOUGHT_OF,
+    Marks,
+    Placed,
+    last_common,
+)
+from harness.files.chat import Chat
+from harness.files.turns import ASSISTANT, Message
+
+# A template may look into some texts, and so write others where these are marked: then fewer are.
+_MARKED = tuple(
+    "".join(kinds)
+    for kinds in (
+        (SAID, THOUGHT_OF, NAME, ARGUMENT),
+        (SAID, THOUGHT_OF, NAME),
+        (SAID, THOUGHT_OF, ARGUMENT),
+        (SAID, THOUGHT_OF),
+        (SAID,),
+    )
+)
+_OPENS_THOUGHT = re.compile(
+    r"(?:(?:</?[^<>|]*(?:think|thought|reason)[^<>|]*>|\[/?THINK\])\s*)+$", re.IGNORECASE
+)
+_LONGEST_TOKEN = 64
+
+WRITES_NOTHING = "assistant turns of which the template writes nothing (not learned)"
+WITHOUT_CALLS = "assistant turns whose calls the template leaves out (not learned)"
+WITHOUT_SOME_CALLS = "assistant turns of whose calls the template leaves out some"
+WITHOUT_TEXT = "assistant turns whose text the template leaves out beside calls"
+WITHOUT_THOUGHT = "assistant turns whose thoughts the template leaves out"
+WITHOUT_END = "assistant turns that no token ends"
+
+
+class NotFound(ValueError):
+    """A turn that is not where it must be; the message says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of an assistant's turn in a rendered conversation."""
+
+    start: int
+    stop: int
+    lacks: tuple[str, ...] = ()
+    """What the template leaves out of it, for notes."""
+    is_written: bool = True
+    """False: the template writes nothing of it, or none of its calls."""
+
+
+class TurnFinder:
+    """Finds turns in what a template makes of conversations."""
+
+    def __init__(self, template: ChatTemplate, tokens: Iterable[str]) -> None:
+        """`tokens`: those that are no text, as the end of a turn."""
+        self.template = template
+        ordered = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self.closes_turns = self._closes_turns()
+        """True if the template ends a turn with a token of its own, not with the next role's."""
+
+    def _closes_turns(self) -> bool:
+        turns = [{"role": "user", "content": "why"}, {"role": ASSISTANT, "content": "therefore"}]
+        try:
+            text = self.template.text(turns, None)
+        except ValueError:
+            return True
+        return self._tokens.search(text.rpartition("therefore")[2]) is not None
+
+    def turns_of(self, chat: Chat, text: str, form: Arguments) -> Turns:
+        """Return the turns of a conversation in its rendered `text`."""
+        marks = Marks(text)
+        for kinds in _MARKED:
+            messages = with_arguments(marks.put(chat.messages, kinds), form)
+            try:
+                whole = marks.take(self.template.text(messages, chat.tools), messages)
+            except ValueError:
+                continue
+            if whole.text == text:
+                return Turns(self, chat, messages, whole, marks)
+        return Turns(self, chat, with_arguments(chat.messages, form), Placed(text, {}), marks)
+
+    def without_tokens(self, text: str) -> str:
+        """Return a text without the tokens that are no text, and without white space around it."""
+        return self._tokens.sub("", text).strip()
+
+    def ends_with_token(self, text: str) -> bool:
+        """Return True if a text ends with a token that is no text."""
+        first = max(0, len(text) - _LONGEST_TOKEN)
+        return any(found.end() == len(text) for found in self._tokens.finditer(text, first))
+
+    def token_at(self, text: str, place: int) -> int:
+        """Return the end of the token of no text at a place; -1 without one."""
+        found = self._tokens.match(text, place)
+        return found.end() if found else -1
+
+    def same(self, text: str, other: str) -> int:
+        """Return the length of the common beginning of two texts, without a part of a token."""
+        pairs = zip(text, other, strict=False)
+        size = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
+        for first in range(max(0, size - _LONGEST_TOKEN), size):
+            if max(self.token_at(of, first) for of in (text, other)) > size:
+                return first
+        return size
+
+
+class Turns:
+    """The turns of one rendered conversation."""
+
+    def __init__(
+        self,
+        finder: TurnFinder,
+        chat: Chat,
+        messages: list[Message],
+        whole: Placed,
+        marks: Marks,
+    ) -> None:
+        self._finder, self._chat, self._messages = finder, chat, messages
+        self._whole, self._marks = whole, marks
+
+    def unwritten(self) -> list[str]:
+        """Return a note for each text of the other roles that the template leaves out."""
+        return [
+            f"{message['role']} turns that the template leaves out"
+            for number, message in enumerate(self._messages)
+            if message["role"] != ASSISTANT
+            and self._marks.in_message(message)
+            and not self._whole.of(number)
+        ]
+
+    def place(self, number: int) -> Place:
+        """Return the place of an assistant's turn. Raises NotFound if it cannot be told."""
+        lacks, is_written = self._what_is_written(number)
+        if not is_written:
+            return Place(0, 0, lacks, is_written=False)
+        start, name = self._start(number), self._finder.template.name
+        if start is None:
+            raise NotFound(
+                f"the {name} writes an assistant turn that does not begin with its generation "
+                "prompt"
+            )
+        stop = self._stop(number)
+        if stop is None or not self._is_its(number, start, stop):
+            raise NotFound(
+                f"the {name} writes an earlier assistant turn so differently when others follow "
+                "that it cannot be told from the text around it"
+            )
+        text = self._whole.text[start:stop]
+        if not self._finder.without_tokens(text):
+            return Place(0, 0, (WRITES_NOTHING,), is_written=False)
+        is_last = not self._whole.text[stop:].strip()
+        if not is_last and not self._finder.ends_with_token(text):
+            lacks = (*lacks, WITHOUT_END)
+        return Place(start, stop, lacks)
+
+    def _what_is_written(self, number: int) -> tuple[tuple[str, ...], bool]:
+        """Return what a turn lacks in the rendering, and whether enough of it is there."""
+        given = self._marks.in_message(self._messages[number])
+        written = self._whole.of(number).keys()
+        calls, there = (
+            {n for kind, n in of if kind in (NAME, ARGUMENT)} for of in (given, written)
+        )
+        if given and not written:
+            return (WRITES_NOTHING,), False
+        if calls and not there:
+            return (WITHOUT_CALLS,), False
+        lacks = [WITHOUT_SOME_CALLS] if calls - there else []
+        lacks += [WITHOUT_TEXT] if (SAID, 0) in given - written else []
+        lacks += [WITHOUT_THOUGHT] if (THOUGHT_OF, 0) in given - written else []
+        return tuple(lacks), True
+
+    def _start(self, number: int) -> int | None:
+        """Return where a turn begins: behind the prompt, or behind the prompt's role marker where
+        the prompt also begins a thought, and the turn does not.
+        """
+        prompt = self._of_first(number, prompt=True)
+        place, in_prompt = self._before(number, prompt)
+        behind = prompt.text[in_prompt:]
+        for marker in (behind, _OPENS_THOUGHT.sub("", behind)):
+            if self._whole.text.startswith(marker, place):
+                return place + len(marker)
+        return None
+
+    def _stop(self, number: int) -> int | None:
+        """Return where a turn ends, with the token that ends it."""
+        alone = self._of_first(number + 1)
+        own = last_common(self._whole, alone, number)
+        place, in_alone = own or self._before(number, alone)
+        text, behind = self._whole.text[place:], alone.text[in_alone:]
+        size = len(behind)
+        if not text.startswith(behind):
+            if own is None:
+                return None
+            size = self._finder.same(text, behind)
+        ended = text[:size].rstrip()
+        # Generation stops at the end of the turn: the line break behind it is the template's.
+        if self._finder.closes_turns and self._finder.ends_with_token(ended):
+            return place + len(ended)
+        # Else the token that follows is what the model must write: the next role's marker.
+        spaces = len(text) - len(text[size:].lstrip())
+        token = self._finder.token_at(text, spaces)
+        return place + (token if token > 0 else size)
+
+    def _before(self, number: int, other: Placed) -> tuple[int, int]:
+        """Return the places in the whole and in another rendering of the last mark before a turn;
+        their beginnings without one.
+        """
+        for earlier in range(number - 1, -1, -1):
+            if common := last_common(self._whole, other, earlier):
+                return common
+        return 0, 0
+
+    def _is_its(self, number: int, start: int, stop: int) -> bool:
+        """Return True if all texts of a turn are in its place, and none of a later one."""
+        own = self._whole.of(number).values()
+        following = range(number + 1, len(self._messages))
+        later = [place for of in following for place in self._whole.of(of).values()]
+        is_own = start < stop and all(start <= place <= stop for place in own)
+        return is_own and min(later, default=stop) >= stop
+
+    def _of_first(self, messages: int, *, prompt: bool = False) -> Placed:
+        """Return the rendering of the first messages. Raises NotFound."""
+        if messages == len(self._messages) and not prompt:
+            return self._whole
+        first = self._messages[:messages]
+        try:
+            text = self._finder.template.text(first, self._chat.tools, prompt=prompt)
+            return self._marks.take(text, first)
+        except ValueError as error:
+            raise NotFound(f"up to an assistant turn, it {error}") from error

@@ -1,0 +1,50 @@
+"""What rows say and is not read or not learned, counted by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+Kind = Literal["columns", "keys", "turns"]
+Note = tuple[Kind, str]
+"""A kind, and a name: that of a column, that of a key of turns, or what turns they are."""
+_SHOWN = 12
+
+
+class Notes(Counter[Note]):
+    """Counts of notes."""
+
+    def text(self) -> str:
+        """Return a clause for each kind; "" without a note."""
+        columns, keys, turns = (
+            {name: count for (of, name), count in sorted(self.items()) if of == kind}
+            for kind in ("columns", "keys", "turns")
+        )
+        parts = [f"{count:,} {name}" for name, count in turns.items()]
+        if keys:
+            parts.insert(0, f"keys of turns {_listed(keys)}")
+        if columns:
+            parts.insert(0, f"columns {_listed(columns)}")
+        return ", ".join(parts)
+
+    def as_json(self) -> dict[str, int]:
+        """Return plain values for from_json."""
+        return {f"{kind} {name}": count for (kind, name), count in sorted(self.items())}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, int]) -> Notes:
+        """Return the notes that as_json described. Raises ValueError for anything else."""
+        notes = cls()
+        for key, count in values.items():
+            kind, _, name = key.partition(" ")
+            if kind not in get_args(Kind) or not isinstance(count, int):
+                raise ValueError(f"{key!r}: {count!r} is no note with its number")
+            notes[kind, name] += count  # type: ignore[index]
+        return notes
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    shown = [f"{name} ({count:,})" for name, count in [*counts.items()][:_SHOWN]]
+    more = len(counts) - len(shown)
+    return ", ".join([*shown, *([f"{more} more"] if more > 0 else [])])

@@ -1,0 +1,221 @@
+"""One turn of a conversation: the forms in which it is written, and what is read of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harness.files.tool_calls import calls_of, parsed
+
+Message = dict[str, Any]
+ASSISTANT = "assistant"
+THOUGHT = "reasoning_content"
+"""Key of a message with what the assistant thought."""
+
+_ROLES = {
+    **{role: role for role in ("system", "user", ASSISTANT, "tool")},
+    "developer": "system",
+    "function": "tool",
+    "ipython": "tool",
+    "model": ASSISTANT,
+}
+_SHAREGPT = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", ASSISTANT), ASSISTANT),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+    "function_call": "function_call",
+}
+_THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought")
+# Whether a turn is learned: OpenAI's, axolotl's and ms-swift's keys, and others' of that meaning.
+_MARKS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "learn")
+_MARKED = {0: False, 1: True}
+# They mark parts of a turn, which would have to be found in what the template makes of it.
+_MARKS_OF_PARTS = ("train_detail", "training_detail")
+_READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call"}).union(
+    _THOUGHTS, _MARKS
+)
+# A question with its answer as one object; beside them a system text.
+_PYTHON = "{'"
+_PAIRS = (
+    *(("human", ASSISTANT), ("user", ASSISTANT), ("instruction", "output"), ("input", "output")),
+    *(("query", "response"), ("question", "answer"), ("prompt", "response")),
+    ("prompt", "completion"),
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn as it was read."""
+
+    message: Message
+    is_learned: bool | None = None
+    """What the row says about it; None if nothing."""
+
+
+def are_turns(value: object) -> bool:
+    """Return True for turns, which may be JSON text; a prompt of text is none."""
+    if isinstance(value, str):
+        turns = parsed(value) if value.lstrip().startswith("[{") else None
+        first = turns[0] if isinstance(turns, list) and turns else None
+        return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
+    return isinstance(value, list)
+
+
+def turns_of(value: object, key: str) -> list[Turn]:
+    """Return the turns of a column: an array of turns, of questions with their answers, an object
+    of arrays as datasets writes it, or any of these as JSON text. Raises ValueError.
+    """
+    value, was = parsed(value), value
+    if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
+        rows = zip(*value.values(), strict=False)
+        value = [dict(zip(value, row, strict=True)) for row in rows]
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        raise ValueError(
+            f"{key} is text that should be turns, but is no JSON: {_why_no_json(value)}"
+        )
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{key} must be an array of turns, not {type_of(was)}")
+    return [turn for part in value for turn in _turns_of_part(parsed(part))]
+
+
+def _why_no_json(text: str) -> str:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        quoted = "; it looks like Python's own writing of a list: write it with json.dumps"
+        return f"{error}{quoted if text.lstrip()[1:].lstrip()[:2] == _PYTHON else ''}"
+    return "it is nested too deeply"
+
+
+def pairs_of(history: object) -> list[Turn]:
+    """Return earlier questions with their answers: arrays of two, or what turns_of reads."""
+    history = parsed(history)
+    if isinstance(history, list) and all(isinstance(pair, list) for pair in history):
+        if not all(len(pair) == 2 for pair in history):
+            raise ValueError("history must hold pairs: a question and its answer")
+        history = [
+            {"role": role, "content": text}
+            for pair in history
+            for role, text in zip(("user", ASSISTANT), pair, strict=True)
+        ]
+    return turns_of(history, "history")
+
+
+def _turns_of_part(part: object) -> Iterator[Turn]:
+    """Yield the turns of an element: one, or of a question with its answer two, or three."""
+    if isinstance(part, dict) and not {"role", "from"} & part.keys():
+        pair = next((pair for pair in _PAIRS if part.keys() >= {*pair}), None)
+        if pair is not None:
+            system = part.get("system")
+            rest = {key: part[key] for key in part if key not in (*pair, "system")}
+            if system:
+                yield turn_of({"role": "system", "content": system})
+            yield turn_of({"role": "user", "content": part[pair[0]]})
+            yield turn_of({**rest, "role": ASSISTANT, "content": part[pair[1]]})
+            return
+    yield turn_of(part)
+
+
+def turn_of(turn: object) -> Turn:
+    """Return a turn in OpenAI's or ShareGPT's form. Raises ValueError."""
+    if not isinstance(turn, dict):
+        raise ValueError(f"a turn must be an object, not {type_of(turn)}")
+    if "role" in turn:
+        name, roles, content = turn["role"], _ROLES, turn.get("content")
+    elif "from" in turn:
+        name, roles, content = turn["from"], _SHAREGPT, turn.get("value")
+    else:
+        raise ValueError(f"a turn needs role and content, or from and value; it has {list(turn)}")
+    if not isinstance(name, str) or name not in roles:
+        raise ValueError(f"a turn has the role {name!r}, which is none of {', '.join(roles)}")
+    role = roles[name]
+    if role == "function_call":
+        message: Message = {"role": ASSISTANT, "content": "", "tool_calls": calls_of(content)}
+    else:
+        message = {"role": role, "content": text_of(content)}
+        if calls := turn.get("tool_calls") or turn.get("function_call"):
+            message["tool_calls"] = calls_of(calls)
+    if message["role"] == ASSISTANT and (thought := _thought(turn, content)):
+        message[THOUGHT] = thought
+    return Turn({**message, **_rest(turn, message)}, _mark(turn))
+
+
+def _rest(turn: Message, message: Message) -> Message:
+    """Return the keys that a template may read, as plain values."""
+    used = _READ if message["role"] == ASSISTANT else _READ - {*_THOUGHTS}
+    rest = {key: value for key, value in turn.items() if key not in used and value is not None}
+    return {key: value if _is_plain(value) else str(value) for key, value in rest.items()}
+
+
+def _is_plain(value: object) -> bool:
+    if value is None or isinstance(value, str | int | float | bool):
+        return True
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, list) and all(map(_is_plain, value))
+
+
+def _mark(turn: Message) -> bool | None:
+    """Return whether a turn is to be learned, as its keys say."""
+    if parts := [key for key in _MARKS_OF_PARTS if turn.get(key)]:
+        raise ValueError(
+            f"a turn has {parts[0]}, which marks parts of its text: write weight=0 or weight=1 for "
+            "the whole turn, or the row as segments"
+        )
+    marks = {key: turn[key] for key in _MARKS if turn.get(key) is not None}
+    for key, value in marks.items():
+        if not isinstance(value, bool | int | float) or value not in _MARKED:
+            raise ValueError(
+                f"a turn has {key}={json.dumps(value, default=str)}, which must be 0 or false "
+                "(read, not learned), or 1 or true"
+            )
+    return all(_MARKED[value] for value in marks.values()) if marks else None
+
+
+def _thought(turn: Message, content: object) -> str:
+    """Return what the assistant thought: of a key of its own, or of parts of the content."""
+    for key in _THOUGHTS:
+        if (thought := turn.get(key)) is None:
+            continue
+        if not isinstance(thought, str):
+            raise ValueError(f"the {key} of a turn must be a string, not {type_of(thought)}")
+        thought.encode()
+        if thought:
+            return thought
+    parts = content if isinstance(content, list) else []
+    return "".join(_text_of_part(part) for part in parts if _is_thought(part))
+
+
+def text_of(content: object) -> str:
+    """Return the text of a turn, whose parts are joined. Raises ValueError."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "".join(_text_of_part(part) for part in content if not _is_thought(part))
+    if not isinstance(content, str):
+        raise ValueError(f"the content of a turn must be a string, not {type_of(content)}")
+    content.encode()  # a lone surrogate, "\ud800", is valid JSON and no text
+    return content
+
+
+_TEXTS = ("text", "input_text", "output_text")
+_PART_THOUGHTS = ("thinking", "reasoning")
+
+
+def _is_thought(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in _PART_THOUGHTS
+
+
+def _text_of_part(part: object) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else type_of(part)
+    if not isinstance(part, dict) or kind not in (*_TEXTS, *_PART_THOUGHTS):
+        raise ValueError(f"a turn has a part that is no text, but {kind}")
+    return text_of(part.get("text", part.get(kind)))
+
+
+def type_of(value: object) -> str:
+    """Return the type of a value for a message."""
+    return "nothing" if value in (None, []) else type(value).__name__

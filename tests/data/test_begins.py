@@ -1,0 +1,227 @@
+"""Text and pairs have the ids that a tokenizer gives a request: one text, its begin, no marks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from harness.config.data_section import DataConfig
+from harness.data.build import build_data
+from harness.data.corpus import find_corpus
+from harness.data.data import Data
+from harness.data.encoding import Encoder, HowEncoded
+from harness.data.spec import DataSpec
+from harness.data.tokenizer import added_at_begin
+from harness.errors import ConfigError
+from harness.files import pieces as pieces_module
+from harness.files.data_format import BadLines
+
+WORDS = "the model reads a long question and answers it in word or two".split()  # noqa: SIM905
+MARK = "\u2581"
+
+
+def spaced(legacy: bool) -> Tokenizer:
+    """Pieces with a mark for each space, and one before every text, as Llama 2's."""
+    letters = sorted({*"".join(WORDS), *"0123456789.,=+\n ", MARK})
+    merges = [(MARK, "a"), ("t", "h"), ("th", "e"), (MARK, "the"), (MARK, MARK), ("e", "s")]
+    vocab = ["<unk>", "<s>", "</s>", *letters, *("".join(pair) for pair in merges)]
+    backend = Tokenizer(
+        models.BPE({token: n for n, token in enumerate(vocab)}, merges, unk_token="<unk>")
+    )
+    if legacy:
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)]
+        )
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace()
+    return backend
+
+
+def bytewise() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("e", "r"), ("Ġ", "a"), ("t", "h"), ("th", "e"), ("s", "w")]
+    vocab = ["<s>", "</s>", *alphabet, *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE({token: n for n, token in enumerate(vocab)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+BACKENDS: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": bytewise,
+    "legacy": lambda: spaced(legacy=True),
+    "metaspace": lambda: spaced(legacy=False),
+}
+
+
+def tokenizer_of(name: str, *, bos: bool = True) -> PreTrainedTokenizerFast:
+    backend = BACKENDS[name]()
+    backend.add_special_tokens(["<s>", "</s>"])
+    if bos:
+        begin = ("<s>", backend.token_to_id("<s>"))
+        backend.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [begin])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def documents(
+    tokenizer: PreTrainedTokenizerFast, path: Path, learn: str = "assistant", bos: str = "auto"
+) -> list[tuple[list[int], list[bool]]]:
+    """Ids of each document, and which are learned."""
+    bad_lines, read, ids, learned = BadLines(), [], list[int](), list[bool]()
+    encoder = Encoder(find_corpus(str(path)), tokenizer, HowEncoded.of(tokenizer, learn, bos, None))
+    for group in encoder.encoded(bad_lines):
+        for part, encoded in group:
+            marks = np.zeros(len(encoded.ids), dtype=bool)
+            for start, stop in encoded.learned:
+                marks[start:stop] = True
+            ids, learned = ids + encoded.ids, learned + marks.tolist()
+            if part.is_last:
+                read.append((ids, learned))
+                ids, learned = [], []
+    bad_lines.require_none()
+    return read
+
+
+every = pytest.mark.parametrize("name", BACKENDS)
+PAIRS = [
+    ("the answer: ", "is 3."),
+    ("the ans", "wer is"),
+    ("a", ""),
+    ("", "the model"),
+    ("1+2=", " 3"),
+]
+
+
+@every
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_pair_has_the_ids_of_one_text(
+    name: str, bos: bool, write_jsonl: Callable[..., Path]
+) -> None:
+    tokenizer = tokenizer_of(name, bos=bos)
+    path = write_jsonl(*({"prompt": prompt, "completion": answer} for prompt, answer in PAIRS))
+    for (prompt, answer), (ids, learned) in zip(PAIRS, documents(tokenizer, path), strict=True):
+        served = tokenizer(prompt + answer, return_offsets_mapping=True)
+        assert ids == [*served["input_ids"], tokenizer.eos_token_id]
+        places = served["offset_mapping"][int(bos) :]
+        # A token that holds a character of the answer is learned, and so is the end.
+        expected = [stop > len(prompt) for _, stop in places]
+        assert learned == [False] * bos + expected + [True]
+    everything = documents(tokenizer, path, learn="all")
+    assert all(all(learned[int(bos) :]) for _, learned in everything)
+
+
+@every
+def test_text_begins_as_the_tokenizer_begins_it(
+    name: str, write_jsonl: Callable[..., Path]
+) -> None:
+    tokenizer = tokenizer_of(name)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    path = write_jsonl({"text": "the word"}, {"text": "<s>the word"}, {"text": ""})
+    read = documents(tokenizer, path)
+    for text, (ids, learned) in zip(("the word", "<s>the word", ""), read, strict=True):
+        served = tokenizer(text.removeprefix("<s>")).input_ids if name != "metaspace" else None
+        assert ids.count(bos) == 1  # never doubled
+        assert ids[0] == bos
+        assert served is None or name == "legacy" or ids == [*served, eos]
+        assert learned == [False, *[True] * (len(ids) - 1)]
+    plain = documents(tokenizer, path, bos="off")
+    assert plain[0][0] == read[0][0][1:]
+    assert added_at_begin(tokenizer) == [bos]
+    assert added_at_begin(tokenizer_of(name, bos=False)) == []
+
+
+@every
+@pytest.mark.parametrize("separator", [" ", ""])
+@pytest.mark.parametrize("suffix", ["jsonl", "txt", "pair"])
+def test_a_long_document_has_no_marks_at_its_cuts(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    name: str,
+    separator: str,
+    suffix: str,
+) -> None:
+    monkeypatch.setattr(pieces_module, "PIECE_CHARS", 100)
+    draw = random.Random(1)
+    text = separator.join(draw.choice(WORDS) for _ in range(300))
+    path = write_jsonl({"text": text})
+    if suffix == "pair":
+        path = write_jsonl({"prompt": text[:400], "completion": text[400:]})
+    elif suffix == "txt":
+        path = tmp_path / "long.txt"
+        path.write_text(text)
+    tokenizer = tokenizer_of(name)
+    ((ids, learned),) = documents(tokenizer, path)
+    served = tokenizer(text).input_ids
+    if separator:
+        assert ids == [*served, tokenizer.eos_token_id]
+    else:  # a cut within a word divides a token at most
+        assert tokenizer.decode(ids[1:-1]) == tokenizer.decode(served[1:])
+    assert sum(learned) < len(ids) - 1 if suffix == "pair" else sum(learned) == len(ids) - 1
+
+
+def opened(path: Path, tokenizer: Path, cache: Path, **options: Any) -> Data:
+    settings = {"path": str(path), "tokenizer": str(tokenizer), "cache_dir": str(cache)}
+    return build_data(
+        DataSpec(DataConfig.model_validate({"seq_len": 32, "held_out": 0.2, **settings, **options}))
+    )
+
+
+def test_a_run_of_text_says_what_its_documents_begin_with(
+    tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    tokenizer = tokenizer_of("bytes")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = write_jsonl(*({"text": f"the model reads {n}"} for n in range(40)))
+    data, plain = (
+        opened(path, tmp_path / "tokenizer", tmp_path / "cache", bos=bos) for bos in ("auto", "off")
+    )
+    assert data.summary()[0].endswith(
+        "every document begins with <s>, which the tokenizer adds to text, not learned (data.bos)"
+    )
+    assert [event["kind"] for event in data.events()] == ["begins_with"]
+    assert not plain.events()
+    assert data.tokens == plain.tokens + 40
+    assert data.fingerprint != plain.fingerprint
+    # Nothing else is masked: text is packed as text.
+    assert not data.train.is_masked
+    assert not data.train.holds_whole_documents
+    assert not data.train.document_mask
+    batch = data.train.batch(0, data.train.samples)
+    assert (batch.labels != tokenizer.bos_token_id).all()
+    assert (batch.input_ids == tokenizer.bos_token_id).sum() > 20
+    assert (batch.labels != -100).sum() == data.train.targets_in(0, data.train.samples)
+
+
+def test_rows_of_token_ids_are_read_as_they_are(
+    tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    tokenizer = tokenizer_of("bytes")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [
+        {"input_ids": [9, 10, 11, n + 20, 1], "labels": [-100, -100, 11, n + 20, 1]}
+        for n in range(30)
+    ]
+    data = opened(write_jsonl(*rows), tmp_path / "tokenizer", tmp_path / "cache")
+    batch = data.train.batch(0, data.train.samples)
+    assert data.tokens == 150
+    assert data.train.is_masked
+    assert ((batch.labels == 11).sum(), (batch.labels == 10).sum()) == (data.train.documents, 0)
+    for outside in (-1, 5000):
+        path = write_jsonl(*rows, {"input_ids": [outside]})
+        with pytest.raises(ConfigError, match=f":31: has the token id {outside}, outside the tok"):
+            opened(path, tmp_path / "tokenizer", tmp_path / "cache")
+    with pytest.raises(
+        ConfigError, match=r":1 holds token ids: set data.tokenizer to the one that"
+    ):
+        build_data(
+            DataSpec(DataConfig(path=str(write_jsonl(*rows)), cache_dir=str(tmp_path / "c")))
+        )

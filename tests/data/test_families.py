@@ -1,0 +1,296 @@
+"""The chat templates of 21 families: ids are apply_chat_template's, and what is learned is told by
+words that only one turn says, found in the text by their characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.data.chat_tokens import ChatEncoder
+from harness.data.special_ids import SpecialIds
+from harness.files.chat import chat_of
+from harness.files.turns import turns_of
+from tests.data.families import FAMILIES, Family, tokenizer_of
+
+Turns = list[dict[str, Any]]
+family = pytest.mark.parametrize("name", FAMILIES)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+
+def user(word: str) -> dict[str, Any]:
+    return {"role": "user", "content": f"And the {word}?"}
+
+
+def said(word: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": f"It is {word}.", **more}
+
+
+def called(word: str, number: int, content: str = "", **more: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": {"city": word, "days": number}}
+    call = {"id": f"call{number:05}", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call], **more}
+
+
+def result(word: str, number: int) -> dict[str, Any]:
+    return {
+        "role": "tool",
+        "name": "weather",
+        "tool_call_id": f"call{number:05}",
+        "content": f"{word} there",
+    }
+
+
+SYSTEM = {"role": "system", "content": "Be brisk."}
+CONVERSATIONS: dict[str, Turns] = {
+    "single": [user("aria"), said("alto")],
+    "multi": [
+        SYSTEM,
+        user("aria"),
+        said("alto"),
+        user("bora"),
+        said("bach"),
+        user("cora"),
+        said("coda"),
+    ],
+    "same words": [
+        user("aria"),
+        said("alto"),
+        user("aria"),
+        said("alto"),
+        user("aria"),
+        said("alto"),
+    ],
+    "ends with a user": [user("aria"), said("alto"), user("bora")],
+    "thoughts": [
+        *(user("aria"), said("alto", reasoning_content="I muse upon it.")),
+        *(user("bora"), said("bach", reasoning_content="I ponder it.")),
+    ],
+    "thoughts in the text": [
+        *(
+            user("aria"),
+            {"role": "assistant", "content": "<think>\nI muse\n</think>\n\nIt is alto."},
+        ),
+        *(
+            user("bora"),
+            {"role": "assistant", "content": "<think>\nI pond\n</think>\n\nIt is bach."},
+        ),
+    ],
+    "tools": [
+        *(user("aria"), called("alto", 1), result("rain", 1), said("bach")),
+        *(user("bora"), called("coda", 2), result("snow", 2), said("dirge")),
+    ],
+    "text beside a call": [
+        *(user("aria"), called("alto", 1, "I look."), result("rain", 1), said("bach")),
+    ],
+    "thoughts and tools": [
+        *(user("aria"), called("alto", 1, reasoning_content="I muse upon it."), result("rain", 1)),
+        said("bach", reasoning_content="I ponder it."),
+    ],
+}
+WITH_TOOLS = ("tools", "text beside a call", "thoughts and tools")
+
+
+def given(family: Family, turns: Turns) -> Turns:
+    """The turns as the family's template takes them."""
+    if family.arguments == "object":
+        return turns
+    return [with_text(turn) for turn in turns]
+
+
+def with_text(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn whose calls have their arguments as text, as OpenAI's form has them."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
+        for call in turn.get("tool_calls", [])
+    ]
+    return {**turn, "tool_calls": calls} if calls else turn
+
+
+class Read:
+    """A conversation of a family: its text, and which of its characters are learned."""
+
+    def __init__(
+        self, name: str, turns: Turns, tools: Any = None, learn: str = "assistant"
+    ) -> None:
+        self.family, self.tokenizer, self.turns = FAMILIES[name], tokenizer_of(name), turns
+        chat = chat_of(turns_of([with_text(turn) for turn in turns], "messages"), tools)
+        encoder = ChatEncoder(self.tokenizer, learn)
+        rendered = encoder.render(chat)
+        self.notes = [note for _, note in rendered.notes]
+        (encoded,) = encoder.encode([rendered])
+        self.ids = encoded.ids
+        how = {"tools": tools, "tokenize": False}
+        self.text = self.tokenizer.apply_chat_template(given(self.family, turns), **how)
+        self.plain = self.tokenizer(
+            self.text, add_special_tokens=False, return_offsets_mapping=True
+        )
+        self.marks = [False] * len(self.text)
+        self.learned = {place for run in encoded.learned for place in range(*run)}
+        for place, (start, stop) in enumerate(self.plain["offset_mapping"]):
+            for at in range(start, stop):
+                self.marks[at] |= place in self.learned
+
+    @property
+    def is_closed(self) -> bool:
+        """True if no end was put behind what the template writes."""
+        return len(self.ids) == len(self.plain["input_ids"])
+
+    def places(self, word: str) -> list[range]:
+        return [range(*found.span()) for found in re.finditer(re.escape(word), self.text)]
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of each run of learned characters."""
+        for found in re.finditer("1+", "".join(str(int(mark)) for mark in self.marks)):
+            yield found.span()
+
+    def check_ids(self) -> None:
+        more = [] if self.is_closed else [self.tokenizer.eos_token_id]
+        assert self.ids == [*self.plain["input_ids"], *more]
+
+    def check_turn(self, words: list[str], place: int) -> None:
+        """All that a turn says is learned, from the prompt's end to the end of the turn."""
+        at = self.places(words[-1])[place]
+        start, stop = next(run for run in self.runs() if run[0] <= at.start < run[1])
+        prompts = (self.family.prompt, re.sub(r"<think>\s*$", "", self.family.prompt))
+        behind_result = self.text[:start].endswith(("output▁end\uff5c>", "outputs▁end\uff5c>"))
+        assert behind_result or self.text[:start].endswith(prompts)
+        assert not any(
+            prompt and prompt in self.text[start:stop]
+            for prompt in prompts[:1]
+            if self.family.name != "gptoss"
+        )
+        ends = [self.text.find(end, at.stop) for end in self.family.ends]
+        found = [
+            (found, end) for found, end in zip(ends, self.family.ends, strict=True) if found >= 0
+        ]
+        if not found:
+            assert stop == len(self.text)
+            assert not self.is_closed
+            assert len(self.ids) - 1 in self.learned
+            return
+        first, end = min(found)
+        assert all(self.marks[start : first + len(end)])
+        assert (
+            stop == first + len(end)
+            or not self.text[first + len(end) :].replace(self.family.eos, "").strip()
+        )
+
+
+def words_of(turn: dict[str, Any]) -> list[str]:
+    """The words that a turn says, in the order in which a template writes them."""
+    if turn["role"] != "assistant":
+        return [re.search(r"\w+(?=\?| there|\.)", turn["content"])[0]]  # type: ignore[index]
+    calls = [call["function"]["arguments"]["city"] for call in turn.get("tool_calls", [])]
+    text = re.findall(r"(?:is |I )(\w+)", turn["content"])
+    thoughts = re.findall(r"I (\w+)", turn.get("reasoning_content", ""))
+    return [*thoughts, *text, *calls]
+
+
+@family
+@pytest.mark.parametrize("title", CONVERSATIONS)
+def test_each_turn_is_learned_where_the_conversation_has_it(name: str, title: str) -> None:
+    turns, tools = CONVERSATIONS[title], TOOLS if title in WITH_TOOLS else None
+    family = FAMILIES[name]
+    if tools and family.calls == "refused":
+        with pytest.raises(ValueError, match="is refused by the chat template"):
+            Read(name, turns, tools)
+        return
+    if (name, title) == ("deepseek_r1", "tools"):
+        # A second call has no role marker before it: no prompt leads to it.
+        with pytest.raises(ValueError, match="does not begin with its generation prompt"):
+            Read(name, turns, tools)
+        return
+    read = Read(name, turns, tools)
+    read.check_ids()
+    seen: dict[str, int] = {}
+    learned = 0
+    for turn in turns:
+        words = words_of(turn)
+        place = seen.get(words[-1], 0)
+        seen[words[-1]] = place + 1
+        is_own = turn["role"] == "assistant"
+        if not is_own or (turn.get("tool_calls") and family.calls == "ignored"):
+            assert not any(
+                read.marks[at] for word in words for run in read.places(word) for at in run
+            )
+            continue
+        for word in words:
+            assert all(all(read.marks[run.start : run.stop]) for run in read.places(word))
+        assert read.places(words[-1])
+        read.check_turn(words, place)
+        learned += 1
+    assert len([*read.runs()]) == learned
+    last = words_of(turns[-1])
+    if turns[-1]["role"] == "user":
+        behind = read.places(last[0])[-1].stop
+        assert not any(read.marks[behind:])
+        assert len(read.ids) - 1 not in read.learned or read.is_closed
+    elif title == "thoughts":
+        assert bool(read.places("ponder")) == (family.thoughts == "written")
+
+
+@family
+def test_the_ids_are_those_of_apply_chat_template(name: str) -> None:
+    for title in ("single", "multi", "thoughts"):
+        read = Read(name, CONVERSATIONS[title])
+        ids = read.tokenizer.apply_chat_template(CONVERSATIONS[title])["input_ids"]
+        assert read.ids[: len(ids)] == ids
+        assert read.is_closed == (name != "glm45")
+
+
+@family
+def test_the_last_turn_alone_is_learned(name: str) -> None:
+    read = Read(name, CONVERSATIONS["multi"], learn="last")
+    assert len([*read.runs()]) == 1
+    read.check_turn(["coda"], 0)
+
+
+@family
+def test_what_a_template_leaves_out_is_counted(name: str) -> None:
+    family = FAMILIES[name]
+    read = Read(name, CONVERSATIONS["thoughts"])
+    lost = 2 - sum(bool(read.places(word)) for word in ("muse", "ponder"))
+    assert read.notes.count("assistant turns whose thoughts the template leaves out") == lost
+    if family.calls == "refused":
+        return
+    read = Read(name, CONVERSATIONS["text beside a call"], TOOLS)
+    kinds = {
+        "written": [],
+        "alone": ["assistant turns whose text the template leaves out beside calls"],
+        "ignored": ["assistant turns whose calls the template leaves out (not learned)"],
+    }
+    assert [note for note in read.notes if "calls" in note] == kinds[family.calls]
+
+
+@family
+def test_generation_stops_where_a_turn_ends(name: str) -> None:
+    ids = SpecialIds.of(tokenizer_of(name)).in_place_of({"eos_token_id": None})["eos_token_id"]
+    listed = ids if isinstance(ids, list) else [ids]
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    wanted = {
+        "gptoss": ["<|return|>"],
+        "command_r7b": ["<|END_OF_TURN_TOKEN|>"],
+        "glm45": ["<|user|>"],
+    }
+    for end in wanted.get(name, family.ends):
+        assert tokenizer.convert_tokens_to_ids(end) in listed

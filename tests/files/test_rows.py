@@ -1,0 +1,298 @@
+"""Forms of a row as a table: what is read of each, what is learned, what is named as left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from harness.files.chat import Chat
+from harness.files.forms import document_of, read
+from harness.files.pieces import Ids, Piece
+from harness.files.turns import Message
+
+Q, A = {"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "3"}
+Q2, A2 = {"role": "user", "content": "and 4?"}, {"role": "assistant", "content": "7"}
+S = {"role": "system", "content": "Add."}
+HUMAN, GPT = {"from": "human", "value": "1 + 2?"}, {"from": "gpt", "value": "3"}
+SCHEMA = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": SCHEMA}
+
+
+def call(arguments: object, name: str = "add") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def asks(*calls: dict[str, Any], content: str = "", **more: Any) -> Message:
+    return {"role": "assistant", "content": content, "tool_calls": [*calls], **more}
+
+
+RESULT = {"role": "tool", "content": "3"}
+CALLED = [Q, asks(call({"a": 1})), RESULT, A]
+
+
+def messages(*turns: object, **columns: object) -> dict[str, Any]:
+    return {"messages": [*turns], **columns}
+
+
+READ: dict[str, tuple[dict[str, Any], Chat]] = {
+    # Questions with answers, and what stands beside them.
+    "alpaca": (
+        {"instruction": "1 + 2?", "output": "3", "system": "Add."},
+        Chat([S, Q, A]),
+    ),
+    "alpaca's history": (
+        {"instruction": "and 4?", "input": "", "output": "7", "history": [["1 + 2?", "3"]]},
+        Chat([Q, A, Q2, A2]),
+    ),
+    "history as text": (
+        {"query": "and 4?", "response": "7", "history": json.dumps([["1 + 2?", "3"]])},
+        Chat([Q, A, Q2, A2]),
+    ),
+    "history of turns": (
+        {"question": "and 4?", "answer": "7", "history": [Q, A], "system": "Add."},
+        Chat([S, Q, A, Q2, A2]),
+    ),
+    "an empty history": ({"query": "1 + 2?", "response": "3", "history": []}, Chat([Q, A])),
+    # Turns in other forms.
+    "turns as text": ({"messages": json.dumps([Q, A])}, Chat([Q, A])),
+    "each turn as text": (messages(json.dumps(Q), json.dumps(A)), Chat([Q, A])),
+    "an object of arrays": (
+        {"conversations": {"from": ["human", "gpt"], "value": ["1 + 2?", "3"]}},
+        Chat([Q, A]),
+    ),
+    "conversation": ({"conversation": [Q, A]}, Chat([Q, A])),
+    "pairs": (
+        {
+            "conversation": [
+                {"human": "1 + 2?", "assistant": "3"},
+                {"human": "and 4?", "assistant": "7"},
+            ]
+        },
+        Chat([Q, A, Q2, A2]),
+    ),
+    "pairs with a system text": (
+        {"conversation": [{"system": "Add.", "input": "1 + 2?", "output": "3"}]},
+        Chat([S, Q, A]),
+    ),
+    "system beside messages": (messages(Q, A, system="Add."), Chat([S, Q, A])),
+    "the same system twice": (messages(S, Q, A, system="Add."), Chat([S, Q, A])),
+    "developer": (messages({**S, "role": "developer"}, Q, A), Chat([S, Q, A])),
+    "parts": (
+        messages(Q, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}),
+        Chat([Q, A]),
+    ),
+    # A prompt of turns.
+    "turns that are completed": (
+        {"prompt": [S, Q, A, Q2], "completion": [A2]},
+        Chat([S, Q, A, Q2, A2], prompt=4),
+    ),
+    "with a system text": (
+        {"prompt": [Q], "completion": [A], "system": "Add."},
+        Chat([S, Q, A], prompt=2),
+    ),
+    "completed by text": ({"prompt": [Q], "completion": "3"}, Chat([Q, A], prompt=1)),
+    "turns that are completed, as text": (
+        {"prompt": json.dumps([Q]), "completion": json.dumps([A])},
+        Chat([Q, A], prompt=1),
+    ),
+    # Marks of turns.
+    **{
+        f"{key}={value}": (
+            messages(Q, {**A, key: value}, Q2, {**A2, key: 1}),
+            Chat([Q, A, Q2, A2], unlearned=frozenset({1})),
+        )
+        for key in ("weight", "train", "trainable", "loss", "training")
+        for value in (0, False, 0.0)
+    },
+    "no mark": (messages(Q, {**A, "weight": None}), Chat([Q, A])),
+    "a mark of ShareGPT's": (
+        {"conversations": [HUMAN, {**GPT, "loss": False}, HUMAN, GPT]},
+        Chat([Q, A, Q, A], unlearned=frozenset({1})),
+    ),
+    # Calls of tools.
+    "calls as text": (messages(Q, asks(call('{"a": 1}')), RESULT, A), Chat(CALLED)),
+    "all calls as text": (
+        messages(Q, {**asks(), "tool_calls": json.dumps([call({"a": 1})])}, RESULT, A),
+        Chat(CALLED),
+    ),
+    **{
+        f"arguments {arguments!r}": (
+            messages(Q, asks(call(arguments)), RESULT, A),
+            Chat([Q, asks(call({})), RESULT, A]),
+        )
+        for arguments in (None, "", "null", "{}", {})
+    },
+    "no arguments": (
+        messages(Q, asks({"function": {"name": "add"}}), RESULT, A),
+        Chat([Q, asks(call({})), RESULT, A]),
+    ),
+    "parameters": (
+        messages(Q, asks({"name": "add", "parameters": {"a": 1}}), RESULT, A),
+        Chat(CALLED),
+    ),
+    "function_call": (
+        messages(
+            Q,
+            {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+            {"role": "function", "content": "3"},
+            A,
+            functions=[SCHEMA],
+        ),
+        Chat(CALLED, [TOOL]),
+    ),
+    "function_call beside text": (
+        messages(Q, {**A, "function_call": {"name": "add", "arguments": "{}"}}, RESULT, A),
+        Chat([Q, asks(call({}), content="3"), RESULT, A]),
+    ),
+    "tools without their wrapper": (
+        messages(Q, A, tools=json.dumps([SCHEMA])),
+        Chat([Q, A], [TOOL]),
+    ),
+    "tools as texts": (messages(Q, A, tools=[json.dumps(TOOL)]), Chat([Q, A], [TOOL])),
+    "a text, then its call": (
+        {
+            "conversations": [
+                HUMAN,
+                GPT,
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+                {"from": "observation", "value": "3"},
+                GPT,
+            ]
+        },
+        Chat([Q, asks(call({"a": 1}), content="3"), RESULT, A]),
+    ),
+    "a call, then another": (
+        messages(Q, asks(call({"a": 1})), asks(call({"a": 2})), RESULT, RESULT, A),
+        Chat([Q, asks(call({"a": 1}), call({"a": 2})), RESULT, RESULT, A]),
+    ),
+    # Thoughts.
+    **{
+        key: (messages(Q, {**A, key: "hm"}), Chat([Q, {**A, "reasoning_content": "hm"}]))
+        for key in ("reasoning_content", "reasoning", "thinking", "thought")
+    },
+    "thoughts as a part": (
+        messages(
+            Q,
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "3"}],
+            },
+        ),
+        Chat([Q, {**A, "reasoning_content": "hm"}]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_row_is_a_conversation(name: str) -> None:
+    row, expected = READ[name]
+    document, notes = read(row, {})
+    assert document == expected
+    assert not notes
+
+
+def pieces(row: dict[str, Any]) -> list[Piece]:
+    document = document_of(row, {})
+    assert not isinstance(document, Chat | Ids)
+    return [*document]
+
+
+def test_a_pair_is_one_text_whose_end_is_learned() -> None:
+    assert pieces({"prompt": "1+2=", "completion": "3"}) == [Piece("1+2=3", ((4, 5),))]
+    assert pieces({"prompt": "", "completion": "3"}) == [Piece("3", ((0, 1),))]
+    assert pieces({"prompt": "1", "completion": ""}) == [Piece("1", ())]
+    assert pieces({"prompt": "[{1}]", "completion": "3"})[0].text == "[{1}]3"
+
+
+def test_segments_are_one_text() -> None:
+    segments = [
+        {"label": False, "text": "a "},
+        {"label": True, "text": "b"},
+        {"label": True, "text": "c"},
+    ]
+    assert pieces({"segments": segments}) == [Piece("a bc", ((2, 3), (3, 4)))]
+    open_end = [*segments, {"label": False, "text": " d"}]
+    assert pieces({"segments": open_end}) == [
+        Piece("a bc d", ((2, 3), (3, 4)), end_is_learned=False)
+    ]
+    # Beside a text they are its transcript, or whatever else.
+    document, notes = read({"text": "a", "segments": [{"start": 1}]}, {})
+    assert [*document] == [Piece("a")]  # type: ignore[misc]
+    assert notes == [("columns", "segments")]
+
+
+def test_token_ids_are_read_as_they_are() -> None:
+    ids = [5, 6, 7, 8]
+    assert document_of({"input_ids": ids}, {}) == Ids(ids, [(0, 4)])
+    labels = [-100, 6, -100, 8]
+    assert document_of({"input_ids": ids, "labels": labels}, {}) == Ids(ids, [(1, 2), (3, 4)])
+    padded = {"input_ids": [0, *ids], "labels": [-100, *labels], "attention_mask": [0, 1, 1, 1, 1]}
+    assert document_of(padded, {}) == Ids(ids, [(1, 2), (3, 4)])
+    columns = {"input_ids": "tokens"}
+    assert document_of({"tokens": "[5, 6]"}, columns) == Ids([5, 6], [(0, 2)])
+
+
+def test_what_is_not_read_is_named() -> None:
+    row = {
+        **messages(Q, {**A, "weight": 1}, {**Q2, "train": True}, A2, chosen="x", tools=[]),
+        "rejected": [A],
+        "images": [],
+        "id": 0,
+        "label": None,
+    }
+    document, notes = read(row, {})
+    assert document == Chat([Q, A, Q2, A2])
+    assert [name for kind, name in notes if kind == "columns"] == ["chosen", "rejected", "id"]
+    others = ("turns", "turns of other roles than the assistant's marked as learned")
+    assert notes[-1] == others
+    _, notes = read({"prompt": "a", "completion": "b", "system": "s"}, {})
+    assert notes == [("columns", "system")]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "weight 0.5": (messages(Q, {**A, "weight": 0.5}), "weight=0.5, which must be 0 or false"),
+    "weight of text": (messages(Q, {**A, "weight": "no"}), 'weight="no", which must be'),
+    "marks of parts": (messages(Q, {**A, "train_detail": [{}]}), "train_detail, which marks parts"),
+    "arguments cut": (
+        messages(Q, asks(call('{"a": 1')), RESULT, A),
+        "calls add with arguments that are no whole JSON: Expecting",
+    ),
+    "arguments a list": (messages(Q, asks(call([1])), RESULT, A), "that are no object {...}: [1]"),
+    "arguments a number": (messages(Q, asks(call("3")), RESULT, A), "no object {...}: '3'"),
+    "no name": (messages(Q, asks({"function": {}}), RESULT, A), "needs the name of a function"),
+    "no tools": (messages(Q, A, tools="add"), "tools must be an array of objects"),
+    "two systems": (messages(S, Q, A, system="Other."), "has two system texts"),
+    "two texts": (messages(Q, A, A), "roles out of order: assistant after assistant"),
+    "text and call marked": (
+        messages(Q, {**A, "weight": 0}, asks(call({})), RESULT, A),
+        "marks a text and the call behind it differently",
+    ),
+    "history of three": (
+        {"query": "a", "response": "b", "history": [["a", "b", "c"]]},
+        "history must hold pairs",
+    ),
+    "no completion": ({"prompt": [Q], "completion": [Q]}, "roles out of order"),
+    "a completion without an answer": (
+        {"prompt": [Q, A], "completion": [Q]},
+        "no assistant turn in its completion",
+    ),
+    "thoughts no text": (messages(Q, {**A, "thinking": ["hm"]}), "thinking of a turn must be a"),
+    "labels of others": (
+        {"input_ids": [1, 2], "labels": [2, -100]},
+        "label 2 at place 0, where input_ids has 1: a label is the token itself, or -100",
+    ),
+    "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids, but 1 labels"),
+    "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
+    "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
+    "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_row_is_refused_with_what_is_wrong(name: str) -> None:
+    row, message = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        document_of(row, {})
