@@ -76,7 +76,7 @@ def test_a_run_keeps_the_date_of_its_first_start(how: str, tmp_path: Path) -> No
     record = begun(tmp_path / "run", "data.date=2024-07-26")
     plan = planned(f"{how}={tmp_path / 'run'}")
     assert plan.config.data.date == "2024-07-26"
-    assert not plan.config.is_set("data.date")
+    assert plan.config.origin("data.date") == "default"
     assert resume_problems(record, plan.to_json(), []) == []
     other = planned(f"{how}={tmp_path / 'run'}", "data.date=2024-07-27T09:30")
     (problem,) = resume_problems(record, other.to_json(), [])
