@@ -35,7 +35,7 @@ def test_it_shows_what_is_trained_on(library: Data) -> None:
 def test_masks_and_positions(
     tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
 ) -> None:
-    path = write_jsonl(*({"prompt": "ab " * 9, "completion": "c"} for _ in range(8)))
+    path = write_jsonl(*({"prompt": "ab" + " ab" * 9, "completion": " c"} for _ in range(8)))
     spec = DataSpec(
         DataConfig(
             path=str(path),

@@ -117,9 +117,12 @@ class Speaker:
     def _ids(self, prompt: str) -> Any:
         """Return the ids (1, tokens) of the conversation so far, or of a text to continue."""
         if self.tokenizer.chat_template is None:
-            return self.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)[
-                "input_ids"
-            ]
+            import torch
+
+            from harness.data.tokenizer import added_at_begin
+
+            ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            return torch.tensor([[*added_at_begin(self.tokenizer), *ids]])
         return self.tokenizer.apply_chat_template(
             self.turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]

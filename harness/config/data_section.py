@@ -49,8 +49,12 @@ def _named(value: object) -> object:
 def _day(value: object) -> object:
     """Return a date, perhaps with a time, as text. Raises ValueError for text that is none."""
     if isinstance(value, str):
-        datetime.fromisoformat(value)
-        return value
+        try:
+            datetime.fromisoformat(value)
+        except ValueError as error:
+            raise ValueError(
+                f"data.date is {value!r}, which is no date such as 2026-01-31: {error}"
+            ) from error
     return value.isoformat() if isinstance(value, date) else value
 
 

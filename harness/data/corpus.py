@@ -178,7 +178,8 @@ class Corpus(CorpusFiles):
         return part and replace(part, record=None)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield every document in order, as pieces; a conversation without its template.
+        """Yield every document in order, as pieces; a conversation without its template, a prompt
+        apart from its completion.
 
         Raises ConfigError with up to MAX_PROBLEMS problems, each with its first file and line.
         """
@@ -192,7 +193,7 @@ class Corpus(CorpusFiles):
                     "the one that wrote them"
                 )
             else:
-                yield part.document
+                yield from part.document.divided()
         bad_lines.require_none()
 
     def name_of(self, document: int) -> str:

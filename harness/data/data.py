@@ -105,6 +105,11 @@ class Data:
         )
 
     @property
+    def begin(self) -> list[int]:
+        """Ids with which a document of text begins; [] if it begins with its own."""
+        return next(([*source.begin] for source in self.sources if source.begin), [])
+
+    @property
     def vocab_size(self) -> int:
         """One more than the tokenizer's largest id."""
         return vocab_size(self.tokenizer)

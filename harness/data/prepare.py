@@ -157,9 +157,8 @@ def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
         raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
     if not counts.learned:
         why = counts.notes.text() or "its rows mark all of it as not learned"
-        raise ConfigError(
-            f"data.path: {corpus.path} has nothing to learn in {counts.documents:,} documents: {why}"
-        )
+        documents = f"{counts.documents:,} documents"
+        raise ConfigError(f"data.path: {corpus.path} has nothing to learn in {documents}: {why}")
 
 
 def keep_skipped(corpus: Corpus, bad_lines: BadLines, folder: Path) -> None:

@@ -67,8 +67,10 @@ class Source:
     """Records that are left out (data.bad_rows)."""
     notes: Notes = field(default_factory=Notes)
     """What its rows say and is not read or not learned."""
+    begin: tuple[int, ...] = ()
+    """Ids that the tokenizer adds before every document."""
     added: str = ""
-    """What the tokenizer adds before every document, as text."""
+    """They as text."""
     day: str | None = None
     """The date that the chat template writes; None if it writes none."""
 
@@ -252,6 +254,7 @@ def open_source(
         spec.bounds,
         skipped,
         notes,
+        tuple(begin),
         str(tokenizer.decode([*begin])),
         spec.config.date if _writes_date(corpus, tokenizer) else None,
     )

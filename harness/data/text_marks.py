@@ -1,14 +1,15 @@
 """Marks within the texts of a conversation: words that say where a template has written a text.
 
-A template copies a mark with the text around it. It stands behind the last letter of a text and
-outside of tags, so that templates which trim a text, or look for a tag, make the same of it.
+A template copies a mark with the text around it. It stands behind the last letter of a text, or the
+first, and outside of tags: templates which trim a text, or look for a tag, make the same of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from harness.files.turns import ASSISTANT, THOUGHT, Message
@@ -19,6 +20,7 @@ Mark = tuple[str, int]
 """A kind, and the number of the call."""
 _THOUGHT_ENDS = re.compile(r"</think(?:ing)?>|</thought>|</reasoning>|\[/THINK\]")
 _TAGS = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Z_]+\]")
+_LETTER, _SIGN = re.compile(r"\w"), re.compile(r"\S")
 _LAST_LETTER, _LAST_SIGN = re.compile(r".*\w", re.DOTALL), re.compile(r".*\S", re.DOTALL)
 
 
@@ -50,8 +52,12 @@ class Marks:
         stem = next(stem for n in count() if (stem := f"Qz{n}Kx") not in text)
         self._stem, self._mark = stem, re.compile(rf"{stem}(\d+)([a-z])(\d+)z")
 
-    def put(self, messages: Sequence[Message], kinds: str) -> list[Message]:
-        """Return messages with a mark in each of their texts of some kinds."""
+    def put(
+        self, messages: Sequence[Message], kinds: str, *, at_begin: bool = False
+    ) -> list[Message]:
+        """Return messages with a mark in each of their texts of some kinds; `at_begin`: behind the
+        first letter.
+        """
         numbers: dict[tuple[str, str], int] = {}
         marked = []
         for place, message in enumerate(messages):
@@ -60,7 +66,8 @@ class Marks:
             key = (message["role"], str(place) if is_own else message["content"])
             number = numbers.setdefault(key, place)
             put = _in_assistants if is_own else _in_others
-            marked.append(put(message, kinds, f"{self._stem}{number}"))
+            mark = partial(_with_mark, f"{self._stem}{number}", at_begin)
+            marked.append(put(message, kinds, mark))
         return marked
 
     def take(self, written: str, messages: Sequence[Message]) -> Placed:
@@ -106,47 +113,50 @@ class Marks:
         return by_message
 
 
-def _in_others(message: Message, kinds: str, mark: str) -> Message:
+Put = Callable[..., str]
+"""Return a text with a mark of a kind, for which `call` is a number."""
+
+
+def _in_others(message: Message, kinds: str, put: Put) -> Message:
     if SAID not in kinds:
         return message
-    return {**message, "content": _with_mark(message["content"], f"{mark}{SAID}0z")}
+    return {**message, "content": put(message["content"], SAID)}
 
 
-def _in_assistants(message: Message, kinds: str, mark: str) -> Message:
+def _in_assistants(message: Message, kinds: str, put: Put) -> Message:
     made, content = dict(message), message["content"]
     ends = [end.end() for end in _THOUGHT_ENDS.finditer(content)]
     thought, said = (content[: ends[-1]], content[ends[-1] :]) if ends else ("", content)
     if THOUGHT_OF in kinds:
-        thought = _with_mark(thought, f"{mark}{THOUGHT_OF}0z")
+        thought = put(thought, THOUGHT_OF)
         if THOUGHT in message:
-            made[THOUGHT] = _with_mark(message[THOUGHT], f"{mark}{THOUGHT_OF}0z")
-    if SAID in kinds:
-        said = _with_mark(said, f"{mark}{SAID}0z")
-    made["content"] = thought + said
+            made[THOUGHT] = put(message[THOUGHT], THOUGHT_OF)
+    made["content"] = thought + (put(said, SAID) if SAID in kinds else said)
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [_in_call(call, kinds, mark, n) for n, call in enumerate(calls)]
+        made["tool_calls"] = [_in_call(call, kinds, put, n) for n, call in enumerate(calls)]
     return made
 
 
-def _in_call(call: Message, kinds: str, mark: str, number: int) -> Message:
+def _in_call(call: Message, kinds: str, put: Put, number: int) -> Message:
     function = dict(call["function"])
     arguments = dict(function["arguments"])
     if NAME in kinds:
-        function["name"] = _with_mark(function["name"], f"{mark}{NAME}{number}z")
+        function["name"] = put(function["name"], NAME, number)
     key = next((key for key, value in arguments.items() if isinstance(value, str) and value), None)
     if ARGUMENT in kinds and key is not None:
-        arguments[key] = _with_mark(arguments[key], f"{mark}{ARGUMENT}{number}z")
+        arguments[key] = put(arguments[key], ARGUMENT, number)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _with_mark(text: str, mark: str) -> str:
+def _with_mark(stem: str, at_begin: bool, text: str, kind: str, call: int = 0) -> str:
     """Return a text with a mark behind its last letter outside of tags, or its last sign."""
     ends = [0, *(end for tag in _TAGS.finditer(text) for end in tag.span()), len(text)]
-    outside = [*zip(ends[::2], ends[1::2], strict=True)][::-1]
-    for sign in (_LAST_LETTER, _LAST_SIGN):
-        for start, stop in outside:
-            if found := sign.match(text, start, stop):
-                return f"{text[: found.end()]}{mark}{text[found.end() :]}"
+    outside = [*zip(ends[::2], ends[1::2], strict=True)]
+    for first, last in ((_LETTER, _LAST_LETTER), (_SIGN, _LAST_SIGN)):
+        for start, stop in outside if at_begin else reversed(outside):
+            found = first.search(text, start, stop) if at_begin else last.match(text, start, stop)
+            if found:
+                return f"{text[: found.end()]}{stem}{kind}{call}z{text[found.end() :]}"
     return text
 
 

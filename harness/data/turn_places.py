@@ -26,17 +26,10 @@ from harness.data.text_marks import (
 from harness.files.chat import Chat
 from harness.files.turns import ASSISTANT, Message
 
-# A template may look into some texts, and so write others where these are marked: then fewer are.
-_MARKED = tuple(
-    "".join(kinds)
-    for kinds in (
-        (SAID, THOUGHT_OF, NAME, ARGUMENT),
-        (SAID, THOUGHT_OF, NAME),
-        (SAID, THOUGHT_OF, ARGUMENT),
-        (SAID, THOUGHT_OF),
-        (SAID,),
-    )
-)
+_KINDS = (SAID + THOUGHT_OF + NAME + ARGUMENT, SAID + THOUGHT_OF + NAME, SAID + THOUGHT_OF, SAID)
+# A template may look into a text, and so write another where it is marked: then at another place,
+# and then fewer are.
+_MARKED = tuple((kinds, at_begin) for kinds in _KINDS for at_begin in (False, True))
 _OPENS_THOUGHT = re.compile(
     r"(?:(?:</?[^<>|]*(?:think|thought|reason)[^<>|]*>|\[/?THINK\])\s*)+$", re.IGNORECASE
 )
@@ -88,8 +81,9 @@ class TurnFinder:
     def turns_of(self, chat: Chat, text: str, form: Arguments) -> Turns:
         """Return the turns of a conversation in its rendered `text`."""
         marks = Marks(text)
-        for kinds in _MARKED:
-            messages = with_arguments(marks.put(chat.messages, kinds), form)
+        for kinds, at_begin in _MARKED:
+            marked = marks.put(chat.messages, kinds, at_begin=at_begin)
+            messages = with_arguments(marked, form)
             try:
                 whole = marks.take(self.template.text(messages, chat.tools), messages)
             except ValueError:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 Kind = Literal["columns", "keys", "turns"]
 Note = tuple[Kind, str]
 """A kind, and a name: that of a column, that of a key of turns, or what turns they are."""
-_SHOWN = 12
+_SHOWN, _MOST = 12, 1000
 
 
 class Notes(Counter[Note]):
@@ -29,8 +29,9 @@ class Notes(Counter[Note]):
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, int]:
-        """Return plain values for from_json."""
-        return {f"{kind} {name}": count for (kind, name), count in sorted(self.items())}
+        """Return plain values for from_json, of the most frequent."""
+        kept = sorted(self.most_common(_MOST))
+        return {f"{kind} {name}": count for (kind, name), count in kept}
 
     @classmethod
     def from_json(cls, values: Mapping[str, int]) -> Notes:

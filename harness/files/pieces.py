@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TextIO
 
 # Longer documents are read and tokenised in pieces of about this size.
@@ -36,6 +37,16 @@ class Piece:
         """True if all of it is trained on."""
         return self.learned is None
 
+    def divided(self) -> Iterator[Piece]:
+        """Yield the parts that are trained on, and those that are not, in order."""
+        if not self.learned or not self.text:
+            yield self
+            return
+        cuts = sorted({0, len(self.text), *(at for run in self.learned for at in run)})
+        for start, stop in pairwise(cuts):
+            is_last = self.is_last and stop == len(self.text)
+            yield Piece(self.text[start:stop], _within(self.learned, start, stop), is_last)
+
 
 @dataclass(frozen=True)
 class Ids:
@@ -65,7 +76,9 @@ def pieces_of(text: str, learned: Spans | None = None, *, closed: bool = True) -
     yield Piece(text[start:], _within(learned, start, len(text)), True, before, closed)
 
 
-def _within(runs: Spans | None, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
+def _within(
+    runs: Sequence[tuple[int, int]] | None, start: int, stop: int
+) -> tuple[tuple[int, int], ...] | None:
     """Return the parts of runs in a piece, counted from its start."""
     if runs is None:
         return None

@@ -55,10 +55,10 @@ def keep_rendering(draft: Draft) -> None:
     if recorded is not None and not config.is_set("data.bos"):
         kept["bos"] = recorded.get("bos", "off")
     try:
-        data = DataConfig.model_validate({**config.data.model_dump(), **kept})
+        DataConfig.model_validate(kept)
     except ValueError:  # of a damaged record
-        return
-    draft.config = config.model_copy(update={"data": data})
+        kept = {"date": date.today().isoformat()}
+    draft.config = config.model_copy(update={"data": config.data.model_copy(update=kept)})
 
 
 def _recorded(draft: Draft) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ def show_sample(run: Run, title: str = "sample") -> None:
     question = question_of(run)
     answer = continued(
         run.engine.next_token_logits,
-        question or [run.data.eos_id],
+        question or run.data.begin or [run.data.eos_id],
         len(tokenizer),
         {run.data.eos_id, *tokenizer.all_special_ids},
         config.sample.tokens,
@@ -50,7 +50,7 @@ def question_of(run: Run) -> list[int]:
     if prompt is None:
         return first_question(run.data)
     ids: list[int] = run.data.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    return ids
+    return run.data.begin + ids
 
 
 def _clock(limit_s: float) -> Callable[[], bool]:
@@ -75,6 +75,8 @@ def first_question(data: Data) -> list[int]:
     """Return the ids of the first held-out sample before the first that is learned; [] where all
     are learned.
     """
+    if not data.held_out.is_masked:
+        return []
     sample = data.held_out.batch(0, 1)
     learned = (sample.labels[0] != IGNORED).nonzero()
     if not len(learned) or not learned[0]:

@@ -56,7 +56,8 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
 def _require_date_is_written(plan: Plan, data: Data) -> None:
     """Raise ConfigError if the user set a date that nothing writes."""
     sources = (*data.sources, *data.set_sources)
-    if plan.config.is_set("data.date") and not any(source.day for source in sources):
+    is_users = plan.config.origin("data.date") != "default"
+    if is_users and not any(source.day for source in sources):
         raise ConfigError(
             f"data.date is {plan.config.data.date}, but no chat template of this data asks for the "
             "date (strftime_now): remove it, or name such a template by data.template"

@@ -17,11 +17,14 @@ from harness.data.build import build_data
 from harness.data.corpus import find_corpus
 from harness.data.data import Data
 from harness.data.encoding import Encoder, HowEncoded
+from harness.data.indexed import write_indexed
+from harness.data.masks import MaskWriter
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import added_at_begin
 from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
 from harness.files.data_format import BadLines
+from harness.files.kept_sample import masks_of
 
 WORDS = "the model reads a long question and answers it in word or two".split()  # noqa: SIM905
 MARK = "\u2581"
@@ -191,6 +194,7 @@ def test_a_run_of_text_says_what_its_documents_begin_with(
     assert not plain.events()
     assert data.tokens == plain.tokens + 40
     assert data.fingerprint != plain.fingerprint
+    assert (data.begin, plain.begin) == ([tokenizer.bos_token_id], [])
     # Nothing else is masked: text is packed as text.
     assert not data.train.is_masked
     assert not data.train.holds_whole_documents
@@ -199,6 +203,39 @@ def test_a_run_of_text_says_what_its_documents_begin_with(
     assert (batch.labels != tokenizer.bos_token_id).all()
     assert (batch.input_ids == tokenizer.bos_token_id).sum() > 20
     assert (batch.labels != -100).sum() == data.train.targets_in(0, data.train.samples)
+
+
+def test_a_sample_of_text_that_a_run_kept_is_text(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("bytes")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    for name, masked in (("text", [0, 5]), ("chats", [0, 1, 5])):
+        writer, ids = MaskWriter(), [bos, 20, 21, 22, eos, bos, 23, 24]
+        for _ in range(40):
+            writer.add_learned(8, [(n, n + 1) for n in range(8) if n not in masked])
+        write_indexed(tmp_path / name, 300, [(ids, True)] * 40)
+        writer.save(masks_of(tmp_path / name))
+        data = opened(tmp_path / name, tmp_path / "tokenizer", tmp_path / "cache")
+        assert data.train.is_masked == (name == "chats")
+        batch = data.train.batch(0, data.train.samples)
+        assert (batch.labels != bos).all()
+
+
+class SlowTokenizer(PreTrainedTokenizerFast):
+    """Says of no token which characters it stands for."""
+
+    is_fast = property(lambda self: False)  # type: ignore[assignment]
+
+
+def test_a_tokenizer_without_places_divides_a_pair_where_its_ids_differ(
+    write_jsonl: Callable[..., Path],
+) -> None:
+    fast = tokenizer_of("bytes")
+    tokenizer = SlowTokenizer(
+        tokenizer_object=fast.backend_tokenizer, bos_token="<s>", eos_token="</s>"
+    )
+    path = write_jsonl(*({"prompt": prompt, "completion": answer} for prompt, answer in PAIRS))
+    assert documents(tokenizer, path) == documents(fast, path)
 
 
 def test_rows_of_token_ids_are_read_as_they_are(

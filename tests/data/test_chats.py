@@ -172,6 +172,18 @@ def test_turns_are_learned_as_a_template_rewrites_them() -> None:
         encoded(tokenizer, Chat([user, turn]))
 
 
+@pytest.mark.parametrize("looks", ["content.endswith('ok')", "content.startswith('ok')"])
+def test_turns_are_found_where_a_template_looks_into_texts(looks: str) -> None:
+    tokenizer = tokenizer_of("chatml")
+    begin = "{%- for m in messages %}"
+    looking = "{%- set content = m.content %}{{ '*' if LOOKS else '' }}".replace("LOOKS", looks)
+    tokenizer.chat_template = THINKING.replace(begin, begin + looking)
+    user = {"role": "user", "content": "ok ok"}
+    turn = {"role": "assistant", "content": "<think>so</think>yes"}
+    chat = Chat([user, turn, user, turn])
+    assert learned_text(tokenizer, chat) == "yes<|im_end|><think>so</think>yes<|im_end|>"
+
+
 def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
     tokenizer = without_marks(tokenizer_of_style("chatml"))
     said = [{"role": "assistant", "content": word} for word in ("one", "two", "three")]

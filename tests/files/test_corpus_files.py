@@ -8,7 +8,9 @@ import shutil
 import socket
 import sysconfig
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from harness.data.indexed import write_indexed
 from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
 from harness.files.corpus_files import find_files
+from harness.files.data_format import BadLines
 from harness.plan.data import glance
 from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
 
@@ -98,9 +101,13 @@ def test_a_long_line_is_read_in_pieces(
     monkeypatch.setattr(pieces_module, "PIECE_CHARS", 100)
     value = {key: separator.join(f"{key} {n} é" for n in range(500)) for key in keys}
     path = write_jsonl(value, value)
-    pieces = list(find_corpus(str(path)).pieces())
+    pieces: list[Any] = [part.document for part in find_corpus(str(path)).parts(BadLines())]
     assert max(len(piece.text) for piece in pieces) <= 100
     assert documents(path) == ["".join(value.values())] * 2
+    trained_on = [piece.text for piece in find_corpus(str(path)).pieces()]
+    assert "".join(trained_on) == "".join(piece.text for piece in pieces)
+    # A tokenizer that is trained on them sees no word across a prompt's end.
+    assert len(value[keys[0]]) in accumulate(map(len, trained_on))
     learned = [piece.text[a:b] for piece in pieces for a, b in piece.learned or []]
     assert "".join(learned) == value.get("completion", "") * 2
     so_far = ""

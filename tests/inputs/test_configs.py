@@ -18,6 +18,7 @@ from harness.config.run_config import known_keys
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.forms import document_of
+from harness.files.pieces import Ids
 from harness.plan.command import parse_command, plan_from
 from harness.plan.traced import Untraceable
 from tests.inputs.rule import MANY, SMALL_BUCKET, Case, Inputs, Place, each, remove
@@ -389,6 +390,12 @@ _RECORDS = (
     {"conversations": _SHARED, "system": "s", "tools": "[]"},
     {"instruction": "a", "input": "b", "output": "c"},
     {"prompt": "a", "completion": "b"},
+    {"prompt": TURNS[:2], "completion": TURNS[-1:], "system": "s"},
+    {"query": "a", "response": "b", "history": [["c", "d"]], "functions": [{"name": "add"}]},
+    {"conversation": [{"human": "a", "assistant": "b", "weight": 0}]},
+    {"messages": [TURNS[1], {**TURNS[-1], "function_call": {"name": "f", "arguments": "{}"}}]},
+    {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 0]},
+    {"segments": [{"text": "a", "label": False}, {"text": "b", "label": True}]},
     {"text": "a"},
 )
 
@@ -400,7 +407,7 @@ def test_a_changed_record_is_a_document_or_a_problem(count: int) -> None:
     def test(record: Any) -> None:
         try:
             document = document_of(record, {})
-            pieces = [] if isinstance(document, Chat) else [*document]
+            pieces = [] if isinstance(document, Chat | Ids) else [*document]
         except ValueError:
             return
         for piece in pieces:

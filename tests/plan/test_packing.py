@@ -1,14 +1,16 @@
-"""The packing of a run that goes on is that of the run before it."""
+"""The packing of a run that goes on, its date and its begin of text are those of the run before."""
 
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from harness.checkpoint.resume import recorded_run, resume_problems
 from harness.config.run_file import load_run_config
+from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
@@ -21,8 +23,8 @@ def planned(*words: str) -> Plan:
 def begun(folder: Path, *words: str, earlier: bool = False) -> dict[str, object]:
     """Write the plan.json of a run; of an `earlier` version it has no data.packing."""
     record = planned(*words).to_json()
-    if earlier:
-        del record["run"]["data"]["packing"], record["run"]["data"]["too_long"]
+    for key in ("packing", "too_long", "date", "bos") if earlier else ():
+        del record["run"]["data"][key]
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(record))
     return record
@@ -66,3 +68,35 @@ def test_a_damaged_record_is_no_packing(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "plan.json").write_text(text)
         assert planned(f"run.dir={folder}").config.data.packing is None
+
+
+@pytest.mark.parametrize("how", ["run.dir", "resume.from"])
+def test_a_run_keeps_the_date_of_its_first_start(how: str, tmp_path: Path) -> None:
+    assert planned().config.data.date == date.today().isoformat()
+    record = begun(tmp_path / "run", "data.date=2024-07-26")
+    plan = planned(f"{how}={tmp_path / 'run'}")
+    assert plan.config.data.date == "2024-07-26"
+    assert plan.config.origin("data.date") == "default"
+    assert resume_problems(record, plan.to_json(), []) == []
+    other = planned(f"{how}={tmp_path / 'run'}", "data.date=2024-07-27T09:30")
+    (problem,) = resume_problems(record, other.to_json(), [])
+    assert "data.date is '2024-07-27T09:30', but the run in this folder has '2024-07-26'" in problem
+
+
+@pytest.mark.parametrize("text", ["today", "2024-02-30", "5"])
+def test_a_date_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.date"):
+        planned(f"data.date={text}")
+
+
+def test_a_run_of_an_earlier_version_adds_no_begin_to_text(tmp_path: Path) -> None:
+    record = begun(tmp_path / "run", earlier=True)
+    plan = planned(f"run.dir={tmp_path / 'run'}")
+    assert plan.config.data.bos == "off"
+    assert plan.config.data.date == date.today().isoformat()
+    assert recorded_run(record["run"]).data.bos == "off"
+    (problem,) = resume_problems(
+        record, planned(f"run.dir={tmp_path / 'run'}", "data.bos=auto").to_json(), []
+    )
+    assert "data.bos is 'auto', but the run in this folder has 'off'" in problem
+    assert planned().config.data.bos == "auto"
