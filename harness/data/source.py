@@ -147,7 +147,7 @@ def open_source(
     """Return a source, after one process has put into the cache what is not there yet."""
     corpus = corpus_of(spec)
     key = tokens_key(corpus, tokenizer, spec)
-    num_ids = spec.model_vocab_size or vocab_size(tokenizer)
+    num_ids = max(spec.model_vocab_size or 0, vocab_size(tokenizer))
     prefixes, masks = corpus.pairs, None
     if corpus.kind != "indexed":
         folder = tokens_folder(cache, key)

@@ -15,19 +15,18 @@ from typing import Any
 from harness.config.assignments import did_you_mean
 from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
-from harness.errors import ConfigError, Unusable, shortened
+from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
 from harness.plan.context import extended, positions_of
 from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
+from harness.plan.overrides import overridden
 
 IMPLIED = "default beside model.init_from"
 """Origin of values that given weights imply."""
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 
-# Keys that a config.json may leave out; the file documents its tables.
-_UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
 # Likeness of a misspelt preset: the nearest hub id without a "/", gpt2-xl, has 0.63.
 _NEAR = 0.8
 
@@ -51,22 +50,8 @@ def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"model.name is {run_config.model.name!r}, but {source} has no model_type"
         )
-    allowed = {*config, *_UNSAID["optional"].split()}
-    problems = [
-        f"model.overrides.{key} ({run_config.origin(f'model.overrides.{key}')}) is not a config "
-        f"key of {source}{did_you_mean(key, allowed)}"
-        for key in run_config.model.overrides
-        if key not in allowed
-    ]
-    model_type = run_config.model.overrides.get("model_type", "")
-    if not isinstance(model_type, str):  # all that follows looks it up
-        origin = run_config.origin("model.overrides.model_type")
-        problems.append(
-            f"model.overrides.model_type ({origin}) is {shortened(model_type)}: it must be a name"
-        )
-    if problems:
-        raise ConfigError(problems)
-    config = _of_its_layers(config, _merged(config, run_config.model.overrides), run_config)
+    config = _of_its_layers(config, overridden(config, run_config, source), run_config)
+    config.pop("quantization_config", None)  # of the files: what is trained is not quantized
     config = extended(config, run_config) | _dropouts(config, run_config)
     if run_config.model.reversible:
         config[REVERSIBLE] = True
@@ -137,16 +122,6 @@ def _from_hub(name: str, origin: str, key: str) -> Path:
 def _nowhere(name: str, origin: str, key: str) -> str:
     presets = ", ".join(preset_names())
     return f"{key} is {name!r} ({origin}): it is no preset ({presets}), no file or folder here"
-
-
-def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with the overrides applied; tables are merged key by key, "null" is None."""
-    merged = dict(config)
-    for key, override in overrides.items():
-        old, value = merged.get(key), None if override == "null" else override
-        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(old, value) if both_tables else value  # type: ignore[arg-type]
-    return merged
 
 
 def _of_its_layers(
