@@ -6,13 +6,16 @@ id.
 
 from __future__ import annotations
 
+import socket
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from harness.config.assignments import did_you_mean
+from harness.config.assignments import listed
 from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
@@ -27,8 +30,10 @@ IMPLIED = "default beside model.init_from"
 """Origin of values that given weights imply."""
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 
-# Likeness of a misspelt preset: the nearest hub id without a "/", gpt2-xl, has 0.63.
-_NEAR = 0.8
+_NEAR = 0.6
+"""Likeness of a misspelt preset."""
+# Decoders that the hub has under names without an owner; all others are OWNER/NAME.
+_OWNERLESS = ("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt")
 
 
 def preset_names() -> list[str]:
@@ -81,10 +86,11 @@ def find_model_config(
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")):
-        raise ConfigError(f"{key} is {name!r} ({origin}): there is no such file or folder")
-    near = get_close_matches(name.lower(), preset_names(), n=1, cutoff=_NEAR)
-    if near and "/" not in name:
-        raise ConfigError(f"{_nowhere(name, origin, key)}; did you mean {near[0]}?")
+        near = _nearest(name, key) if key != "model.name" else ""
+        raise ConfigError(f"{key} is {name!r} ({origin}): there is no such file or folder{near}")
+    if "/" not in name and name not in _OWNERLESS:
+        problem = f"{_nowhere(name, origin, key)}, and a hub id is OWNER/NAME"
+        raise ConfigError(f"{problem}{_nearest(name, key)}")
     return _read_config(_from_hub(name, origin, key), name), name
 
 
@@ -107,21 +113,62 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
 
 def _from_hub(name: str, origin: str, key: str) -> Path:
     """Return the path of the hub's config.json in the local cache, downloading it if needed."""
+    offline = not _answers()
     try:
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(name, "config.json", etag_timeout=5))
+        return Path(hf_hub_download(name, "config.json", etag_timeout=5, local_files_only=offline))
     except Exception as error:  # the hub raises a dozen unrelated classes; all mean "not there"
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        if offline:
+            reason = "it is not in the local cache, and this machine does not find the hub"
         raise ConfigError(
             f"{_nowhere(name, origin, key)}, and the hub did not give its config.json ({reason})"
-            f"{did_you_mean(name, preset_names())}"
+            f"{_nearest(name, key)}"
         ) from None
 
 
+def _answers() -> bool:
+    """Return False if the hub's address is not known here: its client would try again, for 23 s."""
+    from huggingface_hub.constants import ENDPOINT
+
+    host = urlsplit(ENDPOINT).hostname
+    if host is None or getproxies():  # a proxy knows addresses for us
+        return True
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
 def _nowhere(name: str, origin: str, key: str) -> str:
-    presets = ", ".join(preset_names())
-    return f"{key} is {name!r} ({origin}): it is no preset ({presets}), no file or folder here"
+    kinds = "no preset, no file or folder" if key == "model.name" else "no folder and no run"
+    return f"{key} is {name!r} ({origin}): it is {kinds} here"
+
+
+def _nearest(name: str, key: str) -> str:
+    """Return what has a name like this one as the end of a sentence: presets, or folders where
+    weights are asked for; without any, where all presets are.
+    """
+    word, folder = name.rpartition("/")[2].lower().replace("_", "-"), Path(name).parent
+    names = preset_names() if key == "model.name" else _folders(folder)
+    near = get_close_matches(word, names, n=3, cutoff=_NEAR)
+    if near and key != "model.name":
+        near = [str(folder / each) for each in near]
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    if key != "model.name":
+        return ""
+    return f"; the presets are {listed(preset_names())} (harness/presets)"
+
+
+def _folders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder that hold a model or a run."""
+    try:
+        files = ("config.json", "plan.json")
+        return [p.name for p in folder.iterdir() if any((p / name).is_file() for name in files)]
+    except OSError:
+        return []
 
 
 def _of_its_layers(

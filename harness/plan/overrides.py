@@ -14,6 +14,7 @@ from harness.errors import ConfigError, shortened
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.plans import every_key, keys_read
 from harness.layout.shape import Shape
+from harness.plan.model_values import value_problems
 
 _TABLE, _SCALING, _TYPE, _THETA = "rope_parameters", "rope_scaling", "rope_type", "rope_theta"
 _PARTIAL = "partial_rotary_factor"
@@ -42,7 +43,10 @@ def overridden(config: Mapping[str, Any], run: RunConfig, source: str) -> dict[s
         )
     if problems := [*_unread(config, model_type, run, source)]:
         raise ConfigError(problems)
-    rotary = {key: value for key, value in overrides.items() if key in _ROTARY}
+    rotary = {key: None if value == "null" else value for key, value in overrides.items()}
+    rotary = {key: value for key, value in rotary.items() if key in _ROTARY}
+    if problems := [*value_problems({"model_type": model_type, **rotary}, run, source)]:
+        raise ConfigError(problems)
     others = {key: value for key, value in overrides.items() if key not in _ROTARY}
     merged = _with_rotary(_merged(config, others), rotary, run)
     if problems := [*_without_effect(config, merged, run)]:
@@ -103,8 +107,8 @@ def _with_rotary(
             merged[_SCALING] = _rescaled(config.get(_SCALING) or {}, scaling)
         return merged
     config = {key: value for key, value in config.items() if key not in _ROTARY - {_TABLE}}
-    for key, override in overrides.items():
-        value, by_layer = None if override == "null" else override, _by_layer(table)
+    for key, value in overrides.items():
+        by_layer = _by_layer(table)
         if by_layer and key != _TABLE:
             raise ConfigError(
                 f"{_named(key, run)} is {shortened(value)}, but its layers rotate by their kind: "
@@ -136,10 +140,8 @@ def _by_layer(table: Mapping[str, Any]) -> list[str]:
     return [key for key, value in table.items() if isinstance(value, Mapping)]
 
 
-def _require_same_kind(value: Any, by_layer: list[str], run: RunConfig) -> None:
+def _require_same_kind(value: Mapping[str, Any], by_layer: list[str], run: RunConfig) -> None:
     """Raise ConfigError for values of all layers beside those of each kind: they would be lost."""
-    if not isinstance(value, Mapping) or not value:
-        return
     if by_layer and (lost := [key for key in value if key not in by_layer]):
         raise ConfigError(
             f"{_named(_TABLE, run)} has {', '.join(lost)}, but its layers rotate by their kind: "
@@ -147,11 +149,11 @@ def _require_same_kind(value: Any, by_layer: list[str], run: RunConfig) -> None:
         )
 
 
-def _rescaled(table: Mapping[str, Any], scaling: Any) -> dict[str, Any]:
+def _rescaled(table: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return rotary settings with another scaling: theta and what is rotated stay."""
     kept = {key: value for key, value in table.items() if key in (_THETA, _PARTIAL)}
-    if not isinstance(scaling, Mapping):
-        return {**kept, _TYPE: "default"} if scaling is None else {**kept, _TYPE: scaling}
+    if scaling is None:
+        return {**kept, _TYPE: "default"}
     before = table.get(_TYPE, table.get("type"))
     kind = scaling.get(_TYPE, scaling.get("type", before))
     same = {key: value for key, value in table.items() if key != "type"}
@@ -186,7 +188,7 @@ def _slides(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
     """Return the window of each layer; None where nobody knows."""
     try:
         return Shape.from_hf(config).sliding_windows
-    except ValueError:
+    except (TypeError, ValueError):  # values that are none of a size are reported later
         return None
 
 
@@ -195,10 +197,9 @@ def _why_no_window(config: Mapping[str, Any]) -> str:
         return "set model.overrides.use_sliding_window=true, too"
     if config.get("layer_types"):
         return "layer_types says which layers slide: set model.overrides.layer_types"
-    if config.get("max_window_layers") is not None:
+    if config.get("use_sliding_window") and config.get("sliding_window"):
         layers = next((config[k] for k in SIZE_KEYS["layers"] if k in config), 0)
-        return (
-            f"no layer of {layers} comes after max_window_layers, {config['max_window_layers']}: "
-            "set model.overrides.max_window_layers"
-        )
+        first = config.get("max_window_layers", 28)  # the classes' own default
+        why = f"of {layers} layers those from max_window_layers, {first}, on slide"
+        return f"{why}: set model.overrides.max_window_layers"
     return "no layer slides: set model.overrides.sliding_window"

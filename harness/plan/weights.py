@@ -19,7 +19,7 @@ from harness.files.regular_file import read_json
 from harness.files.table import Table
 from harness.files.tensor_header import read_header
 from harness.plan.draft import Draft
-from harness.plan.model_config import find_model_config
+from harness.plan.model_config import find_model_config, preset_names
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
@@ -44,6 +44,9 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     Raises ConfigError if `source` is not a valid path.
     """
     folder = user_path("model.init_from", source)
+    if opens and source in preset_names():
+        use = f"set model.name={source} for random weights, or name a folder with given ones"
+        return [f"model.init_from is {source!r}, a preset, which is a shape without weights: {use}"]
     try:
         if _has_checkpoints(run_and_step(source)[0]):
             return []

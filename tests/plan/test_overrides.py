@@ -93,7 +93,7 @@ def test_layers_that_rotate_by_their_kind_are_overridden_by_it(tmp_path: Path) -
         ({}, ["quantization_config={quant_method='fp8'}"], "see model.lora.quantize"),
         (QWEN, ["sliding_window=8"], "set model.overrides.use_sliding_window=true, too"),
         (QWEN, ["use_sliding_window=true"], "set model.overrides.sliding_window"),
-        ({**QWEN, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+        ({**QWEN, "sliding_window": 8, "layer_types": ["full_attention"] * 3},
          ["use_sliding_window=true"], "set model.overrides.layer_types"),
         ({"model_type": "mixtral"}, ["router_aux_loss_coef=0.1"],
          "set model.overrides.output_router_logits=true, too"),
@@ -112,8 +112,8 @@ def test_a_window_that_no_layer_is_late_enough_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, QWEN, *words)
     assert all("max_window_layers, 28" in problem for problem in caught.value.problems)
-    config = load(tmp_path, QWEN, *words, "max_window_layers=1")
-    assert hf_config(config).layer_types == ["full_attention", "sliding_attention"]
+    config = load(tmp_path, QWEN, *words, "max_window_layers=2")
+    assert hf_config(config).layer_types == [*["full_attention"] * 2, "sliding_attention"]
 
 
 def test_given_weights_are_not_drawn_anew(tmp_path: Path) -> None:
