@@ -121,7 +121,10 @@ def _from_hub(name: str, origin: str, key: str) -> Path:
     except Exception as error:  # the hub raises a dozen unrelated classes; all mean "not there"
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if offline:
-            reason = "it is not in the local cache, and this machine does not find the hub"
+            reason = (
+                "it is not in the local cache, and the hub cannot be reached from here: name a "
+                f"folder, {key}=FOLDER"
+            )
         raise ConfigError(
             f"{_nowhere(name, origin, key)}, and the hub did not give its config.json ({reason})"
             f"{_nearest(name, key)}"
@@ -150,9 +153,10 @@ def _nearest(name: str, key: str) -> str:
     """Return what has a name like this one as the end of a sentence: presets, or folders where
     weights are asked for; without any, where all presets are.
     """
-    word, folder = name.rpartition("/")[2].lower().replace("_", "-"), Path(name).parent
-    names = preset_names() if key == "model.name" else _folders(folder)
-    near = get_close_matches(word, names, n=3, cutoff=_NEAR)
+    folder = Path(name).parent
+    names = {_letters(each): each for each in _names_for(key, folder)}
+    word = _letters(name.rpartition("/")[2])
+    near = [names[each] for each in get_close_matches(word, names, n=3, cutoff=_NEAR)]
     if near and key != "model.name":
         near = [str(folder / each) for each in near]
     if near:
@@ -162,8 +166,15 @@ def _nearest(name: str, key: str) -> str:
     return f"; the presets are {listed(preset_names())} (harness/presets)"
 
 
-def _folders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder that hold a model or a run."""
+def _letters(name: str) -> str:
+    """Return a name without what people write differently: gpt-2 as gpt2."""
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _names_for(key: str, folder: Path) -> list[str]:
+    """Return the presets, or the names of the folders in a folder that hold a model or a run."""
+    if key == "model.name":
+        return preset_names()
     try:
         files = ("config.json", "plan.json")
         return [p.name for p in folder.iterdir() if any((p / name).is_file() for name in files)]

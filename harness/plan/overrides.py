@@ -43,15 +43,32 @@ def overridden(config: Mapping[str, Any], run: RunConfig, source: str) -> dict[s
         )
     if problems := [*_unread(config, model_type, run, source)]:
         raise ConfigError(problems)
-    rotary = {key: None if value == "null" else value for key, value in overrides.items()}
-    rotary = {key: value for key, value in rotary.items() if key in _ROTARY}
+    rotary = {key: value for key, value in overrides.items() if key in _ROTARY and value != "null"}
     if problems := [*value_problems({"model_type": model_type, **rotary}, run, source)]:
         raise ConfigError(problems)
-    others = {key: value for key, value in overrides.items() if key not in _ROTARY}
-    merged = _with_rotary(_merged(config, others), rotary, run)
+    merged = _applied(config, overrides, run)
     if problems := [*_without_effect(config, merged, run)]:
         raise ConfigError(problems)
     return merged
+
+
+def already_so(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Return the overrides whose values a model config has without them."""
+    overrides = run.model.overrides
+    merged = _applied(config, overrides, run)
+    return [
+        key
+        for key in overrides
+        if _applied(config, {k: v for k, v in overrides.items() if k != key}, run) == merged
+    ]
+
+
+def _applied(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], run: RunConfig
+) -> dict[str, Any]:
+    rotary = {k: None if v == "null" else v for k, v in overrides.items() if k in _ROTARY}
+    others = {key: value for key, value in overrides.items() if key not in _ROTARY}
+    return _with_rotary(_merged(config, others), rotary, run)
 
 
 def _named(key: str, run: RunConfig) -> str:
@@ -166,15 +183,11 @@ def _without_effect(
 ) -> Iterator[str]:
     """Yield the problems of overrides that other values of the config keep from doing anything."""
     overrides = run.model.overrides
-    windows = [key for key in _WINDOWS if key in overrides]
-    for key in windows:
-        without = {name: value for name, value in merged.items() if name != key}
-        if key in config:
-            without[key] = config[key]
-        slides = _slides(merged)
-        is_new = overrides[key] != config.get(key)
-        if is_new and slides is not None and slides == _slides(without):
-            yield f"{_named(key, run)} changes nothing: {_why_no_window(merged)}"
+    windows = [key for key in _WINDOWS if key in overrides and overrides[key] != config.get(key)]
+    if windows and _is_idle_window(config, merged):
+        verb = "changes" if len(windows) == 1 else "change"
+        named = " and ".join(_named(key, run) for key in windows)
+        yield f"{named} {verb} nothing: {_why_no_window(merged)}"
     key = "router_aux_loss_coef"
     if key in overrides and not merged.get("output_router_logits"):
         use = "set model.overrides.output_router_logits=true, too"
@@ -182,6 +195,18 @@ def _without_effect(
     key = "initializer_range"
     if key in overrides and run.model.init_from is not None:
         yield f"{_named(key, run)} changes nothing: the weights are those of model.init_from"
+
+
+def _is_idle_window(config: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
+    """Return True if no layer of a model has another window than without the overrides."""
+    asks = "use_sliding_window" in (keys_read(merged["model_type"]) or ())
+    if asks and merged.get("sliding_window") and not merged.get("use_sliding_window"):
+        return True  # which the class then takes away
+    windows = (*_WINDOWS, "layer_types")
+    without = {key: value for key, value in merged.items() if key not in windows}
+    without |= {key: config[key] for key in windows if key in config}
+    slides = _slides(merged)
+    return slides is not None and slides == _slides(without)
 
 
 def _slides(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
@@ -193,10 +218,11 @@ def _slides(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
 
 
 def _why_no_window(config: Mapping[str, Any]) -> str:
-    if config.get("use_sliding_window") is False and config.get("sliding_window"):
+    if not config.get("use_sliding_window") and config.get("sliding_window"):
         return "set model.overrides.use_sliding_window=true, too"
     if config.get("layer_types"):
-        return "layer_types says which layers slide: set model.overrides.layer_types"
+        use = 'model.overrides.layer_types, "sliding_attention" for each layer that shall slide'
+        return f"layer_types of the config says which layers slide: set {use}"
     if config.get("use_sliding_window") and config.get("sliding_window"):
         layers = next((config[k] for k in SIZE_KEYS["layers"] if k in config), 0)
         first = config.get("max_window_layers", 28)  # the classes' own default

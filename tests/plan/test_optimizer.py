@@ -93,6 +93,7 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
         (({**optimizer("AdamW"), **scheduler("WarmupDecayLR")}), (), {"lr": 1e-3}),
         ({**optimizer("AdamW", lr="auto"), **scheduler("WarmupDecayLR")}, ("optim.lr=1e-5",),
          {"lr": 1e-5}),
+        ({**optimizer("AdamW", lr="auto"), **scheduler("WarmupDecayLR")}, (), {"lr": 3e-3}),
         # As in DeepSpeed, the scheduler's maximum wins.
         ({**optimizer("AdamW", lr=1e-3), **scheduler("WarmupLR", warmup_max_lr=1e-4)}, (),
          {"lr": 1e-4}),

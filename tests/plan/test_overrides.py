@@ -12,6 +12,7 @@ from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.models.skeleton import hf_config
 from harness.plan.model_config import load_model_config
+from harness.plan.overrides import already_so
 from tests.engine.small import MODEL
 
 Config = dict[str, Any]
@@ -109,11 +110,33 @@ def test_an_override_that_changes_nothing_is_refused(
 
 def test_a_window_that_no_layer_is_late_enough_for(tmp_path: Path) -> None:
     words = ("use_sliding_window=true", "sliding_window=8")
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, QWEN, *words)
-    assert all("max_window_layers, 28" in problem for problem in caught.value.problems)
+    problem = problem_of(tmp_path, QWEN, *words)
+    assert "model.overrides.use_sliding_window (command line) change nothing: of 3" in problem
+    assert problem.endswith(
+        "max_window_layers, 28, on slide: set model.overrides.max_window_layers"
+    )
     config = load(tmp_path, QWEN, *words, "max_window_layers=2")
     assert hf_config(config).layer_types == [*["full_attention"] * 2, "sliding_attention"]
+
+
+def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> None:
+    """The advice, followed once, is what is built."""
+    config = {**QWEN, "layer_types": ["full_attention"] * 3}
+    words = ("use_sliding_window=true", "sliding_window=8")
+    assert "set model.overrides.layer_types, " in problem_of(tmp_path, config, *words)
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    built = hf_config(load(tmp_path, config, *words, f"layer_types={json.dumps(kinds)}"))
+    assert (built.sliding_window, built.layer_types) == (8, kinds)
+
+
+def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **NEW}))
+    words = ("rope_theta=1000000", "hidden_size=64", f"vocab_size={MODEL['vocab_size']}")
+    run = load_run_config(
+        None, [f"model.name={tmp_path}", *(f"model.overrides.{word}" for word in words)]
+    )
+    expected = ["rope_theta", "vocab_size"]
+    assert already_so({**MODEL, **NEW}, run) == expected
 
 
 def test_given_weights_are_not_drawn_anew(tmp_path: Path) -> None:
