@@ -48,13 +48,14 @@ def config_of_files(plan: Plan, empty: PreTrainedModel) -> PretrainedConfig | No
     assert source is not None
     stored, _ = find_model_config(source, key="model.init_from")
     quantization, rows = stored.get("quantization_config"), stored.get("vocab_size")
-    is_grown = isinstance(rows, int) and rows < plan.model_config.get("vocab_size", rows)
-    if not (quantization or is_grown):
+    if not (isinstance(rows, int) and rows < plan.model_config.get("vocab_size", rows)):
+        rows = None
+    if not quantization and rows is None:
         return None
     config = copy.deepcopy(empty.config)
     if quantization:
         config.quantization_config = {**quantization, "dequantize": True}
-    if is_grown:
+    if rows is not None:
         config.vocab_size = rows
         if (getattr(config, "pad_token_id", None) or 0) >= rows:
             config.pad_token_id = None  # it has no row there

@@ -41,15 +41,15 @@ def rows_of_adapters(weights: Path, model: PreTrainedModel) -> int | None:
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, rows: int | None) -> None:
     """Give a whole model's embedding and head `rows` rows, in place, where they have fewer."""
-    if rows is None or len(model.get_input_embeddings().weight) >= rows:
+    if rows is None or len(model.get_input_embeddings().get_parameter("weight")) >= rows:
         return
     modules = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
     grown: dict[int, nn.Parameter] = {}  # tied weights stay one
     for module in modules:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in grown:
-                weight = nn.Parameter(with_rows(parameter.detach(), rows))
-                grown[id(parameter)] = weight.requires_grad_(parameter.requires_grad)
+                weight = with_rows(parameter.detach(), rows)
+                grown[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
             setattr(module, name, grown[id(parameter)])
         size = "num_embeddings" if isinstance(module, nn.Embedding) else "out_features"
         setattr(module, size, rows)

@@ -73,8 +73,8 @@ def _check_weights(draft: Draft, shape: Shape) -> None:
     if source is None:
         return
     source_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
-    source_config = _with_new_rows(draft, source_config)
-    stored = {tensor.name: tensor.shape for tensor in Shape.from_hf(source_config).tensors()}
+    stored_shape = Shape.from_hf(_with_new_rows(draft, source_config))
+    stored = {tensor.name: tensor.shape for tensor in stored_shape.tensors()}
     needed = {tensor.name: tensor.shape for tensor in shape.tensors()}
     if source_config.get(REVERSIBLE) != draft.model_config.get(REVERSIBLE):
         draft.problems.add(

@@ -92,8 +92,8 @@ def _trained(plan: Plan, shape: Shape) -> str:
         count = sum(tensor.numel for tensor in adapters.tensors(shape)) - whole
         bits = _in_four_bits(shape, adapters)
         own = f"adapters of rank {adapters.rank}: {count:,}, {count / total:.2%}"
-        frozen = f"{whole:,} trained whole, the others frozen" if whole else "all frozen"
-        return f", {frozen}{bits}; {own}"
+        rest = f"{whole:,} trained whole, the others frozen" if whole else "all frozen"
+        return f", {rest}{bits}; {own}"
     rules = plan.config.optim.groups
     frozen = sum(tensor.numel for tensor in shape.tensors() if is_frozen(tensor.name, rules))
     return f"; {frozen:,} are frozen, {frozen / total:.1%}" if frozen else ""
