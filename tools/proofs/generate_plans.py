@@ -10,9 +10,9 @@ after an upgrade of transformers:
 "pipeline": ..., "keys": ..., "without_sdpa": [model types]}: model types with equal plans share an
 entry. A plan of tensors or experts gives a style for each module of the base model,
 "layers.*.mlp.up_proj" for that of every layer; a plan of pipeline stages gives two lists for each
-module, of what it takes and what it returns. Keys are those of a config.json that change the model or its export: the config
-class has or takes them, and the text of the model's module reads them. "most_keys" are those of
-most decoders; each says what it has beside them (+) and lacks of them (-).
+module, of what it takes and what it returns. Keys are those of a config.json that change the model
+or its export: the config class has or takes them, and the text of the model's module reads them.
+"most_keys" are those of most decoders; each says what it has beside them (+) and lacks of them (-).
 """
 
 from __future__ import annotations
