@@ -24,7 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError
 from harness.files.paths import option_path
 from harness.terminal import say
-from tools.exported import ADAPTERS, export_of, opened
+from tools.exported import ADAPTER_WEIGHTS, ADAPTERS, export_of, opened
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -138,8 +138,12 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
     if (folder / ADAPTERS).is_file():
         from peft import PeftModel
 
+        from harness.models.new_rows import add_rows, rows_of_adapters
+
         source = json.loads((folder / ADAPTERS).read_text())["base_model_name_or_path"]
-        model = PeftModel.from_pretrained(opened(source, remote, folder), str(folder)).eval()
+        base = opened(source, remote, folder)
+        add_rows(base, rows_of_adapters(folder / ADAPTER_WEIGHTS, base))
+        model = PeftModel.from_pretrained(base, str(folder)).eval()
         before = Speaker("before", model, tokenizer, model.disable_adapter)
     else:
         model = opened(folder, remote)

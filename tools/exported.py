@@ -10,7 +10,7 @@ from harness.errors import ConfigError
 from harness.layout.quantization import DESCRIPTION
 from harness.runfolder import RunFolder
 
-ADAPTERS = "adapter_config.json"
+ADAPTERS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_of(run: Path) -> tuple[Path, str | None]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
@@ -177,11 +177,13 @@ def _write_config(folder: Path, model: PreTrainedModel, source: Mapping[str, Any
 
 
 def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the exported model, opened with transformers."""
+    """Return the model in a folder, opened with transformers; quantized weights are dequantized."""
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(folder, **how)
+    if quantization := getattr(config, "quantization_config", None):
+        config.quantization_config = {**quantization, "dequantize": True}
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, **how)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,14 @@ def value_of(ds: Mapping[str, Any], key: str) -> Any:
     return node.get("default") if value is None else value
 
 
+def default_of(key: str) -> Any:
+    """Return DeepSpeed's default of a dotted key; None of a section, or one that it has not."""
+    node: Mapping[str, Any] = ds_keys()
+    for name in key.split("."):
+        node = node.get("keys", {}).get(name, {})
+    return node.get("default")
+
+
 def offloaded_to(ds: Mapping[str, Any], part: Literal["optimizer", "param"]) -> str:
     """Return the device of the optimizer's states or of the weights; "none" for ZeRO's own."""
     return str(value_of(ds, f"zero_optimization.offload_{part}.device"))

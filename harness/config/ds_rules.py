@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.ds_json import DsJson
+from harness.config.ds_keys import default_of
 
 _REFUSED_FILE = Path(__file__).with_name("ds_refused.toml")
 
@@ -23,8 +24,12 @@ def rules() -> list[Rule]:
 
 
 def apply_changes(ds: DsJson, accelerator: str = "cuda") -> None:
-    """Apply every rule that changes a key's value."""
+    """Apply every rule that changes a key's value, or leaves keys out."""
     for rule in rules():
+        if "left_out" in rule and _applies(rule, ds, accelerator):
+            for key in rule["left_out"]:
+                if ds.literal(key) not in (None, default_of(key)):
+                    ds.remove(key, rule["why"])
         if "instead" in rule and _applies(rule, ds, accelerator):
             ds.set(rule["key"], rule["instead"], rule["why"])
 
@@ -32,7 +37,7 @@ def apply_changes(ds: DsJson, accelerator: str = "cuda") -> None:
 def refusals(ds: DsJson, accelerator: str = "cuda") -> Iterator[Rule]:
     """Yield the rules that refuse a JSON whose keys are known and whose precision is decided."""
     for rule in rules():
-        if "instead" not in rule and _applies(rule, ds, accelerator):
+        if not rule.keys() & {"instead", "left_out"} and _applies(rule, ds, accelerator):
             yield rule
 
 

@@ -48,6 +48,9 @@ class LoraConfig(Section):
     """Dropout probability of the adapters' inputs."""
     targets: list[Text] = Field(default_factory=list)
     """Linear maps with adapters, by the last part of their names: ["q_proj", "v_proj"]; []: all."""
+    modules_to_save: list[Text] = Field(default_factory=list)
+    """Modules that are trained whole beside the adapters, and saved and exported with them, by the
+    last part of their names: ["embed_tokens", "lm_head"]."""
     rslora: bool = False
     """Add alpha / sqrt(rank) of an adapter's output (arXiv 2312.03732)."""
     dora: bool = False
@@ -64,7 +67,8 @@ class LoraConfig(Section):
         """The adapters' parameters; None without adapters."""
         if self.rank is None:
             return None
-        return Adapters(self.rank, tuple(self.targets), self.dora, self.quantization)
+        own = tuple(self.modules_to_save)
+        return Adapters(self.rank, tuple(self.targets), self.dora, self.quantization, own)
 
     @property
     def quantization(self) -> Quantization | None:

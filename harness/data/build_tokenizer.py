@@ -73,15 +73,16 @@ def cache_of(spec: DataSpec) -> Path:
 
 
 def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
-    """Return the tokenizer. Raises ConfigError if it has more ids than the model."""
+    """Return the tokenizer. Raises ConfigError if it has more ids than the model, and shall not."""
     tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
     if spec.config.template is not None:
         set_template(tokenizer, spec.config.template)
     ids = vocab_size(tokenizer)
-    if spec.model_vocab_size is not None and ids > spec.model_vocab_size:
+    rows = spec.model_vocab_size
+    if rows is not None and ids > rows and not spec.adds_rows:
         raise ConfigError(
-            f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only "
-            f"{spec.model_vocab_size}: set model.overrides.vocab_size={ids}{_or_fewer(spec)}"
+            f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only {rows}: set "
+            f"model.overrides.vocab_size={ids}{_or_fewer(spec)}"
         )
     return tokenizer
 

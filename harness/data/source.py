@@ -196,7 +196,7 @@ def open_source(
     """Return a source, after one process has put into the cache what is not there yet."""
     corpus = corpus_of(spec)
     key = tokens_key(corpus, tokenizer, spec)
-    num_ids = spec.model_vocab_size or vocab_size(tokenizer)
+    num_ids = max(spec.model_vocab_size or 0, vocab_size(tokenizer))
     prefixes, masks, skipped, notes = corpus.pairs, None, BadLines(), Notes()
     how = how_encoded(spec, tokenizer)
     if corpus.kind != "indexed":

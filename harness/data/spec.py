@@ -41,6 +41,8 @@ class DataSpec:
     """Contiguous streams that the train split is read as; None: samples in random order."""
     eval_seq_len: int | None = None
     """Length of the samples of Data.long_held_out; None: there are none."""
+    adds_rows: bool = False
+    """True: the model gets rows for the ids that the tokenizer has beyond its own."""
 
     @classmethod
     def of_run(
@@ -59,6 +61,7 @@ class DataSpec:
             vocab_size,
             trust_remote_code,
             _until_sample(run),
+            adds_rows=run.model.init_from is not None and "vocab_size" not in run.model.overrides,
             rows=rows,
             eval_seq_len=run.eval.seq_len,
         )

@@ -65,7 +65,7 @@ def build_engine(
     operations, notes = _operations_on_logits(plan, empty)
     module = build_module(plan, empty, device, trust_remote_code, blank)
     model, stage = module.model, module.stage
-    parameters = adapt(model, plan) or parameters
+    parameters = adapt(model, plan, parameters)
     change_layers(plan, model, empty if stage else None)
     model.gets_padding = empty.gets_padding = padded  # type: ignore[assignment]
     note_copies(model, plan.share)

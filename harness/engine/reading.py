@@ -1,20 +1,27 @@
-"""The weights of model.init_from, as transformers reads them: at once, or piece by piece."""
+"""The weights of model.init_from, as transformers reads them: at once, or piece by piece.
+
+Piece by piece also where they become others as they are read: quantized ones are dequantized, and a
+vocabulary gets rows for new tokens.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from harness.engine.empty import attention_of
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
+from harness.models.new_rows import with_rows
 from harness.models.pieces import Piece, decoder_layers, pieces
+from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems
 
@@ -33,10 +40,37 @@ def check_files(plan: Plan, empty: PreTrainedModel) -> None:
     raise_together("; ".join(weight_file_problems(source, named, opens=True)) or None)
 
 
+def config_of_files(plan: Plan, empty: PreTrainedModel) -> PretrainedConfig | None:
+    """Return the config by which the files of model.init_from are read, if they hold another
+    model than `empty`: of quantized weights, or of fewer rows of the vocabulary.
+    """
+    source = plan.config.model.init_from
+    assert source is not None
+    stored, _ = find_model_config(source, key="model.init_from")
+    quantization, rows = stored.get("quantization_config"), stored.get("vocab_size")
+    if not (isinstance(rows, int) and rows < plan.model_config.get("vocab_size", rows)):
+        rows = None
+    if not quantization and rows is None:
+        return None
+    config = copy.deepcopy(empty.config)
+    if quantization:
+        config.quantization_config = {**quantization, "dequantize": True}
+    if rows is not None:
+        config.vocab_size = rows
+        if (getattr(config, "pad_token_id", None) or 0) >= rows:
+            config.pad_token_id = None  # it has no row there
+    return config
+
+
 def read_weights(
-    model_class: Any, plan: Plan, empty: PreTrainedModel, trust_remote_code: bool
+    model_class: Any,
+    plan: Plan,
+    empty: PreTrainedModel,
+    trust_remote_code: bool,
+    config: PretrainedConfig | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`model_class` with the weights of model.init_from, and transformers' report on them.
+    `config`: that of the files, where they hold another model than `empty`.
 
     Raises ConfigError where they cannot be read or have other shapes.
     """
@@ -46,7 +80,7 @@ def read_weights(
     try:
         model, report = model_class.from_pretrained(
             source,
-            config=empty.config,
+            config=config or empty.config,
             dtype=empty.dtype,
             attn_implementation=attention_of(plan),
             trust_remote_code=trust_remote_code,
@@ -102,7 +136,8 @@ def used_elsewhere(empty: PreTrainedModel) -> set[str]:
 
 
 class PieceReader:
-    """Reads the weights of one piece, and its saved buffers, from the files of model.init_from.
+    """Reads the weights of one piece, and its saved buffers, from the files of model.init_from;
+    rows that they lack are the mean of those that they have.
 
     `copies`: names of weights that are not in the files; they are zeros. The pieces are those of
     `empty` or of a part of it: names are the same.
@@ -117,6 +152,7 @@ class PieceReader:
     ) -> None:
         self._plan, self._empty, self._copies = plan, empty, copies
         self._trust_remote_code = trust_remote_code
+        self._config = config_of_files(plan, empty)
         self._elsewhere = used_elsewhere(empty)
         self._unexpected: set[str] = set()
 
@@ -128,10 +164,13 @@ class PieceReader:
         if {name for name, *_ in piece.parameters()} <= {*self._copies}:
             return {name: torch.zeros(p.shape) for name, _, _, p in piece.parameters()}
         reduced = reduced_class(type(self._empty), lambda model: _leave_only(model, piece.name))
-        model, report = read_weights(reduced, self._plan, self._empty, self._trust_remote_code)
+        how = self._plan, self._empty, self._trust_remote_code, self._config
+        model, report = read_weights(reduced, *how)
         check_report(self._plan, {*report["missing_keys"]} - {*self._copies}, ())
         self._unexpected |= {*report["unexpected_keys"]} - self._elsewhere
-        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        read = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        rows = {name: len(p) for name, _, _, p in piece.parameters() if p.ndim}
+        return {name: with_rows(t, rows.get(name)) for name, t in read.items()}
 
     def events(self) -> list[Event]:
         """Return an event for weights in the files that no piece needs."""

@@ -17,6 +17,7 @@ from harness.engine.reading import (
     PieceReader,
     check_files,
     check_report,
+    config_of_files,
     read_weights,
     reduced_class,
     used_elsewhere,
@@ -77,7 +78,7 @@ def _built(
     first_layer = sum(counts[: place.pipeline])
     end_layer = first_layer + counts[place.pipeline]
     reads, copies = plan.config.model.init_from is not None and not blank, _copies(flow)
-    if reads and cut is None:
+    if reads and cut is None and config_of_files(plan, empty) is None:
         reduced = reduced_class(
             type(empty), lambda model: reduce_to_stage(model, flow, first_layer, end_layer)
         )

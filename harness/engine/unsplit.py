@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.data.batch import Batch
-from harness.engine.reading import read_weights
+from harness.engine.reading import PieceReader, config_of_files, read_weights
 from harness.layout.recompute import REVERSIBLE
 from harness.models.initialize import materialize
 from harness.models.loss import forward
@@ -33,9 +33,11 @@ def unsplit_loss_and_norm(
 
     Layers are recomputed and gradients summed in fp32: it takes about `bytes_needed` bytes.
     """
-    if plan.config.model.init_from is None:
+    reads = plan.config.model.init_from is not None
+    if not reads or config_of_files(plan, empty) is not None:
         model = copy.deepcopy(empty)
-        materialize(model, plan.config.train.seed, device)
+        reader = PieceReader(plan, empty, trust_remote_code=False) if reads else None
+        materialize(model, plan.config.train.seed, device, read=reader)
     else:
         model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0]
         model = nn.Module.to(model, device)

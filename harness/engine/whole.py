@@ -13,7 +13,14 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from harness.engine.deepspeed_0_19.internals import partition_like
 from harness.engine.groups import ModelParallelUnit, sender
 from harness.engine.processes import raise_together
-from harness.engine.reading import Event, PieceReader, check_files, check_report, read_weights
+from harness.engine.reading import (
+    Event,
+    PieceReader,
+    check_files,
+    check_report,
+    config_of_files,
+    read_weights,
+)
 from harness.errors import ConfigError
 from harness.models.initialize import Cut, materialize, move_buffers
 from harness.plan.plan import Plan
@@ -34,7 +41,7 @@ def build_whole(
     Raises ConfigError where weights cannot be drawn or do not fit.
     """
     reads = plan.config.model.init_from is not None and not blank
-    if reads and cut is None:
+    if reads and cut is None and config_of_files(plan, empty) is None:
         return _load_together(plan, empty, device, trust_remote_code)
     problem, share = None, plan.share
     replicas = share.ranks("replicas")

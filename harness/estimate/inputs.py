@@ -233,7 +233,8 @@ class Inputs:
     def frozen_tensors(self) -> list[Tensor]:
         """The parameters without gradients and states."""
         if self.adapters is not None:
-            return [*self.shape.tensors()]
+            whole = {tensor.name for tensor in self.adapters.trained_whole(self.shape)}
+            return [tensor for tensor in self.shape.tensors() if tensor.name not in whole]
         rules = self.rules
         return [t for t in self.shape.tensors() if is_frozen(t.name, rules)] if rules else []
 

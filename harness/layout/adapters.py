@@ -26,9 +26,12 @@ class Adapters:
     """True for DoRA (arXiv 2402.09353), which also learns the norm of each row of W + B A."""
     quantization: Quantization | None = None
     """Of the weights of all linear maps, those without an adapter, too; None: as the run."""
+    whole: tuple[str, ...] = ()
+    """Last parts of the names of modules that are trained themselves, beside the adapters."""
 
     def tensors(self, shape: Shape) -> Iterator[Tensor]:
-        """Yield the parameters of the adapters, as peft names them, in the model's order.
+        """Yield the parameters that are trained: those of the adapters, as peft names them, in the
+        model's order, then those of modules that are trained whole.
 
         A (rank, inputs) and B (outputs, rank); with magnitudes a row (outputs,) before them.
         """
@@ -38,6 +41,13 @@ class Adapters:
                 yield Tensor(magnitudes, (outputs,), "adapter")
             yield Tensor(f"{name}.lora_A.{NAME}.weight", (self.rank, inputs), "adapter")
             yield Tensor(f"{name}.lora_B.{NAME}.weight", (outputs, self.rank), "adapter")
+        yield from self.trained_whole(shape)
+
+    def trained_whole(self, shape: Shape) -> Iterator[Tensor]:
+        """Yield the parameters of the model that are trained themselves."""
+        for tensor in shape.tensors():
+            if module_of(tensor.name) in self.whole:
+                yield tensor
 
     def linear_maps(self, shape: Shape) -> Iterator[tuple[str, int, int]]:
         """Yield (name, inputs, outputs) of each linear map that gets an adapter."""
@@ -53,8 +63,17 @@ class Adapters:
         """Floating-point operations that training spends on one token of `seq_len`, counted as
         layout.shape counts them: frozen weights have no gradient, a third of their operations.
         """
-        added = sum(tensor.numel for tensor in self.tensors(shape))
-        return flops_per_token(shape, seq_len, seen) - 2 * active_parameters(shape) + 6 * added
+        whole = {tensor.name: tensor for tensor in self.trained_whole(shape)}
+        added = sum(tensor.numel for tensor in self.tensors(shape) if tensor.name not in whole)
+        # An embedding is looked up: its gradient multiplies nothing.
+        own = sum(tensor.numel for tensor in whole.values() if tensor.kind != "embedding")
+        frozen = active_parameters(shape) - own
+        return flops_per_token(shape, seq_len, seen) - 2 * frozen + 6 * added
+
+
+def module_of(name: str) -> str:
+    """Return the last part of the name of the module that has a parameter."""
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def linear_weights(shape: Shape) -> Iterator[Tensor]:

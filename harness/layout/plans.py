@@ -1,5 +1,5 @@
-"""Transformers' own plans to divide a decoder over ranks, and its decoders without torch's
-attention, read from plans.json.
+"""Transformers' own plans to divide a decoder over ranks, the keys that its decoders read, and
+those without torch's attention, from plans.json.
 
 tools/proofs/generate_plans.py writes that file.
 
@@ -37,6 +37,24 @@ def pipeline_plan(model_type: str) -> dict[str, Ends] | None:
 def without_sdpa(model_type: str) -> bool:
     """Return whether transformers refuses torch's attention for a decoder."""
     return model_type in _table()["without_sdpa"]
+
+
+def keys_read(model_type: str) -> frozenset[str] | None:
+    """Return the keys of a config.json that change a decoder or its export."""
+    table = _table()
+    entries = (e["plan"].split() for e in table["keys"] if model_type in e["families"])
+    signed = next(entries, None)
+    if signed is None:
+        return None
+    more, fewer = ({key[1:] for key in signed if key[0] == sign} for sign in "+-")
+    return frozenset({*table["most_keys"]} - fewer | more)
+
+
+def every_key() -> frozenset[str]:
+    """Return the keys of a config.json that any decoder reads."""
+    table = _table()
+    more = {key[1:] for entry in table["keys"] for key in entry["plan"].split() if key[0] == "+"}
+    return frozenset({*table["most_keys"], *more})
 
 
 def _plan(kind: str, model_type: str) -> dict[str, Any] | None:

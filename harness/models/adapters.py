@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,16 +12,19 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harness.config.model_section import LoraConfig
-from harness.layout.adapters import NAME
+from harness.layout.adapters import NAME, module_of
 from harness.layout.optimizer_table import Parameter
 from harness.models.pieces import decoder_layers
 
 _LINEAR = (nn.Linear, Conv1D)
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> list[Parameter]:
+def add_adapters(
+    model: PreTrainedModel, lora: LoraConfig, seed: int, parameters: Sequence[Parameter] = ()
+) -> list[Parameter]:
     """Put adapters beside the linear maps of the decoder layers, in place; return what decides the
-    optimizer groups of their parameters.
+    optimizer groups of their parameters, and of those of modules that are trained whole, which is
+    among that of all the model's `parameters`.
 
     A is drawn from `seed`, alike on all ranks, and B is zero: the model computes what it did. They
     have device and dtype of the weights that they adapt, which may be partitioned by ZeRO 3.
@@ -37,7 +41,10 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> list[Pa
     if lora.quantize is not None:  # else adapters are made in the weights' precision
         for _, p in trained:
             p.data = p.data.to(model.dtype)
-    return [Parameter(name, matrix=p.ndim >= 2) for name, p in trained]
+    whole = [p for p in parameters if module_of(p.name) in lora.modules_to_save]
+    for parameter in whole:
+        model.get_parameter(parameter.name).requires_grad_(True)
+    return [*(Parameter(name, matrix=p.ndim >= 2) for name, p in trained), *whole]
 
 
 def linear_maps(model: PreTrainedModel) -> list[str]:
@@ -64,11 +71,13 @@ def _peft_config(lora: LoraConfig, targets: list[str]) -> Any:
     )
 
 
-def adapters_of(model: Any, base: str | None) -> dict[str, Any]:
+def adapters_of(model: Any, lora: LoraConfig, base: str | None) -> dict[str, Any]:
     """Return what peft's adapter_config.json says of the adapters in a model, which were made
     beside the weights of `base`; {} of a model without.
     """
     if not hasattr(model, "peft_config"):
         return {}
     values = {**model.peft_config[NAME].to_dict(), "base_model_name_or_path": base}
+    if lora.modules_to_save:
+        values["modules_to_save"] = lora.modules_to_save
     return json.loads(json.dumps(values, default=sorted))  # type: ignore[no-any-return]

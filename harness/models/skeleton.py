@@ -108,6 +108,14 @@ def skeleton(
     return model
 
 
+def tied_names(model_config: dict[str, Any]) -> dict[str, str]:
+    """Return the names of weights that are another's, each with that one's."""
+    model, first = skeleton(hf_config(model_config), torch.float32, "eager"), dict[int, str]()
+    names = model.named_parameters(remove_duplicate=False)
+    pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in names]
+    return {name: other for name, other in pairs if name != other}
+
+
 class _AskedForDocuments(Exception):
     """Raised where transformers looks for document boundaries."""
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 
-from harness.layout.adapters import linear_weights
+from harness.layout.adapters import linear_weights, module_of
+from harness.layout.expert import EXPERTS
+from harness.layout.families import SIZE_KEYS
 from harness.plan.draft import Draft
 
-_SETTINGS = ("alpha", "dropout", "targets", "rslora", "dora", "quantize", "double_quantize")
+TIED_HEADS = ("lm_head", "embed_out")
+"""Names of heads, where their weight is the embedding's and no other has a name."""
+_SETTINGS = (
+    *("alpha", "dropout", "targets", "modules_to_save", "rslora", "dora"),
+    *("quantize", "double_quantize"),
+)
 
 
 def check_adapters(draft: Draft) -> None:
@@ -39,6 +46,8 @@ def check_adapters(draft: Draft) -> None:
         problems.add("model.lora.dora", why, "use zero_optimization.stage=2, or plain adapters")
     _check_layout(draft, "model.lora.rank", "adapters are not divided")
     _check_targets(draft)
+    _check_whole(draft)
+    _note_experts(draft)
     _check_quantization(draft)
 
 
@@ -84,3 +93,36 @@ def _check_targets(draft: Draft) -> None:
     if unknown := [target for target in lora.targets if target not in last]:
         why = f"but no linear map of the decoder layers is named {', '.join(unknown)}"
         draft.problems.add("model.lora.targets", why, f"they are {', '.join(last)}")
+
+
+def _check_whole(draft: Draft) -> None:
+    """Refuse names that no module has which could be trained whole."""
+    lora = draft.config.model.lora
+    if draft.shape is None or not lora.modules_to_save:
+        return
+    linear = {module_of(tensor.name) for tensor in linear_weights(draft.shape)}
+    dense = (tensor for tensor in draft.shape.tensors() if tensor.kind != EXPERTS)
+    names = dict.fromkeys(module_of(tensor.name) for tensor in dense)
+    own = [name for name in names if name not in linear]
+    tied = TIED_HEADS if draft.shape.tied else ()  # trained as the embedding is, and saved as both
+    if unknown := [name for name in lora.modules_to_save if name not in (*own, *tied)]:
+        why = f"but no module beside the linear maps of the decoder layers is named {unknown[0]}"
+        draft.problems.add("model.lora.modules_to_save", why, f"they are {', '.join(own)}")
+    elif not {*lora.modules_to_save} & {*own}:
+        why = "which is tied to the embedding"
+        draft.problems.add("model.lora.modules_to_save", why, f"name that, {own[0]}, too")
+
+
+def _note_experts(draft: Draft) -> None:
+    """Add an event for experts, beside which there are no adapters."""
+    config, shape = draft.model_config, draft.shape
+    if not any(isinstance(config.get(key), int) for key in SIZE_KEYS["experts"]):
+        return
+    tensors = [] if shape is None else [*shape.tensors()]
+    count = sum(tensor.numel for tensor in tensors if tensor.kind == EXPERTS)
+    share = f" ({count:,} of {sum(t.numel for t in tensors):,} parameters)" if count else ""
+    draft.note(
+        "experts_without_adapters",
+        f"experts get no adapters and stay as they are{share}: they are stacked weights, and "
+        "adapters stand beside linear maps; without model.lora.rank they are trained",
+    )

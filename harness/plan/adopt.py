@@ -85,11 +85,22 @@ def adopt(draft: Draft) -> None:
                 f"but {json_key} is {shared.value!r} ({ds.origin(json_key)})",
                 f'make them agree, or set {json_key} to "auto"',
             )
+    if _lacks_maximum(ds) and "optim.lr" not in by_key:
+        rate = f"{config.optim.lr:g} ({config.origin('optim.lr')})"
+        message = f"the peak is optim.lr, {rate}, as optimizer.params.lr is auto"
+        events.append({"kind": "adopted", "key": "optim.lr", "message": message})
     try:
         draft.config = validated(tree, origins)
         draft.events += events
     except ConfigError as error:
         problems.say(*error.problems)
+
+
+def _lacks_maximum(ds: DsJson) -> bool:
+    """Return True if DeepSpeed's default would be the maximum of the JSON's schedule."""
+    key = "scheduler.params.warmup_max_lr"
+    is_open = ds.literal(key) is None and not ds.is_auto(key)
+    return is_open and ds.literal("scheduler.type") == "WarmupDecayLR"
 
 
 @dataclass(frozen=True)
@@ -182,7 +193,9 @@ def _optimizer_defaults(ds: DsJson, name: str | None) -> dict[str, Any]:
 def _scheduler_defaults(ds: DsJson, schedule: str | None) -> dict[str, Any]:
     if schedule is None:
         return {}
-    defaults = ds_keys()["defaults"]["scheduler"][ds.literal("scheduler.type")]
+    defaults = {**ds_keys()["defaults"]["scheduler"][ds.literal("scheduler.type")]}
+    if ds.is_auto("optimizer.params.lr"):  # which says whose rate it is
+        defaults.pop("warmup_max_lr", None)
     return _absent(ds, "scheduler", defaults)
 
 

@@ -6,12 +6,11 @@ zero.Init and deepspeed.initialize get the result unchanged.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from typing import Any
 
 from harness.config.assignments import flat
 from harness.config.ds_json import DsJson
-from harness.config.ds_keys import AUTO, ds_keys, offloaded_to
+from harness.config.ds_keys import AUTO, default_of, offloaded_to
 from harness.config.run_config import RunConfig
 from harness.layout.families import family_of
 from harness.layout.optimizer_table import OPTIMIZERS
@@ -112,15 +111,8 @@ def _fill_in_zero(draft: Draft) -> None:
 
 def _drop_auto(ds: DsJson) -> None:
     for key, value in list(flat(ds.tree)):
-        if value == AUTO and _default_of(key) != AUTO:
+        if value == AUTO and default_of(key) != AUTO:
             ds.drop(key)
-
-
-def _default_of(key: str) -> Any:
-    node: Mapping[str, Any] = ds_keys()
-    for name in key.split("."):
-        node = node.get("keys", {}).get(name, {})
-    return node.get("default")
 
 
 def optimizer_section(config: RunConfig) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from harness.errors import ConfigError
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
@@ -11,7 +14,9 @@ from harness.plan.context import positions_of, why_not
 from harness.plan.draft import Draft
 from harness.plan.model_config import find_model_config, load_model_config, max_positions
 from harness.plan.optimizer import check_groups
-from harness.plan.weights import weight_file_problems
+from harness.plan.overrides import already_so
+from harness.plan.vocabulary import new_rows_event
+from harness.plan.weights import check_quantization, weight_file_problems
 
 
 def find_model(draft: Draft) -> None:
@@ -19,9 +24,11 @@ def find_model(draft: Draft) -> None:
     run, problems = draft.config, draft.problems
     try:
         draft.model_config, draft.model_source = load_model_config(run)
+        _note_idle_overrides(draft)
         if run.model.init_from is not None:
             named = draft.model_config.get("transformers_weights")
             problems.say(*weight_file_problems(run.model.init_from, named))
+            check_quantization(draft)
         if run.model.context is not None:
             draft.note(
                 "context",
@@ -66,7 +73,8 @@ def _check_weights(draft: Draft, shape: Shape) -> None:
     if source is None:
         return
     source_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
-    stored = {tensor.name: tensor.shape for tensor in Shape.from_hf(source_config).tensors()}
+    stored_shape = Shape.from_hf(_with_new_rows(draft, source_config))
+    stored = {tensor.name: tensor.shape for tensor in stored_shape.tensors()}
     needed = {tensor.name: tensor.shape for tensor in shape.tensors()}
     if source_config.get(REVERSIBLE) != draft.model_config.get(REVERSIBLE):
         draft.problems.add(
@@ -84,6 +92,26 @@ def _check_weights(draft: Draft, shape: Shape) -> None:
             f"{needed.get(name, 'not there')}",
             f"set model.name={source}, without model.overrides of sizes",
         )
+
+
+def _note_idle_overrides(draft: Draft) -> None:
+    """Add an event for overrides whose values the model config has without them."""
+    run = draft.config
+    if run.model.overrides:
+        config, _ = find_model_config(run.model.name)
+        if same := already_so(config, run):
+            names = ", ".join(f"model.overrides.{key}" for key in same)
+            message = f"{names} changes nothing: it is so in {draft.model_source} already"
+            draft.note("idle_overrides", message)
+
+
+def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of given weights with the rows that the run config adds to them."""
+    before, now = stored.get("vocab_size"), draft.model_config.get("vocab_size")
+    if not (isinstance(before, int) and isinstance(now, int) and before < now):
+        return stored
+    draft.events.append(new_rows_event(draft.config, draft.shape, before, now))
+    return {**stored, "vocab_size": now}
 
 
 def _check_positions(draft: Draft) -> None:

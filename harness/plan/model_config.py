@@ -6,30 +6,34 @@ id.
 
 from __future__ import annotations
 
+import socket
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from harness.config.assignments import did_you_mean
+from harness.config.assignments import listed
 from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
-from harness.errors import ConfigError, Unusable, shortened
+from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
 from harness.plan.context import extended, positions_of
 from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
+from harness.plan.overrides import overridden
 
 IMPLIED = "default beside model.init_from"
 """Origin of values that given weights imply."""
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 
-# Keys that a config.json may leave out; the file documents its tables.
-_UNSAID = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))
-# Likeness of a misspelt preset: the nearest hub id without a "/", gpt2-xl, has 0.63.
-_NEAR = 0.8
+_NEAR = 0.6
+"""Likeness of a misspelt preset."""
+# Decoders that the hub has under names without an owner; all others are OWNER/NAME.
+_OWNERLESS = ("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt")
 
 
 def preset_names() -> list[str]:
@@ -51,22 +55,8 @@ def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"model.name is {run_config.model.name!r}, but {source} has no model_type"
         )
-    allowed = {*config, *_UNSAID["optional"].split()}
-    problems = [
-        f"model.overrides.{key} ({run_config.origin(f'model.overrides.{key}')}) is not a config "
-        f"key of {source}{did_you_mean(key, allowed)}"
-        for key in run_config.model.overrides
-        if key not in allowed
-    ]
-    model_type = run_config.model.overrides.get("model_type", "")
-    if not isinstance(model_type, str):  # all that follows looks it up
-        origin = run_config.origin("model.overrides.model_type")
-        problems.append(
-            f"model.overrides.model_type ({origin}) is {shortened(model_type)}: it must be a name"
-        )
-    if problems:
-        raise ConfigError(problems)
-    config = _of_its_layers(config, _merged(config, run_config.model.overrides), run_config)
+    config = _of_its_layers(config, overridden(config, run_config, source), run_config)
+    config.pop("quantization_config", None)  # of the files: what is trained is not quantized
     config = extended(config, run_config) | _dropouts(config, run_config)
     if run_config.model.reversible:
         config[REVERSIBLE] = True
@@ -96,10 +86,11 @@ def find_model_config(
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")):
-        raise ConfigError(f"{key} is {name!r} ({origin}): there is no such file or folder")
-    near = get_close_matches(name.lower(), preset_names(), n=1, cutoff=_NEAR)
-    if near and "/" not in name:
-        raise ConfigError(f"{_nowhere(name, origin, key)}; did you mean {near[0]}?")
+        near = _nearest(name, key) if key != "model.name" else ""
+        raise ConfigError(f"{key} is {name!r} ({origin}): there is no such file or folder{near}")
+    if "/" not in name and name not in _OWNERLESS:
+        problem = f"{_nowhere(name, origin, key)}, and a hub id is OWNER/NAME"
+        raise ConfigError(f"{problem}{_nearest(name, key)}")
     return _read_config(_from_hub(name, origin, key), name), name
 
 
@@ -122,31 +113,73 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
 
 def _from_hub(name: str, origin: str, key: str) -> Path:
     """Return the path of the hub's config.json in the local cache, downloading it if needed."""
+    offline = not _answers()
     try:
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(name, "config.json", etag_timeout=5))
+        return Path(hf_hub_download(name, "config.json", etag_timeout=5, local_files_only=offline))
     except Exception as error:  # the hub raises a dozen unrelated classes; all mean "not there"
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        if offline:
+            reason = (
+                "it is not in the local cache, and the hub cannot be reached from here: name a "
+                f"folder, {key}=FOLDER"
+            )
         raise ConfigError(
             f"{_nowhere(name, origin, key)}, and the hub did not give its config.json ({reason})"
-            f"{did_you_mean(name, preset_names())}"
+            f"{_nearest(name, key)}"
         ) from None
 
 
+def _answers() -> bool:
+    """Return False if the hub's address is not known here: its client would try again, for 23 s."""
+    from huggingface_hub.constants import ENDPOINT
+
+    host = urlsplit(ENDPOINT).hostname
+    if host is None or getproxies():  # a proxy knows addresses for us
+        return True
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
 def _nowhere(name: str, origin: str, key: str) -> str:
-    presets = ", ".join(preset_names())
-    return f"{key} is {name!r} ({origin}): it is no preset ({presets}), no file or folder here"
+    kinds = "no preset, no file or folder" if key == "model.name" else "no folder and no run"
+    return f"{key} is {name!r} ({origin}): it is {kinds} here"
 
 
-def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with the overrides applied; tables are merged key by key, "null" is None."""
-    merged = dict(config)
-    for key, override in overrides.items():
-        old, value = merged.get(key), None if override == "null" else override
-        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(old, value) if both_tables else value  # type: ignore[arg-type]
-    return merged
+def _nearest(name: str, key: str) -> str:
+    """Return what has a name like this one as the end of a sentence: presets, or folders where
+    weights are asked for; without any, where all presets are.
+    """
+    folder = Path(name).parent
+    names = {_letters(each): each for each in _names_for(key, folder)}
+    word = _letters(name.rpartition("/")[2])
+    near = [names[each] for each in get_close_matches(word, names, n=3, cutoff=_NEAR)]
+    if near and key != "model.name":
+        near = [str(folder / each) for each in near]
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    if key != "model.name":
+        return ""
+    return f"; the presets are {listed(preset_names())} (harness/presets)"
+
+
+def _letters(name: str) -> str:
+    """Return a name without what people write differently: gpt-2 as gpt2."""
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _names_for(key: str, folder: Path) -> list[str]:
+    """Return the presets, or the names of the folders in a folder that hold a model or a run."""
+    if key == "model.name":
+        return preset_names()
+    try:
+        files = ("config.json", "plan.json")
+        return [p.name for p in folder.iterdir() if any((p / name).is_file() for name in files)]
+    except OSError:
+        return []
 
 
 def _of_its_layers(

@@ -22,7 +22,7 @@ def whole_vocabulary(shape: Shape, places: int) -> str:
     size = shape.vocab_size
     return (
         f"a vocabulary of {size:,} cannot be divided over {places} "
-        f"(model.overrides.vocab_size={padded(size, places)} can, with random weights)"
+        f"(model.overrides.vocab_size={padded(size, places)} can)"
     )
 
 

@@ -88,10 +88,12 @@ def _trained(plan: Plan, shape: Shape) -> str:
     """Return how many parameters are trained, where some are frozen."""
     total, adapters = num_parameters(shape), plan.config.model.lora.adapters
     if adapters is not None:
-        count = sum(tensor.numel for tensor in adapters.tensors(shape))
+        whole = sum(tensor.numel for tensor in adapters.trained_whole(shape))
+        count = sum(tensor.numel for tensor in adapters.tensors(shape)) - whole
         bits = _in_four_bits(shape, adapters)
         own = f"adapters of rank {adapters.rank}: {count:,}, {count / total:.2%}"
-        return f", all frozen{bits}; {own}"
+        rest = f"{whole:,} trained whole, the others frozen" if whole else "all frozen"
+        return f", {rest}{bits}; {own}"
     rules = plan.config.optim.groups
     frozen = sum(tensor.numel for tensor in shape.tensors() if is_frozen(tensor.name, rules))
     return f"; {frozen:,} are frozen, {frozen / total:.1%}" if frozen else ""

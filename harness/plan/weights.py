@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from harness.config.run_config import run_and_step
 from harness.errors import Unusable
@@ -16,11 +18,15 @@ from harness.files.paths import user_path
 from harness.files.regular_file import read_json
 from harness.files.table import Table
 from harness.files.tensor_header import read_header
+from harness.plan.draft import Draft
+from harness.plan.model_config import find_model_config, preset_names
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # transformers' own
 _MOST_INDEX_BYTES = 2**28  # of a million tensors
+_DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods of quantization_config whose weights transformers makes numbers again on any device."""
 _SHOWN = 3  # of the files at fault
 _CONVERT = (
     "convert it where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER)"
@@ -38,6 +44,9 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     Raises ConfigError if `source` is not a valid path.
     """
     folder = user_path("model.init_from", source)
+    if opens and source in preset_names():
+        use = f"set model.name={source} for random weights, or name a folder with given ones"
+        return [f"model.init_from is {source!r}, a preset, which is a shape without weights: {use}"]
     try:
         if _has_checkpoints(run_and_step(source)[0]):
             return []
@@ -49,6 +58,39 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     except (Unusable, OSError) as error:
         problems = [str(error)]
     return [f"model.init_from is {source!r}: {problem}" for problem in _shortened(problems)]
+
+
+def quantization_of(config: Mapping[str, Any]) -> str | None:
+    """Return how the weights beside a config.json are quantized; None if they are not."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return None
+    return str(quantization.get("quant_method")) if isinstance(quantization, Mapping) else "a list"
+
+
+def check_quantization(draft: Draft) -> None:
+    """Add an event for quantized weights, which are dequantized as they are read; refuse those of
+    which transformers cannot do that.
+    """
+    source = draft.config.model.init_from
+    assert source is not None
+    config, _ = find_model_config(source, draft.config.origin("model.init_from"), "model.init_from")
+    method = quantization_of(config)
+    if method is None:
+        return
+    if method in _DEQUANTIZED:
+        draft.note(
+            "dequantized",
+            f"the weights of {source} are quantized ({method}): they are dequantized as they are "
+            f"read, trained in {draft.precision}, and exported without quantization_config",
+        )
+    else:
+        draft.problems.add(
+            "model.init_from",
+            f"whose weights are quantized by {method}, which are not trained here",
+            "name the weights that they were made of "
+            f"({' and '.join(_DEQUANTIZED)} are dequantized as they are read)",
+        )
 
 
 def _folder_problems(folder: Path, named: object, opens: bool) -> list[str]:

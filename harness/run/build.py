@@ -31,7 +31,8 @@ from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Watchdog
 from harness.plan.plan import Plan
 from harness.plan.swap_space import swap_problems
-from harness.plan.text import summary
+from harness.plan.text import row, summary
+from harness.plan.vocabulary import with_rows_for
 from harness.run.begin import begin
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter
@@ -76,6 +77,7 @@ def build(
         raise ConfigError(problems)
     forced = _check_fit(plan)
     data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
+    plan = _with_new_rows(plan, data, progress)
     settled = settle_data(plan, data, device, progress)
     plan, total_steps = settled.plan, settled.total_steps
     record = plan_record(plan, data, total_steps)
@@ -121,6 +123,15 @@ def build(
         run.profiler = _profiler(run)
         unless_built.pop_all()
     return run
+
+
+def _with_new_rows(plan: Plan, data: Data, progress: Progress) -> Plan:
+    """Return the plan with rows for the ids that the tokenizer has beyond the model's."""
+    grown = with_rows_for(plan, data.vocab_size)
+    for event in grown.events:
+        if event not in plan.events:
+            progress.say(row("note", event["message"]))
+    return grown
 
 
 def _joined(

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.adapter_export import ADAPTERS, adapted, base_of, merged, write_adapters
+from harness.checkpoint.adapter_export import (
+    ADAPTERS,
+    adapted,
+    base_of,
+    merged,
+    rows_of_base,
+    write_adapters,
+)
 from harness.checkpoint.both_readers import rewrite_tokenizer_config
 from harness.checkpoint.export import (
     SHARD_BYTES,
@@ -33,8 +40,9 @@ from harness.files.table import Table
 from harness.layout.quantization import DESCRIPTION
 from harness.layout.recompute import REVERSIBLE
 from harness.models.loss import forward
+from harness.models.new_rows import add_rows, vocabulary_of
 from harness.models.quantized import of_description, round_linear_maps
-from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.skeleton import DTYPES, hf_config, skeleton, tied_names
 from harness.run.probe import TOLERANCES, stored_probe
 
 _MOST_GENERATION_BYTES = 2**24
@@ -116,12 +124,21 @@ def _export_adapters(
     with replacing(folder) as unfinished:
         within = unfinished / ADAPTERS if options.merge else unfinished
         within.mkdir(exist_ok=True)
-        write_adapters(checkpoint, within, DTYPES[dtype])
+        rows = _new_rows(checkpoint, options.trust_remote_code)
+        tied = tied_names(manifest.model_config) if manifest.adapters.get("modules_to_save") else {}
+
+        def base_model() -> Any:
+            base = base_of(checkpoint, DTYPES[dtype], options.trust_remote_code)
+            add_rows(base, rows)
+            return base
+
+        beside = vocabulary_of(base_model()) if rows else {}
+        write_adapters(checkpoint, within, DTYPES[dtype], tied, beside)
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)
 
         def model() -> Any:
-            base = base_of(checkpoint, DTYPES[dtype], options.trust_remote_code)
+            base = base_model()
             if manifest.quantization:  # adapters are added to what they were trained beside
                 quantization = of_description(manifest.quantization)
                 round_linear_maps(base, quantization, DTYPES[manifest.precision])
@@ -132,7 +149,16 @@ def _export_adapters(
             return _checked(checkpoint, lambda: whole, dtype, options)
         base = manifest.adapters["base_model_name_or_path"]
         quantized = f" with its linear maps as in {DESCRIPTION}" if manifest.quantization else ""
-        return f"adapters of {base}{quantized}; {_checked(checkpoint, model, dtype, options)}"
+        first = f", after its resize_token_embeddings({rows})" if rows else ""
+        checked = _checked(checkpoint, model, dtype, options)
+        return f"adapters of {base}{quantized}{first}; {checked}"
+
+
+def _new_rows(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
+    """Return the rows of the vocabulary beside adapters, if their base has fewer; else None."""
+    rows = checkpoint.manifest.model_config.get("vocab_size")
+    own = rows_of_base(checkpoint, trust_remote_code)
+    return rows if isinstance(rows, int) and own is not None and rows > own else None
 
 
 def _put_tokenizer(

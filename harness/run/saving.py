@@ -27,7 +27,7 @@ def save(run: Run, background: bool = False) -> None:
         probe_loss=loss_of(run.engine, probe),
         held_out_loss=run.held_out_nats,
         watch=run.judge.state(),
-        adapters=adapters_of(run.engine.module, plan.config.model.init_from),
+        adapters=adapters_of(run.engine.module, lora, plan.config.model.init_from),
         quantization=described(run.engine.module, lora.quantization) if lora.quantization else {},
         about={
             "world_size": plan.world.world_size,

@@ -16,7 +16,7 @@ from harness.config.ds_file import load_ds_json, read_ds_json
 from harness.config.ds_json import DsJson, normalized
 from harness.config.ds_keys import ds_keys, literal, offloaded_to, value_of
 from harness.config.ds_names import first_name
-from harness.config.ds_rules import rules
+from harness.config.ds_rules import apply_changes, rules
 from harness.errors import ConfigError, Problems
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -321,8 +321,36 @@ def test_the_resolved_copy_is_nobody_elses() -> None:
 
 def test_every_rule_of_refusal_is_about_keys_that_deepspeed_knows() -> None:
     for rule in rules():
-        assert rule.keys() <= {"key", "why", "when", "unless", "on", "instead"}
+        assert rule.keys() <= {"key", "why", "when", "unless", "on", "instead", "left_out"}
         conditions = {**rule.get("when", {}), **rule.get("unless", {})}
-        assert conditions, rule
-        for key in (rule["key"], *conditions):
+        assert conditions or "left_out" in rule, rule
+        for key in (*rule.get("left_out", [rule.get("key")]), *conditions):
             value_of({}, key)
+
+
+@pytest.mark.parametrize(
+    ("tree", "left_out"),
+    [
+        ({"checkpoint": {"load_universal": True}}, ["checkpoint.load_universal"]),
+        ({"checkpoint": {"load_universal": False}}, []),  # as it is without
+        ({"dataloader_drop_last": True}, ["dataloader_drop_last"]),
+        ({"aio": {"queue_depth": 16}}, ["aio"]),
+        ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1,
+                                "stage3_prefetch_bucket_size": "auto"}},
+         ["zero_optimization.stage3_max_live_parameters"]),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1}}, []),
+        ({"activation_checkpointing": {"number_checkpoints": 4, "profile": False}},
+         ["activation_checkpointing.number_checkpoints"]),
+    ],
+)  # fmt: skip
+def test_keys_without_effect_here_are_left_out_with_a_note(
+    tree: dict[str, Any], left_out: list[str]
+) -> None:
+    ds = DsJson(tree, "ds.json")
+    apply_changes(ds)
+    notes = [f"{key} (ds.json): without effect" for key in left_out]
+    assert [event["message"].partition(":")[0] for event in ds.events] == [
+        note.partition(":")[0] for note in notes
+    ]
+    assert all("without effect" in event["message"] for event in ds.events)
+    assert not [key for key in left_out if ds.literal(key) is not None]

@@ -245,6 +245,26 @@ def test_a_tokenizer_larger_than_the_models_vocabulary(
     assert "model.overrides.vocab_size=300" in problem
 
 
+def test_given_weights_get_rows_for_the_ids_that_they_lack(
+    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+) -> None:
+    config = DataConfig(
+        path=str(write_jsonl(*({"text": text(n)} for n in range(20)))),
+        tokenizer=tokenizer_dir,
+        cache_dir=str(tmp_path / "cache"),
+        seq_len=32,
+    )
+    data = build_data(DataSpec(config, model_vocab_size=299, adds_rows=True))
+    assert data.vocab_size == 300
+    given = RunConfig.model_validate({"model": {"init_from": "folder"}})
+    assert DataSpec.of_run(given, {"vocab_size": 299}).adds_rows
+    sized = RunConfig.model_validate(
+        {"model": {"init_from": "folder", "overrides": {"vocab_size": 299}}}
+    )
+    assert not DataSpec.of_run(sized, {"vocab_size": 299}).adds_rows
+    assert not DataSpec.of_run(RunConfig(), {"vocab_size": 299}).adds_rows
+
+
 def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
     write_indexed(prefix, 8192, ((document, True) for document in documents))
     return prefix

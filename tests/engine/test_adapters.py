@@ -34,12 +34,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1_bf16": {**stage(1), "bf16": {"enabled": True}},
     "zero3_bf16": {**stage(3), "bf16": {"enabled": True}},
 }
+WHOLE = ["embed_tokens", "lm_head"]
 # By variant: what the run config adds, and what peft does.
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rslora": ({"rslora": True}, {"use_rslora": True}),
     "dora": ({"dora": True}, {"use_dora": True}),
+    # Trained themselves: what a new token needs.
+    "whole": ({"modules_to_save": WHOLE}, {"modules_to_save": WHOLE}),
     "targets": ({"targets": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj", "v_proj"]}),
 }
+
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 """The losses of a plain loop, and the weights that it trained."""
 
@@ -72,9 +76,10 @@ def train_by_peft(model: Any, **settings: Any) -> Trained:
 def plain_losses(model: torch.nn.Module) -> list[float]:
     """Train all parameters that are not frozen, as the run config's defaults say."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    lookups = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     groups = [
-        {"params": [p for p in trained if p.ndim == 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim == 2 and p not in lookups], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim != 2 or p in lookups], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
     # The ids of tests/engine/engines.py.
@@ -166,7 +171,7 @@ def variant_by_peft(variant: str, base: str) -> Trained:
     return train_by_peft(model, **VARIANTS[variant][1])
 
 
-@pytest.mark.parametrize("variant", cells(VARIANTS, ("dora",)))
+@pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "whole")))
 @ranks(2)
 def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
     """Under ZeRO 3, or 2 for DoRA; with activation checkpointing in one of them."""
@@ -175,6 +180,10 @@ def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Tr
         checkpointing = "full"
     engine = adapted(ds, base, {**LORA, **VARIANTS[variant][0]}, checkpointing=checkpointing)
     assert losses(engine, STEPS) == pytest.approx(variant_by_peft[0], rel=2e-6)
+    if variant == "whole":
+        saved = set().union(*gathered({fragment.name for fragment in engine.fragments()}))
+        assert saved == {*ADAPTERS, "model.embed_tokens.weight", "lm_head.weight"}
+        assert bytes_of(engine) == pytest.approx(estimated_bytes(engine), rel=0.01)
     engine.close()
 
 

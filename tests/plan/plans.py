@@ -27,6 +27,10 @@ MODELS: dict[str, Mapping[str, Any]] = {
     "bloom_slow": {**LEARNED["bloom"], "slow_but_exact": True},
     "bloom_exact": {**LEARNED["bloom"], "slow_but_exact": True, "pretraining_tp": 2},
     "no_rate": _NO_RATE,
+    **{
+        method: {**LEARNED["llama"], "quantization_config": {"quant_method": method}}
+        for method in ("fp8", "gptq")
+    },
     "parallel_residual": {**LEARNED["gpt_neox"], "use_parallel_residual": True},
     "two_rotations": {**_NO_RATE, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
 }

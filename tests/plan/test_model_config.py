@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import pytest
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.plan import model_config
-from harness.plan.model_config import load_model_config, max_positions, preset_names
+from harness.plan.model_config import (
+    find_model_config,
+    load_model_config,
+    max_positions,
+    preset_names,
+)
 from tests.engine.small import MODEL
 
 Config = dict[str, Any]
@@ -78,17 +84,66 @@ def test_a_misspelt_preset_or_a_path_is_not_looked_for_on_the_hub(
     assert problem_of(f"model.name={name}")
 
 
-def test_an_unknown_name_offline_lists_the_presets_and_the_nearest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("lama-3-8b", "llama-3-8b or "),
+        ("Llama_3_8B", "llama-3-8b or "),
+        ("lstn", "lstm?"),
+        ("grru", "gru?"),
+        ("qwen3", "qwen3-8b or "),
+        ("mixtral", "mixtral-8x7b"),
+        ("gpt-2", "gpt2-124m or "),
+        ("mistrall-7b", "mistral-7b-v0.3 or "),
+        ("qwen-2.5-7b", "qwen2.5-7b or "),
+        ("deepseekv3", "deepseek-v3?"),
+    ],
+)
+def test_a_misspelt_preset_is_answered_with_the_nearest_names(
+    name: str, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_config, "_from_hub", lambda *_: pytest.fail("asked the hub"))
+    problem = problem_of(f"model.name={name}")
+    assert problem.startswith(f"model.name is '{name}' (command line): it is no preset, no file or")
+    assert f"; did you mean {near}" in problem
+    assert len(problem) < 200
+
+
+def test_a_name_like_none_says_where_the_presets_are() -> None:
+    problem = problem_of("model.name=perceptron")
+    assert "a hub id is OWNER/NAME; the presets are deepseek-v3, " in problem
+    assert problem.endswith("more (harness/presets)")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/gpt2_124m"])
+def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from huggingface_hub import constants  # which has read the environment already
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    def unknown(*_: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    problem = problem_of("model.name=gpt2")
-    assert problem.startswith("model.name is 'gpt2' (command line): it is no preset (deepseek-v3, ")
-    assert problem.endswith("did you mean gpt2-124m?")
-    assert all(name in problem for name in preset_names())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(model_config, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    problem = problem_of(f"model.name={name}")
+    assert "the hub cannot be reached from here: name a folder, model.name=FOLDER" in problem
+    assert "; did you mean gpt2-124m" in problem
+
+
+def test_weights_that_are_not_there_are_not_sought_among_the_presets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which have none."""
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    for name in ("my-modle", "./my-modle"):
+        with pytest.raises(ConfigError, match=r"no folder|no such") as caught:
+            find_model_config(name, "command line", "model.init_from")
+        assert str(caught.value).endswith("did you mean my-model?")
 
 
 RECURRENT = {"model_type": "recurrent", "vocab_size": 512, "hidden_size": 64}

@@ -14,7 +14,7 @@ from harness.config.run_file import load_run_config
 from harness.estimate.states import model_states
 from harness.layout.optimizer_table import OPTIMIZERS, Group, Parameter, optimizer_groups
 from harness.layout.world import World
-from harness.plan.adopt import adopt
+from harness.plan.adopt import SCHEDULES, adopt
 from harness.plan.draft import Draft
 from harness.plan.make import make_plan
 from tests.plan.plans import Planner
@@ -87,6 +87,13 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
          {"lr": 1e-4, "warmup_steps": 7}),
         (scheduler("WarmupDecayLR"), ("optim.warmup_steps=7", "optim.lr=1e-4"),
          {"lr": 1e-4, "warmup_steps": 7}),
+        # A rate that is written is the maximum where the scheduler names none.
+        *(({**optimizer("AdamW", lr=1e-5), **scheduler(kind)}, (), {"lr": 1e-5, "schedule": how})
+          for kind, how in SCHEDULES.items()),
+        (({**optimizer("AdamW"), **scheduler("WarmupDecayLR")}), (), {"lr": 1e-3}),
+        ({**optimizer("AdamW", lr="auto"), **scheduler("WarmupDecayLR")}, ("optim.lr=1e-5",),
+         {"lr": 1e-5}),
+        ({**optimizer("AdamW", lr="auto"), **scheduler("WarmupDecayLR")}, (), {"lr": 3e-3}),
         # As in DeepSpeed, the scheduler's maximum wins.
         ({**optimizer("AdamW", lr=1e-3), **scheduler("WarmupLR", warmup_max_lr=1e-4)}, (),
          {"lr": 1e-4}),

@@ -1,0 +1,231 @@
+"""`model.overrides`: keys of a config.json that a run changes.
+
+An override that would change nothing of the model that is built is refused, with what would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness.config.assignments import did_you_mean
+from harness.config.run_config import RunConfig
+from harness.errors import ConfigError, shortened
+from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.plans import every_key, keys_read
+from harness.layout.shape import Shape
+from harness.plan.model_values import value_problems
+
+_TABLE, _SCALING, _TYPE, _THETA = "rope_parameters", "rope_scaling", "rope_type", "rope_theta"
+_PARTIAL = "partial_rotary_factor"
+# Old places of what a table of rotary settings holds, by its name there.
+_OLD = {_THETA: _THETA, "rotary_emb_base": _THETA, _PARTIAL: _PARTIAL, "rotary_pct": _PARTIAL}
+_LOCAL = "rope_local_base_freq"
+_ROTARY = {*_OLD, _LOCAL, _SCALING, _TABLE}
+_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern")
+_ELSEWHERE = {
+    "dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled",
+    "torch_dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled",
+    "quantization_config": "weights are trained in the run's precision: see model.lora.quantize",
+    "architectures": "the class is that of model_type: set model.overrides.model_type",
+}
+
+
+def overridden(config: Mapping[str, Any], run: RunConfig, source: str) -> dict[str, Any]:
+    """Return a model config with model.overrides applied. Raises ConfigError with the problems of
+    all that are unknown, or would change nothing.
+    """
+    overrides = run.model.overrides
+    model_type = overrides.get("model_type", config["model_type"])
+    if not isinstance(model_type, str):  # all that follows looks it up
+        raise ConfigError(
+            f"{_named('model_type', run)} is {shortened(model_type)}: it must be a name"
+        )
+    if problems := [*_unread(config, model_type, run, source)]:
+        raise ConfigError(problems)
+    rotary = {key: value for key, value in overrides.items() if key in _ROTARY and value != "null"}
+    if problems := [*value_problems({"model_type": model_type, **rotary}, run, source)]:
+        raise ConfigError(problems)
+    merged = _applied(config, overrides, run)
+    if problems := [*_without_effect(config, merged, run)]:
+        raise ConfigError(problems)
+    return merged
+
+
+def already_so(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Return the overrides whose values a model config has without them."""
+    overrides = run.model.overrides
+    merged = _applied(config, overrides, run)
+    return [
+        key
+        for key in overrides
+        if _applied(config, {k: v for k, v in overrides.items() if k != key}, run) == merged
+    ]
+
+
+def _applied(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], run: RunConfig
+) -> dict[str, Any]:
+    rotary = {k: None if v == "null" else v for k, v in overrides.items() if k in _ROTARY}
+    others = {key: value for key, value in overrides.items() if key not in _ROTARY}
+    return _with_rotary(_merged(config, others), rotary, run)
+
+
+def _named(key: str, run: RunConfig) -> str:
+    return f"model.overrides.{key} ({run.origin(f'model.overrides.{key}')})"
+
+
+def _unread(
+    config: Mapping[str, Any], model_type: str, run: RunConfig, source: str
+) -> Iterator[str]:
+    """Yield the problems of overrides that no model of this type reads."""
+    own = keys_read(model_type) if "auto_map" not in config else None
+    dropouts = {*family_of(model_type).dropouts}
+    for key in run.model.overrides:
+        if key == "model_type" or (own is not None and key in own | dropouts):
+            continue
+        named = f"{_named(key, run)} "
+        if key in _ELSEWHERE:
+            yield f"{named}changes nothing: {_ELSEWHERE[key]}"
+        elif own is None:
+            if key not in {*config, *every_key()}:
+                near = did_you_mean(key, {*config, *every_key()})
+                yield f"{named}is not a config key of {source}{near}"
+        elif key in config or key in every_key():
+            near = did_you_mean(key, own)
+            yield f"{named}changes nothing: {model_type} models do not read it{near}"
+        else:
+            yield f"{named}is not a config key of {source}{did_you_mean(key, {*config, *own})}"
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy with the overrides applied; tables are merged key by key, "null" is None."""
+    merged = dict(config)
+    for key, override in overrides.items():
+        old, value = merged.get(key), None if override == "null" else override
+        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(old, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def _with_rotary(
+    config: dict[str, Any], overrides: Mapping[str, Any], run: RunConfig
+) -> dict[str, Any]:
+    """Return a config whose rotary settings are overridden where its reader looks for them.
+
+    transformers takes rope_parameters if there are any, and then nothing from their old places; a
+    rope_scaling that says something it takes in the place of them all.
+    """
+    table = config.get(_TABLE)
+    if not overrides or not (isinstance(table, Mapping) and table):
+        moves = _TABLE in overrides and isinstance(config.get(_SCALING), Mapping)
+        merged = _merged(_moved(config) if moves else config, overrides)
+        if isinstance(scaling := overrides.get(_SCALING), Mapping):
+            merged[_SCALING] = _rescaled(config.get(_SCALING) or {}, scaling)
+        return merged
+    config = {key: value for key, value in config.items() if key not in _ROTARY - {_TABLE}}
+    for key, value in overrides.items():
+        by_layer = _by_layer(table)
+        if by_layer and key != _TABLE:
+            raise ConfigError(
+                f"{_named(key, run)} is {shortened(value)}, but its layers rotate by their kind: "
+                f"set model.overrides.{_TABLE}.{by_layer[0]}"
+            )
+        if key == _TABLE and value is not None:
+            _require_same_kind(value, by_layer, run)
+            table = _merged(table, value)
+        elif key == _TABLE:
+            table = None
+        elif key == _SCALING:
+            table = _rescaled(table, value)
+        else:
+            table = {**table, _OLD[key]: value}
+        if table is None:
+            break
+    return {**config, _TABLE: table}
+
+
+def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose old rotary settings are in rope_parameters."""
+    old = {new: config[key] for key, new in _OLD.items() if config.get(key) is not None}
+    kept = {key: value for key, value in config.items() if key not in {*_OLD, _SCALING}}
+    return {**kept, _TABLE: {**old, **config[_SCALING]}}
+
+
+def _by_layer(table: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of layers that a table of rotary settings has a table for."""
+    return [key for key, value in table.items() if isinstance(value, Mapping)]
+
+
+def _require_same_kind(value: Mapping[str, Any], by_layer: list[str], run: RunConfig) -> None:
+    """Raise ConfigError for values of all layers beside those of each kind: they would be lost."""
+    if by_layer and (lost := [key for key in value if key not in by_layer]):
+        raise ConfigError(
+            f"{_named(_TABLE, run)} has {', '.join(lost)}, but its layers rotate by their kind: "
+            f"set model.overrides.{_TABLE}.{by_layer[0]}.{lost[0]}"
+        )
+
+
+def _rescaled(table: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return rotary settings with another scaling: theta and what is rotated stay."""
+    kept = {key: value for key, value in table.items() if key in (_THETA, _PARTIAL)}
+    if scaling is None:
+        return {**kept, _TYPE: "default"}
+    before = table.get(_TYPE, table.get("type"))
+    kind = scaling.get(_TYPE, scaling.get("type", before))
+    same = {key: value for key, value in table.items() if key != "type"}
+    named = {} if kind is None else {_TYPE: kind}  # of two names the reader takes this one
+    return {**(same if kind == before else kept), **scaling, **named}
+
+
+def _without_effect(
+    config: Mapping[str, Any], merged: Mapping[str, Any], run: RunConfig
+) -> Iterator[str]:
+    """Yield the problems of overrides that other values of the config keep from doing anything."""
+    overrides = run.model.overrides
+    windows = [key for key in _WINDOWS if key in overrides and overrides[key] != config.get(key)]
+    if windows and _is_idle_window(config, merged):
+        verb = "changes" if len(windows) == 1 else "change"
+        named = " and ".join(_named(key, run) for key in windows)
+        yield f"{named} {verb} nothing: {_why_no_window(merged)}"
+    key = "router_aux_loss_coef"
+    if key in overrides and not merged.get("output_router_logits"):
+        use = "set model.overrides.output_router_logits=true, too"
+        yield f"{_named(key, run)} changes nothing without the router's loss: {use}"
+    key = "initializer_range"
+    if key in overrides and run.model.init_from is not None:
+        yield f"{_named(key, run)} changes nothing: the weights are those of model.init_from"
+
+
+def _is_idle_window(config: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
+    """Return True if no layer of a model has another window than without the overrides."""
+    asks = "use_sliding_window" in (keys_read(merged["model_type"]) or ())
+    if asks and merged.get("sliding_window") and not merged.get("use_sliding_window"):
+        return True  # which the class then takes away
+    windows = (*_WINDOWS, "layer_types")
+    without = {key: value for key, value in merged.items() if key not in windows}
+    without |= {key: config[key] for key in windows if key in config}
+    slides = _slides(merged)
+    return slides is not None and slides == _slides(without)
+
+
+def _slides(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
+    """Return the window of each layer; None where nobody knows."""
+    try:
+        return Shape.from_hf(config).sliding_windows
+    except (TypeError, ValueError):  # values that are none of a size are reported later
+        return None
+
+
+def _why_no_window(config: Mapping[str, Any]) -> str:
+    if not config.get("use_sliding_window") and config.get("sliding_window"):
+        return "set model.overrides.use_sliding_window=true, too"
+    if config.get("layer_types"):
+        use = 'model.overrides.layer_types, "sliding_attention" for each layer that shall slide'
+        return f"layer_types of the config says which layers slide: set {use}"
+    if config.get("use_sliding_window") and config.get("sliding_window"):
+        layers = next((config[k] for k in SIZE_KEYS["layers"] if k in config), 0)
+        first = config.get("max_window_layers", 28)  # the classes' own default
+        why = f"of {layers} layers those from max_window_layers, {first}, on slide"
+        return f"{why}: set model.overrides.max_window_layers"
+    return "no layer slides: set model.overrides.sliding_window"

@@ -1,0 +1,167 @@
+"""model.overrides: what is written is what is built, or is refused with what would be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.run_file import load_run_config
+from harness.errors import ConfigError
+from harness.models.skeleton import hf_config
+from harness.plan.model_config import load_model_config
+from harness.plan.overrides import already_so
+from tests.engine.small import MODEL
+
+Config = dict[str, Any]
+YARN = '{rope_type="yarn", factor=4.0, original_max_position_embeddings=512}'
+NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+OLD = {"rope_theta": 1e6}
+BOTH = {**NEW, **OLD, "rope_scaling": None}
+LAYERS = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+QWEN = {**MODEL, "model_type": "qwen2", "sliding_window": None, "use_sliding_window": False}
+
+
+def load(folder: Path, config: Config, *overrides: str, words: tuple[str, ...] = ()) -> Config:
+    (folder / "config.json").write_text(json.dumps({**MODEL, **config}))
+    named = [f"model.overrides.{word}" for word in overrides]
+    run = load_run_config(None, [f"model.name={folder}", *named, *words])
+    return load_model_config(run)[0]
+
+
+def problem_of(folder: Path, config: Config, *overrides: str, words: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, config, *overrides, words=words)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("config", [NEW, OLD, BOTH], ids=["new", "old", "both"])
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("rope_theta=5e6", {"rope_type": "default", "rope_theta": 5e6}),
+        ("rope_parameters.rope_theta=5e6", {"rope_type": "default", "rope_theta": 5e6}),
+        (f"rope_scaling={YARN}",
+         {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+          "original_max_position_embeddings": 512}),
+        ('rope_scaling={type="linear", factor=2.0}',
+         {"rope_type": "linear", "type": "linear", "rope_theta": 1e6, "factor": 2.0}),
+        ("rope_scaling=null", {"rope_type": "default", "rope_theta": 1e6}),
+    ],
+)  # fmt: skip
+def test_a_rotary_override_reaches_the_model_wherever_the_config_has_its_settings(
+    config: Config, word: str, expected: Config, tmp_path: Path
+) -> None:
+    assert hf_config(load(tmp_path, config, word)).rope_parameters == expected
+
+
+def test_another_scaling_replaces_the_one_before_and_the_same_is_merged(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    for config in ({"rope_parameters": {**linear, **OLD}}, {**OLD, "rope_scaling": linear}):
+        other = load(tmp_path, config, f"rope_scaling={YARN}")
+        assert hf_config(other).rope_parameters["factor"] == 4.0
+        same = hf_config(load(tmp_path, config, "rope_scaling.factor=2.0")).rope_parameters
+        assert same == {**linear, "factor": 2.0, **OLD}
+
+
+def test_layers_that_rotate_by_their_kind_are_overridden_by_it(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3_text", "rope_parameters": LAYERS}
+    word = "rope_parameters.full_attention.rope_theta=5e6"
+    built = hf_config(load(tmp_path, config, word)).rope_parameters
+    assert [built[kind]["rope_theta"] for kind in LAYERS] == [5e6, 1e4]
+    for word in ("rope_theta=5e6", f"rope_scaling={YARN}", "rope_local_base_freq=5e6"):
+        problem = problem_of(tmp_path, config, word)
+        assert "set model.overrides.rope_parameters.full_attention" in problem
+    problem = problem_of(tmp_path, config, "rope_parameters.rope_theta=5e6")
+    assert problem.endswith("set model.overrides.rope_parameters.full_attention.rope_theta")
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "expected"),
+    [
+        ({}, ["sliding_window=64"], "changes nothing: llama models do not read it"),
+        ({}, ["num_experts=8"], "changes nothing: llama models do not read it"),
+        ({}, ["hidden_szie=8"], "is not a config key of SOURCE; did you mean hidden_size?"),
+        ({"model_type": "gpt_neox"}, ["rope_theta=5e6"], "gpt_neox models do not read it"),
+        ({"torch_dtype": "float32"}, ["torch_dtype=bfloat16"], "set bf16.enabled or fp16.enabled"),
+        ({"architectures": ["A"]}, ["architectures=[B]"], "set model.overrides.model_type"),
+        ({}, ["quantization_config={quant_method='fp8'}"], "see model.lora.quantize"),
+        (QWEN, ["sliding_window=8"], "set model.overrides.use_sliding_window=true, too"),
+        (QWEN, ["use_sliding_window=true"], "set model.overrides.sliding_window"),
+        ({**QWEN, "sliding_window": 8, "layer_types": ["full_attention"] * 3},
+         ["use_sliding_window=true"], "set model.overrides.layer_types"),
+        ({"model_type": "mixtral"}, ["router_aux_loss_coef=0.1"],
+         "set model.overrides.output_router_logits=true, too"),
+    ],
+)  # fmt: skip
+def test_an_override_that_changes_nothing_is_refused(
+    config: Config, words: list[str], expected: str, tmp_path: Path
+) -> None:
+    problem = problem_of(tmp_path, config, *words).replace(str(tmp_path), "SOURCE")
+    assert problem.startswith(f"model.overrides.{words[0].partition('=')[0]} (command line) ")
+    assert expected in problem
+
+
+def test_a_window_that_no_layer_is_late_enough_for(tmp_path: Path) -> None:
+    words = ("use_sliding_window=true", "sliding_window=8")
+    problem = problem_of(tmp_path, QWEN, *words)
+    assert "model.overrides.use_sliding_window (command line) change nothing: of 3" in problem
+    assert problem.endswith(
+        "max_window_layers, 28, on slide: set model.overrides.max_window_layers"
+    )
+    config = load(tmp_path, QWEN, *words, "max_window_layers=2")
+    assert hf_config(config).layer_types == [*["full_attention"] * 2, "sliding_attention"]
+
+
+def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> None:
+    """The advice, followed once, is what is built."""
+    config = {**QWEN, "layer_types": ["full_attention"] * 3}
+    words = ("use_sliding_window=true", "sliding_window=8")
+    assert "set model.overrides.layer_types, " in problem_of(tmp_path, config, *words)
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    built = hf_config(load(tmp_path, config, *words, f"layer_types={json.dumps(kinds)}"))
+    assert (built.sliding_window, built.layer_types) == (8, kinds)
+
+
+def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **NEW}))
+    words = ("rope_theta=1000000", "hidden_size=64", f"vocab_size={MODEL['vocab_size']}")
+    run = load_run_config(
+        None, [f"model.name={tmp_path}", *(f"model.overrides.{word}" for word in words)]
+    )
+    expected = ["rope_theta", "vocab_size"]
+    assert already_so({**MODEL, **NEW}, run) == expected
+
+
+def test_given_weights_are_not_drawn_anew(tmp_path: Path) -> None:
+    words = (f"model.init_from={tmp_path}",)
+    problem = problem_of(tmp_path, {}, "initializer_range=0.5", words=words)
+    assert problem.endswith("changes nothing: the weights are those of model.init_from")
+    assert load(tmp_path, {}, "initializer_range=0.5")["initializer_range"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({}, "tie_word_embeddings=true"),
+        ({"model_type": "mistral"}, "sliding_window=8"),
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=null"),
+        ({"model_type": "gpt_neox"}, "rotary_emb_base=5000"),
+        ({"model_type": "qwen3_moe"}, "num_local_experts=4"),
+        ({"model_type": "qwen3_moe"}, "num_experts=4"),
+        ({"model_type": "recurrent", "cell": "gru"}, "cell=lstm"),
+        ({}, f"hidden_size={MODEL['hidden_size']}"),  # already so: what is written is built
+    ],
+)
+def test_overrides_that_a_model_reads_are_taken(config: Config, word: str, tmp_path: Path) -> None:
+    key, _, value = word.partition("=")
+    named = {"true": True, "null": None}
+    expected = named.get(value, value if key == "cell" else None)
+    written = load(tmp_path, config, word)[key]
+    assert written == (int(value) if value.isdigit() else expected)
