@@ -55,7 +55,7 @@ _REPLACED = (
     *("data.mix", "data.eval_path", "data.too_long", "data.min_tokens", "data.max_tokens"),
     *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
     *("ramp", "profile", "optim.groups", "eval.patience", "eval.better_by"),
-    *("eval.seq_len", "eval.needle_lengths"),
+    *("eval.seq_len", "eval.needle_lengths", "data.date"),
     *("log.tensorboard", "log.wandb", "log.mlflow"),
 )
 
