@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -118,9 +117,8 @@ def half_of(values: Iterable[str], half: int) -> list[str]:
 def test_every_planted_defect_is_caught(half: int) -> None:
     by_cell = {f"{defect.cells[0].name} {name}": name for name, defect in DEFECTS.items()}
     names = [by_cell[key] for key in half_of(by_cell, half)]
-    done = run_tool("proofs/check_parity", "--self-test", "--defects", *names)
-    caught = rf"^{len(names)} defects planted in \d+ cells, 0 missed$"
-    assert re.search(caught, done.stdout, re.MULTILINE)
+    done = run_tool("proofs/check_parity", "--self-test", "--brief", "--defects", *names)
+    assert f"{len(names)} defects planted in {len(names)} cells, 0 missed" in done.stdout
 
 
 @pytest.mark.parametrize("half", [0, 1])

@@ -102,18 +102,17 @@ def _self_test(
 ) -> int:
     """Plant each defect in turn; returns 0 when every one was caught, and nothing without one.
 
-    `brief`: those of BRIEF, each in its first cell. `names`: only these.
+    `brief`: each in its first cell alone. `names`: only these; None: all, of `brief` those of BRIEF.
     """
     from tools.proofs.parity.defects.table import BRIEF, DEFECTS
 
     if unknown := [name for name in names or () if name not in DEFECTS]:
         refuse(f"--defects: no such defect: {', '.join(unknown)}; there are {', '.join(DEFECTS)}")
     every: dict[str | None, tuple[Cell, ...]] = {name: d.cells for name, d in DEFECTS.items()}
-    trials = every
-    if brief:
-        trials = {name: every[name][:1] for name in BRIEF}
-    elif names:
-        trials = {name: every[name] for name in names}
+    planted = names or (BRIEF if brief else DEFECTS)
+    trials: dict[str | None, tuple[Cell, ...]] = {
+        name: every[name][:1] if brief else every[name] for name in planted
+    }
     trials, every = _with_undamaged(trials), _with_undamaged(every)
     undamaged = trials[None]
     folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
@@ -129,8 +128,8 @@ def _self_test(
     if page:
         earlier = _earlier(page) if names else ""
         _write(page, lambda: self_test_markdown(rows, every, earlier))
-    planted = f"{len(trials) - 1} defects planted in {len(jobs) - len(undamaged)} cells"
-    return self_test_result(missed, planted)
+    summary = f"{len(trials) - 1} defects planted in {len(jobs) - len(undamaged)} cells"
+    return self_test_result(missed, summary)
 
 
 def _with_undamaged(
