@@ -102,7 +102,7 @@ def _self_test(
 ) -> int:
     """Plant each defect in turn; returns 0 when every one was caught, and nothing without one.
 
-    `brief`: each in its first cell alone. `names`: only these; None: all, of `brief` those of BRIEF.
+    `brief`: each in its first cell alone. `names`: only these; None: all (of `brief`: BRIEF).
     """
     from tools.proofs.parity.defects.table import BRIEF, DEFECTS
 
