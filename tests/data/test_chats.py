@@ -344,8 +344,11 @@ def test_the_runs_tokenizer_carries_the_template(
     options = {"tokenizer": tokenizer_dir, "seq_len": 64}
     with pytest.raises(ConfigError, match=r"no chat template: set data.template=chatml"):
         opened(path, tmp_path, **options)
-    with pytest.raises(ConfigError, match=r"data.template: cannot read alpaca: .* chatml, gemma"):
+    with pytest.raises(ConfigError, match=r"template is 'alpaca': it must be .* chatml, gemma"):
         opened(path, tmp_path, **options, template="alpaca")
+    for name in ("chatlm", "ChatML"):
+        with pytest.raises(ConfigError, match=r"did you mean chatml\?"):
+            opened(path, tmp_path, **options, template=name)
     data = opened(path, tmp_path, **options, template="chatml")
     (event,) = data.events()[-1:]
     assert event["kind"] == "divided_control_tokens"

@@ -122,7 +122,9 @@ def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> Non
     """The advice names all that is needed; followed once, it is what is built."""
     config = {**QWEN, "layer_types": ["full_attention"] * 3}
     problem = problem_of(tmp_path, config, "sliding_window=8")
-    assert "set model.overrides.use_sliding_window=true and model.overrides.layer_types, " in problem
+    assert (
+        "set model.overrides.use_sliding_window=true and model.overrides.layer_types, " in problem
+    )
     words = ("use_sliding_window=true", "sliding_window=8")
     assert "set model.overrides.layer_types, " in problem_of(tmp_path, config, *words)
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
