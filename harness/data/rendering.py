@@ -82,8 +82,8 @@ class ChatTemplate:
         """Return True if it says which part is the assistant's, by {% generation %}."""
         return _MARKS_TURNS.search(self.source(tools)) is not None
 
-    def reads(self, key: str, tools: Tools) -> bool:
-        """Return True if the template names a key of a turn."""
+    def names(self, key: str, tools: Tools) -> bool:
+        """Return True if the template's text has a name in it."""
         return re.search(rf"\b{re.escape(key)}\b", self.source(tools)) is not None
 
     def text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:

@@ -85,6 +85,15 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         messages(Q, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}),
         Chat([Q, A]),
     ),
+    "roles of either form, with content under any of its keys": (
+        messages(
+            {"role": "Human", "value": "1 + 2?"},
+            {"from": "gpt", "value": None, "content": "3"},
+            {"role": "user", "text": "and 4?"},
+            {"from": "model", "text": "7"},
+        ),
+        Chat([Q, A, Q2, A2]),
+    ),
     # A prompt of turns.
     "turns that are completed": (
         {"prompt": [S, Q, A, Q2], "completion": [A2]},
@@ -165,6 +174,15 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         },
         Chat([Q, asks(call({"a": 1}), content="3"), RESULT, A]),
     ),
+    "calls and results as turns of their own": (
+        messages(
+            Q,
+            {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 1}}'},
+            {"role": "tool_response", "content": "3"},
+            A,
+        ),
+        Chat(CALLED),
+    ),
     "a call, then another": (
         messages(Q, asks(call({"a": 1})), asks(call({"a": 2})), RESULT, RESULT, A),
         Chat([Q, asks(call({"a": 1}), call({"a": 2})), RESULT, RESULT, A]),
@@ -174,6 +192,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         key: (messages(Q, {**A, key: "hm"}), Chat([Q, {**A, "reasoning_content": "hm"}]))
         for key in ("reasoning_content", "reasoning", "thinking", "thought")
     },
+    "a thought under two keys": (
+        messages(Q, {**A, "reasoning": "hm", "reasoning_content": "hm"}),
+        Chat([Q, {**A, "reasoning_content": "hm"}]),
+    ),
     "thoughts as a part": (
         messages(
             Q,
@@ -289,6 +311,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
     "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
+    "a question of nothing": (messages({**Q, "content": None}, A), "of the user has no content"),
+    "no key of content": (
+        messages({"role": "user", "message": "1 + 2?"}, A),
+        "needs role and content, or from and value; it has ['role', 'message']",
+    ),
+    "a part without a text": (
+        messages(*CALLED[:2], {**RESULT, "content": [{"deg": 1}]}, A),
+        "has a part without a text; it has ['deg']",
+    ),
+    "two thoughts": (
+        messages(Q, {**A, "reasoning": "hm", "thinking": "ho"}),
+        "has other thoughts in reasoning than in thinking",
+    ),
 }  # fmt: skip
 
 
