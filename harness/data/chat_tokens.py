@@ -89,7 +89,7 @@ class ChatEncoder:
         Raises ValueError with the problem: the template refuses it, or cannot be masked exactly.
         """
         form, text = self._text(chat)
-        notes: list[Note] = [("keys", key) for key in self._unread_keys(chat)]
+        notes: list[Note] = [("keys", key) for key in self._unread_keys(chat, text, form)]
         if chat.tools and text == self._template.text(with_arguments(chat.messages, form), None):
             notes.append(("turns", _WITHOUT_TOOLS))
         turns, places = self._finder.turns_of(chat, text, form), Places()
@@ -167,16 +167,26 @@ class ChatEncoder:
     def _unmarked(self) -> str:
         return f"has assistant turns outside {_BLOCK} of the {self._template.name}"
 
-    def _unread_keys(self, chat: Chat) -> list[str]:
-        """Return the keys of turns that hold something and that the template does not name."""
+    def _unread_keys(self, chat: Chat, text: str, form: Arguments) -> list[str]:
+        """Return the keys of turns that hold something and change nothing of the text."""
         keys = [
             key
             for message in chat.messages
             for key, value in message.items()
             if key not in _COMMON_KEYS and value and (key, message["role"]) != ("name", "tool")
         ]
-        unread = {key for key in {*keys} if not self._template.reads(key, chat.tools)}
+        unread = {key for key in {*keys} if not self._is_read(key, chat, text, form)}
         return [key for key in keys if key in unread]
+
+    def _is_read(self, key: str, chat: Chat, text: str, form: Arguments) -> bool:
+        """Return True if the template reads a key of turns: it may name that of something else."""
+        if not self._template.names(key, chat.tools):
+            return False
+        messages = [{k: of for k, of in message.items() if k != key} for message in chat.messages]
+        try:
+            return text != self._template.text(with_arguments(messages, form), chat.tools)
+        except ValueError:  # it cannot do without
+            return True
 
     def encode(self, chats: Sequence[Rendered]) -> Iterator[Encoded]:
         """Yield the ids of rendered texts, as apply_chat_template gives them.

@@ -180,8 +180,7 @@ class Encoder:
         learned = [(0, len(ids))]
         if runs is not None and runs != ((0, len(piece.text)),):
             learned = tokens_of(places, [*runs]) if runs else []
-        ends = piece.learned is not None and ids[-1:] == [self._tokenizer.eos_token_id]
-        if piece.is_last and not ends:
+        if piece.is_last and not self._is_closed(piece.text, ids):
             if piece.end_is_learned or self._how.learn == "all":
                 learned.append((len(ids), len(ids) + 1))
             ids.append(self._tokenizer.eos_token_id)
@@ -193,6 +192,14 @@ class Encoder:
             learned = [(start + len(begin), stop + len(begin)) for start, stop in learned]
         cut = [(max(start, len(begin)), stop) for start, stop in learned]
         return Encoded(ids, [(start, stop) for start, stop in cut if start < stop])
+
+    def _is_closed(self, text: str, ids: list[int]) -> bool:
+        """Return True if nothing but white space follows an end-of-text token, which some write."""
+        eos = self._tokenizer.eos_token_id
+        if not text.rstrip().endswith(str(self._tokenizer.eos_token)) or eos not in ids:
+            return False
+        behind = ids[len(ids) - ids[::-1].index(eos) :]
+        return not behind or not str(self._tokenizer.decode(behind)).strip()
 
 
 def _next_group(parts: Iterator[Part]) -> list[Part]:

@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import (
     _render_with_assistant_indices,
 )
 
+from harness.config.assignments import did_you_mean
 from harness.errors import ConfigError, Unusable
 from harness.files.paths import user_path
 from harness.files.pieces import Spans
@@ -47,10 +48,11 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     try:
         tokenizer.chat_template = read_regular(path, _MOST_TEMPLATE_BYTES, links=True).decode()
     except (OSError, Unusable, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.template: cannot read {template}: {error}; it must be a .jinja file or one of "
-            f"{', '.join(names)}"
-        ) from error
+        wanted = f"it must be a .jinja file or one of {', '.join(names)}"
+        if not path.suffix and not path.exists():
+            hint = did_you_mean(template.lower(), names)
+            raise ConfigError(f"data.template is {template!r}: {wanted}{hint}") from None
+        raise ConfigError(f"data.template: cannot read {template}: {error}; {wanted}") from error
     setattr(tokenizer, _SOURCE, template)
 
 
@@ -80,8 +82,8 @@ class ChatTemplate:
         """Return True if it says which part is the assistant's, by {% generation %}."""
         return _MARKS_TURNS.search(self.source(tools)) is not None
 
-    def reads(self, key: str, tools: Tools) -> bool:
-        """Return True if the template names a key of a turn."""
+    def names(self, key: str, tools: Tools) -> bool:
+        """Return True if the template's text has a name in it."""
         return re.search(rf"\b{re.escape(key)}\b", self.source(tools)) is not None
 
     def text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:

@@ -149,7 +149,9 @@ def _in_call(call: Message, kinds: str, put: Put, number: int) -> Message:
 
 
 def _with_mark(stem: str, at_begin: bool, text: str, kind: str, call: int = 0) -> str:
-    """Return a text with a mark behind its last letter outside of tags, or its last sign."""
+    """Return a text with a mark behind its last letter outside of tags, or its last sign; one that
+    is nothing but tags has the mark outside of them.
+    """
     ends = [0, *(end for tag in _TAGS.finditer(text) for end in tag.span()), len(text)]
     outside = [*zip(ends[::2], ends[1::2], strict=True)]
     for first, last in ((_LETTER, _LAST_LETTER), (_SIGN, _LAST_SIGN)):
@@ -157,7 +159,10 @@ def _with_mark(stem: str, at_begin: bool, text: str, kind: str, call: int = 0) -
             found = first.search(text, start, stop) if at_begin else last.match(text, start, stop)
             if found:
                 return f"{text[: found.end()]}{stem}{kind}{call}z{text[found.end() :]}"
-    return text
+    if not text.strip():
+        return text
+    place = len(text) - len(text.lstrip()) if at_begin else len(text.rstrip())
+    return f"{text[:place]}{stem}{kind}{call}z{text[place:]}"
 
 
 def _texts_of(message: Message) -> list[str]:

@@ -41,6 +41,7 @@ WITHOUT_SOME_CALLS = "assistant turns of whose calls the template leaves out som
 WITHOUT_TEXT = "assistant turns whose text the template leaves out beside calls"
 WITHOUT_THOUGHT = "assistant turns whose thoughts the template leaves out"
 WITHOUT_END = "assistant turns that no token ends"
+OTHER_TEXT = "assistant turns whose text the template changes"
 
 
 class NotFound(ValueError):
@@ -160,6 +161,8 @@ class Turns:
         text = self._whole.text[start:stop]
         if not self._finder.without_tokens(text):
             return Place(0, 0, (WRITES_NOTHING,), is_written=False)
+        if not self._is_found(number, text):
+            lacks = (*lacks, OTHER_TEXT)
         is_last = not self._whole.text[stop:].strip()
         if not is_last and not self._finder.ends_with_token(text):
             lacks = (*lacks, WITHOUT_END)
@@ -180,6 +183,13 @@ class Turns:
         lacks += [WITHOUT_TEXT] if (SAID, 0) in given - written else []
         lacks += [WITHOUT_THOUGHT] if (THOUGHT_OF, 0) in given - written else []
         return tuple(lacks), True
+
+    def _is_found(self, number: int, text: str) -> bool:
+        """Return True if a turn that no mark could be put in has its words in its text."""
+        message = self._messages[number]
+        words = [message["content"].rpartition("</think>")[2].strip()]
+        words += [call["function"]["name"] for call in message.get("tool_calls", [])]
+        return bool(self._marks.in_message(message)) or all(word in text for word in words)
 
     def _start(self, number: int) -> int | None:
         """Return where a turn begins: behind the prompt, or behind the prompt's role marker where

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from harness.files.chat import Chat, chat_of, completed, one_turn
+from harness.files.column_names import example, naming
 from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, Spans, pieces_of
 from harness.files.tool_calls import parsed
@@ -199,10 +200,10 @@ def _form_of(record: dict[str, Any], columns: Mapping[str, str]) -> Form:
     fitting = [form for form in FORMS if columns.keys() >= {*form.needs}]
     forms = [form for form in fitting if not form.is_second] or fitting
     if len(forms) != 1:
-        needs = f"it has {', '.join(map(repr, record)) or 'no keys'}{_naming(record)}"
+        needs = f"it has {', '.join(map(repr, record)) or 'no keys'}{naming(record)}"
         if forms:
             needs = f"it has {', and '.join(' and '.join(form.needs) for form in forms)}: name "
-            needs += f"those to read, as in {_example(forms[-1].needs)}"
+            needs += f"those to read, as in {example({name: name for name in forms[-1].needs})}"
         raise ValueError(f"needs either {WANTED}; {needs}")
     is_talk = forms[0] is _TEXT_PAIR and are_turns(record.get(columns["prompt"]))
     return _TURNS_PAIR if is_talk else forms[0]
@@ -231,10 +232,3 @@ def problem_of_columns(columns: Mapping[str, str]) -> str | None:
 
 def _example(names: tuple[str, ...]) -> str:
     return f"data.columns={{{', '.join(f'{name}={name!r}' for name in names)}}}".replace("'", '"')
-
-
-def _naming(record: dict[str, object]) -> str:
-    """Return the argument that names the only text of a record; "" if not unique."""
-    texts = [key for key in record if isinstance(record[key], str)]
-    unique = len(texts) == 1 and not record.keys() & set(get_args(Column))
-    return f": data.columns.text={texts[0]} names the text" if unique else ""

@@ -14,29 +14,23 @@ ASSISTANT = "assistant"
 THOUGHT = "reasoning_content"
 """Key of a message with what the assistant thought."""
 
+_CALL = "function_call"
 _ROLES = {
-    **{role: role for role in ("system", "user", ASSISTANT, "tool")},
-    "developer": "system",
-    "function": "tool",
-    "ipython": "tool",
-    "model": ASSISTANT,
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys((ASSISTANT, "gpt", "chatgpt", "bing", "bard", "model"), ASSISTANT),
+    **dict.fromkeys(("tool", "function", "ipython", "observation"), "tool"),
+    **dict.fromkeys(("function_response", "tool_response"), "tool"),
+    **dict.fromkeys((_CALL, "tool_call"), _CALL),
 }
-_SHAREGPT = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", ASSISTANT), ASSISTANT),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    "system": "system",
-    "function_call": "function_call",
-}
+_CONTENTS = ("content", "value", "text")
 _THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought")
 # Whether a turn is learned: OpenAI's, axolotl's and ms-swift's keys, and others' of that meaning.
 _MARKS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "learn")
 _MARKED = {0: False, 1: True}
 # They mark parts of a turn, which would have to be found in what the template makes of it.
 _MARKS_OF_PARTS = ("train_detail", "training_detail")
-_READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call"}).union(
-    _THOUGHTS, _MARKS
-)
+_READ = frozenset({"role", "from", "tool_calls", "function_call"}).union(_THOUGHTS, _MARKS)
 # A question with its answer as one object; beside them a system text.
 _PYTHON = "{'"
 _PAIRS = (
@@ -123,29 +117,32 @@ def turn_of(turn: object) -> Turn:
     """Return a turn in OpenAI's or ShareGPT's form. Raises ValueError."""
     if not isinstance(turn, dict):
         raise ValueError(f"a turn must be an object, not {type_of(turn)}")
-    if "role" in turn:
-        name, roles, content = turn["role"], _ROLES, turn.get("content")
-    elif "from" in turn:
-        name, roles, content = turn["from"], _SHAREGPT, turn.get("value")
-    else:
+    name = turn["role"] if turn.get("role") is not None else turn.get("from")
+    key = next((key for key in _CONTENTS if turn.get(key) is not None), None)
+    has_content = any(key in turn for key in _CONTENTS)
+    calls = turn.get("tool_calls") or turn.get("function_call")
+    if name is None or not (has_content or calls or _thought(turn, None)):
         raise ValueError(f"a turn needs role and content, or from and value; it has {list(turn)}")
-    if not isinstance(name, str) or name not in roles:
-        raise ValueError(f"a turn has the role {name!r}, which is none of {', '.join(roles)}")
-    role = roles[name]
-    if role == "function_call":
+    role = _ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise ValueError(f"a turn has the role {name!r}, which is none of {', '.join(_ROLES)}")
+    content = turn.get(key)
+    if role == "user" and content is None:
+        raise ValueError("a turn of the user has no content")
+    if role == _CALL:
         message: Message = {"role": ASSISTANT, "content": "", "tool_calls": calls_of(content)}
     else:
         message = {"role": role, "content": text_of(content)}
-        if calls := turn.get("tool_calls") or turn.get("function_call"):
+        if calls:
             message["tool_calls"] = calls_of(calls)
     if message["role"] == ASSISTANT and (thought := _thought(turn, content)):
         message[THOUGHT] = thought
-    return Turn({**message, **_rest(turn, message)}, _mark(turn))
+    return Turn({**message, **_rest(turn, message, key)}, _mark(turn))
 
 
-def _rest(turn: Message, message: Message) -> Message:
+def _rest(turn: Message, message: Message, content_key: str | None) -> Message:
     """Return the keys that a template may read, as plain values."""
-    used = _READ if message["role"] == ASSISTANT else _READ - {*_THOUGHTS}
+    used = {*(_READ if message["role"] == ASSISTANT else _READ - {*_THOUGHTS}), content_key}
     rest = {key: value for key, value in turn.items() if key not in used and value is not None}
     return {key: value if _is_plain(value) else str(value) for key, value in rest.items()}
 
@@ -177,6 +174,7 @@ def _mark(turn: Message) -> bool | None:
 
 def _thought(turn: Message, content: object) -> str:
     """Return what the assistant thought: of a key of its own, or of parts of the content."""
+    keys: dict[str, str] = {}  # by what they say: some write a thought under two keys
     for key in _THOUGHTS:
         if (thought := turn.get(key)) is None:
             continue
@@ -184,9 +182,13 @@ def _thought(turn: Message, content: object) -> str:
             raise ValueError(f"the {key} of a turn must be a string, not {type_of(thought)}")
         thought.encode()
         if thought:
-            return thought
+            keys[thought] = key
     parts = content if isinstance(content, list) else []
-    return "".join(_text_of_part(part) for part in parts if _is_thought(part))
+    if of_parts := "".join(_text_of_part(part) for part in parts if _is_thought(part)):
+        keys[of_parts] = "content"
+    if len(keys) > 1:
+        raise ValueError(f"a turn has other thoughts in {' than in '.join(keys.values())}")
+    return next(iter(keys), "")
 
 
 def text_of(content: object) -> str:
@@ -213,7 +215,10 @@ def _text_of_part(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type_of(part)
     if not isinstance(part, dict) or kind not in (*_TEXTS, *_PART_THOUGHTS):
         raise ValueError(f"a turn has a part that is no text, but {kind}")
-    return text_of(part.get("text", part.get(kind)))
+    key = next((key for key in ("text", kind) if key in part), None)
+    if key is None:
+        raise ValueError(f"a turn has a part without a text; it has {list(part)}")
+    return text_of(part[key])
 
 
 def type_of(value: object) -> str:

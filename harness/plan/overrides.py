@@ -199,8 +199,7 @@ def _without_effect(
 
 def _is_idle_window(config: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
     """Return True if no layer of a model has another window than without the overrides."""
-    asks = "use_sliding_window" in (keys_read(merged["model_type"]) or ())
-    if asks and merged.get("sliding_window") and not merged.get("use_sliding_window"):
+    if _asks(merged) and merged.get("sliding_window") and not merged.get("use_sliding_window"):
         return True  # which the class then takes away
     windows = (*_WINDOWS, "layer_types")
     without = {key: value for key, value in merged.items() if key not in windows}
@@ -218,14 +217,26 @@ def _slides(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
 
 
 def _why_no_window(config: Mapping[str, Any]) -> str:
-    if not config.get("use_sliding_window") and config.get("sliding_window"):
-        return "set model.overrides.use_sliding_window=true, too"
-    if config.get("layer_types"):
-        use = 'model.overrides.layer_types, "sliding_attention" for each layer that shall slide'
-        return f"layer_types of the config says which layers slide: set {use}"
-    if config.get("use_sliding_window") and config.get("sliding_window"):
-        layers = next((config[k] for k in SIZE_KEYS["layers"] if k in config), 0)
-        first = config.get("max_window_layers", 28)  # the classes' own default
+    """Return why no layer slides, with all that has to be set so that one does."""
+    why, settings = "no layer slides", []
+    if not config.get("sliding_window"):
+        settings.append("model.overrides.sliding_window")
+    if _asks(config) and not config.get("use_sliding_window"):
+        settings.append("model.overrides.use_sliding_window=true")
+    layers = next((config[k] for k in SIZE_KEYS["layers"] if k in config), 0)
+    first = config.get("max_window_layers", 28)  # the classes' own default
+    are_counts = isinstance(layers, int) and isinstance(first, int)
+    if kinds := config.get("layer_types"):
+        if "sliding_attention" not in kinds:
+            why = "layer_types of the config says which layers slide"
+            use = 'model.overrides.layer_types, "sliding_attention" for each layer that shall slide'
+            settings.append(use)
+    elif _asks(config) and are_counts and first >= layers:
         why = f"of {layers} layers those from max_window_layers, {first}, on slide"
-        return f"{why}: set model.overrides.max_window_layers"
-    return "no layer slides: set model.overrides.sliding_window"
+        settings.append("model.overrides.max_window_layers=0")
+    return f"{why}: set {' and '.join(settings)}, too" if settings else why
+
+
+def _asks(config: Mapping[str, Any]) -> bool:
+    """Return True if a model slides only where use_sliding_window says so."""
+    return "use_sliding_window" in (keys_read(config["model_type"]) or ())

@@ -171,6 +171,28 @@ def test_a_long_document_has_no_marks_at_its_cuts(
     assert sum(learned) < len(ids) - 1 if suffix == "pair" else sum(learned) == len(ids) - 1
 
 
+@every
+@pytest.mark.parametrize("end", ["</s>", "</s>\n"])
+def test_an_end_that_a_row_writes_itself_is_not_doubled(
+    name: str, end: str, write_jsonl: Callable[..., Path]
+) -> None:
+    tokenizer = tokenizer_of(name)
+    segments = [{"label": False, "text": "the"}, {"label": True, "text": f" word{end}"}]
+    path = write_jsonl(
+        {"text": f"<s>the word{end}"}, {"prompt": "the", "completion": f" word{end}"}
+    )
+    read = documents(tokenizer, path)
+    read += documents(tokenizer, write_jsonl({"segments": segments}))
+    for ids, learned in read:
+        assert ids.count(tokenizer.eos_token_id) == 1
+        assert ids.count(tokenizer.bos_token_id) == 1
+        assert learned[-1]
+    # Within a text it ends nothing.
+    ((ids, _),) = documents(tokenizer, write_jsonl({"text": "the</s>word"}))
+    assert ids[-1] == tokenizer.eos_token_id
+    assert ids.count(tokenizer.eos_token_id) == 2
+
+
 def opened(path: Path, tokenizer: Path, cache: Path, **options: Any) -> Data:
     settings = {"path": str(path), "tokenizer": str(tokenizer), "cache_dir": str(cache)}
     return build_data(

@@ -184,6 +184,32 @@ def test_turns_are_found_where_a_template_looks_into_texts(looks: str) -> None:
     assert learned_text(tokenizer, chat) == "yes<|im_end|><think>so</think>yes<|im_end|>"
 
 
+def test_a_turn_of_nothing_but_tags_is_found() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = THINKING
+    turn = {"role": "assistant", "content": "<think>so</think><safe>"}
+    chat = Chat([USER, turn, USER, turn])
+    assert learned_text(tokenizer, chat) == "<safe><|im_end|><think>so</think><safe><|im_end|>"
+
+
+def test_a_text_that_a_template_changes_is_counted() -> None:
+    tokenizer = without_marks(tokenizer_of_style("chatml"))
+    tokenizer.chat_template = THINKING.replace("m.content }}", "m.content | upper }}")
+    rendered = ChatEncoder(tokenizer, "assistant").render(Chat([USER, BOT]))
+    assert rendered.notes == [("turns", "assistant turns whose text the template changes")]
+
+
+def test_keys_that_a_template_names_for_others_are_counted() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
+    encoder = ChatEncoder(tokenizer, "assistant")
+    rendered = encoder.render(Chat([{**USER, "name": "Bo"}, BOT]))
+    assert rendered.notes == [("keys", "name")]
+    reads = tokenizer.chat_template.replace("m.role +", "(m.name or m.role) +", 1)
+    tokenizer.chat_template = reads
+    assert encoder.render(Chat([{**USER, "name": "Bo"}, BOT])).notes == []
+
+
 def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
     tokenizer = without_marks(tokenizer_of_style("chatml"))
     said = [{"role": "assistant", "content": word} for word in ("one", "two", "three")]
@@ -344,8 +370,11 @@ def test_the_runs_tokenizer_carries_the_template(
     options = {"tokenizer": tokenizer_dir, "seq_len": 64}
     with pytest.raises(ConfigError, match=r"no chat template: set data.template=chatml"):
         opened(path, tmp_path, **options)
-    with pytest.raises(ConfigError, match=r"data.template: cannot read alpaca: .* chatml, gemma"):
+    with pytest.raises(ConfigError, match=r"template is 'alpaca': it must be .* chatml, gemma"):
         opened(path, tmp_path, **options, template="alpaca")
+    for name in ("chatlm", "ChatML"):
+        with pytest.raises(ConfigError, match=r"did you mean chatml\?"):
+            opened(path, tmp_path, **options, template=name)
     data = opened(path, tmp_path, **options, template="chatml")
     (event,) = data.events()[-1:]
     assert event["kind"] == "divided_control_tokens"

@@ -229,7 +229,7 @@ def test_a_line_that_is_no_document_is_shown_as_it_is(tmp_path: Path) -> None:
     text = glance(DataConfig(path=str(tmp_path / "a.jsonl")))
     place = f"{tmp_path / 'a.jsonl'}:1"
     assert f"the first cannot be read: {place}: needs either text, or prompt and compl" in text
-    assert text.endswith("it has 'instruction'")
+    assert text.endswith("it has 'instruction': name those to read by data.columns")
 
 
 def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:

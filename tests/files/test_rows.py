@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.config.assignments import assign_all
 from harness.files.chat import Chat
 from harness.files.forms import document_of, read
 from harness.files.pieces import Ids, Piece
@@ -83,6 +84,15 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     "parts": (
         messages(Q, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}),
         Chat([Q, A]),
+    ),
+    "roles of either form, with content under any of its keys": (
+        messages(
+            {"role": "Human", "value": "1 + 2?"},
+            {"from": "gpt", "value": None, "content": "3"},
+            {"role": "user", "text": "and 4?"},
+            {"from": "model", "text": "7"},
+        ),
+        Chat([Q, A, Q2, A2]),
     ),
     # A prompt of turns.
     "turns that are completed": (
@@ -164,6 +174,15 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         },
         Chat([Q, asks(call({"a": 1}), content="3"), RESULT, A]),
     ),
+    "calls and results as turns of their own": (
+        messages(
+            Q,
+            {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 1}}'},
+            {"role": "tool_response", "content": "3"},
+            A,
+        ),
+        Chat(CALLED),
+    ),
     "a call, then another": (
         messages(Q, asks(call({"a": 1})), asks(call({"a": 2})), RESULT, RESULT, A),
         Chat([Q, asks(call({"a": 1}), call({"a": 2})), RESULT, RESULT, A]),
@@ -173,6 +192,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         key: (messages(Q, {**A, key: "hm"}), Chat([Q, {**A, "reasoning_content": "hm"}]))
         for key in ("reasoning_content", "reasoning", "thinking", "thought")
     },
+    "a thought under two keys": (
+        messages(Q, {**A, "reasoning": "hm", "reasoning_content": "hm"}),
+        Chat([Q, {**A, "reasoning_content": "hm"}]),
+    ),
     "thoughts as a part": (
         messages(
             Q,
@@ -288,6 +311,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
     "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
+    "a question of nothing": (messages({**Q, "content": None}, A), "of the user has no content"),
+    "no key of content": (
+        messages({"role": "user", "message": "1 + 2?"}, A),
+        "needs role and content, or from and value; it has ['role', 'message']",
+    ),
+    "a part without a text": (
+        messages(*CALLED[:2], {**RESULT, "content": [{"deg": 1}]}, A),
+        "has a part without a text; it has ['deg']",
+    ),
+    "two thoughts": (
+        messages(Q, {**A, "reasoning": "hm", "thinking": "ho"}),
+        "has other thoughts in reasoning than in thinking",
+    ),
 }  # fmt: skip
 
 
@@ -296,3 +332,58 @@ def test_a_row_is_refused_with_what_is_wrong(name: str) -> None:
     row, message = REFUSED[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         document_of(row, {})
+
+
+NAMED: dict[str, tuple[dict[str, Any], str]] = {
+    "a question": (
+        {"id": "7", "question_text": "1 + 2?", "gold_answer": "3"},
+        'data.columns={prompt="question_text", completion="gold_answer"} learns gold_answer alone',
+    ),
+    "a prompt": (
+        {"prompt": "1 + 2?", "response": "3"},
+        'data.columns={question="prompt", answer="response"} makes a chat of them',
+    ),
+    "names of one alone": (
+        {"text_de": "a", "target text": "b"},
+        'data.columns={prompt="text_de", completion="target text"}',
+    ),
+    "a preference": (
+        {"prompt": "1 + 2?", "chosen": "3", "rejected": "4"},
+        'data.columns={prompt="prompt", completion="chosen"} learns chosen alone',
+    ),
+    "a preference of turns": (
+        {"prompt": "1 + 2?", "chosen": [Q, A], "rejected": [Q, A2]},
+        "data.columns.messages=chosen names the turns",
+    ),
+    "a preference of prompts of turns": (
+        {"prompt": [Q], "chosen": [A], "rejected": [A2]},
+        'data.columns={prompt="prompt", completion="chosen"} learns chosen alone',
+    ),
+    "a preference without a prompt": (
+        {"chosen": "Human: 1 + 2? Assistant: 3", "rejected": "Human: 1 + 2? Assistant: 4"},
+        "data.columns.text=chosen names the text",
+    ),
+    "turns": ({"id": 7, "dialog": [HUMAN, GPT]}, "data.columns.messages=dialog names the turns"),
+    "turns before a text": (
+        {"context": [Q], "response": "3"},
+        'data.columns={prompt="context", completion="response"} learns response alone',
+    ),
+    "one text": ({"txet": "a"}, "data.columns.text=txet names the text"),
+    "a prompt alone": ({"prompt": "1 + 2?"}, "name those to read by data.columns"),
+    "two answers": ({"problem": "a", "solution": "b", "answer": "c"}, "name those to read by"),
+    "texts of any kind": ({"title": "a", "body": "b"}, "it has 'title', 'body': name those"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_columns_of_other_names_are_told_how_to_be_named(name: str) -> None:
+    row, advice = NAMED[name]
+    with pytest.raises(ValueError, match=re.escape(advice)) as refused:
+        document_of(row, {})
+    # Followed, it reads the row.
+    if columns := re.search(r"data\.columns[.=]\S.*?(?=$| learns| names)", str(refused.value)):
+        tree: dict[str, Any] = {}
+        assert assign_all(tree, [columns[0]])[1] == []
+        document, _ = read(row, tree["data"]["columns"])
+        learned = [*document] if not isinstance(document, Chat | Ids) else document
+        assert "4" not in str(learned)

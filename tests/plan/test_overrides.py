@@ -92,7 +92,8 @@ def test_layers_that_rotate_by_their_kind_are_overridden_by_it(tmp_path: Path) -
         ({"torch_dtype": "float32"}, ["torch_dtype=bfloat16"], "set bf16.enabled or fp16.enabled"),
         ({"architectures": ["A"]}, ["architectures=[B]"], "set model.overrides.model_type"),
         ({}, ["quantization_config={quant_method='fp8'}"], "see model.lora.quantize"),
-        (QWEN, ["sliding_window=8"], "set model.overrides.use_sliding_window=true, too"),
+        (QWEN, ["sliding_window=8"],
+         "model.overrides.use_sliding_window=true and model.overrides.max_window_layers=0, too"),
         (QWEN, ["use_sliding_window=true"], "set model.overrides.sliding_window"),
         ({**QWEN, "sliding_window": 8, "layer_types": ["full_attention"] * 3},
          ["use_sliding_window=true"], "set model.overrides.layer_types"),
@@ -112,21 +113,26 @@ def test_a_window_that_no_layer_is_late_enough_for(tmp_path: Path) -> None:
     words = ("use_sliding_window=true", "sliding_window=8")
     problem = problem_of(tmp_path, QWEN, *words)
     assert "model.overrides.use_sliding_window (command line) change nothing: of 3" in problem
-    assert problem.endswith(
-        "max_window_layers, 28, on slide: set model.overrides.max_window_layers"
-    )
+    assert problem.endswith("28, on slide: set model.overrides.max_window_layers=0, too")
     config = load(tmp_path, QWEN, *words, "max_window_layers=2")
     assert hf_config(config).layer_types == [*["full_attention"] * 2, "sliding_attention"]
 
 
 def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> None:
-    """The advice, followed once, is what is built."""
+    """The advice names all that is needed; followed once, it is what is built."""
     config = {**QWEN, "layer_types": ["full_attention"] * 3}
+    problem = problem_of(tmp_path, config, "sliding_window=8")
+    assert (
+        "set model.overrides.use_sliding_window=true and model.overrides.layer_types, " in problem
+    )
     words = ("use_sliding_window=true", "sliding_window=8")
     assert "set model.overrides.layer_types, " in problem_of(tmp_path, config, *words)
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     built = hf_config(load(tmp_path, config, *words, f"layer_types={json.dumps(kinds)}"))
     assert (built.sliding_window, built.layer_types) == (8, kinds)
+    # A class that has no such switch is not told to set it.
+    config = {**MODEL, "model_type": "gemma2", "layer_types": ["full_attention"] * 3}
+    assert "use_sliding_window" not in problem_of(tmp_path, config, "sliding_window=8")
 
 
 def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
