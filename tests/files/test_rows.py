@@ -133,6 +133,18 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         messages(Q, asks({"name": "add", "parameters": {"a": 1}}), RESULT, A),
         Chat(CALLED),
     ),
+    **{
+        f"arguments as {key}": (
+            messages(Q, asks({"name": "add", **nothing, key: value}), RESULT, A),
+            Chat(CALLED),
+        )
+        for key in ("args", "input", "parameters")
+        for nothing, value in (({}, {"a": 1}), ({"arguments": None}, '{"a": 1}'))
+    },
+    "arguments beside the function": (
+        messages(Q, asks({"function": {"name": "add"}, "arguments": {"a": 1}}), RESULT, A),
+        Chat(CALLED),
+    ),
     "function_call": (
         messages(
             Q,
@@ -262,6 +274,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "arguments a list": (messages(Q, asks(call([1])), RESULT, A), "that are no object {...}: [1]"),
     "arguments a number": (messages(Q, asks(call("3")), RESULT, A), "no object {...}: '3'"),
+    "arguments under an unknown name": (
+        messages(Q, asks({"name": "add", "kwargs": {"a": 1}}), RESULT, A),
+        "calls add with kwargs, and none of arguments, parameters, args, input",
+    ),
     "no name": (messages(Q, asks({"function": {}}), RESULT, A), "needs the name of a function"),
     "no tools": (messages(Q, A, tools="add"), "tools must be an array of objects"),
     "two systems": (messages(S, Q, A, system="Other."), "has two system texts"),
