@@ -37,6 +37,8 @@ _MARKS_OF_PARTS = ("train_detail", "training_detail")
 _READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call"}).union(
     _THOUGHTS, _MARKS
 )
+# Keys of which a turn needs one, be it null.
+_SAYS = ("content", "value", "tool_calls", "function_call", *_THOUGHTS)
 # A question with its answer as one object; beside them a system text.
 _PYTHON = "{'"
 _PAIRS = (
@@ -124,13 +126,14 @@ def turn_of(turn: object) -> Turn:
     if not isinstance(turn, dict):
         raise ValueError(f"a turn must be an object, not {type_of(turn)}")
     if "role" in turn:
-        name, roles, content = turn["role"], _ROLES, turn.get("content")
+        name, roles = turn["role"], _ROLES
     elif "from" in turn:
-        name, roles, content = turn["from"], _SHAREGPT, turn.get("value")
+        name, roles = turn["from"], _SHAREGPT
     else:
         raise ValueError(f"a turn needs role and content, or from and value; it has {list(turn)}")
     if not isinstance(name, str) or name not in roles:
         raise ValueError(f"a turn has the role {name!r}, which is none of {', '.join(roles)}")
+    turn, content = _with_content(turn)
     role = roles[name]
     if role == "function_call":
         message: Message = {"role": ASSISTANT, "content": "", "tool_calls": calls_of(content)}
@@ -141,6 +144,20 @@ def turn_of(turn: object) -> Turn:
     if message["role"] == ASSISTANT and (thought := _thought(turn, content)):
         message[THOUGHT] = thought
     return Turn({**message, **_rest(turn, message)}, _mark(turn))
+
+
+def _with_content(turn: Message) -> tuple[Message, object]:
+    """Return a turn and what it says, under either form's key, or as its text. Raises ValueError if
+    two keys say different things, or none says anything.
+    """
+    held = [turn[key] for key in ("content", "value") if turn.get(key) not in (None, "", [])]
+    if held and held[0] != held[-1]:
+        raise ValueError("a turn has content and value, which differ: remove one of them")
+    if not held and turn.get("text") is not None:
+        return {key: turn[key] for key in turn if key != "text"}, turn["text"]
+    if turn.keys().isdisjoint(_SAYS):
+        raise ValueError(f"a turn needs content or value; it has {', '.join(turn)}")
+    return turn, held[0] if held else None
 
 
 def _rest(turn: Message, message: Message) -> Message:

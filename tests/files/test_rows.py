@@ -63,6 +63,12 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         {"conversations": {"from": ["human", "gpt"], "value": ["1 + 2?", "3"]}},
         Chat([Q, A]),
     ),
+    "keys of the other form": (
+        {"conversations": [{"role": "user", "value": "1 + 2?"}, {"from": "gpt", "content": "3"}]},
+        Chat([Q, A]),
+    ),
+    "turns of text": (messages({"role": "user", "text": "1 + 2?"}, A), Chat([Q, A])),
+    "content beside null": (messages({**Q, "value": None, "text": None}, A), Chat([Q, A])),
     "conversation": ({"conversation": [Q, A]}, Chat([Q, A])),
     "pairs": (
         {
@@ -303,6 +309,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids, but 1 labels"),
     "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
+    "a turn without content": (
+        messages({"role": "user", "message": "1 + 2?"}, A),
+        "a turn needs content or value; it has role, message",
+    ),
+    "content and value": (messages({**Q, "value": "2?"}, A), "has content and value, which differ"),
     "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
 }  # fmt: skip
 
