@@ -72,7 +72,11 @@ def turns_of(value: object, key: str) -> list[Turn]:
     """
     value, was = parsed(value), value
     if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
-        rows = zip(*value.values(), strict=False)
+        sizes = {name: len(part) for name, part in value.items()}
+        if len({*sizes.values()}) > 1:
+            each = ", ".join(f"{size} {name}" for name, size in sizes.items())
+            raise ValueError(f"{key} is an object of arrays that differ in length: {each}")
+        rows = zip(*value.values(), strict=True)
         value = [dict(zip(value, row, strict=True)) for row in rows]
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         raise ValueError(

@@ -309,6 +309,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids, but 1 labels"),
     "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
+    "arrays that end before others": (
+        {"conversations": {"from": ["human", "gpt", "human"], "value": ["1 + 2?", "3"]}},
+        "is an object of arrays that differ in length: 3 from, 2 value",
+    ),
     "a turn without content": (
         messages({"role": "user", "message": "1 + 2?"}, A),
         "a turn needs content or value; it has role, message",
