@@ -21,6 +21,8 @@ from harness.files.turns import (
 
 # A tokenizer takes a hundred bytes per character.
 MOST_CHARACTERS = 1 << 24
+_MARKED: Note = ("turns", "turns of other roles than the assistant's marked as learned")
+_THOUGHT_LOST: Note = ("turns", "thoughts of other roles than the assistant's (not read)")
 # Roles that may come next; None: the beginning.
 _NEXT = {
     None: ("system", "user"),
@@ -79,11 +81,12 @@ def chat_of(
         (n, turn.is_learned, turn.message["role"] == ASSISTANT) for n, turn in enumerate(joined)
     ]
     others = sum(mark is True and not is_own for _, mark, is_own in marks)
+    lost = sum(turn.has_lost_thought for turn in joined)
     chat = Chat(
         messages,
         tools_of(tools, functions),
         frozenset(n for n, mark, is_own in marks if mark is False and is_own),
-        notes=(("turns", "turns of other roles than the assistant's marked as learned"),) * others,
+        notes=(_MARKED,) * others + (_THOUGHT_LOST,) * lost,
     )
     if chat.num_characters > MOST_CHARACTERS:
         raise ValueError(f"is a conversation of more than {MOST_CHARACTERS:,} characters")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from harness.files.tool_calls import calls_of, parsed
+from harness.files.tool_calls import Call, calls_of, parsed
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"
@@ -55,6 +55,8 @@ class Turn:
     message: Message
     is_learned: bool | None = None
     """What the row says about it; None if nothing."""
+    has_lost_thought: bool = False
+    """True: another role's than the assistant's, with a thought, which is not read."""
 
 
 def are_turns(value: object) -> bool:
@@ -143,11 +145,25 @@ def turn_of(turn: object) -> Turn:
         message: Message = {"role": ASSISTANT, "content": "", "tool_calls": calls_of(content)}
     else:
         message = {"role": role, "content": text_of(content)}
-        if calls := turn.get("tool_calls") or turn.get("function_call"):
-            message["tool_calls"] = calls_of(calls)
-    if message["role"] == ASSISTANT and (thought := _thought(turn, content)):
+        if calls := _calls(turn):
+            message["tool_calls"] = calls
+    is_own = message["role"] == ASSISTANT
+    if not is_own and "tool_calls" in message:
+        raise ValueError(f"a turn of the role {name} calls tools, which the assistant alone does")
+    if is_own and (thought := _thought(turn, content)):
         message[THOUGHT] = thought
-    return Turn({**message, **_rest(turn, message)}, _mark(turn))
+    parts = content if isinstance(content, list) else []
+    thinks = any(turn.get(key) for key in _THOUGHTS) or any(map(_is_thought, parts))
+    return Turn({**message, **_rest(turn)}, _mark(turn), thinks and not is_own)
+
+
+def _calls(turn: Message) -> list[Call]:
+    """Return the calls of a turn. Raises ValueError if two keys have different ones."""
+    both = [calls_of(turn[key]) for key in ("tool_calls", "function_call") if turn.get(key)]
+    functions = [[call["function"] for call in calls] for calls in both]
+    if functions and functions[0] != functions[-1]:
+        raise ValueError("a turn has tool_calls and function_call, which differ: remove one")
+    return both[0] if both else []
 
 
 def _with_content(turn: Message) -> tuple[Message, object]:
@@ -164,10 +180,9 @@ def _with_content(turn: Message) -> tuple[Message, object]:
     return turn, held[0] if held else None
 
 
-def _rest(turn: Message, message: Message) -> Message:
+def _rest(turn: Message) -> Message:
     """Return the keys that a template may read, as plain values."""
-    used = _READ if message["role"] == ASSISTANT else _READ - {*_THOUGHTS}
-    rest = {key: value for key, value in turn.items() if key not in used and value is not None}
+    rest = {key: value for key, value in turn.items() if key not in _READ and value is not None}
     return {key: value if _is_plain(value) else str(value) for key, value in rest.items()}
 
 
@@ -197,17 +212,23 @@ def _mark(turn: Message) -> bool | None:
 
 
 def _thought(turn: Message, content: object) -> str:
-    """Return what the assistant thought: of a key of its own, or of parts of the content."""
+    """Return what was thought: of a key of its own, or of parts of the content. Raises ValueError
+    if they say different things.
+    """
+    thoughts: dict[str, str] = {}
     for key in _THOUGHTS:
         if (thought := turn.get(key)) is None:
             continue
         if not isinstance(thought, str):
             raise ValueError(f"the {key} of a turn must be a string, not {type_of(thought)}")
         thought.encode()
-        if thought:
-            return thought
+        thoughts[key] = thought
     parts = content if isinstance(content, list) else []
-    return "".join(_text_of_part(part) for part in parts if _is_thought(part))
+    thoughts["content"] = "".join(_text_of_part(part) for part in parts if _is_thought(part))
+    thoughts = {key: thought for key, thought in thoughts.items() if thought.strip()}
+    if len({thought.strip() for thought in thoughts.values()}) > 1:
+        raise ValueError(f"a turn has thoughts in {' and '.join(thoughts)}, which differ")
+    return next(iter(thoughts.values()), "")
 
 
 def text_of(content: object) -> str:

@@ -191,6 +191,15 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         key: (messages(Q, {**A, key: "hm"}), Chat([Q, {**A, "reasoning_content": "hm"}]))
         for key in ("reasoning_content", "reasoning", "thinking", "thought")
     },
+    "a thought twice": (
+        messages(Q, {**A, "reasoning": "hm", "reasoning_content": "hm"}),
+        Chat([Q, {**A, "reasoning_content": "hm"}]),
+    ),
+    "calls twice": (
+        messages(Q, asks({**call({"a": 1}), "id": "x"}, function_call=call({"a": 1})["function"]),
+                 RESULT, A),
+        Chat([Q, asks({"id": "x", **call({"a": 1})}), RESULT, A]),
+    ),
     "thoughts as a part": (
         messages(
             Q,
@@ -266,6 +275,9 @@ def test_what_is_not_read_is_named() -> None:
     assert [name for kind, name in notes if kind == "columns"] == ["chosen", "rejected", "id"]
     others = ("turns", "turns of other roles than the assistant's marked as learned")
     assert notes[-1] == others
+    document, notes = read(messages({**Q, "reasoning_content": "hm"}, A), {})
+    assert document == Chat([Q, A])
+    assert notes == [("turns", "thoughts of other roles than the assistant's (not read)")]
     _, notes = read({"prompt": "a", "completion": "b", "system": "s"}, {})
     assert notes == [("columns", "system")]
 
@@ -300,6 +312,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a completion without an answer": (
         {"prompt": [Q, A], "completion": [Q]},
         "no assistant turn in its completion",
+    ),
+    "two thoughts": (
+        messages(Q, {**A, "reasoning": "a", "thinking": "b"}),
+        "a turn has thoughts in reasoning and thinking, which differ",
+    ),
+    "a thought and a part": (
+        messages(Q, {**A, "content": [{"type": "thinking", "thinking": "a"}], "thought": "b"}),
+        "a turn has thoughts in thought and content, which differ",
+    ),
+    "two kinds of calls": (
+        messages(Q, asks(call({}), function_call={"name": "other"}), RESULT, A),
+        "a turn has tool_calls and function_call, which differ",
+    ),
+    "a call of the user": (
+        messages({**Q, "tool_calls": [call({})]}, A),
+        "a turn of the role user calls tools",
     ),
     "thoughts no text": (messages(Q, {**A, "thinking": ["hm"]}), "thinking of a turn must be a"),
     "labels of others": (
