@@ -62,7 +62,7 @@ class Turn:
 def are_turns(value: object) -> bool:
     """Return True for turns, which may be JSON text; a prompt of text is none."""
     if isinstance(value, str):
-        turns = parsed(value) if value.lstrip().startswith("[{") else None
+        turns = parsed(value) if value.lstrip()[:1] == "[" else None
         first = turns[0] if isinstance(turns, list) and turns else None
         return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
     return isinstance(value, list)

@@ -104,6 +104,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         {"prompt": json.dumps([Q]), "completion": json.dumps([A])},
         Chat([Q, A], prompt=1),
     ),
+    "turns as text in lines": (
+        {"prompt": json.dumps([Q], indent=1), "completion": json.dumps([A], indent=1)},
+        Chat([Q, A], prompt=1),
+    ),
     # Marks of turns.
     **{
         f"{key}={value}": (
