@@ -105,8 +105,13 @@ def completed(prompt: object, completion: object, **more: object) -> Chat:
     """Return turns that are read with those that follow them, which are learned."""
     if isinstance(completion, str) and not are_turns(completion):
         completion = [{"role": ASSISTANT, "content": completion}]
-    last = turns_of(completion, "completion")
-    chat = chat_of([*turns_of(prompt, "prompt"), *last], **more)
+    first, last = turns_of(prompt, "prompt"), turns_of(completion, "completion")
+    if _goes_on(first[-1].message, last[0].message):
+        raise ValueError(
+            "has a completion that begins with calls of the prompt's last turn, which would be "
+            "learned with them: move that turn into the completion"
+        )
+    chat = chat_of([*first, *last], **more)
     if not any(turn.message["role"] == ASSISTANT for turn in last):
         raise ValueError("has no assistant turn in its completion: nothing to learn")
     return replace(chat, prompt=len(chat.messages) - len(_joined_calls(last)))

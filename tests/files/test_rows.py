@@ -333,6 +333,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         messages({**Q, "tool_calls": [call({})]}, A),
         "a turn of the role user calls tools",
     ),
+    "calls that complete a text": (
+        {"prompt": [Q, A], "completion": [asks(call({})), RESULT, A]},
+        "has a completion that begins with calls of the prompt's last turn",
+    ),
     "thoughts no text": (messages(Q, {**A, "thinking": ["hm"]}), "thinking of a turn must be a"),
     "labels of others": (
         {"input_ids": [1, 2], "labels": [2, -100]},
