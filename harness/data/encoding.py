@@ -107,6 +107,8 @@ class Encoder:
                 rendered.append(self._chats.render(chat))
             except ValueError as error:
                 rendered.append(str(error))
+            except RecursionError:  # arguments of a call
+                rendered.append("is nested too deeply")
         if self._chats is None:
             return []
         good = [result for result in rendered if not isinstance(result, str)]

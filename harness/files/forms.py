@@ -185,7 +185,10 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
     if missing := [columns[name] for name in form.needs if columns[name] not in record]:
         raise ValueError(f"lacks {', '.join(missing)} (data.columns); it has {', '.join(record)}")
     names = [name for name in (*form.needs, *form.may) if name in columns]
-    document = form.document({name: record.get(columns[name]) for name in names})
+    try:
+        document = form.document({name: record.get(columns[name]) for name in names})
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     used = {columns[name] for name in names}
     notes: list[Note] = [
         ("columns", str(key))

@@ -286,6 +286,12 @@ def test_what_is_not_read_is_named() -> None:
     assert notes == [("columns", "system")]
 
 
+def nested(value: object, depth: int = 2000) -> object:
+    for _ in range(depth):
+        value = [{"type": "text", "text": value}]
+    return value
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weight 0.5": (messages(Q, {**A, "weight": 0.5}), "weight=0.5, which must be 0 or false"),
     "weight of text": (messages(Q, {**A, "weight": "no"}), 'weight="no", which must be'),
@@ -354,6 +360,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "a turn needs content or value; it has role, message",
     ),
     "content and value": (messages({**Q, "value": "2?"}, A), "has content and value, which differ"),
+    "deep parts": (messages({**Q, "content": nested("a")}, A), "is nested too deeply"),
+    "deep keys": (messages({**Q, "more": nested("a")}, A), "is nested too deeply"),
     "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
 }  # fmt: skip
 
