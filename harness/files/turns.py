@@ -30,12 +30,12 @@ _SHAREGPT = {
 }
 _THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought")
 # Whether a turn is learned: OpenAI's, axolotl's and ms-swift's keys, and others' of that meaning.
-_MARKS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "learn")
+MARKS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "learn")
 _MARKED = {0: False, 1: True}
 # They mark parts of a turn, which would have to be found in what the template makes of it.
 _MARKS_OF_PARTS = ("train_detail", "training_detail")
 _READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call"}).union(
-    _THOUGHTS, _MARKS
+    _THOUGHTS, MARKS
 )
 # Keys of which a turn needs one, be it null.
 _SAYS = ("content", "value", "tool_calls", "function_call", *_THOUGHTS)
@@ -201,7 +201,7 @@ def _mark(turn: Message) -> bool | None:
             f"a turn has {parts[0]}, which marks parts of its text: write weight=0 or weight=1 for "
             "the whole turn, or the row as segments"
         )
-    marks = {key: turn[key] for key in _MARKS if turn.get(key) is not None}
+    marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
     for key, value in marks.items():
         if not isinstance(value, bool | int | float) or value not in _MARKED:
             raise ValueError(

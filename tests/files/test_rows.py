@@ -262,6 +262,11 @@ def test_token_ids_are_read_as_they_are() -> None:
     assert document_of({"input_ids": ids, "labels": labels}, {}) == Ids(ids, [(1, 2), (3, 4)])
     padded = {"input_ids": [0, *ids], "labels": [-100, *labels], "attention_mask": [0, 1, 1, 1, 1]}
     assert document_of(padded, {}) == Ids(ids, [(1, 2), (3, 4)])
+    for mask in ([0, 1, 0, 1], [False, True, False, True], [0.0, 1.0, 0.0, 1.0]):
+        for key in ("loss_mask", "completion_mask", "assistant_masks"):
+            assert document_of({"input_ids": ids, key: mask}, {}) == Ids(ids, [(1, 2), (3, 4)])
+    both = {"input_ids": ids, "labels": labels, "completion_mask": [0, 0, 1, 1]}
+    assert document_of(both, {}) == Ids(ids, [(3, 4)])
     columns = {"input_ids": "tokens"}
     assert document_of({"tokens": "[5, 6]"}, columns) == Ids([5, 6], [(0, 2)])
 
@@ -348,6 +353,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": [1, 2], "labels": [2, -100]},
         "label 2 at place 0, where input_ids has 1: a label is the token itself, or -100",
     ),
+    "a mask of halves": (
+        {"input_ids": [1, 2], "loss_mask": [0.5, 1]},
+        "loss_mask must be an array of 0 and 1",
+    ),
+    **{
+        f"a row marked {key}={value!r}": (
+            {**row, key: value},
+            f"has {key}={value!r}, which is read of turns, not of rows",
+        )
+        for key, value in (("weight", 0), ("weight", "0"), ("train", False))
+        for row in ({"instruction": "1 + 2?", "output": "3"}, {"prompt": "1", "completion": "2"})
+    },
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids, but 1 labels"),
     "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
