@@ -30,8 +30,10 @@ _KINDS = (SAID + THOUGHT_OF + NAME + ARGUMENT, SAID + THOUGHT_OF + NAME, SAID + 
 # A template may look into a text, and so write another where it is marked: then at another place,
 # and then fewer are.
 _MARKED = tuple((kinds, at_begin) for kinds in _KINDS for at_begin in (False, True))
+# Bounded: a user's text may be full of such tags.
 _OPENS_THOUGHT = re.compile(
-    r"(?:(?:</?[^<>|]*(?:think|thought|reason)[^<>|]*>|\[/?THINK\])\s*)+$", re.IGNORECASE
+    r"(?:(?:</?[^<>|]{0,32}(?:think|thought|reason)[^<>|]{0,32}>|\[/?THINK\])\s*){1,8}$",
+    re.IGNORECASE,
 )
 _LONGEST_TOKEN = 64
 
@@ -188,10 +190,9 @@ class Turns:
         prompt = self._of_first(number, prompt=True)
         place, in_prompt = self._before(number, prompt)
         behind = prompt.text[in_prompt:]
-        for marker in (behind, _OPENS_THOUGHT.sub("", behind)):
-            if self._whole.text.startswith(marker, place):
-                return place + len(marker)
-        return None
+        if not self._whole.text.startswith(behind, place):
+            behind = _OPENS_THOUGHT.sub("", behind)
+        return place + len(behind) if self._whole.text.startswith(behind, place) else None
 
     def _stop(self, number: int) -> int | None:
         """Return where a turn ends, with the token that ends it."""
