@@ -82,9 +82,12 @@ class TurnFinder:
 
     def turns_of(self, chat: Chat, text: str, form: Arguments) -> Turns:
         """Return the turns of a conversation in its rendered `text`."""
-        marks = Marks(text)
+        marks, tried = Marks(text), list[list[Message]]()
         for kinds, at_begin in _MARKED:
             marked = marks.put(chat.messages, kinds, at_begin=at_begin)
+            if marked in tried:  # as without calls and thoughts
+                continue
+            tried.append(marked)
             messages = with_arguments(marked, form)
             try:
                 whole = marks.take(self.template.text(messages, chat.tools), messages)
@@ -141,6 +144,10 @@ class Turns:
             and self._marks.in_message(message)
             and not self._whole.of(number)
         ]
+
+    def lacks(self, number: int) -> tuple[str, ...]:
+        """Return a note for each part of an assistant's turn that the template leaves out."""
+        return self._what_is_written(number)[0]
 
     def place(self, number: int) -> Place:
         """Return the place of an assistant's turn. Raises NotFound if it cannot be told."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from time import process_time
+from typing import Any
 
 import pytest
 
 from harness.data.chat_tokens import ChatEncoder
+from harness.data.rendering import ChatTemplate
 from harness.files.chat import Chat
 from tests.data.chat_tokenizers import tokenizer_of
-from tests.data.test_chats import BOT
+from tests.data.test_chats import BOT, USER, without_marks
 
 OPENED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -27,3 +29,27 @@ def test_tags_of_thoughts_in_a_users_text_are_passed_at_once(tags: str) -> None:
     assert process_time() - started < 5
     ((start, stop),) = rendered.learned
     assert rendered.text[start:stop] == "b.<|im_end|>"
+
+
+# It refuses marked texts: all ways to mark them are tried.
+REFUSING = "{% if 'Qz' in m.content %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(("learn", "refuses", "most"), [("last", False, 4), ("all", False, 2),
+                                                       ("all", True, 3)])  # fmt: skip
+def test_turns_that_nothing_is_asked_of_are_not_rendered(
+    monkeypatch: pytest.MonkeyPatch, learn: str, refuses: bool, most: int
+) -> None:
+    tokenizer, rendered = without_marks(tokenizer_of("chatml")), []
+    if refuses:
+        loop = "{%- for m in messages %}"
+        tokenizer.chat_template = f"{loop}{REFUSING}{{%- endfor %}}{tokenizer.chat_template}"
+    encoder, render = ChatEncoder(tokenizer, learn), ChatTemplate._render
+
+    def counted(self: ChatTemplate, messages: Any, *more: Any, **options: Any) -> Any:
+        rendered.append(len(messages))
+        return render(self, messages, *more, **options)
+
+    monkeypatch.setattr(ChatTemplate, "_render", counted)
+    encoder.render(Chat([USER, BOT] * 20))
+    assert len(rendered) <= most
