@@ -144,7 +144,8 @@ class ChatEncoder:
             return _without([(0, len(text))], places.found(chat.unlearned, ""))
         turns, chosen = chat.turns(), self._chosen(chat)
         if not self._template.marks_turns(chat.tools):
-            other = "data.learn=last, or " if self._learn == "assistant" else ""
+            is_way_out = self._learn == "assistant" and turns[-1] in places
+            other = "data.learn=last, or " if is_way_out else ""
             own = places.found(chosen, f": set {other}data.template to one with {_BLOCK}")
             return [(place.start, place.stop) for place in own if place.is_written]
         _, marked = self._template.marked(with_arguments(chat.messages, form), chat.tools)

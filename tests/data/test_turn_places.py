@@ -53,3 +53,18 @@ def test_turns_that_nothing_is_asked_of_are_not_rendered(
     monkeypatch.setattr(ChatTemplate, "_render", counted)
     encoder.render(Chat([USER, BOT] * 20))
     assert len(rendered) <= most
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_last_turn_alone_is_advised_where_it_is_found(is_first: bool) -> None:
+    tokenizer = tokenizer_of("chatml")
+    test = "loop.first or loop.index == 2" if is_first else "loop.last"
+    tokenizer.chat_template = OPENED.replace("<think>\\n", "").replace(
+        "m.role +", f"(m.role if m.role == 'user' or not ({test}) else 'bot') +"
+    )
+    chat = Chat([USER, BOT, USER, {"role": "assistant", "content": "c."}])
+    with pytest.raises(ValueError, match="does not begin with its generation prompt") as caught:
+        ChatEncoder(tokenizer, "assistant").render(chat)
+    assert ("data.learn=last" in str(caught.value)) == is_first
+    if is_first:
+        assert ChatEncoder(tokenizer, "last").render(chat).learned
