@@ -37,12 +37,12 @@ _OPENS_THOUGHT = re.compile(
 )
 _LONGEST_TOKEN = 64
 
-WRITES_NOTHING = "assistant turns of which the template writes nothing (not learned)"
-WITHOUT_CALLS = "assistant turns whose calls the template leaves out (not learned)"
-WITHOUT_SOME_CALLS = "assistant turns of whose calls the template leaves out some"
+WRITES_NOTHING = "assistant turns rendered empty (not learned)"
+WITHOUT_CALLS = "assistant turns rendered without their tool calls (not learned)"
+WITHOUT_SOME_CALLS = "assistant turns rendered without some of their tool calls"
 WITHOUT_TEXT = "assistant turns whose text the template leaves out beside calls"
 WITHOUT_THOUGHT = "assistant turns whose thoughts the template leaves out"
-WITHOUT_END = "assistant turns that no token ends"
+WITHOUT_END = "assistant turns without an end token"
 
 
 class NotFound(ValueError):
@@ -242,9 +242,15 @@ class Turns:
         """Return the rendering of the first messages. Raises NotFound."""
         if messages == len(self._messages) and not prompt:
             return self._whole
-        first = self._messages[:messages]
+        first, template = self._messages[:messages], self._finder.template
         try:
-            text = self._finder.template.text(first, self._chat.tools, prompt=prompt)
+            text = template.text(first, self._chat.tools, prompt=prompt)
+        except ValueError as error:
+            problem = str(error).removeprefix(f"is refused by the {template.name}: ")
+            raise NotFound(
+                f"the {template.name} refuses the conversation up to that turn: {problem}"
+            ) from error
+        try:
             return self._marks.take(text, first)
         except ValueError as error:
-            raise NotFound(f"up to an assistant turn, it {error}") from error
+            raise NotFound(f"the {template.name} {error}") from error

@@ -140,8 +140,11 @@ def _joined_calls(turns: list[Turn]) -> list[Turn]:
         if before is None or not _goes_on(before.message, turn.message):
             joined.append(turn)
             continue
-        if before.is_learned is not turn.is_learned:
-            raise ValueError("marks a text and the call behind it differently: they are one turn")
+        if (before.is_learned is False) != (turn.is_learned is False):
+            raise ValueError(
+                "marks a text and the tool call after it differently; they form one turn: mark "
+                "both alike"
+            )
         calls = [*before.message.get("tool_calls", []), *turn.message["tool_calls"]]
         thoughts = [of.message[THOUGHT] for of in (before, turn) if THOUGHT in of.message]
         more = {THOUGHT: "\n".join(thoughts)} if thoughts else {}

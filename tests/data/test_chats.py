@@ -265,12 +265,12 @@ def test_what_a_template_leaves_out_is_counted_and_said(
         assert event["counts"] == {
             "columns rejected": 12,
             "keys score": 12,
-            "turns assistant turns of which the template writes nothing (not learned)": 12,
+            "turns assistant turns rendered empty (not learned)": 12,
             "turns assistant turns whose thoughts the template leaves out": 12,
             "turns lists of tools that the template leaves out": 12,
         }
         assert (
-            "columns rejected (12), keys of turns score (12), 12 assistant turns of which"
+            "columns rejected (12), keys of turns score (12), 12 assistant turns rendered"
             in (data.summary()[0])
         )
     ids, mask = stored(tmp_path)

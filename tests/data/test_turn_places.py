@@ -68,3 +68,13 @@ def test_the_last_turn_alone_is_advised_where_it_is_found(is_first: bool) -> Non
     assert ("data.learn=last" in str(caught.value)) == is_first
     if is_first:
         assert ChatEncoder(tokenizer, "last").render(chat).learned
+
+
+def test_a_template_that_refuses_the_beginning_of_a_conversation_is_named() -> None:
+    tokenizer = without_marks(tokenizer_of("chatml"))
+    even = "{% if messages | length == 2 %}{{ raise_exception('too short') }}{% endif %}"
+    tokenizer.chat_template = even + tokenizer.chat_template
+    with pytest.raises(
+        ValueError, match="refuses the conversation up to that turn: TemplateError:"
+    ):
+        ChatEncoder(tokenizer, "assistant").render(Chat([USER, BOT, USER, BOT]))

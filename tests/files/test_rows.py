@@ -186,6 +186,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         },
         Chat([Q, asks(call({"a": 1}), content="3"), RESULT, A]),
     ),
+    "a text that is marked, then its call": (
+        messages(Q, {**A, "weight": 1}, asks(call({"a": 1})), RESULT, A),
+        Chat([Q, asks(call({"a": 1}), content="3"), RESULT, A]),
+    ),
     "a call, then another": (
         messages(Q, asks(call({"a": 1})), asks(call({"a": 2})), RESULT, RESULT, A),
         Chat([Q, asks(call({"a": 1}), call({"a": 2})), RESULT, RESULT, A]),
@@ -317,7 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two texts": (messages(Q, A, A), "roles out of order: assistant after assistant"),
     "text and call marked": (
         messages(Q, {**A, "weight": 0}, asks(call({})), RESULT, A),
-        "marks a text and the call behind it differently",
+        "marks a text and the tool call after it differently; they form one turn",
     ),
     "history of three": (
         {"query": "a", "response": "b", "history": [["a", "b", "c"]]},
