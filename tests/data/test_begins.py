@@ -236,6 +236,15 @@ def test_a_tokenizer_without_places_divides_a_pair_where_its_ids_differ(
     )
     path = write_jsonl(*({"prompt": prompt, "completion": answer} for prompt, answer in PAIRS))
     assert documents(tokenizer, path) == documents(fast, path)
+    for labels, is_told in (("011", True), ("0101", False), ("010", False), ("10", False)):
+        segments = [{"text": "the word ", "label": label == "1"} for label in labels]
+        path = write_jsonl({"segments": segments})
+        if is_told:
+            assert documents(tokenizer, path) == documents(fast, path)
+        else:
+            with pytest.raises(ConfigError, match="only the end of a text can be learned"):
+                documents(tokenizer, path)
+        assert all(documents(tokenizer, path, learn="all")[0][1][1:])
 
 
 def test_rows_of_token_ids_are_read_as_they_are(
