@@ -1,9 +1,10 @@
-"""Conversations that are refused, each with its place."""
+"""Conversations and mixed kinds of rows that are refused, each with its place."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from harness.data.corpus import find_corpus
 from harness.data.encoding import Encoder, HowEncoded
 from harness.errors import ConfigError
 from harness.files.chat import Chat
+from harness.files.data_format import BadLines
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.test_chats import BOT, CALLS, USER, opened
 
@@ -60,3 +62,21 @@ def test_calls_that_are_nested_too_deeply_are_named(write_jsonl: Callable[..., P
     encoder = Encoder(corpus, tokenizer, HowEncoded())
     good, bad = encoder._encode([Chat([USER, BOT]), deep])
     assert bad == "is nested too deeply" != good
+
+
+ROWS = {
+    "a conversation": {"messages": [USER, BOT]},
+    "token ids": {"input_ids": [1, 2]},
+    "other text": {"text": "a"},
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [*permutations(ROWS, 2)])
+def test_kinds_of_rows_are_not_mixed(
+    write_jsonl: Callable[..., Path], first: str, second: str
+) -> None:
+    path = write_jsonl(ROWS[first], ROWS[second], ROWS[first])
+    bad_lines = BadLines()
+    assert [part.kind for part in find_corpus(str(path)).parts(bad_lines)] == [first, first]
+    (problem,) = bad_lines.problems()
+    assert problem.startswith(f"data.path: {path}:2: holds {second}, but {path}:1 holds {first}: ")
