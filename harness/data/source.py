@@ -222,8 +222,7 @@ def open_source(
     )
     facts = read_facts(folder)
     require_ids_of(tokens, facts, num_ids)
-    is_text = corpus.kind != "indexed" and not corpus.holds_chats
-    begin = how.begin if is_text else ()
+    begin = how.begin if corpus.holds_text else ()
     begin_tokens = len(begin)
     if corpus.kind == "indexed" and masks is not None and _masks_alone(how.begin, tokens, masks):
         begin_tokens = len(tokens.ids)  # a sample that a run kept has several in one document

@@ -253,13 +253,14 @@ def test_rows_of_token_ids_are_read_as_they_are(
     tokenizer = tokenizer_of("bytes")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     rows = [
-        {"input_ids": [9, 10, 11, n + 20, 1], "labels": [-100, -100, 11, n + 20, 1]}
-        for n in range(30)
+        {"input_ids": [9, 10, 11, n + 20, 1], "labels": [9, -100, 11, n + 20, 1]} for n in range(30)
     ]
     data = opened(write_jsonl(*rows), tmp_path / "tokenizer", tmp_path / "cache")
     batch = data.train.batch(0, data.train.samples)
     assert data.tokens == 150
     assert data.train.is_masked
+    assert data.begin == []  # none is added
+    assert {event["kind"] for event in data.events()} == {"packed_whole"}
     assert ((batch.labels == 11).sum(), (batch.labels == 10).sum()) == (data.train.documents, 0)
     for outside in (-1, 5000):
         path = write_jsonl(*rows, {"input_ids": [outside]})
