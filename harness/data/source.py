@@ -318,7 +318,9 @@ def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
         tokenizer=tokenizer_hash(tokenizer),
         learn=spec.config.learn,
         template=tokenizer.chat_template if corpus.holds_chats else None,
-        bos=spec.config.bos,
+        # The ids: data.bos says nothing where no tokenizer adds any, and two of the same vocabulary
+        # may add different ones.
+        bos=[*how_encoded(spec, tokenizer).begin] if corpus.holds_text else [],
         date=spec.config.date if _writes_date(corpus, tokenizer) else None,
     )
 
