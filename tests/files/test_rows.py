@@ -10,6 +10,7 @@ import pytest
 
 from harness.files.chat import Chat
 from harness.files.forms import document_of, read
+from harness.files.notes import Notes
 from harness.files.pieces import Ids, Piece
 from harness.files.turns import Message
 
@@ -299,6 +300,19 @@ def nested(value: object, depth: int = 2000) -> object:
     for _ in range(depth):
         value = [{"type": "text", "text": value}]
     return value
+
+
+def test_notes_are_bounded_and_printable() -> None:
+    notes = Notes()
+    notes.add([("columns", "\x1b[31m\nred"), ("columns", "plain")] * 2)
+    assert notes.text() == "columns '\\x1b[31m\\nred' (2), plain (2)"
+    for n in range(2000):
+        notes.add(read({"text": "a", f"\U0001f642 {n} {'long ' * 1000}": 1}, {})[1])
+    assert len(notes) <= 1003
+    assert notes["columns", "others"] == 1002
+    written = json.dumps(notes.as_json())
+    assert len(written) < 2**20
+    assert Notes.from_json(json.loads(written)) == notes
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
