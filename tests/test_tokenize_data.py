@@ -20,7 +20,9 @@ from harness.data.spec import DataSpec
 from harness.errors import ExitCode
 from harness.layout.world import World
 from harness.plan.make import make_plan
+from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.number_tokenizer import write_number_tokenizer
+from tests.data.test_chats import BOT, CLOCK, USER
 from tests.run_tools import printed
 from tests.two_ranks import REPOSITORY, wait_for
 from tools.tokenize_data import main
@@ -154,6 +156,26 @@ def test_a_pair_is_the_same_data(
     corpus.write_text(json.dumps({"text": "other"}) + "\n")
     assert main([*asked, "--out", str(out)]) == ExitCode.BAD_CONFIG
     assert "not made from this data" in capsys.readouterr().err
+
+
+def test_chats_with_a_date_are_found_by_the_run_of_that_date(
+    tmp_path: Path,
+    write_jsonl: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = CLOCK + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = write_jsonl(*({"messages": [USER, BOT]} for _ in range(20)))
+    asked = [f"data.path={path}", f"data.tokenizer={tmp_path / 'tokenizer'}", "data.seq_len=64"]
+    asked += [f"data.cache_dir={tmp_path / 'cache'}", "--workers=1"]
+    assert main(asked) == ExitCode.BAD_CONFIG
+    assert "data.date: the chat template writes the date into" in capsys.readouterr().err
+    assert main([*asked, "data.date=2026-01-31"]) == ExitCode.DONE
+    assert "; train with data.date=2026-01-31" in capsys.readouterr().out
+    monkeypatch.setattr(source, "write_tokens", None)  # what a run would call
+    assert opened(*asked[:-1], "data.date=2026-01-31").documents == 20
 
 
 _COMMAND = """

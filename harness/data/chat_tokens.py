@@ -93,15 +93,30 @@ class ChatEncoder:
         if chat.tools and text == self._template.text(with_arguments(chat.messages, form), None):
             notes.append(("turns", _WITHOUT_TOOLS))
         turns, places = self._finder.turns_of(chat, text, form), Places()
+        notes += [("turns", note) for note in turns.unwritten()]
+        needed = {*self._needed(chat)}
         for number in chat.turns():
+            if number not in needed:  # finding a place takes two renderings
+                notes += [("turns", note) for note in turns.lacks(number)]
+                continue
             try:
                 places[number] = turns.place(number)
+                notes += [("turns", note) for note in places[number].lacks]
             except NotFound as error:
                 places.missing[number] = error
-        learned = self._learned(chat, text, form, places)
-        notes += [("turns", note) for note in turns.unwritten()]
-        notes += [("turns", note) for place in places.values() for note in place.lacks]
-        return Rendered(text, learned, notes)
+        return Rendered(text, self._learned(chat, text, form, places), notes)
+
+    def _needed(self, chat: Chat) -> Iterable[int]:
+        """Return the numbers of the turns whose places say what is learned."""
+        if self._learn == "all":
+            return chat.unlearned
+        return chat.turns() if self._template.marks_turns(chat.tools) else self._chosen(chat)
+
+    def _chosen(self, chat: Chat) -> list[int]:
+        """Return the numbers of the turns that are learned, unless all is."""
+        turns = chat.turns()
+        candidates = turns[-1:] if self._learn == "last" else turns
+        return [number for number in candidates if number in {*chat.learned()}]
 
     def _text(self, chat: Chat) -> tuple[Arguments, str]:
         """Return a conversation's text, and the form in which the template takes arguments: as an
@@ -127,11 +142,10 @@ class ChatEncoder:
         """Return the runs that are learned. Raises ValueError."""
         if self._learn == "all":
             return _without([(0, len(text))], places.found(chat.unlearned, ""))
-        turns = chat.turns()
-        candidates = turns[-1:] if self._learn == "last" else turns
-        chosen = [number for number in candidates if number in {*chat.learned()}]
+        turns, chosen = chat.turns(), self._chosen(chat)
         if not self._template.marks_turns(chat.tools):
-            other = "data.learn=last, or " if self._learn == "assistant" else ""
+            is_way_out = self._learn == "assistant" and turns[-1] in places
+            other = "data.learn=last, or " if is_way_out else ""
             own = places.found(chosen, f": set {other}data.template to one with {_BLOCK}")
             return [(place.start, place.stop) for place in own if place.is_written]
         _, marked = self._template.marked(with_arguments(chat.messages, form), chat.tools)

@@ -20,6 +20,9 @@ from harness.files.forms import read, value_of
 from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, pieces_of, unless_blank
 
+CHATS, TOKEN_IDS, TEXT = "a conversation", "token ids", "other text"
+"""Kinds of documents, in the words of messages."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -42,6 +45,13 @@ class Part:
         return document.num_characters if isinstance(document, Chat) else len(document.text)
 
     @property
+    def kind(self) -> str:
+        """The kind of the document, which is that of all of a corpus."""
+        if isinstance(self.document, Chat):
+            return CHATS
+        return TOKEN_IDS if isinstance(self.document, Ids) else TEXT
+
+    @property
     def is_last(self) -> bool:
         """True if a document ends here."""
         return not isinstance(self.document, Piece) or self.document.is_last
@@ -59,9 +69,9 @@ class Corpus(CorpusFiles):
     """Most bad records that are left out (BadLines.limit); None: none is."""
     between: tuple[int, int] | None = None
     """The range of bytes of its only file whose lines are read; None: files are read whole."""
-    leading: tuple[bool, str] | None = None
-    """Of a part of a corpus: whether the first document of the whole is a conversation, and its
-    place; None: the first document of these files says it."""
+    leading: tuple[str, str] | None = None
+    """Of a part of a corpus: the kind of the first document of the whole, and its place; None: the
+    first document of these files says it."""
 
     def identity(self) -> list[object]:
         """Return names, sizes and modification times: they change if the documents may have."""
@@ -86,20 +96,20 @@ class Corpus(CorpusFiles):
     def parts(self, bad_lines: BadLines) -> Iterator[Part]:
         """Yield every document in order, as pieces or as a conversation; collect bad lines.
 
-        Conversations are not mixed with other text: a folder's README would be learned.
+        Kinds are not mixed: a folder's README would be learned beside conversations, and token ids
+        get no bos token.
         """
         first = self.leading
         for file in self.files:
             try:
                 for part in self._parts_of(file, bad_lines):
-                    is_chat, line = isinstance(part.document, Chat), part.line
-                    first = first or (is_chat, f"{file}:{line}")
-                    if is_chat == first[0]:
+                    line = part.line
+                    first = first or (part.kind, f"{file}:{line}")
+                    if part.kind == first[0]:
                         yield part
                     else:
-                        kinds = {True: "a conversation", False: "other text"}
-                        text = f"holds {kinds[is_chat]}, but {first[1]} holds {kinds[first[0]]}"
-                        text += ": name one of them, or move it"
+                        text = f"holds {part.kind}, but {first[1]} holds {first[0]}: name one of "
+                        text += "them, or move it"
                         if part.record is None:
                             bad_lines.add(file, f"it {text}")
                             break
@@ -148,16 +158,21 @@ class Corpus(CorpusFiles):
 
     @cached_property
     def holds_chats(self) -> bool:
-        """True if the first document is a conversation, which no other text is mixed with."""
-        first = self.first_document
-        return first is not None and first[0]
+        """True if the documents are conversations."""
+        return self.first_document is not None and self.first_document[0] == CHATS
 
     @cached_property
-    def first_document(self) -> tuple[bool, str] | None:
-        """True if the first document is a conversation, and its place; None without a document."""
+    def holds_text(self) -> bool:
+        """True if the documents are text, to which a tokenizer may add a bos token."""
+        kind = self.first_document[0] if self.first_document else TEXT
+        return self.kind != "indexed" and kind == TEXT
+
+    @cached_property
+    def first_document(self) -> tuple[str, str] | None:
+        """The kind of the first document, and its place; None without a document."""
         if self.leading is not None or self._first_part is None:
             return self.leading
-        return self.first_chat is not None, f"{self._first_part.file}:{self._first_part.line}"
+        return self._first_part.kind, f"{self._first_part.file}:{self._first_part.line}"
 
     @property
     def note(self) -> str:

@@ -21,6 +21,7 @@ from harness.data.tokenizer import (
     joins_pieces,
     vocab_size,
 )
+from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
 from harness.files.pieces import Ids, Piece
@@ -64,7 +65,8 @@ class Encoder:
 
     def encoded(self, bad_lines: BadLines) -> Iterator[list[tuple[Part, Encoded]]]:
         """Yield groups of parts with their ids, without those that are added to `bad_lines`; the
-        next group is encoded in the background.
+        next group is encoded in the background. Raises ConfigError for a tokenizer that cannot tell
+        what is learned.
         """
         parts = self._corpus.parts(bad_lines)
         with ThreadPoolExecutor(max_workers=1) as pool:
@@ -107,6 +109,8 @@ class Encoder:
                 rendered.append(self._chats.render(chat))
             except ValueError as error:
                 rendered.append(str(error))
+            except RecursionError:  # arguments of a call
+                rendered.append("is nested too deeply")
         if self._chats is None:
             return []
         good = [result for result in rendered if not isinstance(result, str)]
@@ -165,9 +169,16 @@ class Encoder:
 
     def _by_prefix(self, piece: Piece) -> tuple[list[int], Places]:
         """Return ids and places from a tokenizer that does not say them: a token stands for the
-        end of what is not learned if that alone begins with it.
+        end of what is not learned if that alone begins with it. Raises ConfigError unless all
+        behind that is learned.
         """
         assert piece.learned, "asked for parts alone"
+        if not _is_end(piece.learned, len(piece.text)):
+            raise ConfigError(
+                f"data.tokenizer: {type(self._tokenizer).__name__} does not say which characters a "
+                "token stands for, so only the end of a text can be learned, and data.path has "
+                "segments that are not learned behind learned ones: it needs a tokenizer.json"
+            )
         ids, before = encode(self._tokenizer, [piece.text, piece.text[: piece.learned[0][0]]])
         pairs = zip(ids, before, strict=False)
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(before)))
@@ -200,6 +211,11 @@ class Encoder:
             return False
         behind = ids[len(ids) - ids[::-1].index(eos) :]
         return not behind or not str(self._tokenizer.decode(behind)).strip()
+
+
+def _is_end(runs: Sequence[tuple[int, int]], length: int) -> bool:
+    """Return True if runs follow each other up to the end of a text."""
+    return [stop for _, stop in runs] == [*(start for start, _ in runs[1:]), length]
 
 
 def _next_group(parts: Iterator[Part]) -> list[Part]:

@@ -115,8 +115,8 @@ def encode_corpus(
         for group in encoder.encoded(bad_lines):
             for part, encoded in group:
                 masks.add_learned(len(encoded.ids), encoded.learned)
-                notes.update(part.notes)
-                notes.update(encoded.notes)
+                notes.add(part.notes)
+                notes.add(encoded.notes)
                 documents += part.is_last
                 characters += part.num_characters
                 tokens += len(encoded.ids)

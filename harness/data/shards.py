@@ -189,7 +189,7 @@ class ShardedTokens:
         documents = characters = tokens = learned = 0
         bad_lines, notes = self.corpus.bad_lines(), Notes()
         for folder in folders:
-            notes.update(read_notes(folder))
+            notes.add(read_notes(folder))
             facts = json.loads((folder / _FACTS).read_text())
             documents += facts["counts"]["documents"]
             characters += facts["counts"]["characters"]

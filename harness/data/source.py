@@ -222,8 +222,7 @@ def open_source(
     )
     facts = read_facts(folder)
     require_ids_of(tokens, facts, num_ids)
-    is_text = corpus.kind != "indexed" and not corpus.holds_chats
-    begin = how.begin if is_text else ()
+    begin = how.begin if corpus.holds_text else ()
     begin_tokens = len(begin)
     if corpus.kind == "indexed" and masks is not None and _masks_alone(how.begin, tokens, masks):
         begin_tokens = len(tokens.ids)  # a sample that a run kept has several in one document
@@ -319,7 +318,9 @@ def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
         tokenizer=tokenizer_hash(tokenizer),
         learn=spec.config.learn,
         template=tokenizer.chat_template if corpus.holds_chats else None,
-        bos=spec.config.bos,
+        # The ids: data.bos says nothing where no tokenizer adds any, and two of the same vocabulary
+        # may add different ones.
+        bos=[*how_encoded(spec, tokenizer).begin] if corpus.holds_text else [],
         date=spec.config.date if _writes_date(corpus, tokenizer) else None,
     )
 

@@ -30,17 +30,19 @@ _KINDS = (SAID + THOUGHT_OF + NAME + ARGUMENT, SAID + THOUGHT_OF + NAME, SAID + 
 # A template may look into a text, and so write another where it is marked: then at another place,
 # and then fewer are.
 _MARKED = tuple((kinds, at_begin) for kinds in _KINDS for at_begin in (False, True))
+# Bounded: a user's text may be full of such tags.
 _OPENS_THOUGHT = re.compile(
-    r"(?:(?:</?[^<>|]*(?:think|thought|reason)[^<>|]*>|\[/?THINK\])\s*)+$", re.IGNORECASE
+    r"(?:(?:</?[^<>|]{0,32}(?:think|thought|reason)[^<>|]{0,32}>|\[/?THINK\])\s*){1,8}$",
+    re.IGNORECASE,
 )
 _LONGEST_TOKEN = 64
 
-WRITES_NOTHING = "assistant turns of which the template writes nothing (not learned)"
-WITHOUT_CALLS = "assistant turns whose calls the template leaves out (not learned)"
-WITHOUT_SOME_CALLS = "assistant turns of whose calls the template leaves out some"
+WRITES_NOTHING = "assistant turns rendered empty (not learned)"
+WITHOUT_CALLS = "assistant turns rendered without their tool calls (not learned)"
+WITHOUT_SOME_CALLS = "assistant turns rendered without some of their tool calls"
 WITHOUT_TEXT = "assistant turns whose text the template leaves out beside calls"
 WITHOUT_THOUGHT = "assistant turns whose thoughts the template leaves out"
-WITHOUT_END = "assistant turns that no token ends"
+WITHOUT_END = "assistant turns without an end token"
 OTHER_TEXT = "assistant turns whose text the template changes"
 
 
@@ -81,9 +83,12 @@ class TurnFinder:
 
     def turns_of(self, chat: Chat, text: str, form: Arguments) -> Turns:
         """Return the turns of a conversation in its rendered `text`."""
-        marks = Marks(text)
+        marks, tried = Marks(text), list[list[Message]]()
         for kinds, at_begin in _MARKED:
             marked = marks.put(chat.messages, kinds, at_begin=at_begin)
+            if marked in tried:  # as without calls and thoughts
+                continue
+            tried.append(marked)
             messages = with_arguments(marked, form)
             try:
                 whole = marks.take(self.template.text(messages, chat.tools), messages)
@@ -140,6 +145,10 @@ class Turns:
             and self._marks.in_message(message)
             and not self._whole.of(number)
         ]
+
+    def lacks(self, number: int) -> tuple[str, ...]:
+        """Return a note for each part of an assistant's turn that the template leaves out."""
+        return self._what_is_written(number)[0]
 
     def place(self, number: int) -> Place:
         """Return the place of an assistant's turn. Raises NotFound if it cannot be told."""
@@ -198,10 +207,9 @@ class Turns:
         prompt = self._of_first(number, prompt=True)
         place, in_prompt = self._before(number, prompt)
         behind = prompt.text[in_prompt:]
-        for marker in (behind, _OPENS_THOUGHT.sub("", behind)):
-            if self._whole.text.startswith(marker, place):
-                return place + len(marker)
-        return None
+        if not self._whole.text.startswith(behind, place):
+            behind = _OPENS_THOUGHT.sub("", behind)
+        return place + len(behind) if self._whole.text.startswith(behind, place) else None
 
     def _stop(self, number: int) -> int | None:
         """Return where a turn ends, with the token that ends it."""
@@ -244,9 +252,15 @@ class Turns:
         """Return the rendering of the first messages. Raises NotFound."""
         if messages == len(self._messages) and not prompt:
             return self._whole
-        first = self._messages[:messages]
+        first, template = self._messages[:messages], self._finder.template
         try:
-            text = self._finder.template.text(first, self._chat.tools, prompt=prompt)
+            text = template.text(first, self._chat.tools, prompt=prompt)
+        except ValueError as error:
+            problem = str(error).removeprefix(f"is refused by the {template.name}: ")
+            raise NotFound(
+                f"the {template.name} refuses the conversation up to that turn: {problem}"
+            ) from error
+        try:
             return self._marks.take(text, first)
         except ValueError as error:
-            raise NotFound(f"up to an assistant turn, it {error}") from error
+            raise NotFound(f"the {template.name} {error}") from error

@@ -21,6 +21,8 @@ from harness.files.turns import (
 
 # A tokenizer takes a hundred bytes per character.
 MOST_CHARACTERS = 1 << 24
+_MARKED: Note = ("turns", "turns of other roles than the assistant's marked as learned")
+_THOUGHT_LOST: Note = ("turns", "thoughts of other roles than the assistant's (not read)")
 # Roles that may come next; None: the beginning.
 _NEXT = {
     None: ("system", "user"),
@@ -79,11 +81,12 @@ def chat_of(
         (n, turn.is_learned, turn.message["role"] == ASSISTANT) for n, turn in enumerate(joined)
     ]
     others = sum(mark is True and not is_own for _, mark, is_own in marks)
+    lost = sum(turn.has_lost_thought for turn in joined)
     chat = Chat(
         messages,
         tools_of(tools, functions),
         frozenset(n for n, mark, is_own in marks if mark is False and is_own),
-        notes=(("turns", "turns of other roles than the assistant's marked as learned"),) * others,
+        notes=(_MARKED,) * others + (_THOUGHT_LOST,) * lost,
     )
     if chat.num_characters > MOST_CHARACTERS:
         raise ValueError(f"is a conversation of more than {MOST_CHARACTERS:,} characters")
@@ -102,8 +105,13 @@ def completed(prompt: object, completion: object, **more: object) -> Chat:
     """Return turns that are read with those that follow them, which are learned."""
     if isinstance(completion, str) and not are_turns(completion):
         completion = [{"role": ASSISTANT, "content": completion}]
-    last = turns_of(completion, "completion")
-    chat = chat_of([*turns_of(prompt, "prompt"), *last], **more)
+    first, last = turns_of(prompt, "prompt"), turns_of(completion, "completion")
+    if _goes_on(first[-1].message, last[0].message):
+        raise ValueError(
+            "has a completion that begins with calls of the prompt's last turn, which would be "
+            "learned with them: move that turn into the completion"
+        )
+    chat = chat_of([*first, *last], **more)
     if not any(turn.message["role"] == ASSISTANT for turn in last):
         raise ValueError("has no assistant turn in its completion: nothing to learn")
     return replace(chat, prompt=len(chat.messages) - len(_joined_calls(last)))
@@ -132,8 +140,11 @@ def _joined_calls(turns: list[Turn]) -> list[Turn]:
         if before is None or not _goes_on(before.message, turn.message):
             joined.append(turn)
             continue
-        if before.is_learned is not turn.is_learned:
-            raise ValueError("marks a text and the call behind it differently: they are one turn")
+        if (before.is_learned is False) != (turn.is_learned is False):
+            raise ValueError(
+                "marks a text and the tool call after it differently; they form one turn: mark "
+                "both alike"
+            )
         calls = [*before.message.get("tool_calls", []), *turn.message["tool_calls"]]
         thoughts = [of.message[THOUGHT] for of in (before, turn) if THOUGHT in of.message]
         more = {THOUGHT: "\n".join(thoughts)} if thoughts else {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ _KEYS = _FILES | {
     *("pretty_name", "size_categories", "source_datasets", "task_categories", "task_ids"),
 }
 """Keys of cards, of which pages of other sites have none or few."""
-_KEY = re.compile(r"""("[^"]*"|'[^']*'|[^\s"'\[\]{}#:-][^:#]*?)\s*:(?:\s+(.*))?$""")
+# No part of it may match in two ways: a line of spaces would take hours.
+_KEY = re.compile(r"""("[^"]*"\s*|'[^']*'\s*|[^\s"'\[\]{}#:-][^:#]*):(?:\s+(.*))?$""")
+_MOST_IN_BRACKETS = 1 << 13
+"""Longest text in brackets, in characters: dividing it takes its square."""
 _Lines = list[tuple[int, str]]  # indentation and text of each
 
 
@@ -50,7 +54,7 @@ def subsets_of(file: Path) -> list[Subset]:
     try:
         top: Any = _block(blocks[0], 0)[0] if blocks else {}
         subsets = [_subset(config) for config in top.get("configs") or ()]
-    except (ValueError, IndexError, TypeError, AttributeError, KeyError):
+    except (ValueError, IndexError, TypeError, AttributeError, KeyError, RecursionError):
         return []
     return [subset for subset in subsets if subset.patterns]
 
@@ -73,11 +77,29 @@ def _subset(config: dict[str, Any]) -> Subset:
 
 def matches(name: str, pattern: str) -> bool:
     """Return True if the path of a file inside the folder is one that a pattern names."""
-    pattern = pattern.removeprefix("./").rstrip("/")
-    parts = re.split(r"(\*\*/?|\*|\?|\[[^]]*\])", pattern)
-    as_text = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    text = "".join(as_text.get(p, p if p.startswith("[") else re.escape(p)) for p in parts)
-    return re.fullmatch(f"{text}(?:/.*)?", name) is not None
+    parts, path = _parts_of(pattern), name.split("/")
+    reached = {0}  # numbers of parts of the path that the pattern may have named so far
+    for part in parts:
+        if part == "**":
+            reached = {*range(min(reached), len(path) + 1)}
+        else:
+            reached = {at + 1 for at in reached if at < len(path) and _names(part, path[at])}
+        if not reached:
+            return False
+    return bool(parts)
+
+
+def _parts_of(pattern: str) -> list[str]:
+    """Return the parts of a pattern; "**" is always one of its own."""
+    apart = re.sub(r"(^|/)\*\*(?=[^/])", r"\1**/*", pattern.removeprefix("./"))
+    return [part for part in apart.split("/") if part]
+
+
+def _names(pattern: str, part: str) -> bool:
+    try:
+        return fnmatchcase(part, pattern)
+    except re.error:  # as of [z-a]
+        return False
 
 
 def _front_matter(file: Path) -> _Lines:
@@ -102,7 +124,7 @@ def _top_level(lines: _Lines) -> list[tuple[str, _Lines]]:
     blocks: list[tuple[str, _Lines]] = []
     for indent, text in lines:
         if not indent and not _is_item(text) and (key := _KEY.match(text)):
-            blocks.append((key[1], []))
+            blocks.append((key[1].rstrip(), []))
         if blocks:
             blocks[-1][1].append((indent, text))
     return blocks
@@ -151,7 +173,11 @@ def _items(lines: _Lines, at: int) -> tuple[list[object], int]:
 
 
 def _without_comment(text: str) -> str:
-    return "" if text.startswith("#") else re.sub(r"\s+#[^\"']*$", "", text)
+    if text.startswith("#"):
+        return ""
+    quoted = 1 + max(text.rfind(quote) for quote in "\"'")
+    comment = re.compile(r"\s#").search(text, quoted)
+    return text[: comment.start()].rstrip() if comment else text
 
 
 def _scalar(text: str) -> object:
@@ -162,6 +188,8 @@ def _scalar(text: str) -> object:
     if text[:1] in ("[", "{"):
         if not text.endswith("]" if text[0] == "[" else "}"):
             raise ValueError("brackets over several lines are not read")
+        if len(text) > _MOST_IN_BRACKETS:
+            raise ValueError(f"brackets of {len(text):,} characters are not read")
         parts = re.findall(r"""(?:"[^"]*"|'[^']*'|\{[^}]*\}|\[[^]]*\]|[^,])+""", text[1:-1])
         if text[0] == "[":
             return [_scalar(part) for part in parts]

@@ -11,7 +11,7 @@ from harness.files.column_names import example, naming
 from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, Spans, pieces_of
 from harness.files.tool_calls import parsed
-from harness.files.turns import Turn, are_turns, pairs_of, turns_of
+from harness.files.turns import MARKS, Turn, are_turns, pairs_of, turns_of
 
 Document = Chat | Ids | Iterator[Piece]
 Column = Literal[
@@ -35,11 +35,16 @@ Column = Literal[
     "input_ids",
     "labels",
     "attention_mask",
+    "loss_mask",
+    "completion_mask",
+    "assistant_masks",
     "segments",
 ]
 Values = Mapping[str, Any]
 _NOT_LEARNED = -100
 """The label of a token that is read alone, as everywhere."""
+_MASKS: tuple[Column, ...] = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns that are 1 for a token to learn; one that lacks it in any of them is read alone."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,17 @@ def _segments(row: Values) -> Iterator[Piece]:
 def _token_ids(row: Values) -> Ids:
     """Return ids with their labels, without the padding that attention_mask says."""
     ids = _integers(row, "input_ids")
-    labels = _integers(row, "labels") if row.get("labels") is not None else ids
-    kept = [1] * len(ids)
-    if row.get("attention_mask") is not None:
-        kept = _integers(row, "attention_mask")
-    for key, values in (("labels", labels), ("attention_mask", kept)):
+    beside = {
+        key: _zeros_and_ones(row, key) if key in _MASKS else _integers(row, key)
+        for key in ("labels", "attention_mask", *_MASKS)
+        if row.get(key) is not None
+    }
+    for key, values in beside.items():
         if len(values) != len(ids):
             raise ValueError(f"has {len(ids)} input_ids, but {len(values)} {key}")
+    labels, kept = beside.pop("labels", ids), beside.pop("attention_mask", [1] * len(ids))
+    for mask in beside.values():
+        labels = [of if own else _NOT_LEARNED for of, own in zip(labels, mask, strict=True)]
     ids = [token for token, is_kept in zip(ids, kept, strict=True) if is_kept]
     labels = [label for label, is_kept in zip(labels, kept, strict=True) if is_kept]
     learned: Spans = []
@@ -116,6 +125,13 @@ def _integers(row: Values, key: str) -> list[int]:
     if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise ValueError(f"{key} must be an array of whole numbers")
     return values
+
+
+def _zeros_and_ones(row: Values, key: str) -> list[int]:
+    values = parsed(row[key])
+    if not isinstance(values, list) or not all(value in (0, 1) for value in values):
+        raise ValueError(f"{key} must be an array of 0 and 1")
+    return [int(value) for value in values]
 
 
 def _chat(row: Values, turns: list[Turn]) -> Chat:
@@ -162,7 +178,7 @@ FORMS = (
     _turns("messages"),
     _turns("conversations"),
     _turns("conversation", is_second=True),
-    Form(("input_ids",), _token_ids, ("labels", "attention_mask"), is_second=True),
+    Form(("input_ids",), _token_ids, ("labels", "attention_mask", *_MASKS), is_second=True),
     Form(("segments",), _segments, is_second=True),
 )
 WANTED = ", or ".join(" and ".join(form.needs) for form in FORMS)
@@ -186,14 +202,30 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
     if missing := [columns[name] for name in form.needs if columns[name] not in record]:
         raise ValueError(f"lacks {', '.join(missing)} (data.columns); it has {', '.join(record)}")
     names = [name for name in (*form.needs, *form.may) if name in columns]
-    document = form.document({name: record.get(columns[name]) for name in names})
+    try:
+        document = form.document({name: record.get(columns[name]) for name in names})
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     used = {columns[name] for name in names}
+    if form.needs != ("text",):
+        _require_learned(record, used)
     notes: list[Note] = [
         ("columns", str(key))
         for key, value in record.items()
         if key not in used and value not in (None, "", [], {})
     ]
     return document, [*notes, *(document.notes if isinstance(document, Chat) else ())]
+
+
+def _require_learned(record: Mapping[str, object], used: set[str]) -> None:
+    """Raise ValueError for a row whose own column says that it is not to be learned."""
+    for key in MARKS:
+        if key not in used and record.get(key) in (0, "0"):  # False, too
+            value = record[key]
+            raise ValueError(
+                f"has {key}={value!r}, which is read of turns, not of rows: remove the column, or "
+                f"leave such rows out by data.where, as in data.where.{key}=1"
+            )
 
 
 def _form_of(record: dict[str, Any], columns: Mapping[str, str]) -> Form:

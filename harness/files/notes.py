@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 Kind = Literal["columns", "keys", "turns"]
 Note = tuple[Kind, str]
 """A kind, and a name: that of a column, that of a key of turns, or what turns they are."""
 _SHOWN, _MOST = 12, 1000
+_OTHERS = "others"
+_LONGEST = 60
 
 
 class Notes(Counter[Note]):
-    """Counts of notes."""
+    """Counts of notes, of a thousand names at most: each row may have columns of its own."""
+
+    def add(self, notes: Iterable[Note]) -> None:
+        """Count notes, or the counts of others."""
+        counts = notes if isinstance(notes, Mapping) else Counter(notes)
+        for (kind, name), count in counts.items():
+            note = kind, name if kind == "turns" else _printable(name)
+            if note not in self and len(self) >= _MOST:
+                note = kind, _OTHERS
+            self[note] += count
 
     def text(self) -> str:
         """Return a clause for each kind; "" without a note."""
@@ -29,9 +40,8 @@ class Notes(Counter[Note]):
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, int]:
-        """Return plain values for from_json, of the most frequent."""
-        kept = sorted(self.most_common(_MOST))
-        return {f"{kind} {name}": count for (kind, name), count in kept}
+        """Return plain values for from_json."""
+        return {f"{kind} {name}": count for (kind, name), count in sorted(self.items())}
 
     @classmethod
     def from_json(cls, values: Mapping[str, int]) -> Notes:
@@ -43,6 +53,12 @@ class Notes(Counter[Note]):
                 raise ValueError(f"{key!r}: {count!r} is no note with its number")
             notes[kind, name] += count  # type: ignore[index]
         return notes
+
+
+def _printable(name: str) -> str:
+    """Return a name as a line shows it: a column may be named by any text of any length."""
+    shown = name if name.isprintable() else ascii(name)
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 3]}..."
 
 
 def _listed(counts: Mapping[str, int]) -> str:

@@ -22,15 +22,26 @@ def _call(call: object) -> Call:
     function = parsed(call.get("function", call))
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call needs the name of a function")
-    given = function.get("arguments", function.get("parameters"))
+    named = [of[key] for of in (function, call) for key in _ARGUMENTS if key in of]
+    given = next((value for value in named if value not in (None, "")), None)
     rest = {key: value for key, value in function.items() if key not in _OF_A_CALL}
+    unknown = [key for key, value in rest.items() if value and key not in _OF_SERVERS]
+    if given is None and unknown:
+        raise ValueError(
+            f"calls {function['name']} with {', '.join(unknown)}, and none of "
+            f"{', '.join(_ARGUMENTS)}: name its arguments so"
+        )
     function = {**rest, "name": function["name"], "arguments": _arguments(given, function["name"])}
     identity = {"id": call["id"]} if call.get("id") else {}
     return {"type": "function", **identity, "function": function}
 
 
+# What a function is called with: OpenAI's name, an older one, LangChain's and Anthropic's.
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
 # Keys beside "function", or of a call that is a function itself.
-_OF_A_CALL = frozenset({"id", "type", "name", "arguments", "parameters"})
+_OF_A_CALL = frozenset({"id", "type", "name", *_ARGUMENTS})
+# What servers add to a call.
+_OF_SERVERS = frozenset({"index", "call_id", "status"})
 
 
 def _arguments(value: object, name: str) -> dict[str, Any]:

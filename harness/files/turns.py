@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from harness.files.tool_calls import calls_of, parsed
+from harness.files.tool_calls import Call, calls_of, parsed
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"
@@ -23,14 +23,17 @@ _ROLES = {
     **dict.fromkeys(("function_response", "tool_response"), "tool"),
     **dict.fromkeys((_CALL, "tool_call"), _CALL),
 }
-_CONTENTS = ("content", "value", "text")
 _THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought")
 # Whether a turn is learned: OpenAI's, axolotl's and ms-swift's keys, and others' of that meaning.
-_MARKS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "learn")
+MARKS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "learn")
 _MARKED = {0: False, 1: True}
 # They mark parts of a turn, which would have to be found in what the template makes of it.
 _MARKS_OF_PARTS = ("train_detail", "training_detail")
-_READ = frozenset({"role", "from", "tool_calls", "function_call"}).union(_THOUGHTS, _MARKS)
+_READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call"}).union(
+    _THOUGHTS, MARKS
+)
+# Keys of which a turn needs one, be it null.
+_SAYS = ("content", "value", "tool_calls", "function_call", *_THOUGHTS)
 # A question with its answer as one object; beside them a system text.
 _PYTHON = "{'"
 _PAIRS = (
@@ -47,12 +50,14 @@ class Turn:
     message: Message
     is_learned: bool | None = None
     """What the row says about it; None if nothing."""
+    has_lost_thought: bool = False
+    """True: another role's than the assistant's, with a thought, which is not read."""
 
 
 def are_turns(value: object) -> bool:
     """Return True for turns, which may be JSON text; a prompt of text is none."""
     if isinstance(value, str):
-        turns = parsed(value) if value.lstrip().startswith("[{") else None
+        turns = parsed(value) if value.lstrip()[:1] == "[" else None
         first = turns[0] if isinstance(turns, list) and turns else None
         return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
     return isinstance(value, list)
@@ -64,7 +69,11 @@ def turns_of(value: object, key: str) -> list[Turn]:
     """
     value, was = parsed(value), value
     if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
-        rows = zip(*value.values(), strict=False)
+        sizes = {name: len(part) for name, part in value.items()}
+        if len({*sizes.values()}) > 1:
+            each = ", ".join(f"{size} {name}" for name, size in sizes.items())
+            raise ValueError(f"{key} is an object of arrays that differ in length: {each}")
+        rows = zip(*value.values(), strict=True)
         value = [dict(zip(value, row, strict=True)) for row in rows]
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         raise ValueError(
@@ -118,32 +127,57 @@ def turn_of(turn: object) -> Turn:
     if not isinstance(turn, dict):
         raise ValueError(f"a turn must be an object, not {type_of(turn)}")
     name = turn["role"] if turn.get("role") is not None else turn.get("from")
-    key = next((key for key in _CONTENTS if turn.get(key) is not None), None)
-    has_content = any(key in turn for key in _CONTENTS)
-    calls = turn.get("tool_calls") or turn.get("function_call")
-    if name is None or not (has_content or calls or _thought(turn, None)):
+    if name is None:
         raise ValueError(f"a turn needs role and content, or from and value; it has {list(turn)}")
     role = _ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise ValueError(f"a turn has the role {name!r}, which is none of {', '.join(_ROLES)}")
-    content = turn.get(key)
+    turn, content = _with_content(turn)
     if role == "user" and content is None:
         raise ValueError("a turn of the user has no content")
     if role == _CALL:
         message: Message = {"role": ASSISTANT, "content": "", "tool_calls": calls_of(content)}
     else:
         message = {"role": role, "content": text_of(content)}
-        if calls:
-            message["tool_calls"] = calls_of(calls)
-    if message["role"] == ASSISTANT and (thought := _thought(turn, content)):
+        if calls := _calls(turn):
+            message["tool_calls"] = calls
+    is_own = message["role"] == ASSISTANT
+    if not is_own and "tool_calls" in message:
+        raise ValueError(f"a turn of the role {name} calls tools, which the assistant alone does")
+    if is_own and (thought := _thought(turn, content)):
         message[THOUGHT] = thought
-    return Turn({**message, **_rest(turn, message, key)}, _mark(turn))
+    parts = content if isinstance(content, list) else []
+    thinks = any(turn.get(key) for key in _THOUGHTS) or any(map(_is_thought, parts))
+    return Turn({**message, **_rest(turn)}, _mark(turn), thinks and not is_own)
 
 
-def _rest(turn: Message, message: Message, content_key: str | None) -> Message:
+def _calls(turn: Message) -> list[Call]:
+    """Return the calls of a turn. Raises ValueError if two keys have different ones."""
+    both = [calls_of(turn[key]) for key in ("tool_calls", "function_call") if turn.get(key)]
+    functions = [[call["function"] for call in calls] for calls in both]
+    if functions and functions[0] != functions[-1]:
+        raise ValueError("a turn has tool_calls and function_call, which differ: remove one")
+    return both[0] if both else []
+
+
+def _with_content(turn: Message) -> tuple[Message, object]:
+    """Return a turn and what it says, under either form's key, or as its text. Raises ValueError if
+    two keys say different things, or none says anything.
+    """
+    held = [turn[key] for key in ("content", "value") if turn.get(key) not in (None, "", [])]
+    if held and held[0] != held[-1]:
+        raise ValueError("a turn has content and value, which differ: remove one of them")
+    if not held and turn.get("text") is not None:
+        return {key: turn[key] for key in turn if key != "text"}, turn["text"]
+    if turn.keys().isdisjoint(_SAYS):
+        raise ValueError(f"a turn needs content or value; it has {', '.join(turn)}")
+    empty = (turn[key] for key in ("content", "value") if turn.get(key) is not None)
+    return turn, held[0] if held else next(empty, None)
+
+
+def _rest(turn: Message) -> Message:
     """Return the keys that a template may read, as plain values."""
-    used = {*(_READ if message["role"] == ASSISTANT else _READ - {*_THOUGHTS}), content_key}
-    rest = {key: value for key, value in turn.items() if key not in used and value is not None}
+    rest = {key: value for key, value in turn.items() if key not in _READ and value is not None}
     return {key: value if _is_plain(value) else str(value) for key, value in rest.items()}
 
 
@@ -162,7 +196,7 @@ def _mark(turn: Message) -> bool | None:
             f"a turn has {parts[0]}, which marks parts of its text: write weight=0 or weight=1 for "
             "the whole turn, or the row as segments"
         )
-    marks = {key: turn[key] for key in _MARKS if turn.get(key) is not None}
+    marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
     for key, value in marks.items():
         if not isinstance(value, bool | int | float) or value not in _MARKED:
             raise ValueError(
@@ -173,22 +207,23 @@ def _mark(turn: Message) -> bool | None:
 
 
 def _thought(turn: Message, content: object) -> str:
-    """Return what the assistant thought: of a key of its own, or of parts of the content."""
-    keys: dict[str, str] = {}  # by what they say: some write a thought under two keys
+    """Return what was thought: of a key of its own, or of parts of the content. Raises ValueError
+    if they say different things.
+    """
+    thoughts: dict[str, str] = {}
     for key in _THOUGHTS:
         if (thought := turn.get(key)) is None:
             continue
         if not isinstance(thought, str):
             raise ValueError(f"the {key} of a turn must be a string, not {type_of(thought)}")
         thought.encode()
-        if thought:
-            keys[thought] = key
+        thoughts[key] = thought
     parts = content if isinstance(content, list) else []
-    if of_parts := "".join(_text_of_part(part) for part in parts if _is_thought(part)):
-        keys[of_parts] = "content"
-    if len(keys) > 1:
-        raise ValueError(f"a turn has other thoughts in {' than in '.join(keys.values())}")
-    return next(iter(keys), "")
+    thoughts["content"] = "".join(_text_of_part(part) for part in parts if _is_thought(part))
+    thoughts = {key: thought for key, thought in thoughts.items() if thought.strip()}
+    if len({thought.strip() for thought in thoughts.values()}) > 1:
+        raise ValueError(f"a turn has thoughts in {' and '.join(thoughts)}, which differ")
+    return next(iter(thoughts.values()), "")
 
 
 def text_of(content: object) -> str:

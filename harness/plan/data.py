@@ -189,7 +189,7 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> str:
                 break
         else:
             documents.append(document)
-            notes.update(note for note in of_record if note[1] not in data.where)
+            notes.add(note for note in of_record if note[1] not in data.where)
     bad = _bad(bad_lines)
     if not documents:
         return f"cannot be read: {bad or 'there is none'}"

@@ -59,8 +59,8 @@ def _require_date_is_written(plan: Plan, data: Data) -> None:
     is_users = plan.config.origin("data.date") != "default"
     if is_users and not any(source.day for source in sources):
         raise ConfigError(
-            f"data.date is {plan.config.data.date}, but no chat template of this data asks for the "
-            "date (strftime_now): remove it, or name such a template by data.template"
+            f"data.date is {plan.config.data.date}, but no chat template here calls "
+            "strftime_now: remove data.date"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,8 +19,9 @@ from harness.data.data import Data
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.indexed import write_indexed
 from harness.data.masks import MaskWriter
+from harness.data.source import corpus_of, tokens_key
 from harness.data.spec import DataSpec
-from harness.data.tokenizer import added_at_begin
+from harness.data.tokenizer import added_at_begin, tokenizer_hash
 from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
 from harness.files.data_format import BadLines
@@ -227,6 +228,31 @@ def test_a_run_of_text_says_what_its_documents_begin_with(
     assert (batch.labels != -100).sum() == data.train.targets_in(0, data.train.samples)
 
 
+class Adding(PreTrainedTokenizerFast):
+    """Adds a bos token by itself, as slow tokenizers do: its vocabulary does not say so."""
+
+    def __call__(self, *texts: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+        made = super().__call__(*texts, add_special_tokens=False, **options)
+        if add_special_tokens:
+            made["input_ids"] = [self.bos_token_id, *made["input_ids"]]
+        return made
+
+
+def test_tokens_are_kept_by_the_ids_that_are_added(write_jsonl: Callable[..., Path]) -> None:
+    plain = tokenizer_of("bytes", bos=False)
+    adding = Adding(tokenizer_object=plain.backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    assert tokenizer_hash(adding) == tokenizer_hash(plain)
+    path = write_jsonl({"text": "the model"})
+
+    def key(tokenizer: PreTrainedTokenizerFast, bos: Literal["auto", "off"]) -> str:
+        spec = DataSpec(DataConfig(path=str(path), bos=bos))
+        return tokens_key(corpus_of(spec), tokenizer, spec)
+
+    assert key(plain, "auto") == key(plain, "off") == key(adding, "off") != key(adding, "auto")
+    path = write_jsonl({"input_ids": [5, 6]})
+    assert key(adding, "auto") == key(adding, "off")
+
+
 def test_a_sample_of_text_that_a_run_kept_is_text(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("bytes")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -258,6 +284,15 @@ def test_a_tokenizer_without_places_divides_a_pair_where_its_ids_differ(
     )
     path = write_jsonl(*({"prompt": prompt, "completion": answer} for prompt, answer in PAIRS))
     assert documents(tokenizer, path) == documents(fast, path)
+    for labels, is_told in (("011", True), ("0101", False), ("010", False), ("10", False)):
+        segments = [{"text": "the word ", "label": label == "1"} for label in labels]
+        path = write_jsonl({"segments": segments})
+        if is_told:
+            assert documents(tokenizer, path) == documents(fast, path)
+        else:
+            with pytest.raises(ConfigError, match="only the end of a text can be learned"):
+                documents(tokenizer, path)
+        assert all(documents(tokenizer, path, learn="all")[0][1][1:])
 
 
 def test_rows_of_token_ids_are_read_as_they_are(
@@ -266,13 +301,14 @@ def test_rows_of_token_ids_are_read_as_they_are(
     tokenizer = tokenizer_of("bytes")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     rows = [
-        {"input_ids": [9, 10, 11, n + 20, 1], "labels": [-100, -100, 11, n + 20, 1]}
-        for n in range(30)
+        {"input_ids": [9, 10, 11, n + 20, 1], "labels": [9, -100, 11, n + 20, 1]} for n in range(30)
     ]
     data = opened(write_jsonl(*rows), tmp_path / "tokenizer", tmp_path / "cache")
     batch = data.train.batch(0, data.train.samples)
     assert data.tokens == 150
     assert data.train.is_masked
+    assert data.begin == []  # none is added
+    assert {event["kind"] for event in data.events()} == {"packed_whole"}
     assert ((batch.labels == 11).sum(), (batch.labels == 10).sum()) == (data.train.documents, 0)
     for outside in (-1, 5000):
         path = write_jsonl(*rows, {"input_ids": [outside]})

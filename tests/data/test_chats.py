@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -292,12 +291,12 @@ def test_what_a_template_leaves_out_is_counted_and_said(
         assert event["counts"] == {
             "columns rejected": 12,
             "keys score": 12,
-            "turns assistant turns of which the template writes nothing (not learned)": 12,
+            "turns assistant turns rendered empty (not learned)": 12,
             "turns assistant turns whose thoughts the template leaves out": 12,
             "turns lists of tools that the template leaves out": 12,
         }
         assert (
-            "columns rejected (12), keys of turns score (12), 12 assistant turns of which"
+            "columns rejected (12), keys of turns score (12), 12 assistant turns rendered"
             in (data.summary()[0])
         )
     ids, mask = stored(tmp_path)
@@ -460,35 +459,3 @@ def test_a_template_that_cannot_be_masked_is_named(
     tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match=f"exactly: the chat template of {own} writes an"):
         opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"), template=str(own))
-
-
-def test_conversations_are_not_mixed_with_other_text(tmp_path: Path) -> None:
-    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "about.md").write_text("About these chats.")
-    (folder / "chats.jsonl").write_text(json.dumps({"messages": [USER, BOT]}) + "\n")
-    with pytest.raises(ConfigError) as caught:
-        opened(folder, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
-    assert caught.value.problems == [
-        f"data.path: {folder}/chats.jsonl:1: holds a conversation, but {folder}/about.md:1 holds "
-        "other text: name one of them, or move it; data.bad_rows=skip leaves such rows out, and "
-        "counts them"
-    ]
-    (folder / "about.md").rename(folder / "later.md")
-    with pytest.raises(ConfigError) as caught:
-        opened(folder, tmp_path, tokenizer=str(tmp_path / "tokenizer"), bad_rows="skip")
-    assert caught.value.problems == [
-        f"data.path: cannot read {folder}/later.md: it holds other text, but {folder}/chats.jsonl"
-        ":1 holds a conversation: name one of them, or move it"
-    ]
-
-
-def test_a_conversation_of_many_megabytes_is_named(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
-    long = {"role": "assistant", "content": "word " * (4 << 20)}
-    path = write_jsonl({"messages": [USER, BOT]}, {"messages": [USER, long]})
-    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ConfigError, match=r":2: is a conversation of more than 16,777,216 char"):
-        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"))

@@ -277,7 +277,7 @@ def test_what_a_template_leaves_out_is_counted(name: str) -> None:
     kinds = {
         "written": [],
         "alone": ["assistant turns whose text the template leaves out beside calls"],
-        "ignored": ["assistant turns whose calls the template leaves out (not learned)"],
+        "ignored": ["assistant turns rendered without their tool calls (not learned)"],
     }
     assert [note for note in read.notes if "calls" in note] == kinds[family.calls]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import process_time
 
 import pytest
 
@@ -243,10 +244,34 @@ def test_patterns_name_files_and_folders() -> None:
         "./data/",
         "**",
         "d?ta/*",
+        "data/**",
+        "**.jsonl",
+        "**/data/**/train-*",
+        "[!a]ata/train-[0-9].jsonl",
     ):
         assert matches("data/train-0.jsonl", pattern)
-    for pattern in ("*.jsonl", "data/test-*", "train-*", "dat"):
+    for pattern in ("*.jsonl", "data/test-*", "train-*", "dat", "", "data/train-[z-a].jsonl"):
         assert not matches("data/train-0.jsonl", pattern)
+    assert not matches("a" * 60, "*a" * 30 + "b")  # at once
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        "\n".join(" " * indent + "a:" for indent in range(1, 1500)),
+        f"- {'- ' * 3000}a",
+        f"- a: {'[' * 3000}{']' * 3000}",
+        f"- a: [{'{' * 100_000}]",
+        f"- a{' ' * 100_000}b",
+        f'- a: b{" #" * 100_000}"',
+    ],
+)
+def test_a_card_of_any_text_is_read_at_once(tmp_path: Path, configs: str) -> None:
+    fill(tmp_path, "README.md", content=f"---\nconfigs:\n{configs}\n---\n")
+    started = process_time()
+    assert is_card(tmp_path / "README.md")
+    assert subsets_of(tmp_path / "README.md") == []
+    assert process_time() - started < 5
 
 
 def plan_of(*words: str) -> Plan:

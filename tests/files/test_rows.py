@@ -11,6 +11,7 @@ import pytest
 from harness.config.assignments import assign_all
 from harness.files.chat import Chat
 from harness.files.forms import document_of, read
+from harness.files.notes import Notes
 from harness.files.pieces import Ids, Piece
 from harness.files.turns import Message
 
@@ -64,6 +65,12 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         {"conversations": {"from": ["human", "gpt"], "value": ["1 + 2?", "3"]}},
         Chat([Q, A]),
     ),
+    "keys of the other form": (
+        {"conversations": [{"role": "user", "value": "1 + 2?"}, {"from": "gpt", "content": "3"}]},
+        Chat([Q, A]),
+    ),
+    "turns of text": (messages({"role": "user", "text": "1 + 2?"}, A), Chat([Q, A])),
+    "content beside null": (messages({**Q, "value": None, "text": None}, A), Chat([Q, A])),
     "conversation": ({"conversation": [Q, A]}, Chat([Q, A])),
     "pairs": (
         {
@@ -108,6 +115,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         {"prompt": json.dumps([Q]), "completion": json.dumps([A])},
         Chat([Q, A], prompt=1),
     ),
+    "turns as text in lines": (
+        {"prompt": json.dumps([Q], indent=1), "completion": json.dumps([A], indent=1)},
+        Chat([Q, A], prompt=1),
+    ),
     # Marks of turns.
     **{
         f"{key}={value}": (
@@ -141,6 +152,18 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     ),
     "parameters": (
         messages(Q, asks({"name": "add", "parameters": {"a": 1}}), RESULT, A),
+        Chat(CALLED),
+    ),
+    **{
+        f"arguments as {key}": (
+            messages(Q, asks({"name": "add", **nothing, key: value}), RESULT, A),
+            Chat(CALLED),
+        )
+        for key in ("args", "input", "parameters")
+        for nothing, value in (({}, {"a": 1}), ({"arguments": None}, '{"a": 1}'))
+    },
+    "arguments beside the function": (
+        messages(Q, asks({"function": {"name": "add"}, "arguments": {"a": 1}}), RESULT, A),
         Chat(CALLED),
     ),
     "function_call": (
@@ -183,6 +206,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         ),
         Chat(CALLED),
     ),
+    "a text that is marked, then its call": (
+        messages(Q, {**A, "weight": 1}, asks(call({"a": 1})), RESULT, A),
+        Chat([Q, asks(call({"a": 1}), content="3"), RESULT, A]),
+    ),
     "a call, then another": (
         messages(Q, asks(call({"a": 1})), asks(call({"a": 2})), RESULT, RESULT, A),
         Chat([Q, asks(call({"a": 1}), call({"a": 2})), RESULT, RESULT, A]),
@@ -192,9 +219,14 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         key: (messages(Q, {**A, key: "hm"}), Chat([Q, {**A, "reasoning_content": "hm"}]))
         for key in ("reasoning_content", "reasoning", "thinking", "thought")
     },
-    "a thought under two keys": (
+    "a thought twice": (
         messages(Q, {**A, "reasoning": "hm", "reasoning_content": "hm"}),
         Chat([Q, {**A, "reasoning_content": "hm"}]),
+    ),
+    "calls twice": (
+        messages(Q, asks({**call({"a": 1}), "id": "x"}, function_call=call({"a": 1})["function"]),
+                 RESULT, A),
+        Chat([Q, asks({"id": "x", **call({"a": 1})}), RESULT, A]),
     ),
     "thoughts as a part": (
         messages(
@@ -254,6 +286,11 @@ def test_token_ids_are_read_as_they_are() -> None:
     assert document_of({"input_ids": ids, "labels": labels}, {}) == Ids(ids, [(1, 2), (3, 4)])
     padded = {"input_ids": [0, *ids], "labels": [-100, *labels], "attention_mask": [0, 1, 1, 1, 1]}
     assert document_of(padded, {}) == Ids(ids, [(1, 2), (3, 4)])
+    for mask in ([0, 1, 0, 1], [False, True, False, True], [0.0, 1.0, 0.0, 1.0]):
+        for key in ("loss_mask", "completion_mask", "assistant_masks"):
+            assert document_of({"input_ids": ids, key: mask}, {}) == Ids(ids, [(1, 2), (3, 4)])
+    both = {"input_ids": ids, "labels": labels, "completion_mask": [0, 0, 1, 1]}
+    assert document_of(both, {}) == Ids(ids, [(3, 4)])
     columns = {"input_ids": "tokens"}
     assert document_of({"tokens": "[5, 6]"}, columns) == Ids([5, 6], [(0, 2)])
 
@@ -271,8 +308,30 @@ def test_what_is_not_read_is_named() -> None:
     assert [name for kind, name in notes if kind == "columns"] == ["chosen", "rejected", "id"]
     others = ("turns", "turns of other roles than the assistant's marked as learned")
     assert notes[-1] == others
+    document, notes = read(messages({**Q, "reasoning_content": "hm"}, A), {})
+    assert document == Chat([Q, A])
+    assert notes == [("turns", "thoughts of other roles than the assistant's (not read)")]
     _, notes = read({"prompt": "a", "completion": "b", "system": "s"}, {})
     assert notes == [("columns", "system")]
+
+
+def nested(value: object, depth: int = 2000) -> object:
+    for _ in range(depth):
+        value = [{"type": "text", "text": value}]
+    return value
+
+
+def test_notes_are_bounded_and_printable() -> None:
+    notes = Notes()
+    notes.add([("columns", "\x1b[31m\nred"), ("columns", "plain")] * 2)
+    assert notes.text() == "columns '\\x1b[31m\\nred' (2), plain (2)"
+    for n in range(2000):
+        notes.add(read({"text": "a", f"\U0001f642 {n} {'long ' * 1000}": 1}, {})[1])
+    assert len(notes) <= 1003
+    assert notes["columns", "others"] == 1002
+    written = json.dumps(notes.as_json())
+    assert len(written) < 2**20
+    assert Notes.from_json(json.loads(written)) == notes
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -285,13 +344,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "arguments a list": (messages(Q, asks(call([1])), RESULT, A), "that are no object {...}: [1]"),
     "arguments a number": (messages(Q, asks(call("3")), RESULT, A), "no object {...}: '3'"),
+    "arguments under an unknown name": (
+        messages(Q, asks({"name": "add", "kwargs": {"a": 1}}), RESULT, A),
+        "calls add with kwargs, and none of arguments, parameters, args, input",
+    ),
     "no name": (messages(Q, asks({"function": {}}), RESULT, A), "needs the name of a function"),
     "no tools": (messages(Q, A, tools="add"), "tools must be an array of objects"),
     "two systems": (messages(S, Q, A, system="Other."), "has two system texts"),
     "two texts": (messages(Q, A, A), "roles out of order: assistant after assistant"),
     "text and call marked": (
         messages(Q, {**A, "weight": 0}, asks(call({})), RESULT, A),
-        "marks a text and the call behind it differently",
+        "marks a text and the tool call after it differently; they form one turn",
     ),
     "history of three": (
         {"query": "a", "response": "b", "history": [["a", "b", "c"]]},
@@ -302,27 +365,62 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": [Q, A], "completion": [Q]},
         "no assistant turn in its completion",
     ),
+    "two thoughts": (
+        messages(Q, {**A, "reasoning": "a", "thinking": "b"}),
+        "a turn has thoughts in reasoning and thinking, which differ",
+    ),
+    "a thought and a part": (
+        messages(Q, {**A, "content": [{"type": "thinking", "thinking": "a"}], "thought": "b"}),
+        "a turn has thoughts in thought and content, which differ",
+    ),
+    "two kinds of calls": (
+        messages(Q, asks(call({}), function_call={"name": "other"}), RESULT, A),
+        "a turn has tool_calls and function_call, which differ",
+    ),
+    "a call of the user": (
+        messages({**Q, "tool_calls": [call({})]}, A),
+        "a turn of the role user calls tools",
+    ),
+    "calls that complete a text": (
+        {"prompt": [Q, A], "completion": [asks(call({})), RESULT, A]},
+        "has a completion that begins with calls of the prompt's last turn",
+    ),
     "thoughts no text": (messages(Q, {**A, "thinking": ["hm"]}), "thinking of a turn must be a"),
     "labels of others": (
         {"input_ids": [1, 2], "labels": [2, -100]},
         "label 2 at place 0, where input_ids has 1: a label is the token itself, or -100",
     ),
+    "a mask of halves": (
+        {"input_ids": [1, 2], "loss_mask": [0.5, 1]},
+        "loss_mask must be an array of 0 and 1",
+    ),
+    **{
+        f"a row marked {key}={value!r}": (
+            {**row, key: value},
+            f"has {key}={value!r}, which is read of turns, not of rows",
+        )
+        for key, value in (("weight", 0), ("weight", "0"), ("train", False))
+        for row in ({"instruction": "1 + 2?", "output": "3"}, {"prompt": "1", "completion": "2"})
+    },
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids, but 1 labels"),
     "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
+    "arrays that end before others": (
+        {"conversations": {"from": ["human", "gpt", "human"], "value": ["1 + 2?", "3"]}},
+        "is an object of arrays that differ in length: 3 from, 2 value",
+    ),
+    "a turn without content": (
+        messages({"role": "user", "message": "1 + 2?"}, A),
+        "a turn needs content or value; it has role, message",
+    ),
+    "content and value": (messages({**Q, "value": "2?"}, A), "has content and value, which differ"),
+    "deep parts": (messages({**Q, "content": nested("a")}, A), "is nested too deeply"),
+    "deep keys": (messages({**Q, "more": nested("a")}, A), "is nested too deeply"),
     "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
     "a question of nothing": (messages({**Q, "content": None}, A), "of the user has no content"),
-    "no key of content": (
-        messages({"role": "user", "message": "1 + 2?"}, A),
-        "needs role and content, or from and value; it has ['role', 'message']",
-    ),
     "a part without a text": (
         messages(*CALLED[:2], {**RESULT, "content": [{"deg": 1}]}, A),
         "has a part without a text; it has ['deg']",
-    ),
-    "two thoughts": (
-        messages(Q, {**A, "reasoning": "hm", "thinking": "ho"}),
-        "has other thoughts in reasoning than in thinking",
     ),
 }  # fmt: skip
 

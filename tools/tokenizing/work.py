@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from harness.config.run_config import RunConfig
@@ -12,6 +13,7 @@ from harness.data.cache import Report, locked
 from harness.data.corpus import Corpus
 from harness.data.indexed import IndexedTokens
 from harness.data.prepare import TOKENS, read_skipped
+from harness.data.rendering import writes_date
 from harness.data.shards import ShardedTokens
 from harness.data.source import corpus_of, how_encoded, open_source, tokens_folder, tokens_key
 from harness.data.spec import DataSpec
@@ -55,6 +57,11 @@ class Work:
             if corpus.kind == "indexed":
                 self._report(f"{corpus.path} holds token ids already")
                 continue
+            if spec.config.date is None and self._writes_date(corpus):
+                problems.append(
+                    f"data.date: the chat template writes the date into {corpus.path}, which is "
+                    f"that of the run: set it here and for the run, as data.date={date.today()}"
+                )
             key = tokens_key(corpus, self._tokenizer, spec)
             folder = tokens_folder(cache_of(spec), key)
             if self._out is not None:
@@ -67,6 +74,9 @@ class Work:
         if problems:
             raise ConfigError(problems)
         return sources
+
+    def _writes_date(self, corpus: Corpus) -> bool:
+        return corpus.holds_chats and writes_date(self._tokenizer)
 
     def _problems_of_out(self, corpus: Corpus, spec: DataSpec, key: str) -> list[str]:
         problems = []
@@ -95,7 +105,8 @@ class Work:
             opened = open_source(
                 source.name, source.spec, self._tokenizer, cache_of(source.spec), self._report
             )
-            return f"tokenised {opened.summary()}"
+            then = f"; train with data.date={opened.day}" if opened.day else ""
+            return f"tokenised {opened.summary()}{then}"
         lock, skipped = Path(f"{self._out}.lock"), ""
         with locked(lock, self._report):  # of tasks that end together one writes
             if not self.is_made(source):
