@@ -168,7 +168,7 @@ class DataConfig(Section):
     tokenizer's own."""
     date: Annotated[str, BeforeValidator(_day)] | None = None
     """Date that a chat template writes which asks for it, as 2026-01-31 or 2026-01-31T09:30; None:
-    that of the day on which the run is first started, which it keeps. Its time is 00:00."""
+    that of the day (UTC) on which the run is first started, which it keeps. Its time is 00:00."""
     bos: Literal["auto", "off"] = "auto"
     """auto: where the tokenizer adds a token to the begin of a text, as it does for a request that
     is served, so does every document of text, unless the text has it; off: none is added. A

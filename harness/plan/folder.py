@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,20 @@ def keep_packing(draft: Draft) -> None:
 
 def keep_rendering(draft: Draft) -> None:
     """Write the date of the run that is resumed or branched from into chats, unless the user says;
-    today's in a new run. Runs of versions without data.bos added no token to text.
+    today's in a new run, in UTC, which is the same on every node. Runs of versions without data.bos
+    added no token to text.
     """
+    today = datetime.now(UTC).date().isoformat()
     config, kept = draft.config, dict[str, str]()
     recorded = _recorded(draft)
     if config.data.date is None:
-        kept["date"] = (recorded or {}).get("date") or date.today().isoformat()
+        kept["date"] = (recorded or {}).get("date") or today
     if recorded is not None and not config.is_set("data.bos"):
         kept["bos"] = recorded.get("bos", "off")
     try:
         DataConfig.model_validate(kept)
     except ValueError:  # of a damaged record
-        kept = {"date": date.today().isoformat()}
+        kept = {"date": today}
     draft.config = config.model_copy(update={"data": config.data.model_copy(update=kept)})
 
 
