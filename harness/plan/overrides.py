@@ -22,6 +22,7 @@ _PARTIAL = "partial_rotary_factor"
 _OLD = {_THETA: _THETA, "rotary_emb_base": _THETA, _PARTIAL: _PARTIAL, "rotary_pct": _PARTIAL}
 _LOCAL = "rope_local_base_freq"
 _ROTARY = {*_OLD, _LOCAL, _SCALING, _TABLE}
+_INTO_TABLE = {_THETA, _PARTIAL, _SCALING}
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern")
 _ELSEWHERE = {
     "dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled",
@@ -81,8 +82,10 @@ def _unread(
     """Yield the problems of overrides that no model of this type reads."""
     own = keys_read(model_type) if "auto_map" not in config else None
     dropouts = {*family_of(model_type).dropouts}
+    rotates = own is not None and _TABLE in own
+    reached = _INTO_TABLE if rotates and config.get(_TABLE) else set[str]()
     for key in run.model.overrides:
-        if key == "model_type" or (own is not None and key in own | dropouts):
+        if key == "model_type" or (own is not None and key in own | dropouts | reached):
             continue
         named = f"{_named(key, run)} "
         if key in _ELSEWHERE:
@@ -93,6 +96,8 @@ def _unread(
                 yield f"{named}is not a config key of {source}{near}"
         elif key in config or key in every_key():
             near = did_you_mean(key, own)
+            if rotates and key in _ROTARY:
+                near = f": set model.overrides.{_TABLE}"
             yield f"{named}changes nothing: {model_type} models do not read it{near}"
         else:
             yield f"{named}is not a config key of {source}{did_you_mean(key, {*config, *own})}"
@@ -126,10 +131,10 @@ def _with_rotary(
     config = {key: value for key, value in config.items() if key not in _ROTARY - {_TABLE}}
     for key, value in overrides.items():
         by_layer = _by_layer(table)
-        if by_layer and key != _TABLE:
+        if key != _TABLE and (by_layer or key not in _INTO_TABLE | {*_OLD}):
             raise ConfigError(
-                f"{_named(key, run)} is {shortened(value)}, but its layers rotate by their kind: "
-                f"set model.overrides.{_TABLE}.{by_layer[0]}"
+                f"{_named(key, run)} is {shortened(value)}, but it has one RoPE table per layer "
+                f"type: set model.overrides.{'.'.join([_TABLE, *by_layer[:1]])}"
             )
         if key == _TABLE and value is not None:
             _require_same_kind(value, by_layer, run)
@@ -161,7 +166,7 @@ def _require_same_kind(value: Mapping[str, Any], by_layer: list[str], run: RunCo
     """Raise ConfigError for values of all layers beside those of each kind: they would be lost."""
     if by_layer and (lost := [key for key in value if key not in by_layer]):
         raise ConfigError(
-            f"{_named(_TABLE, run)} has {', '.join(lost)}, but its layers rotate by their kind: "
+            f"{_named(_TABLE, run)} has {', '.join(lost)}, but it has one RoPE table per layer type: "
             f"set model.overrides.{_TABLE}.{by_layer[0]}.{lost[0]}"
         )
 
