@@ -82,6 +82,7 @@ def find_model_config(
         config, source = saved.get("model_config"), saved.get("model_source")
         if not (isinstance(config, dict) and isinstance(source, str)):
             raise ConfigError(f"{key} is {name!r} ({origin}): {run_plan} holds no model")
+        config.pop("quantization_config", None)  # of earlier versions; no checkpoint is quantized
         return config, source
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
