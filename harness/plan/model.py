@@ -12,9 +12,9 @@ from harness.layout.shape import Shape
 from harness.layout.sizes import UnknownArchitecture
 from harness.plan.context import positions_of, why_not
 from harness.plan.draft import Draft
+from harness.plan.folder import recorded_model
 from harness.plan.model_config import find_model_config, load_model_config, max_positions
 from harness.plan.optimizer import check_groups
-from harness.plan.overrides import already_so
 from harness.plan.vocabulary import new_rows_event
 from harness.plan.weights import check_quantization, weight_file_problems
 
@@ -23,8 +23,9 @@ def find_model(draft: Draft) -> None:
     """Read the model's config, count its parameters, and check the run against both."""
     run, problems = draft.config, draft.problems
     try:
-        draft.model_config, draft.model_source = load_model_config(run)
-        _note_idle_overrides(draft)
+        draft.model_config, draft.model_source = load_model_config(
+            run, recorded_model(draft), draft.note
+        )
         if run.model.init_from is not None:
             named = draft.model_config.get("transformers_weights")
             problems.say(*weight_file_problems(run.model.init_from, named))
@@ -92,17 +93,6 @@ def _check_weights(draft: Draft, shape: Shape) -> None:
             f"{needed.get(name, 'not there')}",
             f"set model.name={source}, without model.overrides of sizes",
         )
-
-
-def _note_idle_overrides(draft: Draft) -> None:
-    """Add an event for overrides whose values the model config has without them."""
-    run = draft.config
-    if run.model.overrides:
-        config, _ = find_model_config(run.model.name)
-        if same := already_so(config, run):
-            names = ", ".join(f"model.overrides.{key}" for key in same)
-            message = f"{names} changes nothing: it is so in {draft.model_source} already"
-            draft.note("idle_overrides", message)
 
 
 def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,3 +101,18 @@ def test_a_run_of_an_earlier_version_adds_no_begin_to_text(tmp_path: Path) -> No
     )
     assert "data.bos is 'auto', but the run in this folder has 'off'" in problem
     assert planned().config.data.bos == "auto"
+
+
+def test_a_run_of_an_earlier_version_keeps_an_override_without_effect(tmp_path: Path) -> None:
+    word = "model.overrides.sliding_window=64"
+    record: Any = begun(tmp_path / "run")
+    record["run"]["model"]["overrides"] = {"sliding_window": 64}
+    record["model_config"]["sliding_window"] = 64
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="changes nothing: llama models do not read it"):
+        planned(word)
+    plan = planned(f"run.dir={tmp_path / 'run'}", word)
+    assert "the run that goes on has it" in next(
+        e["message"] for e in plan.events if e["kind"] == "kept"
+    )
+    assert resume_problems(record, plan.to_json(), []) == []
