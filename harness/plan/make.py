@@ -177,5 +177,6 @@ def _frozen(draft: Draft) -> Plan:
         stages=draft.stages,
         attention_why=draft.attention_why,
         site=draft.site,
+        stored=draft.stored,
         events=(*draft.ds.events, *draft.events),
     )

@@ -19,7 +19,7 @@ from harness.files.regular_file import read_json
 from harness.files.table import Table
 from harness.files.tensor_header import read_header
 from harness.plan.draft import Draft
-from harness.plan.model_config import find_model_config, preset_names
+from harness.plan.model_config import preset_names
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
@@ -72,10 +72,7 @@ def check_quantization(draft: Draft) -> None:
     """Add an event for quantized weights, which are dequantized as they are read; refuse those of
     which transformers cannot do that.
     """
-    source = draft.config.model.init_from
-    assert source is not None
-    config, _ = find_model_config(source, draft.config.origin("model.init_from"), "model.init_from")
-    method = quantization_of(config)
+    source, method = draft.config.model.init_from, quantization_of(draft.stored)
     if method is None:
         return
     if method in _DEQUANTIZED:
