@@ -16,7 +16,7 @@ from harness.plan.folder import recorded_model
 from harness.plan.model_config import find_model_config, load_model_config, max_positions
 from harness.plan.optimizer import check_groups
 from harness.plan.vocabulary import new_rows_event
-from harness.plan.weights import check_quantization, weight_file_problems
+from harness.plan.weights import check_quantization, refuses_preset, weight_file_problems
 
 _STORED = ("vocab_size", "quantization_config")
 
@@ -29,7 +29,7 @@ def find_model(draft: Draft) -> None:
             run, recorded_model(draft), draft.note
         )
         stored = dict[str, Any]()
-        if (source := run.model.init_from) is not None:
+        if (source := run.model.init_from) is not None and not refuses_preset(draft):
             named = draft.model_config.get("transformers_weights")
             problems.say(*weight_file_problems(source, named))
             stored, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
@@ -44,7 +44,7 @@ def find_model(draft: Draft) -> None:
         _check_positions(draft)
         draft.shape = Shape.from_hf(draft.model_config)
         check_groups(draft)
-        if source is not None:
+        if source is not None and stored:
             _check_weights(draft, draft.shape, source, stored)
     except UnknownArchitecture as error:
         draft.note("unknown_architecture", str(error))

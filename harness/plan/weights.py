@@ -44,9 +44,6 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     Raises ConfigError if `source` is not a valid path.
     """
     folder = user_path("model.init_from", source)
-    if opens and source in preset_names():
-        use = f"set model.name={source} for random weights, or name a folder with given ones"
-        return [f"model.init_from is {source!r}, a preset, which is a shape without weights: {use}"]
     try:
         if _has_checkpoints(run_and_step(source)[0]):
             return []
@@ -58,6 +55,19 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     except (Unusable, OSError) as error:
         problems = [str(error)]
     return [f"model.init_from is {source!r}: {problem}" for problem in _shortened(problems)]
+
+
+def refuses_preset(draft: Draft) -> bool:
+    """Refuse a preset, unless the plan is made for its estimate; return True then."""
+    source = draft.config.model.init_from
+    if source not in preset_names() or draft.estimating:
+        return False
+    draft.problems.add(
+        "model.init_from",
+        "which is a preset, a shape without weights",
+        f"set model.name={source} for random weights, or name a folder with given ones",
+    )
+    return True
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
 from harness.plan.text import describe
 from tests.engine.small import MODEL
@@ -76,7 +77,8 @@ def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
         parts = [part for part in plan.estimate.worst.parts if part.component == component]
         return sum(part.bytes for part in parts) / 2**30
 
-    words = f"{SHORT} model.name=llama-2-7b model.init_from=llama-2-7b model.lora.rank=16"
+    weights = planned.add("seven_b", find_model_config("llama-2-7b")[0]).parent
+    words = f"{SHORT} model.init_from={weights} model.lora.rank=16"
     lora, qlora = planned(words), planned(f"{words} {NF4}")
     assert gib(lora, "dequantized weight") == 0
     # 6.48e9 weights at 4.127 bits (QLoRA, section 3), 0.26e9 and the adapters as they were.
