@@ -45,7 +45,7 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     """
     folder = user_path("model.init_from", source)
     try:
-        if _has_checkpoints(run_and_step(source)[0]):
+        if has_checkpoints(source):
             return []
         if folder.is_dir():
             problems = _folder_problems(folder, named, opens)
@@ -68,6 +68,12 @@ def refuses_preset(draft: Draft) -> bool:
         f"set model.name={source} for random weights, or name a folder with given ones",
     )
     return True
+
+
+def has_checkpoints(source: str) -> bool:
+    """Return True if model.init_from names a run of the harness."""
+    checkpoints = run_and_step(source)[0] / "checkpoints"
+    return checkpoints.is_dir() and any(checkpoints.glob("step-*"))
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:
@@ -162,11 +168,6 @@ def _require_inside(path: Path, folder: Path) -> None:
     blobs = base.parents[1] / "blobs" if base.parent.name == "snapshots" else base
     if not (target.is_relative_to(base) or target.is_relative_to(blobs)):
         raise Unusable(f"{path} is a link to {target}: put the file itself there")
-
-
-def _has_checkpoints(run: Path) -> bool:
-    checkpoints = run / "checkpoints"
-    return checkpoints.is_dir() and any(checkpoints.glob("step-*"))
 
 
 def _hub_index(name: str) -> Path | None:

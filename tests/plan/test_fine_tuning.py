@@ -7,9 +7,11 @@ import json
 
 import pytest
 
+from harness.errors import ConfigError
 from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
 from harness.plan.text import describe
+from harness.plan.vocabulary import with_rows_for
 from tests.engine.small import MODEL
 from tests.plan.plans import Planner
 
@@ -87,3 +89,19 @@ def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
     saved = count * (4 * 8 / 8 - bits / 8) / 2**30  # fp32 on CPUs
     assert gib(lora, "parameters") - gib(qlora, "parameters") == pytest.approx(saved, rel=1e-3)
     assert gib(qlora, "dequantized weight") == pytest.approx(4096 * 11008 * 4 / 2**30, rel=0.02)
+
+
+def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:
+    """Nor by a larger tokenizer, which shows once the data is read; the run's export does."""
+    run = planned.add("run", MODEL).parent
+    given = f"{SHORT} model.init_from={run}"
+    assert planned(f"{given} model.overrides.vocab_size=90", estimate=False)
+    plan = planned(given, estimate=False)
+    assert with_rows_for(plan, 90).model_config["vocab_size"] == 90
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    why = "whose checkpoints have 64 rows of the vocabulary, and 90 are needed"
+    (problem,) = planned.problems(f"{given} model.overrides.vocab_size=90")
+    assert problem.endswith(f"{why}: set model.init_from=$run/export")
+    with pytest.raises(ConfigError, match=why):
+        with_rows_for(plan, 90)
+    assert with_rows_for(plan, 64) is plan
