@@ -48,10 +48,10 @@ def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -
             f"model.init_from={run_and_step(source)[0]}/export"
         )
     tensors = [] if shape is None else [*shape.tensors()]
-    new, lora = now - before, run.model.lora
+    lora = run.model.lora
     message = (
-        f"{run.model.init_from} has {before:,} rows of the vocabulary: {new:,} more are added, to "
-        f"{now:,}, each the mean of the others, in embedding and head"
+        f"the vocabulary grows from {before:,} to {now:,} rows; each new row is the mean of the "
+        "existing ones"
     )
     if lora.rank is not None and lora.modules_to_save:
         message += f"; {', '.join(lora.modules_to_save)} are trained (model.lora.modules_to_save)"
@@ -59,7 +59,7 @@ def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -
         names = [module_of(t.name) for t in tensors if t.kind in ("embedding", "head")]
         named = json.dumps(names) if names else "the names of embedding and head"
         message += (
-            "; beside adapters they stay so: to train them set model.lora.modules_to_save="
+            "; with LoRA the new rows stay frozen: to train them set model.lora.modules_to_save="
             f"'{named}'"
         )
     return {"kind": "new_rows", "message": message, "before": before, "rows": now}

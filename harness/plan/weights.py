@@ -101,7 +101,7 @@ def check_quantization(draft: Draft) -> None:
         draft.problems.add(
             "model.init_from",
             f"whose weights are quantized by {method}, which are not trained here",
-            "name the weights that they were made of "
+            "set model.init_from to the unquantized weights "
             f"({' and '.join(_DEQUANTIZED)} are dequantized as they are read)",
         )
 
