@@ -42,7 +42,7 @@ def resume_problems(
     order of a mixture's sources, which data.mix_until may tie to the length of the run.
     """
     return [
-        f"{key} is {_short(new)}, but the run in this folder has {_short(old)}: "
+        f"{key} is {_short(new, old)}, but the run in this folder has {_short(old, new)}: "
         f"{_use(key, saved, planned)}, another run.dir, or resume.allow={key} to change it on "
         "purpose"
         for key, old, new in _differences(saved, planned)
@@ -56,7 +56,7 @@ def branch_problems(
 ) -> list[str]:
     """Return the problems that keep `planned` from branching off `saved`: model or data differ."""
     return [
-        f"{key} is {_short(new)}, but that run has {_short(old)}: a branch keeps it; "
+        f"{key} is {_short(new, old)}, but that run has {_short(old, new)}: a branch keeps it; "
         f"resume.allow={key} changes it on purpose"
         for key, old, new in _differences(saved, planned)
         if key in BRANCH_KEEPS and key not in allowed
@@ -151,10 +151,17 @@ def _changed_pairs(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
 
 def _value(plan: Mapping[str, Any], key: str) -> Any:
     """Return a value; for the precision, with that of optimizer states that are not fp32."""
+    value = plan.get(key)
+    if key == "model_config" and isinstance(value, Mapping):
+        # Of the files that the weights came from, in runs of earlier versions.
+        return {name: of for name, of in value.items() if name != "quantization_config"}
     halves = plan.get("deepspeed", {}).get("bf16", {}).get("bf16_optimizer_states")
-    return f"{plan.get(key)} states" if key == "precision" and halves else plan.get(key)
+    return f"{value} states" if key == "precision" and halves else value
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, other: Any) -> str:
+    """Return a value as short text; of two tables only the entries in which they differ."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        value = {k: v for k, v in value.items() if k not in other or other[k] != v}
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -168,11 +168,10 @@ class DataConfig(Section):
     tokenizer's own."""
     date: Annotated[str, BeforeValidator(_day)] | None = None
     """Date that a chat template writes which asks for it, as 2026-01-31 or 2026-01-31T09:30; None:
-    that of the day on which the run is first started, which it keeps. Its time is 00:00."""
+    that of the day (UTC) on which the run is first started, which it keeps. Its time is 00:00."""
     bos: Literal["auto", "off"] = "auto"
-    """auto: where the tokenizer adds a token to the begin of a text, as it does for a request that
-    is served, so does every document of text, unless the text has it; off: none is added. A
-    conversation begins as its template writes it."""
+    """auto: if the tokenizer prepends a BOS token, every text document starts with it, once; off:
+    none is added. A conversation begins as its template writes it."""
     tokenizer: PathText | None = None
     """Folder or hub id of a Hugging Face tokenizer; None: the corpus's own, or train one."""
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = DEFAULT_VOCAB_SIZE

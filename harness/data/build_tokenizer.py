@@ -73,7 +73,9 @@ def cache_of(spec: DataSpec) -> Path:
 
 
 def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
-    """Return the tokenizer. Raises ConfigError if it has more ids than the model, and shall not."""
+    """Return the tokenizer. Raises ConfigError if it has more ids than the model, and rows may
+    not be added.
+    """
     tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
     if spec.config.template is not None:
         set_template(tokenizer, spec.config.template)

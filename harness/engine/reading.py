@@ -21,7 +21,6 @@ from harness.engine.processes import raise_together
 from harness.errors import ConfigError
 from harness.models.new_rows import with_rows
 from harness.models.pieces import Piece, decoder_layers, pieces
-from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems
 
@@ -44,10 +43,7 @@ def config_of_files(plan: Plan, empty: PreTrainedModel) -> PretrainedConfig | No
     """Return the config by which the files of model.init_from are read, if they hold another
     model than `empty`: of quantized weights, or of fewer rows of the vocabulary.
     """
-    source = plan.config.model.init_from
-    assert source is not None
-    stored, _ = find_model_config(source, key="model.init_from")
-    quantization, rows = stored.get("quantization_config"), stored.get("vocab_size")
+    quantization, rows = plan.stored.get("quantization_config"), plan.stored.get("vocab_size")
     if not (isinstance(rows, int) and rows < plan.model_config.get("vocab_size", rows)):
         rows = None
     if not quantization and rows is None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -41,16 +40,9 @@ def rows_of_adapters(weights: Path, model: PreTrainedModel) -> int | None:
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, rows: int | None) -> None:
     """Give a whole model's embedding and head `rows` rows, in place, where they have fewer."""
-    if rows is None or len(model.get_input_embeddings().get_parameter("weight")) >= rows:
+    before = {name: len(weight) for name, weight in vocabulary_of(model).items()}
+    if rows is None or rows <= min(before.values()):
         return
-    modules = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
-    grown: dict[int, nn.Parameter] = {}  # tied weights stay one
-    for module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in grown:
-                weight = with_rows(parameter.detach(), rows)
-                grown[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
-            setattr(module, name, grown[id(parameter)])
-        size = "num_embeddings" if isinstance(module, nn.Embedding) else "out_features"
-        setattr(module, size, rows)
-    model.config.get_text_config(decoder=True).vocab_size = rows
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    for name, weight in vocabulary_of(model).items():
+        weight.copy_(with_rows(weight[: before[name]], rows))

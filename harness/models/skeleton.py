@@ -108,9 +108,15 @@ def skeleton(
     return model
 
 
-def tied_names(model_config: dict[str, Any]) -> dict[str, str]:
-    """Return the names of weights that are another's, each with that one's."""
-    model, first = skeleton(hf_config(model_config), torch.float32, "eager"), dict[int, str]()
+def tied_names(
+    model_config: dict[str, Any], source: str | None, trust_remote_code: bool
+) -> dict[str, str]:
+    """Return the names of weights that are another's, each with that one's. Raises ValueError as
+    `hf_config`.
+    """
+    config = hf_config(model_config, source, trust_remote_code)
+    model = skeleton(config, torch.float32, "eager", trust_remote_code)
+    first = dict[int, str]()
     names = model.named_parameters(remove_duplicate=False)
     pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in names]
     return {name: other for name, other in pairs if name != other}

@@ -110,7 +110,7 @@ def _check_whole(draft: Draft) -> None:
         draft.problems.add("model.lora.modules_to_save", why, f"they are {', '.join(own)}")
     elif not {*lora.modules_to_save} & {*own}:
         why = "which is tied to the embedding"
-        draft.problems.add("model.lora.modules_to_save", why, f"name that, {own[0]}, too")
+        draft.problems.add("model.lora.modules_to_save", why, f"add {own[0]}")
 
 
 def _note_experts(draft: Draft) -> None:

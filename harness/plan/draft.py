@@ -41,6 +41,8 @@ class Draft:
     """None until the samples of a step are divided, or if they do not divide."""
     model_config: dict[str, Any] = field(default_factory=dict)
     model_source: str = ""
+    stored: dict[str, Any] = field(default_factory=dict)
+    """As in Plan."""
     shape: Shape | None = None
     attention_why: str = ""
     """Reason for the implementation that model.attention=auto stands for; "" for the user's own."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import date
+import contextlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ def keep_packing(draft: Draft) -> None:
     config = draft.config
     if config.is_set("data.packing") or config.data.batching != "packed":
         return
-    recorded = _recorded(draft)
+    recorded = recorded_data(draft)
     if recorded is None or (packing := recorded.get("packing", "stream")) is None:
         return
     packed = config.data.model_copy(update={"packing": packing})
@@ -46,34 +48,44 @@ def keep_packing(draft: Draft) -> None:
 
 def keep_rendering(draft: Draft) -> None:
     """Write the date of the run that is resumed or branched from into chats, unless the user says;
-    today's in a new run. Runs of versions without data.bos added no token to text.
+    today's in a new run, in UTC, which is the same on every node. Runs of versions without data.bos
+    added no token to text.
     """
+    today = datetime.now(UTC).date().isoformat()
     config, kept = draft.config, dict[str, str]()
-    recorded = _recorded(draft)
+    recorded = recorded_data(draft)
     if config.data.date is None:
-        kept["date"] = (recorded or {}).get("date") or date.today().isoformat()
+        kept["date"] = (recorded or {}).get("date") or today
     if recorded is not None and not config.is_set("data.bos"):
         kept["bos"] = recorded.get("bos", "off")
     try:
         DataConfig.model_validate(kept)
     except ValueError:  # of a damaged record
-        kept = {"date": date.today().isoformat()}
+        kept = {"date": today}
     draft.config = config.model_copy(update={"data": config.data.model_copy(update=kept)})
 
 
-def _recorded(draft: Draft) -> dict[str, Any] | None:
+def recorded_model(draft: Draft) -> dict[str, Any]:
+    """Return the model config of the run that goes on; {} in a new one."""
+    configs = (plan.get("model_config") for plan in _plans(draft))
+    return next((config for config in configs if isinstance(config, dict)), {})
+
+
+def recorded_data(draft: Draft) -> dict[str, Any] | None:
     """Return the data section of the run that goes on; None in a new one."""
+    for plan in _plans(draft):
+        run = plan.get("run")
+        data = run.get("data") if isinstance(run, dict) else None
+        if isinstance(data, dict) and data and data.get("packing") in (None, "whole", "stream"):
+            return data
+    return None
+
+
+def _plans(draft: Draft) -> Iterator[dict[str, Any]]:
+    """Yield the readable plan.json of run.dir, and of the run that is branched from."""
     config = draft.config
     folders = [Path(config.run.dir)] if config.run.dir is not None else []
     folders += [run_and_step(config.resume.from_)[0]] if config.resume.from_ is not None else []
-    return next((data for folder in folders if (data := _recorded_data(folder))), None)
-
-
-def _recorded_data(folder: Path) -> dict[str, Any] | None:
-    """Return the data section of a run's plan.json; None without a readable one."""
-    try:
-        data = (read_object(folder / "plan.json") or {})["run"]["data"]
-    except (Unreadable, OSError, LookupError, TypeError):
-        return None
-    is_data = isinstance(data, dict) and data.get("packing") in (None, "whole", "stream")
-    return data if is_data else None
+    for folder in folders:
+        with contextlib.suppress(Unreadable, OSError):
+            yield read_object(folder / "plan.json") or {}

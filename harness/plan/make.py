@@ -26,7 +26,7 @@ from harness.plan.curriculum import note_unfinished_ramp, ramp
 from harness.plan.data import check_mix
 from harness.plan.draft import Draft
 from harness.plan.duration import check_rates
-from harness.plan.eval_splits import evaluate_splits
+from harness.plan.eval_splits import evaluate_splits, keep_split
 from harness.plan.evaluation import check_evaluation
 from harness.plan.exclusions import check_together
 from harness.plan.expert import divide_experts
@@ -81,6 +81,7 @@ JSON_PASSES: tuple[Pass, ...] = (
 PASSES: tuple[Pass, ...] = (
     *JSON_PASSES,
     divide_ranks,
+    keep_split,
     evaluate_splits,
     balance,
     adopt,
@@ -176,5 +177,6 @@ def _frozen(draft: Draft) -> Plan:
         stages=draft.stages,
         attention_why=draft.attention_why,
         site=draft.site,
+        stored=draft.stored,
         events=(*draft.ds.events, *draft.events),
     )

@@ -12,22 +12,28 @@ from harness.layout.shape import Shape
 from harness.layout.sizes import UnknownArchitecture
 from harness.plan.context import positions_of, why_not
 from harness.plan.draft import Draft
+from harness.plan.folder import recorded_model
 from harness.plan.model_config import find_model_config, load_model_config, max_positions
 from harness.plan.optimizer import check_groups
-from harness.plan.overrides import already_so
 from harness.plan.vocabulary import new_rows_event
-from harness.plan.weights import check_quantization, weight_file_problems
+from harness.plan.weights import check_quantization, refuses_preset, weight_file_problems
+
+_STORED = ("vocab_size", "quantization_config")
 
 
 def find_model(draft: Draft) -> None:
     """Read the model's config, count its parameters, and check the run against both."""
     run, problems = draft.config, draft.problems
     try:
-        draft.model_config, draft.model_source = load_model_config(run)
-        _note_idle_overrides(draft)
-        if run.model.init_from is not None:
+        draft.model_config, draft.model_source = load_model_config(
+            run, recorded_model(draft), draft.note
+        )
+        stored = dict[str, Any]()
+        if (source := run.model.init_from) is not None and not refuses_preset(draft):
             named = draft.model_config.get("transformers_weights")
-            problems.say(*weight_file_problems(run.model.init_from, named))
+            problems.say(*weight_file_problems(source, named))
+            stored, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
+            draft.stored = {key: stored[key] for key in _STORED if key in stored}
             check_quantization(draft)
         if run.model.context is not None:
             draft.note(
@@ -38,7 +44,8 @@ def find_model(draft: Draft) -> None:
         _check_positions(draft)
         draft.shape = Shape.from_hf(draft.model_config)
         check_groups(draft)
-        _check_weights(draft, draft.shape)
+        if source is not None and stored:
+            _check_weights(draft, draft.shape, source, stored)
     except UnknownArchitecture as error:
         draft.note("unknown_architecture", str(error))
     except ConfigError as error:
@@ -66,13 +73,11 @@ def check_experts(draft: Draft) -> None:
             )
 
 
-def _check_weights(draft: Draft, shape: Shape) -> None:
+def _check_weights(
+    draft: Draft, shape: Shape, source: str, source_config: Mapping[str, Any]
+) -> None:
     """Refuse weights whose names or shapes differ from this model's."""
     run = draft.config
-    source = run.model.init_from
-    if source is None:
-        return
-    source_config, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
     stored_shape = Shape.from_hf(_with_new_rows(draft, source_config))
     stored = {tensor.name: tensor.shape for tensor in stored_shape.tensors()}
     needed = {tensor.name: tensor.shape for tensor in shape.tensors()}
@@ -92,17 +97,6 @@ def _check_weights(draft: Draft, shape: Shape) -> None:
             f"{needed.get(name, 'not there')}",
             f"set model.name={source}, without model.overrides of sizes",
         )
-
-
-def _note_idle_overrides(draft: Draft) -> None:
-    """Add an event for overrides whose values the model config has without them."""
-    run = draft.config
-    if run.model.overrides:
-        config, _ = find_model_config(run.model.name)
-        if same := already_so(config, run):
-            names = ", ".join(f"model.overrides.{key}" for key in same)
-            message = f"{names} changes nothing: it is so in {draft.model_source} already"
-            draft.note("idle_overrides", message)
 
 
 def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -41,8 +42,13 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
+def load_model_config(
+    run_config: RunConfig,
+    recorded: Mapping[str, Any] = MappingProxyType({}),
+    note: Callable[[str, str], None] = lambda kind, message: None,
+) -> tuple[dict[str, Any], str]:
     """Return the config of `model.name`, with overrides and dropout applied, and its source.
+    `recorded`, `note`: as in `overridden`.
 
     The source is "preset NAME", or the folder, file or hub id the config was read from (what
     transformers needs for architectures that bring their own code). Raises ConfigError.
@@ -55,7 +61,8 @@ def load_model_config(run_config: RunConfig) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"model.name is {run_config.model.name!r}, but {source} has no model_type"
         )
-    config = _of_its_layers(config, overridden(config, run_config, source), run_config)
+    merged = overridden(config, run_config, source, recorded, note)
+    config = _of_its_layers(config, merged, run_config)
     config.pop("quantization_config", None)  # of the files: what is trained is not quantized
     config = extended(config, run_config) | _dropouts(config, run_config)
     if run_config.model.reversible:
@@ -82,6 +89,7 @@ def find_model_config(
         config, source = saved.get("model_config"), saved.get("model_source")
         if not (isinstance(config, dict) and isinstance(source, str)):
             raise ConfigError(f"{key} is {name!r} ({origin}): {run_plan} holds no model")
+        config.pop("quantization_config", None)  # of earlier versions; no checkpoint is quantized
         return config, source
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)

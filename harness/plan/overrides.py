@@ -1,11 +1,12 @@
 """`model.overrides`: keys of a config.json that a run changes.
 
-An override that would change nothing of the model that is built is refused, with what would.
+An override that would change nothing of the model that is built is refused, with what would. In a
+run that goes on it stays: earlier versions accepted it, and what a run has learned with is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from harness.config.assignments import did_you_mean
@@ -22,6 +23,7 @@ _PARTIAL = "partial_rotary_factor"
 _OLD = {_THETA: _THETA, "rotary_emb_base": _THETA, _PARTIAL: _PARTIAL, "rotary_pct": _PARTIAL}
 _LOCAL = "rope_local_base_freq"
 _ROTARY = {*_OLD, _LOCAL, _SCALING, _TABLE}
+_INTO_TABLE = {_THETA, _PARTIAL, _SCALING}
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern")
 _ELSEWHERE = {
     "dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled",
@@ -31,9 +33,18 @@ _ELSEWHERE = {
 }
 
 
-def overridden(config: Mapping[str, Any], run: RunConfig, source: str) -> dict[str, Any]:
-    """Return a model config with model.overrides applied. Raises ConfigError with the problems of
-    all that are unknown, or would change nothing.
+def overridden(
+    config: Mapping[str, Any],
+    run: RunConfig,
+    source: str,
+    recorded: Mapping[str, Any],
+    note: Callable[[str, str], None],
+) -> dict[str, Any]:
+    """Return a model config with model.overrides applied. `recorded`: the model config of the run
+    that goes on, which keeps its overrides. `note` gets kind and message of an event about those
+    that change nothing.
+
+    Raises ConfigError with the problems of all others that are unknown, or would change nothing.
     """
     overrides = run.model.overrides
     model_type = overrides.get("model_type", config["model_type"])
@@ -41,33 +52,55 @@ def overridden(config: Mapping[str, Any], run: RunConfig, source: str) -> dict[s
         raise ConfigError(
             f"{_named('model_type', run)} is {shortened(model_type)}: it must be a name"
         )
-    if problems := [*_unread(config, model_type, run, source)]:
-        raise ConfigError(problems)
+    merged = _merged(config, overrides)
+    kept = {key for key in overrides if key in recorded and recorded[key] == merged[key]}
+    said = set[str]()
+
+    def check(problems: Iterator[tuple[Collection[str], str]]) -> None:
+        idle = [(keys, text) for keys, text in problems if not said.issuperset(keys)]
+        if others := [text for keys, text in idle if not kept.issuperset(keys)]:
+            raise ConfigError(others)
+        for keys, text in idle:
+            said.update(keys)
+            note("kept", f"{text}; the run that goes on has it")
+
+    check(_unread(config, model_type, run, source))
     rotary = {key: value for key, value in overrides.items() if key in _ROTARY and value != "null"}
     if problems := [*value_problems({"model_type": model_type, **rotary}, run, source)]:
         raise ConfigError(problems)
-    merged = _applied(config, overrides, run)
-    if problems := [*_without_effect(config, merged, run)]:
-        raise ConfigError(problems)
+    beside = {key for key in kept & _ROTARY - {_TABLE} if config.get(_TABLE)}
+    merged = _applied(config, overrides, run, beside)
+    check(_without_effect(config, merged, run, beside))
+    if same := already_so(config, run, beside):
+        names = ", ".join(f"model.overrides.{key}" for key in same)
+        has, values = ("have", "these values") if len(same) > 1 else ("has", "this value")
+        note("idle_overrides", f"{names} {has} no effect: {source} already has {values}")
     return merged
 
 
-def already_so(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+def already_so(
+    config: Mapping[str, Any], run: RunConfig, beside: Collection[str] = ()
+) -> list[str]:
     """Return the overrides whose values a model config has without them."""
     overrides = run.model.overrides
-    merged = _applied(config, overrides, run)
-    return [
-        key
-        for key in overrides
-        if _applied(config, {k: v for k, v in overrides.items() if k != key}, run) == merged
-    ]
+    merged = _applied(config, overrides, run, beside)
+
+    def without(key: str) -> dict[str, Any]:
+        return {other: value for other, value in overrides.items() if other != key}
+
+    return [key for key in overrides if _applied(config, without(key), run, beside) == merged]
 
 
 def _applied(
-    config: Mapping[str, Any], overrides: Mapping[str, Any], run: RunConfig
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    run: RunConfig,
+    beside: Collection[str] = (),
 ) -> dict[str, Any]:
-    rotary = {k: None if v == "null" else v for k, v in overrides.items() if k in _ROTARY}
-    others = {key: value for key, value in overrides.items() if key not in _ROTARY}
+    """Return a config with overrides; rotary ones `beside` rope_parameters reach no model."""
+    into = {k: v for k, v in overrides.items() if k in _ROTARY and k not in beside}
+    others = {key: value for key, value in overrides.items() if key not in into}
+    rotary = {key: None if value == "null" else value for key, value in into.items()}
     return _with_rotary(_merged(config, others), rotary, run)
 
 
@@ -77,25 +110,30 @@ def _named(key: str, run: RunConfig) -> str:
 
 def _unread(
     config: Mapping[str, Any], model_type: str, run: RunConfig, source: str
-) -> Iterator[str]:
-    """Yield the problems of overrides that no model of this type reads."""
+) -> Iterator[tuple[Collection[str], str]]:
+    """Yield overrides that no model of this type reads, each with its problem."""
     own = keys_read(model_type) if "auto_map" not in config else None
     dropouts = {*family_of(model_type).dropouts}
+    rotates = own is not None and _TABLE in own
+    reached = _INTO_TABLE if rotates and config.get(_TABLE) else set[str]()
     for key in run.model.overrides:
-        if key == "model_type" or (own is not None and key in own | dropouts):
+        if key == "model_type" or (own is not None and key in own | dropouts | reached):
             continue
-        named = f"{_named(key, run)} "
+        named, keys = f"{_named(key, run)} ", (key,)
         if key in _ELSEWHERE:
-            yield f"{named}changes nothing: {_ELSEWHERE[key]}"
+            yield keys, f"{named}changes nothing: {_ELSEWHERE[key]}"
         elif own is None:
             if key not in {*config, *every_key()}:
                 near = did_you_mean(key, {*config, *every_key()})
-                yield f"{named}is not a config key of {source}{near}"
+                yield keys, f"{named}is not a config key of {source}{near}"
         elif key in config or key in every_key():
             near = did_you_mean(key, own)
-            yield f"{named}changes nothing: {model_type} models do not read it{near}"
+            if rotates and key in _ROTARY:
+                near = f": set model.overrides.{_TABLE}"
+            yield keys, f"{named}changes nothing: {model_type} models do not read it{near}"
         else:
-            yield f"{named}is not a config key of {source}{did_you_mean(key, {*config, *own})}"
+            near = did_you_mean(key, {*config, *own})
+            yield keys, f"{named}is not a config key of {source}{near}"
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,10 +164,10 @@ def _with_rotary(
     config = {key: value for key, value in config.items() if key not in _ROTARY - {_TABLE}}
     for key, value in overrides.items():
         by_layer = _by_layer(table)
-        if by_layer and key != _TABLE:
+        if key != _TABLE and (by_layer or key not in _INTO_TABLE | {*_OLD}):
             raise ConfigError(
-                f"{_named(key, run)} is {shortened(value)}, but its layers rotate by their kind: "
-                f"set model.overrides.{_TABLE}.{by_layer[0]}"
+                f"{_named(key, run)} is {shortened(value)}, but it has one RoPE table per layer "
+                f"type: set model.overrides.{'.'.join([_TABLE, *by_layer[:1]])}"
             )
         if key == _TABLE and value is not None:
             _require_same_kind(value, by_layer, run)
@@ -161,8 +199,8 @@ def _require_same_kind(value: Mapping[str, Any], by_layer: list[str], run: RunCo
     """Raise ConfigError for values of all layers beside those of each kind: they would be lost."""
     if by_layer and (lost := [key for key in value if key not in by_layer]):
         raise ConfigError(
-            f"{_named(_TABLE, run)} has {', '.join(lost)}, but its layers rotate by their kind: "
-            f"set model.overrides.{_TABLE}.{by_layer[0]}.{lost[0]}"
+            f"{_named(_TABLE, run)} has {', '.join(lost)}, but it has one RoPE table per layer "
+            f"type: set model.overrides.{_TABLE}.{by_layer[0]}.{lost[0]}"
         )
 
 
@@ -179,22 +217,27 @@ def _rescaled(table: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> di
 
 
 def _without_effect(
-    config: Mapping[str, Any], merged: Mapping[str, Any], run: RunConfig
-) -> Iterator[str]:
-    """Yield the problems of overrides that other values of the config keep from doing anything."""
+    config: Mapping[str, Any], merged: Mapping[str, Any], run: RunConfig, beside: Collection[str]
+) -> Iterator[tuple[Collection[str], str]]:
+    """Yield overrides that other values of the config keep from doing anything, with the problem.
+    `beside`: those beside rope_parameters.
+    """
     overrides = run.model.overrides
     windows = [key for key in _WINDOWS if key in overrides and overrides[key] != config.get(key)]
     if windows and _is_idle_window(config, merged):
         verb = "changes" if len(windows) == 1 else "change"
         named = " and ".join(_named(key, run) for key in windows)
-        yield f"{named} {verb} nothing: {_why_no_window(merged)}"
+        yield windows, f"{named} {verb} nothing: {_why_no_window(merged)}"
     key = "router_aux_loss_coef"
     if key in overrides and not merged.get("output_router_logits"):
         use = "set model.overrides.output_router_logits=true, too"
-        yield f"{_named(key, run)} changes nothing without the router's loss: {use}"
+        yield (key,), f"{_named(key, run)} changes nothing without the router's loss: {use}"
     key = "initializer_range"
     if key in overrides and run.model.init_from is not None:
-        yield f"{_named(key, run)} changes nothing: the weights are those of model.init_from"
+        why = "the weights are those of model.init_from"
+        yield (key,), f"{_named(key, run)} changes nothing: {why}"
+    for key in sorted(beside):
+        yield (key,), f"{_named(key, run)} changes nothing: the model reads {_TABLE}"
 
 
 def _is_idle_window(config: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,9 @@ class Plan:
     """Reason for the implementation that model.attention=auto stood for; "" for the user's own."""
     site: Site | None = None
     """Rates of plan.rates, with which the time of a step is predicted; None: the tables'."""
+    stored: dict[str, Any] = field(default_factory=dict)
+    """How the files of model.init_from differ from model_config: vocab_size and
+    quantization_config of theirs."""
     events: tuple[Event, ...] = ()
     estimate: Estimate | None = None
     """Memory estimate; None for an architecture that the planner does not know."""

@@ -6,7 +6,8 @@ import json
 from dataclasses import replace
 
 from harness.config.ds_json import Event
-from harness.config.run_config import RunConfig
+from harness.config.run_config import RunConfig, run_and_step
+from harness.errors import ConfigError
 from harness.estimate.timeline import estimate_memory
 from harness.estimate.units import GIB
 from harness.layout.adapters import module_of
@@ -15,6 +16,7 @@ from harness.layout.shape import Shape, num_parameters
 from harness.plan.memory import estimate
 from harness.plan.plan import Plan
 from harness.plan.tensor import padded, whole_vocabulary
+from harness.plan.weights import has_checkpoints
 
 WHOLE = "whole_vocabulary"
 
@@ -35,12 +37,21 @@ def with_rows_for(plan: Plan, ids: int) -> Plan:
 
 
 def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -> Event:
-    """Return the event that given weights of a `shape`, where it is known, get rows."""
+    """Return the event that given weights of a `shape`, where it is known, get rows. Raises
+    ConfigError for the checkpoints of a run, which are read as they are.
+    """
+    source = run.model.init_from or ""
+    if has_checkpoints(source):
+        raise ConfigError(
+            f"model.init_from is {source!r} ({run.origin('model.init_from')}), whose checkpoints "
+            f"have {before:,} rows of the vocabulary, and {now:,} are needed: set "
+            f"model.init_from={run_and_step(source)[0]}/export"
+        )
     tensors = [] if shape is None else [*shape.tensors()]
-    new, lora = now - before, run.model.lora
+    lora = run.model.lora
     message = (
-        f"{run.model.init_from} has {before:,} rows of the vocabulary: {new:,} more are added, to "
-        f"{now:,}, each the mean of the others, in embedding and head"
+        f"the vocabulary grows from {before:,} to {now:,} rows; each new row is the mean of the "
+        "existing ones"
     )
     if lora.rank is not None and lora.modules_to_save:
         message += f"; {', '.join(lora.modules_to_save)} are trained (model.lora.modules_to_save)"
@@ -48,7 +59,7 @@ def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -
         names = [module_of(t.name) for t in tensors if t.kind in ("embedding", "head")]
         named = json.dumps(names) if names else "the names of embedding and head"
         message += (
-            "; beside adapters they stay so: to train them set model.lora.modules_to_save="
+            "; with LoRA the new rows stay frozen: to train them set model.lora.modules_to_save="
             f"'{named}'"
         )
     return {"kind": "new_rows", "message": message, "before": before, "rows": now}

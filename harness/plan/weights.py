@@ -19,7 +19,7 @@ from harness.files.regular_file import read_json
 from harness.files.table import Table
 from harness.files.tensor_header import read_header
 from harness.plan.draft import Draft
-from harness.plan.model_config import find_model_config, preset_names
+from harness.plan.model_config import preset_names
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
@@ -44,11 +44,8 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     Raises ConfigError if `source` is not a valid path.
     """
     folder = user_path("model.init_from", source)
-    if opens and source in preset_names():
-        use = f"set model.name={source} for random weights, or name a folder with given ones"
-        return [f"model.init_from is {source!r}, a preset, which is a shape without weights: {use}"]
     try:
-        if _has_checkpoints(run_and_step(source)[0]):
+        if has_checkpoints(source):
             return []
         if folder.is_dir():
             problems = _folder_problems(folder, named, opens)
@@ -58,6 +55,25 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     except (Unusable, OSError) as error:
         problems = [str(error)]
     return [f"model.init_from is {source!r}: {problem}" for problem in _shortened(problems)]
+
+
+def refuses_preset(draft: Draft) -> bool:
+    """Refuse a preset, unless the plan is made for its estimate; return True then."""
+    source = draft.config.model.init_from
+    if source not in preset_names() or draft.estimating:
+        return False
+    draft.problems.add(
+        "model.init_from",
+        "which is a preset, a shape without weights",
+        f"set model.name={source} for random weights, or name a folder with given ones",
+    )
+    return True
+
+
+def has_checkpoints(source: str) -> bool:
+    """Return True if model.init_from names a run of the harness."""
+    checkpoints = run_and_step(source)[0] / "checkpoints"
+    return checkpoints.is_dir() and any(checkpoints.glob("step-*"))
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:
@@ -72,10 +88,7 @@ def check_quantization(draft: Draft) -> None:
     """Add an event for quantized weights, which are dequantized as they are read; refuse those of
     which transformers cannot do that.
     """
-    source = draft.config.model.init_from
-    assert source is not None
-    config, _ = find_model_config(source, draft.config.origin("model.init_from"), "model.init_from")
-    method = quantization_of(config)
+    source, method = draft.config.model.init_from, quantization_of(draft.stored)
     if method is None:
         return
     if method in _DEQUANTIZED:
@@ -88,7 +101,7 @@ def check_quantization(draft: Draft) -> None:
         draft.problems.add(
             "model.init_from",
             f"whose weights are quantized by {method}, which are not trained here",
-            "name the weights that they were made of "
+            "set model.init_from to the unquantized weights "
             f"({' and '.join(_DEQUANTIZED)} are dequantized as they are read)",
         )
 
@@ -155,11 +168,6 @@ def _require_inside(path: Path, folder: Path) -> None:
     blobs = base.parents[1] / "blobs" if base.parent.name == "snapshots" else base
     if not (target.is_relative_to(base) or target.is_relative_to(blobs)):
         raise Unusable(f"{path} is a link to {target}: put the file itself there")
-
-
-def _has_checkpoints(run: Path) -> bool:
-    checkpoints = run / "checkpoints"
-    return checkpoints.is_dir() and any(checkpoints.glob("step-*"))
 
 
 def _hub_index(name: str) -> Path | None:

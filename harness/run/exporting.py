@@ -124,8 +124,10 @@ def _export_adapters(
     with replacing(folder) as unfinished:
         within = unfinished / ADAPTERS if options.merge else unfinished
         within.mkdir(exist_ok=True)
-        rows = _new_rows(checkpoint, options.trust_remote_code)
-        tied = tied_names(manifest.model_config) if manifest.adapters.get("modules_to_save") else {}
+        rows, tied = _new_rows(checkpoint, options.trust_remote_code), dict[str, str]()
+        if manifest.adapters.get("modules_to_save"):
+            code = options.source, options.trust_remote_code
+            tied = tied_names(manifest.model_config, *code)
 
         def base_model() -> Any:
             base = base_of(checkpoint, DTYPES[dtype], options.trust_remote_code)

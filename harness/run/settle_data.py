@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from harness.checkpoint.meeting import first_problem, told
 from harness.config.data_section import REHEARSED
 from harness.data.data import Data
 from harness.data.padded import Padded
@@ -37,6 +38,7 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
     """
     for line in data.summary():
         progress.say(row("data", line))
+    _require_same_data(plan.world.rank, data)
     _require_date_is_written(plan, data)
     _require_targets(plan, data)
     _require_whole_samples(plan, data)
@@ -51,6 +53,28 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
         progress.say(row("batches", event["message"]))
     more = [*_vocabulary(plan, data), *attention, *_uncounted_sources(plan, data), *batched]
     return Settled(plan, total_steps, [*data.events(), *more])
+
+
+def _require_same_data(rank: int, data: Data) -> None:
+    """Raise ConfigError on all ranks if one has other token ids than rank 0. Collective."""
+    sources = (*data.sources, *data.set_sources)
+    own = [of.facts.fingerprint for of in sources], [of.day for of in sources if of.day]
+    first, problem = told(own), None
+    if own[0] != first[0]:
+        problem = f"rank {rank} has other token ids than rank 0: "
+        if own[1] != first[1]:  # the ranks were started around midnight
+            dates = [next(iter(days), "none") for _, days in (own, first)]
+            problem += (
+                f"its chat template writes the date {dates[0]}, that of rank 0 {dates[1]}: start "
+                f"again, or set data.date={dates[1]}"
+            )
+        else:
+            problem += (
+                "documents or tokenizer differ there (of a .bin above 32 GiB, perhaps its time of "
+                "modification alone): give every node the same files"
+            )
+    if (found := first_problem(problem)) is not None:
+        raise ConfigError(found)
 
 
 def _require_date_is_written(plan: Plan, data: Data) -> None:

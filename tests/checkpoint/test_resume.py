@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.resume import resume_problems
+from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
 from harness.config.run_config import RunConfig
 
 
@@ -78,6 +78,25 @@ def test_adapters_of_earlier_versions_were_beside_weights_as_they_are() -> None:
 def test_precision_model_and_data_may_not_change(key: str) -> None:
     (problem,) = resume_problems(record(), {**record(), key: "other"}, [])
     assert problem.startswith(f"{key} is 'other'")
+
+
+def test_a_run_of_a_quantized_folder_was_never_quantized() -> None:
+    """Earlier versions recorded quantization_config, of the files."""
+    saved = record()
+    saved["model_config"]["quantization_config"] = {"quant_method": "fp8"}
+    assert resume_problems(saved, record(), []) == branch_problems(saved, record(), []) == []
+    assert changed_keys(saved, record()) == []
+
+
+def test_of_two_tables_the_difference_is_shown() -> None:
+    planned = record()
+    planned["model_config"] |= {f"same_{number}": number for number in range(20)}
+    saved = {**planned, "model_config": {**planned["model_config"], "hidden_size": 32, "more": 1}}
+    (problem,) = resume_problems(saved, planned, [])
+    assert problem.startswith(
+        "model_config is {'hidden_size': 64}, but the run in this folder has {'hidden_size': 32, "
+        "'more': 1}: "
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import process_time
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ def test_tags_of_thoughts_in_a_users_text_are_passed_at_once(tags: str) -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = OPENED
     chat = Chat([{"role": "user", "content": f"a {tags} ?"}, BOT])
-    started = process_time()
     rendered = ChatEncoder(tokenizer, "assistant").render(chat)
-    assert process_time() - started < 5
     ((start, stop),) = rendered.learned
     assert rendered.text[start:stop] == "b.<|im_end|>"
 

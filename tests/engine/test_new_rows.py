@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.config.run_file import load_run_config
+from harness.engine.reading import config_of_files
+from harness.layout.world import World
 from harness.models.initialize import materialize
 from harness.models.new_rows import add_rows, with_rows
 from harness.models.skeleton import hf_config, skeleton
+from harness.plan.make import make_plan
 from tests.engine.engines import (
     cells,
     different,
@@ -113,6 +118,22 @@ def test_weights_in_8_bits_are_trained_as_what_they_stand_for(number: int, tmp_p
     for name, tensor in masters.items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-2, atol=1e-5)
     engine.close()
+
+
+def test_a_rank_asks_for_no_config_of_the_files_once_it_has_a_plan(tmp_path: Path) -> None:
+    """A rank that failed there would leave the others waiting."""
+    write_fp8(tmp_path / "fp8")
+    words = [
+        f"model.init_from={tmp_path / 'fp8'}",
+        f"model.overrides.vocab_size={VOCAB_SIZE + NEW}",
+    ]
+    plan = make_plan(load_run_config(None, [*words, "data.seq_len=8"]), {}, World())
+    (tmp_path / "fp8" / "config.json").unlink()
+    empty: Any = SimpleNamespace(config=hf_config(plan.model_config))
+    config = config_of_files(plan, empty)
+    assert config is not None
+    assert (config.vocab_size, empty.config.vocab_size) == (VOCAB_SIZE, VOCAB_SIZE + NEW)
+    assert config.quantization_config["dequantize"]
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,13 @@ from transformers.modeling_flash_attention_utils import _process_flash_attention
 
 from harness.models.initialize import materialize
 from harness.models.pieces import pieces
-from harness.models.skeleton import described_parameters, hf_config, separates_documents, skeleton
+from harness.models.skeleton import (
+    described_parameters,
+    hf_config,
+    separates_documents,
+    skeleton,
+    tied_names,
+)
 from harness.plan.model_config import find_model_config, preset_names
 
 LLAMA = {
@@ -24,6 +32,13 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 
@@ -39,6 +54,22 @@ def test_a_skeleton_holds_no_weights_but_its_buffers() -> None:
     model = empty(LLAMA)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_of_a_model_with_its_own_code(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hub"))
+    monkeypatch.syspath_prepend(str(tmp_path / "hub"))
+    folder = tmp_path / f"own_{tied}"
+    folder.mkdir()
+    classes = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnForCausalLM"}
+    config = {**LLAMA, "model_type": "own", "auto_map": classes, "tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(OWN_CODE)
+    expected = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+    assert tied_names(config, str(folder), True) == expected
 
 
 def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:

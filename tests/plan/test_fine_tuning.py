@@ -7,8 +7,11 @@ import json
 
 import pytest
 
+from harness.errors import ConfigError
+from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
 from harness.plan.text import describe
+from harness.plan.vocabulary import with_rows_for
 from tests.engine.small import MODEL
 from tests.plan.plans import Planner
 
@@ -76,7 +79,8 @@ def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
         parts = [part for part in plan.estimate.worst.parts if part.component == component]
         return sum(part.bytes for part in parts) / 2**30
 
-    words = f"{SHORT} model.name=llama-2-7b model.init_from=llama-2-7b model.lora.rank=16"
+    weights = planned.add("seven_b", find_model_config("llama-2-7b")[0]).parent
+    words = f"{SHORT} model.init_from={weights} model.lora.rank=16"
     lora, qlora = planned(words), planned(f"{words} {NF4}")
     assert gib(lora, "dequantized weight") == 0
     # 6.48e9 weights at 4.127 bits (QLoRA, section 3), 0.26e9 and the adapters as they were.
@@ -85,3 +89,19 @@ def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
     saved = count * (4 * 8 / 8 - bits / 8) / 2**30  # fp32 on CPUs
     assert gib(lora, "parameters") - gib(qlora, "parameters") == pytest.approx(saved, rel=1e-3)
     assert gib(qlora, "dequantized weight") == pytest.approx(4096 * 11008 * 4 / 2**30, rel=0.02)
+
+
+def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:
+    """Nor by a larger tokenizer, which shows once the data is read; the run's export does."""
+    run = planned.add("run", MODEL).parent
+    given = f"{SHORT} model.init_from={run}"
+    assert planned(f"{given} model.overrides.vocab_size=90", estimate=False)
+    plan = planned(given, estimate=False)
+    assert with_rows_for(plan, 90).model_config["vocab_size"] == 90
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    why = "whose checkpoints have 64 rows of the vocabulary, and 90 are needed"
+    (problem,) = planned.problems(f"{given} model.overrides.vocab_size=90")
+    assert problem.endswith(f"{why}: set model.init_from=$run/export")
+    with pytest.raises(ConfigError, match=why):
+        with_rows_for(plan, 90)
+    assert with_rows_for(plan, 64) is plan

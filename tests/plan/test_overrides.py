@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
@@ -24,6 +27,7 @@ LAYERS = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+HAS_NO_DEFAULT = ("gemma4_assistant",)
 QWEN = {**MODEL, "model_type": "qwen2", "sliding_window": None, "use_sliding_window": False}
 
 
@@ -61,6 +65,42 @@ def test_a_rotary_override_reaches_the_model_wherever_the_config_has_its_setting
     assert hf_config(load(tmp_path, config, word)).rope_parameters == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"model_type": "minimax_m2", **OLD}, "rope_theta=5e6"),
+        ({"model_type": "minimax_m2", **OLD}, 'rope_scaling={rope_type="linear", factor=2.0}'),
+        ({"model_type": "cohere2_moe", **OLD}, "rope_theta=5e6"),
+        ({"model_type": "cohere2_moe"}, "rope_parameters.rope_theta=5e6"),
+        ({"model_type": "gpt_neox", **NEW}, "rope_theta=5e6"),
+        ({"model_type": "gpt_neox", **NEW}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_rotary_overrides_of_classes_with_a_reader_of_their_own(
+    config: Config, word: str, tmp_path: Path
+) -> None:
+    before = hf_config({**MODEL, **config}).rope_parameters
+    assert hf_config(load(tmp_path, config, word)).rope_parameters != before
+
+
+@pytest.mark.gate("plan")
+def test_every_class_that_rotates_takes_an_override_in_its_table(tmp_path: Path) -> None:
+    tried = []
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        config_class: Any = CONFIG_MAPPING[name]
+        config = config_class().to_dict() if name not in HAS_NO_DEFAULT else {}
+        folder = Path(inspect.getfile(config_class)).parent
+        source = "".join(path.read_text() for path in folder.glob("modeling_*.py"))
+        if "config.rope_parameters" not in source or not (table := config.get("rope_parameters")):
+            continue
+        kinds = [kind for kind, of in table.items() if isinstance(of, dict)]
+        word = f"rope_parameters.{kinds[0]}.rope_theta=123" if kinds else "rope_theta=123"
+        built = hf_config(load(tmp_path, config, word)).rope_parameters
+        assert (built[kinds[0]] if kinds else built)["rope_theta"] == 123, name
+        tried.append(name)
+    assert len(tried) > 80
+
+
 def test_another_scaling_replaces_the_one_before_and_the_same_is_merged(tmp_path: Path) -> None:
     linear = {"rope_type": "linear", "factor": 8.0}
     for config in ({"rope_parameters": {**linear, **OLD}}, {**OLD, "rope_scaling": linear}):
@@ -88,7 +128,10 @@ def test_layers_that_rotate_by_their_kind_are_overridden_by_it(tmp_path: Path) -
         ({}, ["sliding_window=64"], "changes nothing: llama models do not read it"),
         ({}, ["num_experts=8"], "changes nothing: llama models do not read it"),
         ({}, ["hidden_szie=8"], "is not a config key of SOURCE; did you mean hidden_size?"),
-        ({"model_type": "gpt_neox"}, ["rope_theta=5e6"], "gpt_neox models do not read it"),
+        ({"model_type": "gpt_neox"}, ["rope_theta=5e6"],
+         "gpt_neox models do not read it: set model.overrides.rope_parameters"),
+        ({"model_type": "cohere2_moe"}, [f"rope_scaling={YARN}"],
+         "cohere2_moe models do not read it: set model.overrides.rope_parameters"),
         ({"torch_dtype": "float32"}, ["torch_dtype=bfloat16"], "set bf16.enabled or fp16.enabled"),
         ({"architectures": ["A"]}, ["architectures=[B]"], "set model.overrides.model_type"),
         ({}, ["quantization_config={quant_method='fp8'}"], "see model.lora.quantize"),
@@ -150,6 +193,36 @@ def test_given_weights_are_not_drawn_anew(tmp_path: Path) -> None:
     problem = problem_of(tmp_path, {}, "initializer_range=0.5", words=words)
     assert problem.endswith("changes nothing: the weights are those of model.init_from")
     assert load(tmp_path, {}, "initializer_range=0.5")["initializer_range"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "why"),
+    [
+        ({}, ["initializer_range=0.5", "INIT"], "the weights are those of model.init_from"),
+        ({}, ["sliding_window=64"], "llama models do not read it"),
+        ({"torch_dtype": "float32"}, ["torch_dtype=bfloat16"], "set bf16.enabled or fp16.enabled"),
+        (QWEN, ["use_sliding_window=true", "sliding_window=8"], "of 3 layers those from"),
+        (NEW, ["rope_theta=5e6"], "the model reads rope_parameters"),
+        ({"model_type": "gemma3_text", "rope_parameters": LAYERS}, ["rope_theta=5e6"],
+         "the model reads rope_parameters"),
+    ],
+)  # fmt: skip
+def test_a_run_keeps_the_overrides_without_effect_that_it_has(
+    config: Config, words: list[str], why: str, tmp_path: Path
+) -> None:
+    """Earlier versions merged overrides into the config as they are."""
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **config}))
+    named = [f"model.overrides.{word}" for word in words if word != "INIT"]
+    named += [f"model.init_from={tmp_path}"] if "INIT" in words else []
+    run = load_run_config(None, [f"model.name={tmp_path}", *named])
+    recorded = {**MODEL, **config, **run.model.overrides}
+    notes: list[tuple[str, str]] = []
+    loaded, _ = load_model_config(run, recorded, lambda *note: notes.append(note))
+    assert loaded == recorded
+    ((kind, message),) = notes
+    assert kind == "kept"
+    assert why in message
+    assert message.endswith("; the run that goes on has it")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from datetime import date
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_a_damaged_record_is_no_packing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["run.dir", "resume.from"])
 def test_a_run_keeps_the_date_of_its_first_start(how: str, tmp_path: Path) -> None:
-    assert planned().config.data.date == date.today().isoformat()
+    assert planned().config.data.date == datetime.now(UTC).date().isoformat()
     record = begun(tmp_path / "run", "data.date=2024-07-26")
     plan = planned(f"{how}={tmp_path / 'run'}")
     assert plan.config.data.date == "2024-07-26"
@@ -93,10 +94,25 @@ def test_a_run_of_an_earlier_version_adds_no_begin_to_text(tmp_path: Path) -> No
     record = begun(tmp_path / "run", earlier=True)
     plan = planned(f"run.dir={tmp_path / 'run'}")
     assert plan.config.data.bos == "off"
-    assert plan.config.data.date == date.today().isoformat()
+    assert plan.config.data.date == datetime.now(UTC).date().isoformat()
     assert recorded_run(record["run"]).data.bos == "off"
     (problem,) = resume_problems(
         record, planned(f"run.dir={tmp_path / 'run'}", "data.bos=auto").to_json(), []
     )
     assert "data.bos is 'auto', but the run in this folder has 'off'" in problem
     assert planned().config.data.bos == "auto"
+
+
+def test_a_run_of_an_earlier_version_keeps_an_override_without_effect(tmp_path: Path) -> None:
+    word = "model.overrides.sliding_window=64"
+    record: Any = begun(tmp_path / "run")
+    record["run"]["model"]["overrides"] = {"sliding_window": 64}
+    record["model_config"]["sliding_window"] = 64
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="changes nothing: llama models do not read it"):
+        planned(word)
+    plan = planned(f"run.dir={tmp_path / 'run'}", word)
+    assert "the run that goes on has it" in next(
+        e["message"] for e in plan.events if e["kind"] == "kept"
+    )
+    assert resume_problems(record, plan.to_json(), []) == []

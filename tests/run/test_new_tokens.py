@@ -58,7 +58,7 @@ def mean_of(base: Path, name: str) -> torch.Tensor:
 def test_a_run_adds_rows_says_so_resumes_and_exports_them(base: Path, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     output = train(base, run.path, "train.steps=2", json_file="zero3.json").output
-    assert "398 rows of the vocabulary: 2 more are added, to 400, each the mean" in output
+    assert "the vocabulary grows from 398 to 400 rows; each new row is the mean" in output
     (event,) = events(run, "new_rows")
     assert (event["before"], event["rows"]) == (ROWS, IDS)
     train(base, run.path, "train.steps=4")  # in another layout
@@ -80,7 +80,7 @@ def test_adapters_bring_the_rows_that_their_base_lacks(
     assert f"after its resize_token_embeddings({IDS})" in output
     (event,) = events(run, "new_rows")
     is_trained = WHOLE in words
-    expected = "are trained (model.lora.modules_to_save)" if is_trained else "they stay so"
+    expected = "are trained (model.lora.modules_to_save)" if is_trained else "stay frozen"
     assert expected in event["message"]
     config = json.loads((run.export_dir / "adapter_config.json").read_text())
     assert config["modules_to_save"] == (["embed_tokens", "lm_head"] if is_trained else None)

@@ -93,12 +93,14 @@ def _keys(config: Any, model: Any) -> set[str]:
         f.name for c in classes if dataclasses.is_dataclass(c) for f in dataclasses.fields(c)
     }
     own = (declared - base) | _EXPORTED
+    if any("self.standardize_rope_params(" in inspect.getsource(c) for c in classes):
+        own.add("rope_parameters")  # which that makes
     module = sys.modules[model.__module__]
     everywhere = set[str]().union(*map(_read, _EVERYWHERE))
     read = _read(module) | everywhere | _EXPORTED | {n for c in classes for n in _self_read(c)}
     taken = {name for c in classes for name in _taken(c, "__post_init__")}
-    if "rope_parameters" in own:
-        taken |= _taken(config, "convert_rope_params_to_dict")
+    if "rope_parameters" in own:  # a field of the name is a value that nobody looks at
+        taken |= _taken(config, "convert_rope_params_to_dict") - ({"rope_scaling"} & declared)
     asked = set(_ASKED.findall(inspect.getsource(module))) & everywhere.union(_read(module))
     pairs = [{*pair} for pair in config.attribute_map.items()]  # two names of one value
     named = {name for pair in pairs if pair & own and pair & read for name in pair}
@@ -116,11 +118,18 @@ def _self_read(config: Any) -> set[str]:
 
 
 def _taken(config: Any, method: str) -> set[str]:
-    """Return the keys that a method of a config class takes beside those that it declares."""
-    owner = next((c for c in config.__mro__ if method in vars(c)), PretrainedConfig)
-    if owner is PretrainedConfig:
-        return set()
-    return set(_TAKEN.findall(inspect.getsource(vars(owner)[method])))
+    """Return the keys that a method of a config class takes beside those that it declares, and what
+    it calls by super().
+    """
+    taken = set[str]()
+    for owner in config.__mro__:
+        if owner is PretrainedConfig or method not in vars(owner):
+            continue
+        source = inspect.getsource(vars(owner)[method])
+        taken |= {*_TAKEN.findall(source)}
+        if "super()" not in source:
+            break
+    return taken
 
 
 def as_text() -> str:
