@@ -16,10 +16,12 @@ from harness.config.run_file import load_run_config
 from harness.data import shards, source
 from harness.data.build import build_data
 from harness.data.data import Data
+from harness.data.indexed import IndexedTokens
 from harness.data.spec import DataSpec
 from harness.errors import ExitCode
 from harness.layout.world import World
 from harness.plan.make import make_plan
+from tests.data import test_begins
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.data.test_chats import BOT, CLOCK, USER
@@ -156,6 +158,23 @@ def test_a_pair_is_the_same_data(
     corpus.write_text(json.dumps({"text": "other"}) + "\n")
     assert main([*asked, "--out", str(out)]) == ExitCode.BAD_CONFIG
     assert "not made from this data" in capsys.readouterr().err
+
+
+def test_a_pair_holds_no_bos_token_that_would_be_learned(
+    tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = test_begins.tokenizer_of("bytes")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path, out = write_jsonl(*({"text": "the model"} for _ in range(20))), tmp_path / "tokens"
+    asked = [f"data.path={path}", f"data.tokenizer={tmp_path / 'tokenizer'}"]
+    asked.append(f"data.cache_dir={tmp_path / 'cache'}")
+    assert main([*asked, f"--out={out}", "--workers=1"]) == ExitCode.DONE
+    assert "without the bos token that data.bos=auto adds to text" in capsys.readouterr().out
+    pair = IndexedTokens(out)
+    assert tokenizer.bos_token_id not in pair.ids.block(0, len(pair.ids))
+    text = opened(*asked, "data.bos=off", "data.seq_len=4")
+    asked[0] = f"data.path={out}"
+    assert opened(*asked, "data.seq_len=4").fingerprint == text.fingerprint
 
 
 def test_chats_with_a_date_are_found_by_the_run_of_that_date(

@@ -17,6 +17,7 @@ from harness.data.rendering import writes_date
 from harness.data.shards import ShardedTokens
 from harness.data.source import corpus_of, how_encoded, open_source, tokens_folder, tokens_key
 from harness.data.spec import DataSpec
+from harness.data.tokenizer import added_at_begin
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.plan.balance import balanced
@@ -45,6 +46,8 @@ class Work:
             run, _ = with_eval_splits(run)
         if run.data.balance is not None:
             run = run.model_copy(update={"data": balanced(run.data)[0]})
+        if out is not None:  # a .bin/.idx cannot say that a bos token is not learned
+            run = run.model_copy(update={"data": run.data.model_copy(update={"bos": "off"})})
         self._spec = DataSpec.of_run(run, {}, trust_remote_code=trust_remote_code)
         self._out, self._report = out, report
         self._tokenizer = build_tokenizer(self._spec, report)
@@ -116,7 +119,9 @@ class Work:
             lock.unlink(missing_ok=True)
         pair = IndexedTokens(self._out)
         line = f"wrote {self._out}.bin and .idx: {pair.documents:,} documents, "
-        rest = [part for part in (tokens.corpus.split_text, skipped) if part]
+        adds = tokens.corpus.holds_text and added_at_begin(self._tokenizer)
+        begin = "without the bos token that data.bos=auto adds to text" if adds else ""
+        rest = [part for part in (tokens.corpus.split_text, skipped, begin) if part]
         return "; ".join([f"{line}{len(pair.ids):,} tokens", *rest])
 
     def _write_pair(self, source: TextSource) -> None:
