@@ -116,7 +116,7 @@ class Source:
         if self.corpus.left_out:
             left_out += f"; left out: {self.corpus.left_out}"
         if isinstance(packed := self.sides["train"], WholeWindows):
-            packing = f"; whole documents in {packed.num_windows:,} samples: {packed.counts()}"
+            packing = f"; whole documents in {packed.num_windows:,} windows: {packed.counts()}"
         rows = "".join(f"; {text}" for text in self._of_rows().values())
         return (
             f"{name}{self.corpus.path}: {pairs}{self.facts.documents:,} documents, "
@@ -185,7 +185,7 @@ class Source:
                 yield (
                     f"data.path: {of}the {side.replace('_', '-')} split has "
                     f"{packed.split.num_tokens} tokens in {packed.split.num_documents} documents; "
-                    f"one sample takes data.seq_len + 1 = {spec.config.seq_len + 1}: give more "
+                    f"one window takes data.seq_len + 1 = {spec.config.seq_len + 1}: give more "
                     f"text{',' if share else ' or'} lower data.seq_len{share}"
                 )
 

@@ -35,7 +35,7 @@ def keep_packing(draft: Draft) -> None:
     config = draft.config
     if config.is_set("data.packing") or config.data.batching != "packed":
         return
-    recorded = _recorded(draft)
+    recorded = _recorded_data(draft)
     if recorded is None or (packing := recorded.get("packing", "stream")) is None:
         return
     packed = config.data.model_copy(update={"packing": packing})
@@ -49,7 +49,7 @@ def keep_rendering(draft: Draft) -> None:
     today's in a new run. Runs of versions without data.bos added no token to text.
     """
     config, kept = draft.config, dict[str, str]()
-    recorded = _recorded(draft)
+    recorded = _recorded_data(draft)
     if config.data.date is None:
         kept["date"] = (recorded or {}).get("date") or date.today().isoformat()
     if recorded is not None and not config.is_set("data.bos"):
@@ -61,19 +61,26 @@ def keep_rendering(draft: Draft) -> None:
     draft.config = config.model_copy(update={"data": config.data.model_copy(update=kept)})
 
 
-def _recorded(draft: Draft) -> dict[str, Any] | None:
-    """Return the data section of the run that goes on; None in a new one."""
+def recorded_plan(draft: Draft) -> dict[str, Any] | None:
+    """Return the plan.json of the run that goes on; None in a new one."""
     config = draft.config
     folders = [Path(config.run.dir)] if config.run.dir is not None else []
     folders += [run_and_step(config.resume.from_)[0]] if config.resume.from_ is not None else []
-    return next((data for folder in folders if (data := _recorded_data(folder))), None)
+    return next((plan for folder in folders if (plan := _plan_in(folder))), None)
 
 
-def _recorded_data(folder: Path) -> dict[str, Any] | None:
-    """Return the data section of a run's plan.json; None without a readable one."""
+def _recorded_data(draft: Draft) -> dict[str, Any] | None:
+    """Return the data section of the run that goes on; None in a new one."""
+    plan = recorded_plan(draft)
+    return None if plan is None else plan["run"]["data"]
+
+
+def _plan_in(folder: Path) -> dict[str, Any] | None:
+    """Return a run's plan.json; None without a readable one."""
     try:
-        data = (read_object(folder / "plan.json") or {})["run"]["data"]
+        plan = read_object(folder / "plan.json") or {}
+        data = plan["run"]["data"]
     except (Unreadable, OSError, LookupError, TypeError):
         return None
     is_data = isinstance(data, dict) and data.get("packing") in (None, "whole", "stream")
-    return data if is_data else None
+    return plan if is_data else None

@@ -27,6 +27,8 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
         "data": {
             "documents": data.documents,
             "tokens": data.tokens,
+            "trained_examples": data.train.documents,
+            "trained_windows": data.train.samples,
             "begins": data.sources[0].begins,
             "sources": data.summary(),
             "pairs": {source.name: source.pairs for source in data.sources if source.pairs},
