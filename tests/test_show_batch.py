@@ -106,7 +106,9 @@ def test_every_sample_says_what_is_read_learned_and_seen(
 
 def test_the_text_is_for_people_and_says_the_same(show: Callable[..., str]) -> None:
     text, shown = show("--all", "--ids"), json.loads(show("--step", "1", "--json"))
-    assert text.startswith(f"step 1: windows 0 to 7, {shown['target_tokens']} of 256 tokens are learned")
+    assert text.startswith(
+        f"step 1: windows 0 to 7, {shown['target_tokens']} of 256 tokens are learned"
+    )
     for sample in shown["samples"]:
         assert f"ids       {' '.join(map(str, sample['ids']))}\n" in text
         targets = ("-" if target is None else str(target) for target in sample["targets"])

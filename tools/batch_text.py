@@ -75,7 +75,9 @@ def show_step(
 def _heading(data: Data, index: int, sample: Sample) -> str:
     source = f"{name}, " if (name := data.sources[sample.source].name) else ""
     examples = f"{len(sample.spans)} example{'s' * (len(sample.spans) != 1)}"
-    return f"window {index}: {examples} ({source}epoch {sample.epoch}, window {sample.window} of it)"
+    return (
+        f"window {index}: {examples} ({source}epoch {sample.epoch}, window {sample.window} of it)"
+    )
 
 
 def _examples(data: Data, sample: Sample, color: bool, whole: bool) -> Iterator[str]:

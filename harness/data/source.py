@@ -311,7 +311,9 @@ def _held_out(spec: DataSpec) -> float | None:
 def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> str:
     """Return the key of a corpus's tokens in the cache."""
     masks = masks_of(corpus.path)
-    beside = {"masks": masks.stat().st_mtime_ns} if masks.is_file() else {}
+    beside: dict[str, Any] = {"masks": masks.stat().st_mtime_ns} if masks.is_file() else {}
+    if corpus.holds_chats:  # learned up to the separator
+        beside["ends"] = 2
     return cache_key(
         **beside,
         format=FORMAT,

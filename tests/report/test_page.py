@@ -272,7 +272,15 @@ def learning(first: float, last: float) -> list[dict[str, Any]]:
     [
         (6.206, 6.202, 200, [], "is too low", "at a higher rate", "optim.lr=0.0009"),
         (2.0, 2.5, 200, [], "is too high", "at a lower rate", "optim.lr=0.0001"),
-        (6.2, 6.2, 3, [], "its steps are too few", "longer: 3 steps were too few", "train.steps=100"),
+        (
+            6.2,
+            6.2,
+            3,
+            [],
+            "its steps are too few",
+            "longer: 3 steps were too few",
+            "train.steps=100",
+        ),
         (
             *(9.0, 6.0, 150, [{"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}]),
             *("above a bigram model's 4.00", "a unigram model is better", "train.steps=600"),
@@ -399,7 +407,8 @@ def test_losses_on_different_held_out_sets_are_not_compared(tmp_path):
     assert "<th>set" not in alike
     # Of an earlier version: what it was planned with.
     old = [
-        read(write_run(tmp_path / name, the_plan=plan() | {"data_fingerprint": name})) for name in "ef"
+        read(write_run(tmp_path / name, the_plan=plan() | {"data_fingerprint": name}))
+        for name in "ef"
     ]
     assert "on 2 held-out sets" in compare_page_of(old, "two")
 
