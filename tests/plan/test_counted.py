@@ -157,8 +157,8 @@ def test_the_plan_says_what_follows_and_why(start: str, planned: Planner) -> Non
     lines = settled(made, CHATS, before).splitlines()
     assert [line[15:] for line in lines[:3]] == [
         "1 window a step = micro-batch 1 x 1 accumulated x 1 data ranks, 16 tokens each",
-        "112 steps = 1,792 tokens: 294 examples in 28 windows of 16 tokens, 1 window a step, 4 epoch"
-        "s",
+        "112 steps = 1,792 tokens: 294 examples in 28 windows of 16 tokens, 1 window a step, "
+        "4 epochs",
         "cosine: 0.00065 at step 1, 0.0026 at step 4, 0.00026 at step 112",
     ]
     assert lines[-1][15:] == (
