@@ -43,6 +43,8 @@ class Counts:
     """Rows that a step reads: data.seq_len packed tokens, or one example (data.batching)."""
     is_masked: bool
     """True if prompts are read and not learned."""
+    most_windows: int | None = None
+    """Windows that a run reads at most, where sources of a mixture end; None: any number."""
     is_rough: bool = False
     """True if nobody has tokenized it yet."""
 
@@ -77,8 +79,7 @@ def with_counts(plan: Plan, counts: Counts) -> Plan:
         batch = _batch(plan, counts, _read(plan, counts, epochs))
     why = _why(plan, counts, epochs, batch)
     if "train.epochs" in keys:
-        wanted = math.ceil(LEAST_STEPS * batch / counts.windows)
-        epochs = max(float(min(wanted, MOST_EPOCHS)), float(counts.usual_epochs))
+        epochs = _epochs(counts, batch)
     values = {"train.global_batch": batch, "train.epochs": epochs}
     settled = _with_batch(plan, batch)
     of_train = {key.removeprefix("train."): values[key] for key in keys}
@@ -95,6 +96,17 @@ def with_counts(plan: Plan, counts: Counts) -> Plan:
     return replace(settled, config=config, events=events)
 
 
+def _epochs(counts: Counts, batch: int) -> float:
+    """Return the usual epochs, or as many as LEAST_STEPS steps take; no more than there is to read."""
+    wanted = math.ceil(LEAST_STEPS * batch / counts.windows)
+    epochs = float(max(min(wanted, MOST_EPOCHS), counts.usual_epochs))
+    whole_steps = (counts.most_windows or 0) // batch * batch
+    if not whole_steps:
+        return epochs
+    # Rounded down: their windows, rounded up again, are no more than whole steps read.
+    return min(epochs, math.floor(whole_steps / counts.windows * 1e6) / 1e6)
+
+
 def with_least_batch(plan: Plan) -> Plan:
     """Return the plan with the smallest batch that its data may leave it."""
     return _with_batch(plan, _unit(plan)) if "train.global_batch" in open_keys(plan) else plan
@@ -107,7 +119,8 @@ def _read(plan: Plan, counts: Counts, epochs: float | None) -> float:
     train, data = plan.config.train, plan.config.data
     if train.tokens is not None:
         return train.tokens / data.seq_len
-    return (counts.usual_epochs if epochs is None else epochs) * counts.windows
+    windows = (counts.usual_epochs if epochs is None else epochs) * counts.windows
+    return windows if counts.most_windows is None else min(windows, counts.most_windows)
 
 
 def _batch(plan: Plan, counts: Counts, read: float) -> int:

@@ -107,6 +107,9 @@ def check_data(draft: Draft) -> None:
         for key, part in _parts(config.data, problems).items():
             of_part = _problems_of(lambda of=part: _look_for(of))
             problems += [text.replace("data.path: ", f"{key}: ", 1) for text in of_part]
+        tokenizer = config.data.tokenizer or ""
+        if tokenizer.startswith(("/", ".")) and not Path(tokenizer).exists():  # else of the hub
+            problems.append(f"data.tokenizer: {tokenizer} does not exist")
     said = [*draft.problems]
     draft.problems.say(*(text for text in dict.fromkeys(problems) if text not in said))
 

@@ -11,8 +11,6 @@ from harness.plan.plan import Event, Plan
 
 FEW_STEPS = 20
 """Fewer, where they follow from the data, are noted."""
-TOO_SHORT = ("unfinished_warmup", "few_steps")
-"""Kinds of the events about a run that is too short."""
 
 
 def note_length(draft: Draft) -> None:

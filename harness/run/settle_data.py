@@ -136,7 +136,8 @@ def _fitting_tokenizer(tokenizer: str | None, own: str) -> str:
 
 def counts_of(data: Data) -> Counts:
     """Return the counts of what a run trains on."""
-    return Counts(data.train.documents, data.train.samples, data.train.is_masked)
+    train = data.train
+    return Counts(train.documents, train.samples, train.is_masked, train.length)
 
 
 def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:

@@ -80,6 +80,14 @@ def test_text_is_read_once_where_that_is_enough(start: str, planned: Planner) ->
     assert of(with_counts(made, Counts(1, 20, is_masked=False))) == (8, 15)
 
 
+@pytest.mark.parametrize("windows", [997, 1000, 7, 4_801])
+def test_no_more_is_read_than_a_mixture_has(windows: int, start: str, planned: Planner) -> None:
+    counts = Counts(10 * windows, windows, is_masked=True, most_windows=windows)
+    made = with_counts(planned(start, estimate=False), counts)
+    steps = steps_of(made, counts)
+    assert windows - made.global_batch < made.curriculum.samples_after(steps) <= windows
+
+
 def test_random_weights_keep_batch_and_length(planned: Planner) -> None:
     made = planned("train.epochs=2", estimate=False)
     assert with_counts(made, CHATS) is made

@@ -178,12 +178,10 @@ def test_data_and_templates_that_are_not_there_are_in_the_report(
     assert planned(f"{on_gpus}/there.jinja", estimate=False).config.data.path == "/there.jsonl"
     assert len(planned.problems(f"{on_gpus}chatlm")) == 1
     mixed = 'data.mix=\'[{path="/a.jsonl"}, {path="/b.jsonl"}]\' data.eval_path.code=/c.jsonl'
-    starts = [
-        text.partition(" does not")[0] for text in planned.problems(f"{mixed} data.rehearse=/d")
-    ]
-    assert starts == [
+    problems = planned.problems(f"{mixed} data.rehearse=/d data.tokenizer=./e")
+    assert [text.partition(" does not")[0] for text in problems] == [
         *("data.mix a: /a.jsonl", "data.mix b: /b.jsonl", "data.rehearse: /d"),
-        "data.eval_path code: /c.jsonl",
+        *("data.eval_path code: /c.jsonl", "data.tokenizer: ./e"),
     ]
 
 
