@@ -14,22 +14,37 @@ from harness.config.run_config import RunConfig
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
-from tools.batch_text import show_step
+from tools.batch_text import MOST_TOKENS, MOST_WINDOWS, _text, show_step
 
 
 def test_it_shows_what_is_trained_on(library: Data) -> None:
-    shown = show_step(library, step=3, global_batch=4, first=8)
+    shown = show_step(library, step=3, global_batch=4, first=8, ids=True)
     batch = library.train.batch(8, 4)
-    assert shown.startswith("step 3: samples 8 to 11, 512 target tokens, data ")
+    start = "step 3: windows 8 to 11, 512 of 512 tokens are learned, in «»; data "
+    assert shown.startswith(start)
     for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
         assert f"ids       {' '.join(map(str, ids))}\n" in shown
         assert f"targets   {' '.join(map(str, labels))}\n" in shown
-        assert f"text      {library.tokenizer.decode(ids)!r}" in shown
     for index in range(8, 12):
         for span in library.train.sample(index).spans:
             name = library.sources[0].corpus.name_of(span.document)
             assert name.endswith(".py")
-            assert f"{span.document} [{span.first}:{span.last}] {name}" in shown
+            assert f"  example {span.document} [{span.first}:{span.last}] {name}" in shown
+
+
+def test_it_is_short_unless_all_is_asked_for(library: Data) -> None:
+    short = show_step(library, step=1, global_batch=12, first=0, whole=False)
+    assert short.count("\nwindow ") == MOST_WINDOWS
+    assert short.endswith("8 more windows: --all; token ids and targets: --ids")
+    assert "  ids  " not in short
+    whole = show_step(library, step=1, global_batch=12, first=0)
+    assert whole.count("\nwindow ") == 12
+    assert "more windows" not in whole
+    tokens = [*range(3, 10 + 2 * MOST_TOKENS)]
+    learned = [(token, True) for token in tokens]
+    assert " ... 7 tokens ... " in _text(library, learned, False, False)
+    decoded = repr(library.tokenizer.decode(tokens))[1:-1]
+    assert _text(library, learned, False, True) == f"«{decoded}»"
 
 
 def test_masks_and_positions(
@@ -47,7 +62,7 @@ def test_masks_and_positions(
         )
     )
     data = build_data(spec)
-    shown = show_step(data, step=1, global_batch=2, first=0)
+    shown = show_step(data, step=1, global_batch=2, first=0, ids=True)
     assert "targets   - -" in shown
     assert "positions 0 1" in shown
     # Without what is green, nothing that is trained on is left.
@@ -57,8 +72,10 @@ def test_masks_and_positions(
     learned = batch.labels[batch.labels != -100].tolist()
     assert "".join(green) == repr(data.tokenizer.decode(learned))[1:-1]
     assert "ab" not in "".join(green)
+    marked = show_step(data, step=1, global_batch=8, first=0)
+    assert re.findall(r"«(.*?)»", marked.partition("\n")[2]) == green
     # Read as two sequences each, positions begin anew in the second: no place is larger than 3.
-    pieces = show_step(data, step=1, global_batch=2, first=0, pieces=2)
+    pieces = show_step(data, step=1, global_batch=2, first=0, pieces=2, ids=True)
     lines = [line.split()[1:] for line in pieces.splitlines() if line.startswith("  positions")]
     assert [max(map(int, line)) for line in lines] == [3, 3]
     assert all(line[4] == "0" for line in lines)
@@ -83,12 +100,14 @@ def test_the_command_needs_the_run_folder_alone(
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     monkeypatch.setattr(sys, "path", [*sys.path])  # as a script it replaces the first entry
     main = importlib.import_module("tools.show_batch").main
-    assert main([str(tmp_path), "--step", "3"]) == 0
-    assert capsys.readouterr().out == show_step(library, 3, 4, 8) + "\n"
+    assert main([str(tmp_path)]) == 0  # the first step, in short
+    assert capsys.readouterr().out == show_step(library, 1, 4, 0, whole=False) + "\n"
+    assert main([str(tmp_path), "--step", "3", "--all", "--ids"]) == 0
+    assert capsys.readouterr().out == show_step(library, 3, 4, 8, ids=True) + "\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for no_color, color in (("", True), ("1", False)):
         monkeypatch.setenv("NO_COLOR", no_color)
-        assert main([str(tmp_path), "--step", "3"]) == 0
+        assert main([str(tmp_path), "--step", "3", "--all"]) == 0
         assert capsys.readouterr().out == show_step(library, 3, 4, 8, color=color) + "\n"
     assert "\033[32m" in show_step(library, 3, 4, 8, color=True)
     plan["data_fingerprint"] = "0" * 64

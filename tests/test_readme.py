@@ -67,7 +67,7 @@ INSTEAD = {
 FIRST_STEPS = 2
 STEPS = {"train.steps=200": 3, "train.steps=300": 4}
 # Lines of a plan that begin so depend on the CPU at hand, or on its Python.
-OF_THE_CPU = ("spread", "note", "memory", "data", "this machine")
+OF_THE_CPU = ("spread", "note", "memory", "length", "data", "this machine")
 
 
 @pytest.fixture(scope="module")

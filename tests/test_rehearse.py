@@ -414,7 +414,7 @@ def test_dry_run_says_what_would_be_rehearsed() -> None:
     asked = ("--dry-run", "--gpus", "64", "--deepspeed", "ds_configs/pipeline4.json")
     done = run_tool("rehearse", *asked, "train.global_batch=256", "model.name=mixtral-8x7b")
     assert "8 ranks = 4 stages x 2 data, a mixtral of" in done.stdout
-    assert "64 GPUs = 4 stages x 16 data, ZeRO 1, bf16, 256 samples a step" in done.stdout
+    assert "64 GPUs = 4 stages x 16 data, ZeRO 1, bf16, 256 windows a step" in done.stdout
 
 
 def test_all_takes_a_mixture_where_a_json_divides_experts() -> None:
@@ -526,7 +526,7 @@ def test_a_rehearsal_of_zero_3_holds(
     assert code == 0, out + err
     stages = [line.split()[0] for line in out.splitlines() if " s  " in line]
     assert stages == ["plan", "train", "interrupt", "resume", "export", "elsewhere"]
-    assert "8 GPUs, ZeRO 3, bf16, 256 samples a step = 8 x 4 accumulated x 8" in out
+    assert "8 GPUs, ZeRO 3, bf16, 256 windows a step = 8 x 4 accumulated x 8" in out
     assert "equal the uninterrupted run's in every step, bit for bit" in out
     assert re.search(r"opens in transformers; its probe loss is (\S+), and was \1", out)
     assert "goes on with 1 rank: loss and norm of steps" in out

@@ -1,8 +1,9 @@
-"""A step's samples as text: what the model sees, exactly."""
+"""A step's windows as text: what the model sees, and what it learns of that."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from harness.config.curriculum import Curriculum
@@ -12,6 +13,8 @@ from harness.data.data import Data
 from harness.data.packing import IGNORED
 
 GREEN, RESET = "\033[32m", "\033[0m"
+MOST_WINDOWS, MOST_EXAMPLES, MOST_TOKENS = 4, 8, 100
+"""Of a step, of a window, and of each end of an example, unless all is asked for."""
 
 
 def first_sample_of(events: list[dict[str, Any]], step: int, curriculum: Curriculum) -> int:
@@ -35,55 +38,95 @@ def positions_of(batch: Batch, pieces: int) -> list[int] | None:
 
 
 def show_step(
-    data: Data, step: int, global_batch: int, first: int, pieces: int = 1, *, color: bool = False
+    data: Data,
+    step: int,
+    global_batch: int,
+    first: int,
+    pieces: int = 1,
+    *,
+    color: bool = False,
+    ids: bool = False,
+    whole: bool = True,
 ) -> str:
-    """The samples of `step` (from 1), `first` and those after it: ids, targets ("-" where none),
-    documents and text; each sample is read as `pieces` sequences. `color`: targets are green.
+    """The windows of `step` (from 1), `first` and those after it, each as the text of its examples,
+    in which what is learned is green (`color`) or in «».
+
+    `ids`: with ids, targets ("-" where none) and positions of each token; a window is read as
+    `pieces` sequences. `whole`: all windows, in full.
     """
-    targets = data.train.targets_in(first, global_batch)
+    targets, tokens = data.train.targets_in(first, global_batch), global_batch * data.train.seq_len
+    shown = global_batch if whole else min(global_batch, MOST_WINDOWS)
+    marked = "green" if color else "in «»"
     lines = [
-        f"step {step}: samples {first} to {first + global_batch - 1}, {targets} target tokens, "
-        f"data {data.fingerprint[:16]}"
+        f"step {step}: windows {first} to {first + global_batch - 1}, {targets:,} of {tokens:,} "
+        f"tokens are learned, {marked}; data {data.fingerprint[:16]}"
     ]
-    for index in range(first, first + global_batch):
-        lines += [
-            "",
-            f"sample {index} {_sample_text(data, data.train.sample(index), pieces, color)}",
-        ]
+    for index in range(first, first + shown):
+        sample = data.train.sample(index)
+        lines += ["", _heading(data, index, sample), *_examples(data, sample, color, whole)]
+        lines += _numbers(sample.batch, pieces) if ids else []
+    if shown < global_batch:
+        lines += ["", f"{global_batch - shown:,} more windows: --all; token ids and targets: --ids"]
+    elif not (whole or ids):
+        lines += ["", "in full: --all; token ids and targets: --ids"]
     return "\n".join(lines)
 
 
-def _sample_text(data: Data, sample: Sample, pieces: int, color: bool) -> str:
+def _heading(data: Data, index: int, sample: Sample) -> str:
     source = f"{name}, " if (name := data.sources[sample.source].name) else ""
-    documents = [
-        f"{span.document} [{span.first}:{span.last}] "
-        f"{data.sources[sample.source].corpus.name_of(span.document)}".rstrip()
-        for span in sample.spans
-    ]
-    batch = sample.batch
+    examples = f"{len(sample.spans)} example{'s' * (len(sample.spans) != 1)}"
+    return (
+        f"window {index}: {examples} ({source}epoch {sample.epoch}, window {sample.window} of it)"
+    )
+
+
+def _examples(data: Data, sample: Sample, color: bool, whole: bool) -> Iterator[str]:
+    """The examples of a window: number, tokens [first:end) of it and file, and the text below."""
+    tokens = _tokens(sample.batch)
+    for number, span in enumerate(sample.spans):
+        if number == MOST_EXAMPLES and not whole:
+            yield f"  {len(sample.spans) - number:,} more examples"
+            return
+        file = data.sources[sample.source].corpus.name_of(span.document)
+        yield f"  example {span.document} [{span.first}:{span.last}] {file}".rstrip()
+        own = tokens[span.column : span.column + span.last - span.first]
+        yield f"    {_text(data, own, color, whole)}"
+    end = max((span.column + span.last - span.first for span in sample.spans), default=0)
+    if len(tokens) > end:
+        yield f"  padding of {len(tokens) - end:,} tokens"
+
+
+def _tokens(batch: Batch) -> list[tuple[int, bool]]:
+    """The tokens of a window, each with whether it is learned; the last is a target alone."""
+    ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
+    learned = [False, *(label != IGNORED for label in labels)]
+    return [*zip([*ids, *labels[-1:]] if learned[-1] else ids, learned, strict=False)]
+
+
+def _text(data: Data, tokens: list[tuple[int, bool]], color: bool, whole: bool) -> str:
+    """The text of tokens, on one line, with marks around what is learned."""
+    if whole or len(tokens) <= 2 * MOST_TOKENS:
+        return _marked(data, tokens, color)
+    begin, end = tokens[:MOST_TOKENS], tokens[-MOST_TOKENS:]
+    between = f" ... {len(tokens) - 2 * MOST_TOKENS:,} tokens ... "
+    return _marked(data, begin, color) + between + _marked(data, end, color)
+
+
+def _marked(data: Data, tokens: list[tuple[int, bool]], color: bool) -> str:
+    opens, closes = (GREEN, RESET) if color else ("«", "»")
+    texts = []
+    for is_learned, run in itertools.groupby(tokens, key=lambda token: token[1]):
+        text = repr(data.tokenizer.decode([token for token, _ in run]))[1:-1]
+        texts.append(f"{opens}{text}{closes}" if is_learned else text)
+    return "".join(texts)
+
+
+def _numbers(batch: Batch, pieces: int) -> list[str]:
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     lines = [
-        f"({source}epoch {sample.epoch}, window {sample.window})",
-        f"documents {'; '.join(documents)}",
-        f"ids       {' '.join(map(str, ids))}",
-        f"targets   {' '.join('-' if label == IGNORED else str(label) for label in labels)}",
+        f"  ids       {' '.join(map(str, ids))}",
+        f"  targets   {' '.join('-' if label == IGNORED else str(label) for label in labels)}",
     ]
     if (positions := positions_of(batch, pieces)) is not None:
-        lines.append(f"positions {' '.join(map(str, positions))}")
-    text = _colored(data, ids, labels) if color else repr(data.tokenizer.decode(ids))
-    lines.append(f"text      {text}")
-    return "\n  ".join(lines)
-
-
-def _colored(data: Data, ids: list[int], labels: list[int]) -> str:
-    """The text of a sample and its last target, with the targets in green."""
-    learned = [label != IGNORED for label in labels]
-    tokens = [*ids, *labels[-1:]] if learned[-1] else ids
-    parts = itertools.groupby(
-        zip(tokens, [False, *learned], strict=False), key=lambda token: token[1]
-    )
-    texts = []
-    for is_learned, run in parts:
-        text = repr(data.tokenizer.decode([token for token, _ in run]))[1:-1]
-        texts.append(f"{GREEN}{text}{RESET}" if is_learned else text)
-    return f"'{''.join(texts)}'"
+        lines.append(f"  positions {' '.join(map(str, positions))}")
+    return lines

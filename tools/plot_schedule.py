@@ -133,7 +133,8 @@ def drawn(plan: Plan, points: list[Point]) -> Figure:
     grows = len(set(lengths)) > 1
     optim = plan.config.optim
     title = f"{plan.config.model.name}: {optim.schedule} with {optim.name}"
-    subtitle = f"rate {optim.lr:g} at its highest, {optim.warmup_steps:,} steps of warm-up"
+    warmup = plan.schedule(steps[-1]).warmup
+    subtitle = f"rate {optim.lr:g} at its highest, {warmup:,} steps of warm-up"
     panels = [("learning rate", rates)]
     if len(set(batches)) > 1:
         panels.append(("tokens in a step", batches))

@@ -1,9 +1,11 @@
-"""Show the batch of one step of a run: exact ids, targets, masks, documents and text.
+"""Show what a step of a run reads and what it learns of it, example by example.
 
-    python tools/show_batch.py runs/NAME --step 1
-    python tools/show_batch.py runs/NAME --step 1 --json
+    python tools/show_batch.py runs/NAME                  # the first step
+    python tools/show_batch.py runs/NAME --step 40 --all  # every window, in full
+    python tools/show_batch.py runs/NAME --ids            # with exact ids, targets and positions
+    python tools/show_batch.py runs/NAME --json
 
-On a terminal the text that is learned is green, unless NO_COLOR is set.
+What is learned is in «», and on a terminal green, unless NO_COLOR is set.
 
 The run folder says everything: the data and its order are rebuilt from plan.json, and refused if
 they are no longer those that the run was planned with.
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ from harness.data.packing import IGNORED
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.runfolder import RunFolder
-from harness.terminal import say
+from harness.terminal import say, takes_colour
 from tools.batch_text import first_sample_of, positions_of, show_step
 
 
@@ -39,7 +40,9 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--step", type=int, required=True, help="optimizer step, from 1")
+    parser.add_argument("--step", type=int, default=1, help="optimizer step, from 1 (default: 1)")
+    parser.add_argument("--all", action="store_true", help="every window, in full")
+    parser.add_argument("--ids", action="store_true", help="also ids, targets and positions")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
     arguments = parser.parse_args(argv)
@@ -80,11 +83,11 @@ def main(argv: list[str]) -> int:
         shown = step_as_json(data, step, reads.global_batch, first, reads.pieces)
         print(json.dumps({**shown, "sequences_per_sample": reads.pieces}))
     else:
-        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(show_step(data, step, reads.global_batch, first, reads.pieces, color=color))
+        how = {"ids": arguments.ids, "whole": arguments.all, "color": takes_colour(sys.stdout)}
+        print(show_step(data, step, reads.global_batch, first, reads.pieces, **how))
         if reads.pieces > 1:
             length = run.data.seq_len // reads.pieces
-            print(f"each sample is read as {reads.pieces} sequences of {length} tokens (ramp.*)")
+            print(f"each window is read as {reads.pieces} sequences of {length} tokens (ramp.*)")
     return 0
 
 

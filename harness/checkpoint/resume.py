@@ -29,6 +29,9 @@ _ADDED = {
     "train.carry_state": False,
 }
 
+# Keys of optim.* that exclude others, of which a record holds the defaults.
+_EXCLUDE = {"warmup_ratio": "warmup_steps", "clip_value": "clip_norm"}
+
 # What a branch keeps of the run that it comes from.
 BRANCH_KEEPS = ("precision", "model_config", "data_fingerprint", "data.seq_len", "optim.name")
 
@@ -96,6 +99,10 @@ def recorded_run(sections: Mapping[str, Any]) -> RunConfig:
     for key, value in _ADDED.items():
         section, _, name = key.partition(".")
         completed.setdefault(section, {}).setdefault(name, value)
+    optim = completed.get("optim", {})
+    for key, other in _EXCLUDE.items():  # a record has all keys, also those that nobody set
+        if optim.get(key) is not None:
+            optim.pop(other, None)
     return RunConfig.model_validate(completed)
 
 

@@ -12,6 +12,11 @@ from typing import Any
 from harness.config.bounds import MAX_DEPTH, beyond_bounds, parsed_toml
 
 COMMAND_LINE = "command line"
+IMPLIED = "default beside model.init_from"
+COUNTED = "follows from the data"
+KEPT = "as the run began"
+NOT_ASKED = (IMPLIED, COUNTED, KEPT)
+"""Origins of values that no user set."""
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

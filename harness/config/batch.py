@@ -16,7 +16,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Batch:
-    """global_batch = micro_batch x grad_accum x data ranks; the first two in samples."""
+    """global_batch = micro_batch x grad_accum x data ranks; the first two in windows."""
 
     global_batch: int
     micro_batch: int
@@ -31,9 +31,9 @@ class Batch:
         grad_accum: int | None,
         quantum: int | None = None,
     ) -> Batch:
-        """Split a global batch; a size that is None is chosen, micro-batches of at most 8 samples.
+        """Split a global batch; a size that is None is chosen, micro-batches of at most 8 windows.
 
-        `quantum`: every batch of a ramp is a multiple of this many samples and is split alike.
+        `quantum`: every batch of a ramp is a multiple of this many windows and is split alike.
         Raises ValueError, with the nearest legal values, if the numbers do not multiply.
         """
         if global_batch % data_ranks:
@@ -46,7 +46,7 @@ class Batch:
         if quantum is not None and quantum % data_ranks:
             raise ValueError(
                 f"ramp.batch_from and ramp.batch_step make batches of multiples of {quantum} "
-                f"samples, which do not divide over {data_ranks} data ranks: make both multiples "
+                f"windows, which do not divide over {data_ranks} data ranks: make both multiples "
                 "of that"
             )
         per_rank = global_batch // data_ranks
@@ -60,7 +60,7 @@ class Batch:
                 nearest = sorted(legal_ones, key=lambda legal: abs(legal - size))[:2]
                 least = "" if smallest == per_rank else f", {smallest} at least under ramp.*"
                 raise ValueError(
-                    f"{key} = {size} does not divide the {per_rank} samples of a data rank{least} "
+                    f"{key} = {size} does not divide the {per_rank} windows of a data rank{least} "
                     f"(train.global_batch {global_batch} / {data_ranks} data ranks): "
                     f"the nearest that do are {' and '.join(map(str, sorted(nearest)))}"
                 )
@@ -70,7 +70,7 @@ class Batch:
             if micro_batch not in legal_sizes:
                 raise ValueError(
                     f"gradient_accumulation_steps = {grad_accum} makes micro-batches of "
-                    f"{micro_batch} samples, but the ramp's first steps have {smallest} for a data "
+                    f"{micro_batch} windows, but the ramp's first steps have {smallest} for a data "
                     f"rank (ramp.batch_from, ramp.batch_step): set it to {per_rank // smallest} or "
                     'more, or "auto"'
                 )

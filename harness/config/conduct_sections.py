@@ -28,14 +28,14 @@ class EvalConfig(Section):
     every: CountOrZero = 50
     """Steps between evaluations; 0 evaluates only at the start and the end."""
     samples: Count = 96
-    """Held-out samples in one evaluation, over all ranks."""
+    """Held-out windows in one evaluation, over all ranks."""
     patience: CountOrZero = 0
     """Evaluations in a row without a better held-out loss after which the run ends as done; 0 never
     ends early. The last step is exported; save.keep_best also keeps the best checkpoint."""
     better_by: PositiveOrZero = 0.0
     """Nats by which a held-out loss must beat the best one to count as better."""
     seq_len: Count | None = None
-    """Tokens of the held-out samples whose loss by position is measured, for more positions than
+    """Tokens of the held-out windows whose loss by position is measured, for more positions than
     are trained; None: data.seq_len."""
     needle_lengths: list[Annotated[int, Field(ge=LEAST_NEEDLE, le=MAX_COUNT)]] = Field(
         default_factory=list
@@ -85,7 +85,7 @@ class LogConfig(Section):
     """Steps between measurements of param_norm and update_ratio, written with the next line; 0
     never measures."""
     attention_every: CountOrZero = 50
-    """Steps between looks at attention on held-out samples (attention_entropy/LAYER,
+    """Steps between looks at attention on held-out windows (attention_entropy/LAYER,
     attention_coverage/LAYER), written with the next line; 0 never looks."""
 
     tensorboard: bool = False

@@ -177,34 +177,35 @@ class DataConfig(Section):
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = DEFAULT_VOCAB_SIZE
     """Most pieces of a tokenizer that is trained on the corpus (data.tokenizer=None)."""
     seq_len: Annotated[int, Field(ge=2, le=MAX_SAMPLES)] = 128
-    """Length of a sample, tokens."""
+    """Length of a window, tokens: the row that a step reads several of (train.global_batch), into
+    which examples, the rows of your data, are packed."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Fraction of the documents kept for evaluation."""
     packing: Literal["whole", "stream"] | None = None
-    """whole: a sample holds whole documents, best-fit packed, and padding; stream: documents follow
-    each other, cut at the end of every sample; None: whole if prompts are masked, else stream."""
+    """whole: a window holds whole documents, best-fit packed, and padding; stream: documents follow
+    each other, cut at the end of every window; None: whole if prompts are masked, else stream."""
     too_long: Literal["cut", "drop", "refuse"] = "cut"
-    """Where samples hold whole documents (data.packing, data.batching), what happens to those
+    """Where windows hold whole documents (data.packing, data.batching), what happens to those
     longer than seq_len: cut at their end, left out, or the run is refused."""
     batching: Literal["packed", "padded", "length_grouped", "token_budget"] = "packed"
-    """packed: samples of seq_len tokens, by data.packing. Otherwise a sample is one document,
+    """packed: windows of seq_len tokens, by data.packing. Otherwise a window is one document,
     padded to the longest of its micro-batch; padded: in random order; length_grouped: with others
     of similar length; token_budget: with as many as data.tokens_per_batch holds."""
     tokens_per_batch: Samples | None = None
     """Under batching=token_budget, most positions of a micro-batch, padding included: a multiple of
     seq_len, which sets train.micro_batch; None: micro_batch * seq_len."""
     pool_samples: Samples = 1024
-    """Samples that batching sorts by length together; more leave less padding."""
+    """Windows that batching sorts by length together; more leave less padding."""
     group_samples: Samples = 8
-    """Samples of similar length that follow each other in a sorted pool: micro_batch, or that times
+    """Windows of similar length that follow each other in a sorted pool: micro_batch, or that times
     the data ranks, so that all of them compute equally long."""
     rehearse: PathText | None = None
     """Old data to mix in against forgetting: a run folder, of which the sample that it kept is
     read, or a path as in data.path; the loss of its held-out part is old_eval_loss."""
     rehearse_share: Probability = 0.1
-    """Share of the samples that come from data.rehearse; 0 only measures old_eval_loss."""
+    """Share of the windows that come from data.rehearse; 0 only measures old_eval_loss."""
     reservoir: Annotated[int, Field(ge=0, le=1 << 16)] = 1024
-    """Samples to keep in the run folder of all that the run reads, at most 8 million tokens of
+    """Windows to keep in the run folder of all that the run reads, at most 8 million tokens of
     them, for data.rehearse of later runs; 0 keeps none."""
     document_mask: bool | None = None
     """Tokens attend only within their document; None: only for prompt/completion data."""

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
@@ -122,6 +123,8 @@ class OptimConfig(Section):
     inverse_sqrt falls as 1 / sqrt(step), whatever the length of the run."""
     warmup_steps: CountOrZero = 20
     """Steps over which the learning rate rises to lr."""
+    warmup_ratio: Fraction | None = None
+    """The same as a share of all steps, in place of warmup_steps: 0.03 of 100 steps are 3."""
     warmup_type: Literal["linear", "log"] = "linear"
     """Curve of the warm-up; "log" is steepest first, as in DeepSpeed's own schedulers."""
     min_lr_ratio: Fraction = 0.1
@@ -141,10 +144,25 @@ class OptimConfig(Section):
         is_set = "momentum" in self.model_fields_set
         return self.momentum if is_set else OPTIMIZERS[self.name].momentum
 
+    def warmup(self, total_steps: int) -> int:
+        """Return the steps of warm-up in a run of `total_steps`."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(self.warmup_ratio * total_steps - 1e-9)  # 0.07 * 100 is a little above 7
+
+    @property
+    def warmup_key(self) -> str:
+        """The key that says how long the warm-up is."""
+        return "optim.warmup_steps" if self.warmup_ratio is None else "optim.warmup_ratio"
+
     @model_validator(mode="after")
-    def _one_clipping(self) -> OptimConfig:
+    def _one_of_each(self) -> OptimConfig:
         if self.clip_value is not None and self.clip_norm and "clip_norm" in self.model_fields_set:
             raise ValueError("optim.clip_norm and optim.clip_value exclude each other: keep one")
+        if self.warmup_ratio is not None and "warmup_steps" in self.model_fields_set:
+            raise ValueError(
+                "optim.warmup_steps and optim.warmup_ratio exclude each other: keep one"
+            )
         return self
 
 
@@ -152,26 +170,31 @@ class OptimConfig(Section):
 class Schedule:
     """The learning rate over a run: a pure function of the step.
 
-    Steps count from 1: `lr(1)` is used by the first optimizer step, `lr(warmup_steps)` is the
-    maximum and `lr(total_steps)` is `optim.lr * min_lr_ratio`, where it stays ("inverse_sqrt" never
-    falls below that, and need not get there). No step is wasted at a learning rate of zero, as
+    Steps count from 1: `lr(1)` is used by the first optimizer step, `lr(warmup)` is the maximum and
+    `lr(total_steps)` is `optim.lr * min_lr_ratio`, where it stays ("inverse_sqrt" never falls below
+    that, and need not get there). No step is wasted at a learning rate of zero, as
     DeepSpeed's own schedulers do with their first two.
     """
 
     optim: OptimConfig
     total_steps: int
 
+    @cached_property
+    def warmup(self) -> int:
+        """Steps over which the rate rises."""
+        return self.optim.warmup(self.total_steps)
+
     def lr(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 1."""
         if step < 1:
             raise ValueError(f"steps count from 1, not {step}")
         optim = self.optim
-        if step < optim.warmup_steps:
+        if step < self.warmup:
             return optim.lr * self._ramp(step)
         if optim.schedule == "constant":
             return optim.lr
         if optim.schedule == "inverse_sqrt":
-            share = math.sqrt(max(1, optim.warmup_steps) / step)
+            share = math.sqrt(max(1, self.warmup) / step)
             return optim.lr * max(optim.min_lr_ratio, share)
         share = DECAYS[optim.schedule].share(self._decay_progress(step), optim)
         return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
@@ -179,11 +202,11 @@ class Schedule:
     def _ramp(self, step: int) -> float:
         """Return the share of the maximum that a step of the warm-up has reached."""
         if self.optim.warmup_type == "log":
-            return math.log(step + 1) / math.log(self.optim.warmup_steps + 1)
-        return step / self.optim.warmup_steps
+            return math.log(step + 1) / math.log(self.warmup + 1)
+        return step / self.warmup
 
     def _decay_progress(self, step: int) -> float:
-        first, total = self.optim.warmup_steps, self.total_steps
+        first, total = self.warmup, self.total_steps
         if self.optim.schedule == "wsd":
             first = max(first, total - round(self.optim.decay_fraction * total))
         # A run shorter than its warm-up has no steps to decay in; past its end it is at the floor.

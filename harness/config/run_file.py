@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -101,10 +102,32 @@ _FORMS = {
     "int_parsing": ", as in 1_000_000",
     "int_from_float": ", as in 1_000_000",
     "string_type": ", in quotes",
-    "list_type": ", as in [1, 2]",
-    "tuple_type": ", as in [0.9, 0.95]",
 }
 """Spelling of the values that pydantic expects, by error type."""
+_KINDS = {
+    "list_type": "it must be a list",
+    "tuple_type": "it must be a list",
+    "dict_type": "it must be a table",
+    "model_type": "it must be a table",
+    "too_long": "it has too many values",
+}
+"""What pydantic expects, in TOML's words, by error type."""
+_STRUCTURE = (*_KINDS, "missing", "extra_forbidden", "string_type")
+"""Errors of the form of a value."""
+EXAMPLES = {
+    "model.lora.targets": '["q_proj", "v_proj"]',
+    "model.lora.modules_to_save": '["embed_tokens", "lm_head"]',
+    "model.overrides": "{num_hidden_layers=2}",
+    "data.mix": '[{path="a.jsonl", share=0.7}, {path="b.jsonl", share=0.3}]',
+    "data.eval_path": '{chat="a.jsonl", code="b.jsonl"}',
+    "data.columns": '{text="content"}',
+    "data.where": '{language="de"}',
+    "optim.betas": "[0.9, 0.95]",
+    "optim.groups": '[{pattern="embed", lr_multiplier=0.5}]',
+    "eval.needle_lengths": "[512, 1024]",
+    "resume.allow": '["optim.lr", "data.path"]',
+}
+"""A value of every key that is a list or a table."""
 
 
 def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[str]:
@@ -128,12 +151,24 @@ def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[st
 
 def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
     """Return a pydantic error as a sentence: the key, its value, its origin, the problem."""
-    key = ".".join(map(str, item["loc"]))
+    key, kind = ".".join(map(str, item["loc"])), item["type"]
     origin = origin_of(key, origins)
-    if item["type"] == "extra_forbidden":
+    whole = next((name for name in EXAMPLES if f"{key}.".startswith(f"{name}.")), "")
+    form = _form(whole, origin) if whole and kind in _STRUCTURE else ""
+    if kind == "extra_forbidden":
         hint = _MOVED.get(key) or did_you_mean(key, [*RunConfig.model_fields, *known_keys()])
-        return f"{key} ({origin}) is not a key of the run config{hint}"
-    if item["type"] == "value_error":  # raised by a validator of ours, over a whole section
+        return f"{key} ({origin}) is not a key of {whole or 'the run config'}{form or hint}"
+    if kind == "value_error":  # raised by a validator of ours, over a whole section
         return f"{item['ctx']['error']} ({origin})"
-    must_be = item["msg"].replace("Input should be", "it must be")
-    return worded(key, item["input"], origin, must_be + _FORMS.get(item["type"], ""))
+    if kind == "missing":
+        return f"{key} ({origin}) is missing{form}"
+    must_be = _KINDS.get(kind) or item["msg"].replace("Input should be", "it must be")
+    return worded(key, item["input"], origin, must_be + (form or _FORMS.get(kind, "")))
+
+
+def _form(whole: str, origin: str) -> str:
+    """Return the right form of a list or a table, in the quotes without which a shell takes its own
+    away.
+    """
+    form = f"{whole}={EXAMPLES[whole]}"
+    return f", as in {shlex.quote(form) if COMMAND_LINE in origin else form}"

@@ -74,15 +74,17 @@ class TrainConfig(Section):
 
     steps: CountOrZero | None = None
     """Optimizer steps; 0 only evaluates and exports. Set at most one of steps, tokens and epochs;
-    without any of them a run has 100 steps."""
+    without any of them a run has 100 steps, and beside model.init_from about 3 epochs."""
     tokens: Count | None = None
     """Tokens to train on, rounded up to whole steps."""
     epochs: Positive | None = None
     """Passes over the training split, rounded up to whole steps."""
     global_batch: Samples = 48
-    """Samples per optimizer step over all ranks."""
+    """Windows per optimizer step over all ranks: rows of data.seq_len tokens, into which examples
+    are packed, or single examples (data.batching). Beside model.init_from the default is lower
+    where the data would make fewer than 100 steps."""
     micro_batch: Samples | None = None
-    """Samples per rank and pass; None: the largest divisor <= 8 of global_batch / data ranks."""
+    """Windows per rank and pass; None: the largest divisor <= 8 of global_batch / data ranks."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Random seed of the initial weights, the data order and dropout."""
     label_smoothing: Probability = 0.0
@@ -110,16 +112,16 @@ class TrainConfig(Section):
 
 
 class RampConfig(Section):
-    """Smaller batches and shorter sequences at the start; every sample is still read once."""
+    """Smaller batches and shorter sequences at the start; every window is still read once."""
 
     batch_from: Samples | None = None
-    """Samples of the first step; the batch rises to train.global_batch over ramp.batch_tokens."""
+    """Windows of the first step; the batch rises to train.global_batch over ramp.batch_tokens."""
     batch_step: Samples | None = None
-    """Samples that each rise adds; None: batch_from."""
+    """Windows that each rise adds; None: batch_from."""
     batch_tokens: Count | None = None
     """Tokens over which the batch rises, in equal parts."""
     length_from: Annotated[int, Field(ge=2)] | None = None
     """Length of the first sequences, tokens; it doubles to data.seq_len over ramp.length_tokens. A
-    sample is split into several sequences, and a step keeps its number of tokens."""
+    window is split into several sequences, and a step keeps its number of tokens."""
     length_tokens: Count | None = None
     """Tokens over which the length rises, in equal parts."""

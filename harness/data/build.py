@@ -102,12 +102,12 @@ def _contiguous(stream: Stream, rows: int) -> Stream:
     """Return the train split as streams of text. Raises ConfigError if it has not as many."""
     if stream.holds_whole_documents:
         raise ConfigError(
-            "train.carry_state is true, but samples hold whole documents (data.packing, the "
+            "train.carry_state is true, but windows hold whole documents (data.packing, the "
             "default where prompts are masked): set data.packing=stream, or train.carry_state=false"
         )
     if rows > stream.samples:
         raise ConfigError(
-            f"train.carry_state is true, but {stream.samples} samples are no {rows} streams of "
+            f"train.carry_state is true, but {stream.samples} windows are no {rows} streams of "
             "text (train.global_batch): lower train.global_batch or data.seq_len, or give more text"
         )
     return Contiguous(stream.packed, rows)

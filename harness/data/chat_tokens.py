@@ -206,7 +206,8 @@ class ChatEncoder:
         """Yield the ids of rendered texts, as apply_chat_template gives them.
 
         Where a text does not end with a special token, the separator follows. It is learned where
-        it closes what is learned.
+        it closes what is learned, with the white space before it: a model that does not learn to
+        write that never comes to the separator.
         """
         if not chats:
             return
@@ -224,7 +225,7 @@ class ChatEncoder:
             if not self._is_closed(ids, offsets, chat.text):
                 ids.append(self._tokenizer.eos_token_id)
                 if chat.learned and chat.learned[-1][1] >= len(chat.text.rstrip()):
-                    learned.append((len(ids) - 1, len(ids)))
+                    learned[-1] = (learned[-1][0], len(ids))
             yield Encoded(ids, learned, chat.notes)
 
     def _is_closed(self, ids: list[int], offsets: list[tuple[int, int]], text: str) -> bool:

@@ -73,7 +73,7 @@ class Data:
             return []
         drawn = mixed.order.drawn_before(samples)
         return [
-            f"{name}: {count / samples:.2%} of the samples, {count / stream.samples:.2f} epochs"
+            f"{name}: {count / samples:.2%} of the windows, {count / stream.samples:.2f} epochs"
             for name, count, stream in zip(self.names, drawn, mixed.streams, strict=True)
         ]
 

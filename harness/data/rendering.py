@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from datetime import date, datetime, time
-from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -15,15 +14,10 @@ from transformers.utils.chat_template_utils import (
     _render_with_assistant_indices,
 )
 
-from harness.config.assignments import did_you_mean
-from harness.errors import ConfigError, Unusable
-from harness.files.paths import user_path
+from harness.files.chat_templates import read_template
 from harness.files.pieces import Spans
-from harness.files.regular_file import read_regular
 from harness.files.turns import THOUGHT, Message
 
-TEMPLATES = Path(__file__).with_name("templates")
-_MOST_TEMPLATE_BYTES = 1 << 20
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = "strftime_now"
 """The function of templates that writes the date."""
@@ -39,20 +33,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
 
     Raises ConfigError.
     """
-    names = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-    path = (
-        TEMPLATES / f"{template}.jinja"
-        if template in names
-        else user_path("data.template", template)
-    )
-    try:
-        tokenizer.chat_template = read_regular(path, _MOST_TEMPLATE_BYTES, links=True).decode()
-    except (OSError, Unusable, UnicodeDecodeError) as error:
-        wanted = f"it must be a .jinja file or one of {', '.join(names)}"
-        if not path.suffix and not path.exists():
-            hint = did_you_mean(template.lower(), names)
-            raise ConfigError(f"data.template is {template!r}: {wanted}{hint}") from None
-        raise ConfigError(f"data.template: cannot read {template}: {error}; {wanted}") from error
+    tokenizer.chat_template = read_template(template)
     setattr(tokenizer, _SOURCE, template)
 
 

@@ -116,7 +116,7 @@ class Source:
         if self.corpus.left_out:
             left_out += f"; left out: {self.corpus.left_out}"
         if isinstance(packed := self.sides["train"], WholeWindows):
-            packing = f"; whole documents in {packed.num_windows:,} samples: {packed.counts()}"
+            packing = f"; whole documents in {packed.num_windows:,} windows: {packed.counts()}"
         rows = "".join(f"; {text}" for text in self._of_rows().values())
         return (
             f"{name}{self.corpus.path}: {pairs}{self.facts.documents:,} documents, "
@@ -185,7 +185,7 @@ class Source:
                 yield (
                     f"data.path: {of}the {side.replace('_', '-')} split has "
                     f"{packed.split.num_tokens} tokens in {packed.split.num_documents} documents; "
-                    f"one sample takes data.seq_len + 1 = {spec.config.seq_len + 1}: give more "
+                    f"one window takes data.seq_len + 1 = {spec.config.seq_len + 1}: give more "
                     f"text{',' if share else ' or'} lower data.seq_len{share}"
                 )
 
@@ -310,7 +310,9 @@ def _held_out(spec: DataSpec) -> float | None:
 def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> str:
     """Return the key of a corpus's tokens in the cache."""
     masks = masks_of(corpus.path)
-    beside = {"masks": masks.stat().st_mtime_ns} if masks.is_file() else {}
+    beside: dict[str, Any] = {"masks": masks.stat().st_mtime_ns} if masks.is_file() else {}
+    if corpus.holds_chats:  # learned up to the separator
+        beside["ends"] = 2
     return cache_key(
         **beside,
         format=FORMAT,

@@ -58,22 +58,33 @@ def _short_disk(needed: int, run_dir: Path) -> list[str]:
 
 def memory_line(estimate: Estimate) -> str:
     """Return the peak, its phase and its largest parts in one line."""
-    worst = estimate.worst
-    parts = sorted(worst.phase(worst.peak_phase).items(), key=lambda part: -part[1])[:3]
-    largest = ", ".join(f"{name} {_gib(size)}" for name, size in parts)
-    host = estimate.host_bytes_per_node
     if estimate.inputs.accelerator == "cpu":
-        host = estimate.cpu_bytes_per_node
+        return _cpu_line(estimate)
+    worst = estimate.worst
+    largest = _largest(worst.phase(worst.peak_phase))
     return (
         f"{_gib(worst.peak)} in tensors per rank at most, in {worst.peak_phase} ({largest})"
-        f"{_on_gpu(estimate)}; {_gib(host)} of host memory per node"
+        f"{_on_gpu(estimate)}; {_gib(estimate.host_bytes_per_node)} of host memory per node"
     )
+
+
+def _cpu_line(estimate: Estimate) -> str:
+    """Return the host memory of a node and of its fullest rank, whose process is a part of it."""
+    worst = max(estimate.ranks, key=lambda rank: rank.on_cpu)
+    largest = _largest(worst.cpu_phase(worst.cpu_peak_phase))
+    return (
+        f"{as_size(estimate.cpu_bytes_per_node)} of host memory per node; a rank holds "
+        f"{as_size(worst.on_cpu)} at most, in {worst.cpu_peak_phase} ({largest})"
+    )
+
+
+def _largest(parts: Mapping[str, int]) -> str:
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {as_size(size)}" for name, size in largest)
 
 
 def _on_gpu(estimate: Estimate) -> str:
     """Return the interval that the driver will show, and the verdict on a device of known size."""
-    if estimate.inputs.accelerator == "cpu":
-        return ""
     low, high = (f"{end / GIB:.2f}" for end in estimate.worst.shown)
     verdict = ""
     if estimate.device_bytes is not None:

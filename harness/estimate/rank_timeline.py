@@ -76,21 +76,26 @@ class RankTimeline:
         """Largest bytes in tensors on the device: torch's max_memory_allocated."""
         return self.total(self.peak_phase)
 
+    def cpu_phase(self, name: str) -> dict[str, int]:
+        """Bytes of each component in a phase where the rank computes on the CPU: all it has is in
+        host memory. Pages of a bucket that no gradient is written to are never given out.
+        """
+        touched, sizes = FP32 * self.inputs.parameters, dict[str, int]()
+        for place in ("device", "host"):
+            for component, size in self.phase(name, place).items():
+                held = min(size, touched) if component == "gradient buckets" else size
+                sizes[component] = sizes.get(component, 0) + held
+        return sizes
+
+    @cached_property
+    def cpu_peak_phase(self) -> str:
+        """The phase in which a rank on the CPU holds most."""
+        return max(PHASES, key=lambda name: sum(self.cpu_phase(name).values()))
+
     @property
     def on_cpu(self) -> int:
-        """Largest host memory where the rank computes on the CPU: all it has is there.
-
-        Pages of a bucket that no gradient is written to are never given out.
-        """
-        touched = FP32 * self.inputs.parameters
-        return max(
-            sum(
-                min(size, touched) if component == "gradient buckets" else size
-                for place in ("device", "host")
-                for component, size in self.phase(name, place).items()
-            )
-            for name in PHASES
-        )
+        """Largest host memory where the rank computes on the CPU, its process included."""
+        return sum(self.cpu_phase(self.cpu_peak_phase).values())
 
     @property
     def allocated(self) -> Interval:

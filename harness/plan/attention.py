@@ -168,7 +168,7 @@ def _check_sizes(draft: Draft) -> None:
             why = f"but model.attention={attention} has no such size"
             draft.problems.add(f"model.attention_{name}", why, f"it is one of {', '.join(kinds)}")
     if sizes.get("global", 0) > seq_len:
-        why = f"but samples have {seq_len} tokens (data.seq_len)"
+        why = f"but windows have {seq_len} tokens (data.seq_len)"
         draft.problems.add("model.attention_global", why, "set at most as many")
     if attention == "linformer" and sizes["window"] % sizes["features"]:
         draft.problems.say(

@@ -51,7 +51,7 @@ def _set_micro_batch(draft: Draft) -> None:
         return
     micro_batch = data.tokens_per_batch // data.seq_len
     if train.micro_batch not in (None, micro_batch):
-        why = f"which makes micro-batches of {micro_batch} samples of data.seq_len {data.seq_len}"
+        why = f"which makes micro-batches of {micro_batch} windows of data.seq_len {data.seq_len}"
         other = f"train.micro_batch is {train.micro_batch} ({_origin(draft, 'train.micro_batch')})"
         draft.problems.add("data.tokens_per_batch", f"{why}, but {other}", "remove one of them")
     changed = train.model_copy(update={"micro_batch": micro_batch})

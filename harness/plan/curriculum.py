@@ -31,7 +31,7 @@ def note_unfinished_ramp(draft: Draft) -> None:
         draft.note(
             "unfinished_ramp",
             f"the run ends within its ramp (ramp.*): its last step reads {last.global_batch} "
-            f"samples in sequences of {seq_len // last.pieces} tokens",
+            f"windows in sequences of {seq_len // last.pieces} tokens",
         )
 
 

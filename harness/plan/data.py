@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from harness.config.data_section import DataConfig, MixSource
+from harness.config.data_section import NEW, REHEARSED, DataConfig, MixSource
 from harness.errors import ConfigError, Unusable
 from harness.files.chat import Chat
+from harness.files.chat_templates import read_template
 from harness.files.corpus_files import CorpusFiles, find_files
 from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
@@ -17,12 +20,14 @@ from harness.files.forms import Document, read, value_of
 from harness.files.notes import Notes
 from harness.files.pieces import Ids, begins, shortened, unless_blank
 from harness.files.token_index import read_header
+from harness.plan.counted import Counts
 from harness.plan.draft import Draft
 
 # Limits that keep a dry run fast.
 _MOST_FILES = 20_000
 _MOST_BYTES = 1 << 26
 _MOST_RECORDS = 1000
+_FILE_OF_TEMPLATE = ".jinja"
 _SHOWN = 16  # pairs of a folder
 _BYTES_PER_TOKEN = 4  # of English text, roughly
 
@@ -32,8 +37,47 @@ class Glance:
     """Documents of a source as a dry run shows them."""
 
     text: str
+    documents: int
+    """Roughly, of files that are not read to their end."""
     tokens: int
     """Roughly, of text."""
+    is_masked: bool = False
+    """True if prompts are read and not learned."""
+
+
+@dataclass(frozen=True)
+class Glances:
+    """The sources and held-out sets of a plan as a dry run shows them."""
+
+    data: DataConfig
+    sources: dict[str, Glance]
+    sets: dict[str, Glance]
+
+    def counts(self) -> Counts:
+        """Return roughly what a run trains on."""
+        data = self.data
+        kept = 1.0 if data.eval_path else 1.0 - data.held_out
+        examples, tokens = (
+            max(1, round(kept * sum(getattr(of, of_all) for of in self.sources.values())))
+            for of_all in ("documents", "tokens")
+        )
+        windows = examples if data.batching != "packed" else max(1, tokens // data.seq_len)
+        is_masked = any(of.is_masked for of in self.sources.values())
+        return Counts(examples, windows, is_masked, is_rough=True)
+
+    def lines(self, samples: int | None) -> list[str]:
+        """Return a line about each; with share and rough epochs in a run of some samples if it is a
+        source of a mixture.
+        """
+        sets = {f"held-out set {name}".rstrip(): of for name, of in self.sets.items()}
+        named = {**self.sources, **sets}
+        lines = [f"{name}: {seen.text}" if name else seen.text for name, seen in named.items()]
+        tokens = [of.tokens for of in self.sources.values()]
+        read = samples and samples * self.data.seq_len
+        for number, source in enumerate(self.data.mix):
+            of_all = sum(tokens[: len(self.data.mix)])
+            lines[number] += _share(self.data, source, tokens[number], of_all, read)
+        return lines
 
 
 def check_mix(draft: Draft) -> None:
@@ -53,28 +97,57 @@ def check_mix(draft: Draft) -> None:
         draft.problems.add("data.rehearse", "which is run.dir itself", "name an earlier run")
 
 
-def glances(data: DataConfig, samples: int | None) -> list[str]:
-    """Return a line about each source and held-out set; with share and rough epochs in a run of
-    some samples if it is one of a mixture.
+def check_data(draft: Draft) -> None:
+    """Refuse a chat template that there is not; on this machine also data that is not there."""
+    config, problems = draft.config, list[str]()
+    template = config.data.template
+    if template is not None and (draft.here or not template.endswith(_FILE_OF_TEMPLATE)):
+        problems += _problems_of(lambda: read_template(template))
+    if draft.here:  # elsewhere the data may be, too
+        for key, part in _parts(config.data, problems).items():
+            of_part = _problems_of(lambda of=part: _look_for(of))
+            problems += [text.replace("data.path: ", f"{key}: ", 1) for text in of_part]
+        tokenizer = config.data.tokenizer or ""
+        if tokenizer.startswith(("/", ".")) and not Path(tokenizer).exists():  # else of the hub
+            problems.append(f"data.tokenizer: {tokenizer} does not exist")
+    said = [*draft.problems]
+    draft.problems.say(*(text for text in dict.fromkeys(problems) if text not in said))
+
+
+def _parts(data: DataConfig, problems: list[str]) -> dict[str, DataConfig]:
+    """Return the data section of every path by its key and name; add problems of data.rehearse."""
+    sources = dict[str, DataConfig]()
+    problems += _problems_of(lambda: sources.update(data.sources()))
+    keys = {"": "data.path", NEW: "data.path", REHEARSED: "data.rehearse"}
+    parts = {keys.get(name, f"data.mix {name}"): of for name, of in sources.items()}
+    return parts | {f"data.eval_path {name}".strip(): of for name, of in data.eval_sets().items()}
+
+
+def _problems_of(read: Callable[[], object]) -> list[str]:
+    try:
+        read()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def glances(data: DataConfig) -> Glances:
+    """Return what a dry run sees of each source and held-out set.
 
     Raises ConfigError with the problems of all that cannot be read here.
     """
-    lines, problems, tokens = [], [], []
-    sets = {f"held-out set {name}".rstrip(): of for name, of in data.eval_sets().items()}
-    for name, of in (*data.sources().items(), *sets.items()):
-        try:
-            seen = _glance(of)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        lines.append(f"{name}: {seen.text}" if name else seen.text)
-        tokens.append(seen.tokens)
+    problems, seen = [], []
+    for of_kind in (data.sources(), data.eval_sets()):
+        by_name = {}
+        for name, of in of_kind.items():
+            try:
+                by_name[name] = _glance(of)
+            except ConfigError as error:
+                problems += error.problems
+        seen.append(by_name)
     if problems:
         raise ConfigError(problems)
-    read = samples and samples * data.seq_len
-    for number, source in enumerate(data.mix):
-        lines[number] += _share(data, source, tokens[number], sum(tokens[: len(data.mix)]), read)
-    return lines
+    return Glances(data, *seen)
 
 
 def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: int | None) -> str:
@@ -104,14 +177,28 @@ def glance(data: DataConfig) -> str:
     return _glance(data).text
 
 
-def _glance(data: DataConfig) -> Glance:
+def _look_for(data: DataConfig) -> None:
+    """Raise ConfigError if the files of a source are not there, or headers of pairs are not."""
     corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
+    if corpus.kind == "indexed":
+        with _as_config_errors():
+            _pairs(corpus)
+
+
+@contextmanager
+def _as_config_errors() -> Iterator[None]:
     try:
-        seen = _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
+        yield
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
     except Unusable as error:
         raise ConfigError(f"data.path: {error}") from error
+
+
+def _glance(data: DataConfig) -> Glance:
+    corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
+    with _as_config_errors():
+        seen = _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
     bounds = {"min_tokens": data.min_tokens, "max_tokens": data.max_tokens}
     of = " and ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)
     return replace(seen, text=f"{seen.text}; read are those of {of} alone") if of else seen
@@ -126,7 +213,7 @@ def _pairs(corpus: CorpusFiles) -> Glance:
     documents, tokens = map(sum, zip(*counts.values(), strict=True))
     text = f"{documents:,} documents, {tokens:,} tokens in "
     if not corpus.is_folder_of_pairs:
-        return Glance(f"{text}{corpus.files[0]}", tokens)
+        return Glance(f"{text}{corpus.files[0]}", documents, tokens)
     left_out = _left_out(corpus)
     each = [
         f"{prefix.relative_to(corpus.path)} {documents:,} documents, {tokens:,} tokens"
@@ -136,7 +223,7 @@ def _pairs(corpus: CorpusFiles) -> Glance:
     at_least = "at least " if len(corpus.files) >= _MOST_FILES - 1 else ""
     shown = f"{'; '.join(each[:_SHOWN])}{more}{left_out}"
     text += f"{at_least}{len(each):,} pairs of {corpus.path}: {shown}"
-    return Glance(text, tokens)
+    return Glance(text, documents, tokens)
 
 
 def _text(corpus: CorpusFiles, data: DataConfig) -> Glance:
@@ -151,12 +238,14 @@ def _text(corpus: CorpusFiles, data: DataConfig) -> Glance:
     at_least = "" if left and len(corpus.files) < _MOST_FILES else "at least "
     source = "Python's own library" if corpus.kind == "library" else str(corpus.path)
     size = corpus.num_bytes()
-    first = _first(corpus, data)
+    first, is_masked = _first(corpus, data)
     text = (
         f"{source}: {at_least}{documents:,} documents, {size / 2**20:,.1f} MiB (roughly "
         f"{size // _BYTES_PER_TOKEN:,} tokens), the first {first}{_left_out(corpus)}"
     )
-    return Glance(text, size // _BYTES_PER_TOKEN)
+    if not left:  # as many to a byte in what is not read
+        documents = round(documents * size / _MOST_BYTES)
+    return Glance(text, documents, size // _BYTES_PER_TOKEN, is_masked)
 
 
 def _left_out(corpus: CorpusFiles) -> str:
@@ -167,12 +256,14 @@ def _left_out(corpus: CorpusFiles) -> str:
     return "".join(f"; {part}" for part in parts if part)
 
 
-def _first(corpus: CorpusFiles, data: DataConfig) -> str:
-    """Return how the first document begins; of conversations also turns and what is learned."""
+def _first(corpus: CorpusFiles, data: DataConfig) -> tuple[str, bool]:
+    """Return how the first document begins, of conversations also turns and what is learned; and
+    whether some of the first documents are learned in part.
+    """
     file = corpus.files[0]
     format = format_of(file, corpus.format)
     if format.begin is not None:
-        return format.begin(file)
+        return format.begin(file), False
     assert format.records is not None, "a format has pieces or records"
     bad_lines, documents, notes = BadLines(limit=data.most_bad_rows), [], Notes()
     for line, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
@@ -192,9 +283,18 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> str:
             notes.add(note for note in of_record if note[1] not in data.where)
     bad = _bad(bad_lines)
     if not documents:
-        return f"cannot be read: {bad or 'there is none'}"
+        return f"cannot be read: {bad or 'there is none'}", False
     unread = f"left out of {len(documents):,} rows: {notes.text()}" if notes else ""
-    return "; ".join(part for part in (_begin(documents), unread, bad) if part)
+    text = "; ".join(part for part in (_begin(documents), unread, bad) if part)
+    return text, data.learn != "all" and any(map(_is_masked, documents))
+
+
+def _is_masked(document: Document) -> bool:
+    """Return True if a document has text that is read and not learned."""
+    if isinstance(document, Chat):
+        return document.num_learned < document.num_characters
+    pieces = [document] if isinstance(document, Ids) else document
+    return not all(piece.is_learned for piece in pieces)
 
 
 def _bad(bad_lines: BadLines) -> str:

@@ -1,40 +1,163 @@
-"""Defaults of a run that begins with given weights: their shape, a low rate at once, one epoch."""
+"""Defaults of a run that begins with given weights: their shape, a rate that fits their width, a
+short warm-up. Batch and epochs follow from its data (plan/counted.py).
+
+docs/models.md#fine-tuning has all of them, with their sources.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from harness.config.assignments import assign
+from harness.config.assignments import IMPLIED, KEPT, NOT_ASKED, assign
+from harness.config.ds_keys import literal
+from harness.config.optim_and_schedule import OptimConfig
+from harness.config.run_config import RunConfig
 from harness.config.run_file import validated
-from harness.config.sections import LENGTHS
+from harness.config.sections import LENGTHS, TrainConfig
+from harness.errors import ConfigError
+from harness.layout.families import family_of
+from harness.layout.grid import Grid
 from harness.plan.draft import Draft
-from harness.plan.model_config import IMPLIED
+from harness.plan.folder import recorded_plan
 
-# Maximum learning rates of Adam. All weights: that of Llama 2's fine-tuning (arXiv 2307.09288,
-# section 3.1). Adapters: QLoRA's for models of up to 13B (arXiv 2305.14314, table 9).
-FULL_LR, ADAPTER_LR = 2e-5, 2e-4
+# Maximum learning rates of Adam for models 4,096 wide. All weights: that of Llama 2's fine-tuning
+# (arXiv 2307.09288, section 3.1). Adapters: QLoRA's for models of up to 13B (arXiv 2305.14314,
+# table 9). Both papers' 65B models, and LIMA's (arXiv 2305.11206), are twice as wide and have half.
+FULL_LR, ADAPTER_LR, WIDTH = 2e-5, 2e-4, 4096
+MOST_LR = OptimConfig().lr
+"""The rate of a small model from random weights: more is never implied."""
+WARMUP_RATIO = 0.03
+"""Alpaca's, QLoRA's and axolotl's."""
+EPOCHS = 3.0
+"""Of data whose prompts are masked, before it is counted."""
+_OF_ADAMS_SIZE = ("adamw", "adam", "adam8bit", "muon")
+"""Optimizers whose rates are Adam's."""
+_WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
+_SETTLED = ("optim.lr", *_WARMUP, "train.global_batch", "train.epochs")
+"""Keys that a run from given weights settles by itself where its user left them open."""
+
+
+def keep_settled(draft: Draft) -> None:
+    """Keep what the run that is resumed or branched from has settled by itself, unless the user
+    sets it now. Reads this machine's disk.
+    """
+    config, recorded = draft.config, recorded_plan(draft)
+    if config.model.init_from is None or recorded is None:
+        return
+    origins = recorded.get("run_set")
+    asked = {
+        key
+        for key, origin in (origins.items() if isinstance(origins, dict) else ())
+        if origin not in NOT_ASKED
+    }
+    values = {
+        key: value
+        for key in _SETTLED
+        if key not in asked and (value := _recorded(recorded, key)) is not None
+    }
+    if any(map(config.is_set, _WARMUP)) or "optim.warmup_ratio" in values:
+        values.pop("optim.warmup_steps", None)
+    if any(map(config.is_set, _WARMUP)):
+        values.pop("optim.warmup_ratio", None)
+    if any(map(config.is_set, LENGTHS)):
+        values.pop("train.epochs", None)
+    try:
+        _set(draft, {key: of for key, of in values.items() if not config.is_set(key)}, KEPT)
+    except ConfigError:  # of a damaged record
+        draft.config = config
 
 
 def default_to_fine_tuning(draft: Draft) -> None:
-    """Fill in what the user left open beside model.init_from; each value is an event."""
+    """Fill in shape, warm-up and length that the user left open beside model.init_from."""
     config = draft.config
     source, defaults = config.model.init_from, dict[str, Any]()
     if source is None:
         return
     if not config.is_set("model.name"):
         defaults["model.name"] = source
-    if not config.is_set("optim.lr") and config.optim.name in ("adamw", "adam"):
-        defaults["optim.lr"] = FULL_LR if config.model.lora.rank is None else ADAPTER_LR
-        if not config.is_set("optim.warmup_steps"):  # a short run would end within it
-            defaults["optim.warmup_steps"] = 0
-    if not any(config.is_set(key) for key in LENGTHS):
-        defaults["train.epochs"] = 1.0
+    if not any(map(config.is_set, _WARMUP)):
+        defaults["optim.warmup_ratio"] = WARMUP_RATIO
+    if not any(map(config.is_set, LENGTHS)):
+        defaults["train.epochs"] = EPOCHS
     if not defaults:
         return
-    tree, origins = config.model_dump(exclude_unset=True), config.origins()
-    for key, value in defaults.items():
+    _set(draft, defaults, IMPLIED)
+    shown = ", ".join(f"{key}={value}" for key, value in defaults.items() if key != "train.epochs")
+    if shown:
+        draft.note("fine_tuning", f"{shown}: the defaults of a run with given weights")
+
+
+def default_to_divisible_batch(draft: Draft) -> None:
+    """Raise a default batch to the next that the ranks divide, until the data is counted."""
+    config = draft.config
+    unit, batch = batch_unit(draft.grid, config.train, draft.ds.tree), config.train.global_batch
+    if batch_is_open(config) and batch % unit:
+        _set(draft, {"train.global_batch": math.ceil(batch / unit) * unit}, IMPLIED)
+
+
+def batch_is_open(config: RunConfig) -> bool:
+    """Return True if the data settles the batch: beside given weights, where nobody has set it and
+    the order of the data does not depend on it.
+    """
+    is_ordered = config.train.carry_state or config.data.mix_until is not None
+    is_left_open = config.origin("train.global_batch") in ("default", IMPLIED)
+    rises = config.ramp.batch_from is not None
+    return config.model.init_from is not None and is_left_open and not (is_ordered or rises)
+
+
+def batch_unit(grid: Grid, train: TrainConfig, ds: Mapping[str, Any]) -> int:
+    """Return the windows of which every batch is a multiple: the ranks, and what the user set."""
+    accum = literal(ds, "gradient_accumulation_steps") or 1
+    return int(grid.data * (train.micro_batch or 1) * accum)
+
+
+def default_to_their_rate(draft: Draft) -> None:
+    """Set the rate that fits the width of given weights, which the user left open: with Adam the
+    best one is inversely proportional to it (arXiv 2203.03466).
+    """
+    config = draft.config
+    if config.model.init_from is None or config.is_set("optim.lr"):
+        return
+    if config.optim.name not in _OF_ADAMS_SIZE:
+        return
+    kind, rate = "all weights", FULL_LR
+    if config.model.lora.rank is not None:
+        kind, rate = "adapters", ADAPTER_LR
+    width, why = _width(draft.model_config), f"that of {kind}"
+    if width is not None and width != WIDTH:
+        rate, why = (
+            rate * WIDTH / width,
+            f"{rate:g} x {WIDTH} / {width}, the rate of {kind} by width",
+        )
+    lr = float(f"{min(rate, MOST_LR):.2g}")
+    _set(draft, {"optim.lr": lr}, IMPLIED)
+    draft.note("fine_tuning", f"optim.lr={lr:g}: {why}")
+
+
+def _width(model_config: Mapping[str, Any]) -> int | None:
+    """Return the hidden size; None where nobody knows it."""
+    if not isinstance(kind := model_config.get("model_type"), str):
+        return None
+    values = (model_config.get(key) for key in family_of(kind).size_keys("hidden"))
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _recorded(plan: Mapping[str, Any], key: str) -> Any:
+    """Return a value of the run config in a plan.json; None without."""
+    value: Any = plan.get("run")
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _set(draft: Draft, values: Mapping[str, Any], origin: str) -> None:
+    """Set keys of the run config. Raises ConfigError for values that it does not take."""
+    if not values:
+        return
+    tree, origins = draft.config.model_dump(exclude_unset=True), draft.config.origins()
+    for key, value in values.items():
         assign(tree, key, value)
-        origins[key] = IMPLIED
+        origins[key] = origin
     draft.config = validated(tree, origins)
-    values = ", ".join(f"{key}={value}" for key, value in defaults.items())
-    draft.note("fine_tuning", f"{values}: the defaults of a run with given weights")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,25 +65,30 @@ def keep_rendering(draft: Draft) -> None:
 
 def recorded_model(draft: Draft) -> dict[str, Any]:
     """Return the model config of the run that goes on; {} in a new one."""
-    configs = (plan.get("model_config") for plan in _plans(draft))
-    return next((config for config in configs if isinstance(config, dict)), {})
+    config = (recorded_plan(draft) or {}).get("model_config")
+    return config if isinstance(config, dict) else {}
 
 
 def recorded_data(draft: Draft) -> dict[str, Any] | None:
     """Return the data section of the run that goes on; None in a new one."""
-    for plan in _plans(draft):
-        run = plan.get("run")
-        data = run.get("data") if isinstance(run, dict) else None
-        if isinstance(data, dict) and data and data.get("packing") in (None, "whole", "stream"):
-            return data
-    return None
+    plan = recorded_plan(draft)
+    return None if plan is None else plan["run"]["data"]
 
 
-def _plans(draft: Draft) -> Iterator[dict[str, Any]]:
-    """Yield the readable plan.json of run.dir, and of the run that is branched from."""
+def recorded_plan(draft: Draft) -> dict[str, Any] | None:
+    """Return the plan.json of the run that goes on; None in a new one."""
     config = draft.config
     folders = [Path(config.run.dir)] if config.run.dir is not None else []
     folders += [run_and_step(config.resume.from_)[0]] if config.resume.from_ is not None else []
-    for folder in folders:
-        with contextlib.suppress(Unreadable, OSError):
-            yield read_object(folder / "plan.json") or {}
+    return next((plan for folder in folders if (plan := _plan_in(folder))), None)
+
+
+def _plan_in(folder: Path) -> dict[str, Any] | None:
+    """Return a run's plan.json; None without a readable one."""
+    try:
+        plan = read_object(folder / "plan.json") or {}
+        data = plan["run"]["data"]
+    except (Unreadable, OSError, LookupError, TypeError):
+        return None
+    is_data = isinstance(data, dict) and data.get("packing") in (None, "whole", "stream")
+    return plan if is_data else None

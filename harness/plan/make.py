@@ -23,7 +23,7 @@ from harness.plan.balance import balance
 from harness.plan.batching import decide_batching, mark_padding
 from harness.plan.carried import check_carried
 from harness.plan.curriculum import note_unfinished_ramp, ramp
-from harness.plan.data import check_mix
+from harness.plan.data import check_data, check_mix
 from harness.plan.draft import Draft
 from harness.plan.duration import check_rates
 from harness.plan.eval_splits import evaluate_splits, keep_split
@@ -31,9 +31,15 @@ from harness.plan.evaluation import check_evaluation
 from harness.plan.exclusions import check_together
 from harness.plan.expert import divide_experts
 from harness.plan.fill_in import fill_in, fill_in_swap_folder
-from harness.plan.fine_tuning import default_to_fine_tuning
+from harness.plan.fine_tuning import (
+    default_to_divisible_batch,
+    default_to_fine_tuning,
+    default_to_their_rate,
+    keep_settled,
+)
 from harness.plan.folder import check_run_dir, keep_packing, keep_rendering
 from harness.plan.kernels import check_kernels, note_kernels
+from harness.plan.length import note_length
 from harness.plan.memory import estimate
 from harness.plan.model import check_experts, find_model
 from harness.plan.nodes import note_nodes
@@ -87,15 +93,19 @@ PASSES: tuple[Pass, ...] = (
     adopt,
     keep_packing,
     keep_rendering,
+    keep_settled,
     default_to_fine_tuning,
     decide_batching,
+    default_to_divisible_batch,
     ramp,
     divide_batch,
     check_profile,
+    check_data,
     check_mix,
     check_optimizer,
     check_run_dir,
     find_model,
+    default_to_their_rate,
     check_evaluation,
     mark_padding,
     check_carried,
@@ -119,6 +129,7 @@ LAST_PASSES: tuple[Pass, ...] = (
     note_kernels,
     note_nodes,
     note_unfinished_ramp,
+    note_length,
     note_learning_rate,
     note_pinned_memory,
     fill_in,

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from harness.config.assignments import listed
+from harness.config.assignments import IMPLIED, listed
 from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
@@ -27,8 +27,6 @@ from harness.plan.context import extended, positions_of
 from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
 from harness.plan.overrides import overridden
 
-IMPLIED = "default beside model.init_from"
-"""Origin of values that given weights imply."""
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 
 _NEAR = 0.6

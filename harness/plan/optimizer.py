@@ -83,14 +83,8 @@ def _stage_of(ds: DsJson) -> str:
 
 
 def note_learning_rate(draft: Draft) -> None:
-    """Add events if optim.lr is never reached, or is another optimizer's default."""
-    optim, steps = draft.config.optim, draft.steps
-    if steps and steps < optim.warmup_steps:
-        draft.note(
-            "unfinished_warmup",
-            f"the run ends within its warm-up ({optim.warmup_steps} steps, optim.warmup_steps): "
-            "optim.lr is never reached",
-        )
+    """Add an event if optim.lr is another optimizer's default."""
+    optim = draft.config.optim
     if optim.name == "lion" and not draft.config.is_set("optim.lr"):
         draft.note(
             "learning_rate",

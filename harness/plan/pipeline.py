@@ -14,8 +14,9 @@ from harness.layout.recompute import is_checkpointed
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
 from harness.plan.draft import Draft
 from harness.plan.memory import memory_inputs
-from harness.plan.plan import Plan
+from harness.plan.plan import Event, Plan
 
+BUBBLE = "pipeline_bubble"
 _STAGES, _PARTITION = "pipeline.stages", "pipeline.partition"
 _BALANCES = ("time", "memory", "best")  # "best" is DeepSpeed's default and means "time"
 
@@ -49,14 +50,20 @@ def note_pipeline(draft: Draft) -> None:
     if stages > 1 and draft.shape is None and not is_explicit:
         message = "decoder layers are split evenly over the pipeline stages, costs unknown"
         draft.note("even_split", message)
-    if draft.batch and draft.batch.grad_accum < stages:
-        accum = draft.batch.grad_accum
-        draft.note(
-            "pipeline_bubble",
-            f"{stages} pipeline stages wait {bubble(stages, accum):.0%} of each step, with {accum} "
-            "micro-batches in it: a smaller train.micro_batch, or a larger train.global_batch, "
-            "makes more of them",
-        )
+    if draft.batch:
+        draft.events += bubble_events(stages, draft.batch.grad_accum)
+
+
+def bubble_events(stages: int, accum: int) -> list[Event]:
+    """Return an event if a step has fewer micro-batches than there are stages."""
+    if accum >= stages:
+        return []
+    message = (
+        f"{stages} pipeline stages wait {bubble(stages, accum):.0%} of each step, with {accum} "
+        "micro-batches in it: a smaller train.micro_batch, or a larger train.global_batch, "
+        "makes more of them"
+    )
+    return [{"kind": BUBBLE, "message": message}]
 
 
 def by_memory(plan: Plan) -> Plan:

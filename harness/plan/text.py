@@ -14,9 +14,11 @@ from harness.layout.adapters import Adapters, linear_weights
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
+from harness.plan.counted import Counts, open_keys, with_counts
 from harness.plan.data import glances
 from harness.plan.duration import step_time, time_line
-from harness.plan.plan import Plan
+from harness.plan.length import length_events, length_text, steps_of
+from harness.plan.plan import Event, Plan
 from harness.plan.swap_space import swap_problems
 
 _LABEL_WIDTH = 15
@@ -28,9 +30,12 @@ def describe(plan: Plan, elsewhere: bool = False) -> str:
     if plan.estimate and not elsewhere:
         shortages = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
     shortages += [] if elsewhere else swap_problems(plan)
+    counts = None
     try:
-        samples = None if plan.steps is None else plan.curriculum.samples_after(plan.steps)
-        data = glances(plan.config.data, samples)
+        seen = glances(plan.config.data)
+        counts = seen.counts()
+        plan = with_counts(plan, counts)
+        data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
     except ConfigError as error:  # a note, not an error: the run may be elsewhere
         data = ["not readable here"]
         shortages += error.problems
@@ -38,28 +43,57 @@ def describe(plan: Plan, elsewhere: bool = False) -> str:
     if elsewhere:
         verdict = row("the cluster", "; ".join([_verdict(plan.estimate), *shortages]))
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
-    rows = [summary(plan), *(row("data", line) for line in data), verdict]
+    rows = [summary(plan, counts), *(row("data", line) for line in data), verdict]
     return "\n".join([*rows, "", title, json.dumps(plan.deepspeed, indent=2)])
 
 
-def summary(plan: Plan) -> str:
-    """Return model, layout, batch, length, learning rate and notes, one line each."""
+def summary(plan: Plan, counts: Counts | None = None) -> str:
+    """Return model, layout, batch, length, learning rate and notes, one line each. `counts`: of its
+    data, perhaps roughly.
+    """
     rows = [
         ("model", _model(plan)),
         ("parameters", _parameters(plan)),
         ("spread", spread(plan)),
         ("attention", _attention(plan)),
         *_stages(plan),
-        ("batch", _batch(plan)),
-        *_ramp(plan),
-        ("length", _length(plan)),
+        *_of_data(plan, counts),
         ("optimizer", _optimizer(plan)),
-        ("learning rate", _learning_rate(plan)),
-        ("memory", memory_line(plan.estimate) if plan.estimate else "not estimated"),
+        _learning_rate(plan, counts),
+        _memory(plan),
         *_time(plan),
-        *(("note", _note(event)) for event in plan.events),
+        *(("note", _note(event)) for event in _events(plan, counts)),
     ]
     return "\n".join(row(label, text) for label, text in rows)
+
+
+def settled(plan: Plan, counts: Counts, before: Plan) -> str:
+    """Return the lines of a summary that its data, now counted, changes or completes."""
+    is_new = plan.global_batch != before.global_batch
+    rows = [("batch", _batch(plan))] * is_new
+    rows.append(("length", length_text(plan, steps_of(plan, counts), counts)))
+    rows += [_learning_rate(plan, counts)] * (plan.steps is None)
+    rows += [_memory(plan)] * is_new
+    shown = _events(before, None)
+    rows += [("note", _note(event)) for event in _events(plan, counts) if event not in shown]
+    return "\n".join(row(label, text) for label, text in rows)
+
+
+def _events(plan: Plan, counts: Counts | None) -> list[Event]:
+    """Return the events of a plan, and those that its counted data adds."""
+    if counts is None or plan.steps is not None:
+        return [*plan.events]
+    return [*plan.events, *length_events(plan.config, steps_of(plan, counts))]
+
+
+def _of_data(plan: Plan, counts: Counts | None) -> list[tuple[str, str]]:
+    """Return the lines that depend on the data."""
+    steps = plan.steps if counts is None else steps_of(plan, counts)
+    return [("batch", _batch(plan)), *_ramp(plan), ("length", length_text(plan, steps, counts))]
+
+
+def _memory(plan: Plan) -> tuple[str, str]:
+    return "memory", memory_line(plan.estimate) if plan.estimate else "not estimated"
 
 
 def row(label: str, text: str) -> str:
@@ -160,14 +194,23 @@ def _stages(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _batch(plan: Plan) -> str:
+    default = ""
+    if "train.global_batch" in open_keys(plan):
+        default = "; fewer if the data is small: it says so once it is counted"
     return (
-        f"{plan.global_batch} samples a step = micro-batch {plan.micro_batch} x "
-        f"{plan.grad_accum} accumulated x {plan.grid.data} data ranks, {_lengths(plan)}"
+        f"{rows_of_a_step(plan, plan.global_batch)} a step = micro-batch {plan.micro_batch} x "
+        f"{plan.grad_accum} accumulated x {plan.grid.data} data ranks, {_lengths(plan)}{default}"
     )
 
 
+def rows_of_a_step(plan: Plan, number: int) -> str:
+    """Return a number of what steps read: windows of packed tokens, or single examples."""
+    noun = "window" if plan.config.data.batching == "packed" else "example"
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _lengths(plan: Plan) -> str:
-    """Return the length of a step's samples."""
+    """Return the length of a step's rows."""
     data = plan.config.data
     if data.batching == "packed":
         return f"{data.seq_len} tokens each"
@@ -187,8 +230,9 @@ def _ramp(plan: Plan) -> list[tuple[str, str]]:
     ramp, seq_len, rises = plan.config.ramp, plan.config.data.seq_len, []
     if ramp.batch_from is not None:
         rises.append(
-            f"from {ramp.batch_from} samples a step by {ramp.batch_step or ramp.batch_from} to "
-            f"{plan.global_batch} over {ramp.batch_tokens:,} tokens"
+            f"from {rows_of_a_step(plan, ramp.batch_from)} a step by "
+            f"{ramp.batch_step or ramp.batch_from} to {plan.global_batch} over "
+            f"{ramp.batch_tokens:,} tokens"
         )
     if ramp.length_from is not None:
         rises.append(
@@ -196,17 +240,6 @@ def _ramp(plan: Plan) -> list[tuple[str, str]]:
             f"{ramp.length_tokens:,} tokens"
         )
     return [("ramp", "; ".join(rises))] if rises else []
-
-
-def _length(plan: Plan) -> str:
-    if plan.steps is None:
-        epochs = plan.config.train.epochs
-        passes = "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
-        return f"{passes}: the data will say how many steps"
-    samples, data = plan.curriculum.samples_after(plan.steps), plan.config.data
-    if data.batching != "packed":
-        return f"{plan.steps:,} steps = {samples:,} documents"
-    return f"{plan.steps:,} steps = {samples * data.seq_len:,} tokens"
 
 
 def _optimizer(plan: Plan) -> str:
@@ -221,12 +254,19 @@ def _optimizer(plan: Plan) -> str:
     return f"{optim.name} ({values}), {clipping}{rules}"
 
 
-def _learning_rate(plan: Plan) -> str:
+def _learning_rate(plan: Plan, counts: Counts | None) -> tuple[str, str]:
+    return "learning rate", _rates(plan, plan.steps if counts is None else steps_of(plan, counts))
+
+
+def _rates(plan: Plan, steps: int | None) -> str:
     optim = plan.config.optim
-    if not plan.steps:
-        return f"{optim.schedule}, at most {optim.lr:g} after {optim.warmup_steps} steps of warm-up"
-    schedule = plan.schedule(plan.steps)
-    marks = sorted({1, min(max(optim.warmup_steps, 1), plan.steps), plan.steps})
+    if not steps:
+        warmup = f"{optim.warmup_steps} steps"
+        if optim.warmup_ratio is not None:
+            warmup = f"{optim.warmup_ratio:.3g} of all steps"
+        return f"{optim.schedule}, at most {optim.lr:g} after a warm-up of {warmup}"
+    schedule = plan.schedule(steps)
+    marks = sorted({1, min(max(schedule.warmup, 1), steps), steps})
     rates = ", ".join(f"{schedule.lr(step):g} at step {step:,}" for step in marks)
     return f"{optim.schedule}: {rates}"
 

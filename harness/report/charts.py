@@ -44,7 +44,7 @@ class _Kind:
 
 _KINDS = (
     _Kind("learning_rate", "Learning rate", "per step", from_zero=True, constant_too=True),
-    _Kind("global_batch", "Batch", "samples in a step", from_zero=True),
+    _Kind("global_batch", "Batch", "windows in a step", from_zero=True),
     _Kind("sequence_length", "Sequence length", "tokens", from_zero=True),
     _Kind("grad_norm", "Gradient norm", "before clipping", is_noisy=True, constant_too=True),
     _Kind("param_norm", "Parameter norm", "over all weights"),

@@ -24,43 +24,86 @@ _OF_THE_DAY = ("run.run.dir", "world.rank", "world.local_rank")
 
 
 def ranked(runs: list[Recorded]) -> list[Recorded]:
-    """Return runs by their lowest held-out loss, best first; those without one last."""
-    return sorted(runs, key=lambda run: (run.best() or (0, float("inf")))[1])
+    """Return runs by their lowest held-out loss, best first, those without one last; set by set
+    where they were held against several.
+    """
+    return [run for of_set in by_set(runs) for run in of_set]
+
+
+def by_set(runs: list[Recorded]) -> list[list[Recorded]]:
+    """Return the runs of each held-out set, best first; losses on different sets say nothing of
+    each other.
+    """
+    sets: dict[str, list[Recorded]] = {}
+    for run in sorted(runs, key=_lowest):
+        sets.setdefault(run.held_out_set, []).append(run)
+    return [*sets.values()]
+
+
+def _lowest(run: Recorded) -> float:
+    best = run.best()
+    return float("inf") if best is None else best[1]
 
 
 def compare_page_of(runs: list[Recorded], title: str) -> str:
     """Return the page of several runs."""
-    runs = ranked(runs)
+    sets = by_set(runs)
+    runs = [run for of_set in sets for run in of_set]
     drawn = charts(runs[:MOST_DRAWN])
     body = (
-        f"<header><h1>{escaped(title)}</h1>{_best(runs)}</header>{_table(runs)}"
+        f"<header><h1>{escaped(title)}</h1>{_best(sets)}</header>{_table(sets)}"
         f"{axis_switch()}<section class=charts>{''.join(map(html_of, drawn))}</section>"
         f"{_differences(runs)}"
     )
     return document(title, body, drawn)
 
 
-def _best(runs: list[Recorded]) -> str:
-    best = runs[0].best() if runs else None
-    if best is None:
-        return f"<p>{len(runs)} runs, none of them evaluated</p>"
-    return (
-        f"<p>{len(runs)} runs; <b>{escaped(runs[0].name)}</b> has the lowest held-out loss, "
-        f"{best[1]:.4f} at step {best[0]:,}</p>"
-    )
+def _best(sets: list[list[Recorded]]) -> str:
+    count = sum(map(len, sets))
+    texts = [
+        f"<b>{escaped(of_set[0].name)}</b> has the lowest held-out loss{of}, {best[1]:.4f} at step "
+        f"{best[0]:,}"
+        for of, of_set in zip(_of_sets(sets), sets, strict=True)
+        if (best := of_set[0].best()) is not None
+    ]
+    if not texts:
+        return f"<p>{count} runs, none of them evaluated</p>"
+    apart = ""
+    if len(sets) > 1:
+        apart = f" on {len(sets)} held-out sets, whose losses cannot be compared"
+    return f"<p>{count} runs{apart}; {'; '.join(texts)}</p>"
 
 
-def _table(runs: list[Recorded]) -> str:
-    rows = "".join(_row(place, run) for place, run in enumerate(runs))
+def _of_sets(sets: list[list[Recorded]]) -> list[str]:
+    """Return " of set A", ...; "" where there is one set."""
+    return [""] if len(sets) == 1 else [f" of set {letter(n)}" for n in range(len(sets))]
+
+
+def letter(number: int) -> str:
+    """Return the name of a held-out set."""
+    return chr(ord("A") + number) if number < 26 else str(number + 1)
+
+
+def _table(sets: list[list[Recorded]]) -> str:
+    rows, place = [], 0
+    for number, of_set in enumerate(sets):
+        name = letter(number) if len(sets) > 1 else ""
+        for run in of_set:
+            # A run that is alone in its set is the best of nothing.
+            is_best = run is of_set[0] and (len(of_set) > 1 or len(sets) == 1)
+            rows.append(_row(place, run, name, is_best and run.best() is not None))
+            place += 1
     heads = "run|state|held-out|at step|training|steps|tokens|tokens/s|time|model"
+    if len(sets) > 1:
+        heads = heads.replace("|held-out|", "|set|held-out|")
     head = "".join(f"<th>{name}" for name in heads.split("|"))
     return (
         "<section class='card scroll'><table class=runs>"
-        f"<tr><th>{head}</tr>{rows}</table></section>"
+        f"<tr><th>{head}</tr>{''.join(rows)}</table></section>"
     )
 
 
-def _row(place: int, run: Recorded) -> str:
+def _row(place: int, run: Recorded, of_set: str, is_best: bool) -> str:
     best = run.best()
     losses = [value for _, value in values_of(run.lines, "loss")]
     rates = sorted(value for _, value in values_of(run.lines, "tokens_per_s"))
@@ -73,6 +116,7 @@ def _row(place: int, run: Recorded) -> str:
         )
     kind = "silent" if run.is_silent() else run.outcome
     cells = (
+        (of_set,) if of_set else (),
         (f"{best[1]:.4f}", f"{best[0]:,}") if best else ("-", "-"),
         (f"{losses[-1]:.4f}" if losses else "-", progress(run)),
         (short(run.tokens_at(run.lines[-1])) if run.lines else "-",),
@@ -80,9 +124,8 @@ def _row(place: int, run: Recorded) -> str:
         (duration(run.seconds[-1]) if run.seconds else "-",),
         (described(run),),
     )
-    is_best = place == 0 and best is not None
     best_class = " class=best" if is_best else ""
-    star = " \u2605 best" if is_best else ""
+    star = f" \u2605 best{f' of {of_set}' if of_set else ''}" if is_best else ""
     return (
         f"<tr{best_class}><td>{swatch}<td>{name}{star}"
         f"<td class={ending(run).kind}>{escaped(kind)}"

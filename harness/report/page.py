@@ -146,10 +146,10 @@ def _tiles(run: Recorded) -> str:
         tiles.append(("Throughput", f"{short(median(rates))} tokens/s", used))
     rows = {point: (predicted, measured) for point, predicted, measured in memory_rows(run)}
     if rows:
-        predicted, measured = (
-            rows.get("peak") or rows.get("between_steps") or next(iter(rows.values()))
-        )
-        tiles.append(("Memory of a rank", gib(measured), f"predicted {gib(predicted)}"))
+        point = next((name for name in ("peak", "between_steps") if name in rows), next(iter(rows)))
+        predicted, measured = rows[point]
+        when = "at most" if point == "peak" else point.replace("_", " ")
+        tiles.append(("Tensors of a rank", gib(measured), f"{when}, predicted {gib(predicted)}"))
     items = "".join(
         f"<div><span>{escaped(name)}</span><b>{escaped(value)}</b><small>{escaped(more)}</small></div>"
         for name, value, more in tiles
@@ -304,6 +304,30 @@ def _plan(run: Recorded) -> str:
     )
 
 
+def _rows_of_a_step(run: Recorded) -> str:
+    """Return the name of what a step reads: windows of packed tokens, or examples."""
+    return "windows" if run.text("run", "data", "batching") in ("", "packed") else "examples"
+
+
+def _length(run: Recorded) -> str:
+    """Return the examples and windows of a run's data, and its steps; "" where none is recorded."""
+    examples, windows = (
+        number(run.planned("data", f"trained_{name}")) for name in ("examples", "windows")
+    )
+    if examples is None or windows is None:
+        return ""
+    rows = f"{count(examples)} examples"
+    if _rows_of_a_step(run) == "windows":
+        rows += f" in {count(windows)} windows"
+    return f"{rows} to train on, {count(run.total_steps)} steps"
+
+
+def _warmup(run: Recorded) -> str:
+    ratio = number(run.planned("run", "optim", "warmup_ratio"))
+    steps = f"{run.text('run', 'optim', 'warmup_steps')} steps"
+    return steps if ratio is None else f"{ratio:.3g} of all steps"
+
+
 def plan_rows(run: Recorded) -> list[tuple[str, str]]:
     """Return the settings that a reader asks for first."""
     length = number(run.planned("run", "data", "seq_len"))
@@ -322,15 +346,15 @@ def plan_rows(run: Recorded) -> list[tuple[str, str]]:
         ("DeepSpeed JSON", run.text("deepspeed_source")),
         (
             "batch",
-            f"{count(batch)} samples a step = micro-batch {count(micro)} x {count(accumulated)} "
-            f"accumulated x {count(number(run.planned('grid', 'data')))} data ranks, "
-            f"{count(length)} tokens each",
+            f"{count(batch)} {_rows_of_a_step(run)} a step = micro-batch {count(micro)} x "
+            f"{count(accumulated)} accumulated x {count(number(run.planned('grid', 'data')))} data "
+            f"ranks, {count(length)} tokens each",
         ),
+        ("length", _length(run)),
         (
             "optimizer",
             f"{run.text('run', 'optim', 'name')}, rate {run.text('run', 'optim', 'lr')} "
-            f"({run.text('run', 'optim', 'schedule')}, "
-            f"{run.text('run', 'optim', 'warmup_steps')} steps of warm-up)",
+            f"({run.text('run', 'optim', 'schedule')}, {_warmup(run)} of warm-up)",
         ),
         (
             "data",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -92,6 +93,18 @@ class Recorded:
     def best(self) -> tuple[int, float] | None:
         """Return step and value of the lowest held-out loss."""
         return min(self.evaluations(), key=lambda pair: pair[1], default=None)
+
+    @property
+    def held_out_set(self) -> str:
+        """Identity of what the held-out loss is measured on; "" where nothing tells it. Losses on
+        different sets, or by different tokenizers, cannot be compared.
+        """
+        if recorded := self.text("held_out_set"):
+            return recorded
+        keys = ("held_out", "eval_path", "seq_len", "packing", "batching")
+        parts = [self.planned("run", "data", key) for key in keys]  # of an earlier version
+        parts += [self.planned("data_fingerprint"), self.planned("run", "eval", "samples")]
+        return json.dumps(parts) if any(part is not None for part in parts) else ""
 
     @cached_property
     def seconds(self) -> list[float]:

@@ -6,13 +6,17 @@ import shlex
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from harness.config.assignments import value_as_text
+from harness.config.assignments import NOT_ASKED, value_as_text
 from harness.errors import ExitCode
+from harness.report.learned import no_better
 from harness.report.lines import number
 from harness.report.recorded import Recorded, values_of
-from harness.report.words import count, duration, moment, short
+from harness.report.words import count, duration, moment, sentence, short
 
 MEMORY_ERROR = 0.1  # as run/live_memory.py warns
+LENGTHS = ("train.steps", "train.tokens", "train.epochs")
+"""Keys of which a command has one at most."""
+_TOO_SHORT = ("unfinished_warmup", "few_steps")
 
 
 class Verdict(NamedTuple):
@@ -33,6 +37,8 @@ class Advice(NamedTuple):
 def verdicts(run: Recorded) -> list[Verdict]:
     """Return what the records say about loss, norm, steps, memory and speed."""
     checks = (
+        _long_enough,
+        _learned,
         _losing,
         _generalising,
         _baselines,
@@ -45,6 +51,26 @@ def verdicts(run: Recorded) -> list[Verdict]:
         _entropy,
     )
     return [verdict for check in checks if (verdict := check(run)) is not None]
+
+
+def _long_enough(run: Recorded) -> Verdict | None:
+    """Repeat why the run was too short to learn (plan/length.py)."""
+    texts = dict.fromkeys(str(event.get("message")) for event in run.of_kind(*_TOO_SHORT))
+    return Verdict("warning", f"{sentence('; '.join(texts))}.") if texts else None
+
+
+def _learned(run: Recorded) -> Verdict | None:
+    """Compare the last held-out loss with that before training."""
+    problem = _no_better(run)
+    return None if problem is None else Verdict("warning", f"{sentence(problem)}.")
+
+
+def _no_better(run: Recorded) -> str | None:
+    """Return the problem of a run that is done and ended no better than it began."""
+    evaluations = run.evaluations()
+    if run.outcome != "done" or len(evaluations) < 2 or evaluations[0][0] != 0:
+        return None
+    return no_better(evaluations[0][1], evaluations[-1][1])
 
 
 def _losing(run: Recorded) -> Verdict | None:
@@ -75,8 +101,7 @@ def _generalising(run: Recorded) -> Verdict | None:
 
 def _baselines(run: Recorded) -> Verdict | None:
     """Compare with models that count tokens (data/baselines.py)."""
-    event, best = run.last_event("baselines") or {}, run.best()
-    unigram, bigram = number(event.get("unigram_nats")), number(event.get("bigram_nats"))
+    (unigram, bigram), best = _counted(run), run.best()
     if best is None or unigram is None or bigram is None:
         return None
     names = f"a bigram model's {bigram:.2f} and a unigram model's {unigram:.2f}"
@@ -84,6 +109,12 @@ def _baselines(run: Recorded) -> Verdict | None:
         return Verdict("warning", f"Held-out loss {best[1]:.2f} is above {names}.")
     where = "below" if best[1] < bigram else "between"
     return Verdict("good", f"Held-out loss {best[1]:.2f} is {where} {names}.")
+
+
+def _counted(run: Recorded) -> tuple[float | None, float | None]:
+    """Return the held-out losses of a unigram and a bigram model; None where nobody counted."""
+    event = run.last_event("baselines") or {}
+    return number(event.get("unigram_nats")), number(event.get("bigram_nats"))
 
 
 def _norm(run: Recorded) -> Verdict | None:
@@ -259,6 +290,8 @@ def _by_outcome(run: Recorded) -> list[Advice]:
         text = "See whether its job still runs; the same command resumes it."
         return [Advice(text, command(run))]
     if run.outcome == "done":
+        if problem := _unready(run):
+            return [problem]
         exported = (run.path / "export").is_dir()
         end = f"held-out loss {best[1]:.3f} at step {best[0]:,}" if best else "all steps are done"
         what = "Try the model" if exported else "Export the weights"
@@ -267,11 +300,32 @@ def _by_outcome(run: Recorded) -> list[Advice]:
     return []
 
 
+def _unready(run: Recorded) -> Advice | None:
+    """Return what to do with a run that has learned too little to be tried; None for others."""
+    best, (unigram, _), total = run.best(), _counted(run), run.total_steps
+    first, problem = run.evaluations()[:1], _no_better(run)
+    is_above = best is not None and unigram is not None and best[1] >= unigram
+    if total is None or not (problem or is_above):
+        return None
+    changes: dict[str, Any] = {"train.steps": max(100, 4 * total)}
+    what = f"Train longer: {total:,} steps were too few"
+    lr = number(run.planned("run", "optim", "lr"))
+    if problem and total >= 100 and lr is not None:  # steps enough: it is the rate
+        rose = run.evaluations()[-1][1] > first[0][1]
+        changes = {"optim.lr": lr / 3 if rose else lr * 3}
+        what = f"Train at a {'lower' if rose else 'higher'} rate"
+    why = f"a unigram model is better ({unigram:.2f} nats)" if is_above else "it is as it began"
+    return Advice(
+        f"{what}: {why}, so the model is not worth trying yet.",
+        command(run, dir=f"{run.path}-2", changes=changes),
+    )
+
+
 def _by_curve(run: Recorded) -> list[Advice]:
     """Return advice from the held-out losses."""
     evaluations, best = run.evaluations(), run.best()
     total = run.total_steps
-    if run.outcome != "done" or len(evaluations) < 3 or best is None or not total:
+    if run.outcome != "done" or len(evaluations) < 3 or best is None or not total or _unready(run):
         return []
     (_, before), (_, last) = evaluations[-2:]
     if last > best[1] * 1.01:
@@ -291,13 +345,14 @@ def command(run: Recorded, dir: str | None = None, changes: dict[str, Any] | Non
     source = run.text("deepspeed_source")
     if not source:
         return ""
-    values = {}
-    set_keys = run.planned("run_set")
-    for key in set_keys if isinstance(set_keys, dict) else ():
+    values, changes = {}, changes or {}
+    origins = run.planned("run_set")
+    replaced = LENGTHS if any(key in LENGTHS for key in changes) else ()
+    for key, origin in origins.items() if isinstance(origins, dict) else ():
         value = run.planned("run", *key.split("."))
-        if value is not None and key != "run.dir":
+        if value is not None and key not in ("run.dir", *replaced) and origin not in NOT_ASKED:
             values[key] = value
-    values |= {"run.dir": dir or str(run.path), **(changes or {})}
+    values |= {"run.dir": dir or str(run.path), **changes}
     pairs = " ".join(shlex.quote(f"{key}={_written(value)}") for key, value in values.items())
     return f"deepspeed harness/train.py --deepspeed {shlex.quote(source)} {pairs}"
 

@@ -81,6 +81,11 @@ def gib(value: float | None) -> str:
     return f"{value / 2**30:,.2f} GiB" if value >= 0.1 * 2**30 else f"{value / 2**20:,.1f} MiB"
 
 
+def sentence(text: str) -> str:
+    """Return a text with a capital letter first."""
+    return text[:1].upper() + text[1:]
+
+
 def cut(text: str, most: int) -> str:
     """Return the first characters of a text; what is left away leaves dots."""
     return text if len(text) <= most else f"{text[:most]} ..."

@@ -29,6 +29,7 @@ from harness.guard.signals import StopGuard
 from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Watchdog
+from harness.plan.counted import with_least_batch
 from harness.plan.plan import Plan
 from harness.plan.swap_space import swap_problems
 from harness.plan.text import row, summary
@@ -75,11 +76,12 @@ def build(
     time_left = _time_left(plan)
     if problems := [*swap_problems(plan), *_foreign_export(plan)]:
         raise ConfigError(problems)
-    forced = _check_fit(plan)
+    _check_fit(plan)
     data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
     plan = _with_new_rows(plan, data, progress)
     settled = settle_data(plan, data, device, progress)
     plan, total_steps = settled.plan, settled.total_steps
+    forced = _check_fit(plan)
     record = plan_record(plan, data, total_steps)
     pulse, watchdog = _start_watchdog(plan)
     with contextlib.ExitStack() as unless_built:
@@ -196,13 +198,19 @@ def _foreign_export(plan: Plan) -> list[str]:
 
 
 def _check_fit(plan: Plan) -> list[dict[str, Any]]:
-    """Raise ConfigError if this machine's memory is too small; under plan.force return events."""
-    if plan.estimate is None:
-        return []
-    problems = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
+    """Raise ConfigError if this machine's memory is too small even for the smallest batch that the
+    data may leave; under plan.force return events.
+    """
+    problems = _shortages(plan) and _shortages(with_least_batch(plan))
     if problems and not plan.config.plan.force:
         raise ConfigError(problems)
     return [{"kind": "forced", "message": problem} for problem in problems]
+
+
+def _shortages(plan: Plan) -> list[str]:
+    if plan.estimate is None:
+        return []
+    return shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
 
 
 def _profiler(run: Run) -> Profiler | None:

@@ -6,8 +6,12 @@ from harness.checkpoint.find import Checkpoint, newest_usable, verified
 from harness.checkpoint.store import Store
 from harness.data.kept_tokenizer import brings_code
 from harness.errors import ExitCode, RunStopped, is_full_disk
+from harness.files.records import read_lines
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import num_parameters
+from harness.plan.length import length_events
+from harness.plan.text import row
+from harness.report.learned import no_better
 from harness.run.evaluation import evaluate
 from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.run.run import Run
@@ -22,17 +26,38 @@ def finish(run: Run) -> None:
     """Show the held-out loss and a sample of text, and export the weights. Collective."""
     plan = run.plan
     loss = evaluate(run) if run.held_out_nats is None else run.held_out_nats
-    small = run.data.train.tokens <= SMALL_CORPUS_TOKENS
-    if run.is_writer and small and loss is not None:
-        unigram, bigram = run.data.unigram_nats, run.data.bigram_nats
-        run.event("baselines", step=run.state.step, unigram_nats=unigram, bigram_nats=bigram)
-        run.progress.say(
-            f"held-out loss {loss:.2f} nats per token; a unigram model has {unigram:.2f}, a bigram "
-            f"model {bigram:.2f}"
-        )
+    _say_loss(run, loss)
     show_sample(run, "sample after training" if plan.config.model.init_from else "sample")
     if plan.config.save.export and not plan.model_config.get(REVERSIBLE):
         _export(run)
+
+
+def _say_loss(run: Run, loss: float | None) -> None:
+    """Show and record the held-out loss beside the start's and those of models that count tokens;
+    repeat why the run was too short to learn.
+    """
+    if not run.is_writer or loss is None:
+        return
+    text, first = f"held-out loss {loss:.2f} nats per token", None
+    if run.state.step and (first := _first_held_out(run)) is not None:
+        text += f", {first:.2f} before training"
+    if run.data.train.tokens <= SMALL_CORPUS_TOKENS:
+        unigram, bigram = run.data.unigram_nats, run.data.bigram_nats
+        run.event("baselines", step=run.state.step, unigram_nats=unigram, bigram_nats=bigram)
+        text += f"; a unigram model has {unigram:.2f}, a bigram model {bigram:.2f}"
+    run.progress.say(text)
+    for event in length_events(run.plan.config, run.progress.total_steps):
+        run.progress.say(row("note", event["message"]))
+    if first is not None and (problem := no_better(first, loss)) is not None:
+        run.event("no_better", step=run.state.step, message=problem)
+        run.progress.say(row("note", problem))
+
+
+def _first_held_out(run: Run) -> float | None:
+    """Return the held-out loss before the first step, nats; None where it is not on record."""
+    line = next(iter(read_lines(run.folder.metrics_path, "step")), {})
+    value = line.get("eval_loss")
+    return value if line.get("step") == 0 and isinstance(value, float) else None
 
 
 def _export(run: Run) -> None:

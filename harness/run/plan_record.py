@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from importlib.metadata import version
@@ -11,6 +12,8 @@ from typing import Any
 from harness.data.data import Data
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
+
+_HASHED_WINDOWS = 8
 
 
 def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
@@ -23,10 +26,13 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "predicted_step_s": None if step is None else step.seconds,
         "data_fingerprint": data.fingerprint,
+        "held_out_set": _held_out_set(plan, data),
         "data_mixture": data.mixture(),
         "data": {
             "documents": data.documents,
             "tokens": data.tokens,
+            "trained_examples": data.train.documents,
+            "trained_windows": data.train.samples,
             "begins": data.sources[0].begins,
             "sources": data.summary(),
             "pairs": {source.name: source.pairs for source in data.sources if source.pairs},
@@ -34,6 +40,18 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
         "versions": {name: version(name) for name in packages},
         "git_commit": git_commit() if plan.world.rank == 0 else None,  # which writes it
     }
+
+
+def _held_out_set(plan: Plan, data: Data) -> str:
+    """Return a hash of what the held-out loss is measured on: the number and length of its windows,
+    and the ids and targets of the first ones.
+    """
+    stream, samples = data.held_out, plan.config.eval.samples
+    samples = min(samples, stream.samples)
+    first = stream.batch(0, min(samples, _HASHED_WINDOWS))
+    parts = (first.input_ids.numpy().tobytes(), first.labels.numpy().tobytes())
+    sizes = f"{samples}:{stream.seq_len}".encode()
+    return hashlib.sha256(b":".join((sizes, *parts))).hexdigest()[:16]
 
 
 def git_commit() -> str | None:

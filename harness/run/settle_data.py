@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from harness.data.padded import Padded
 from harness.data.spec import tokenizer_of
 from harness.data.tokenizer_files import has_tokenizer
 from harness.errors import ConfigError
+from harness.plan.counted import Counts, with_counts
+from harness.plan.length import length_events, steps_of
 from harness.plan.plan import Plan
-from harness.plan.text import row
+from harness.plan.text import row, settled
 from harness.run.attention import settle_attention
 from harness.run.progress import Progress
 
@@ -39,19 +40,25 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
     for line in data.summary():
         progress.say(row("data", line))
     _require_same_data(plan.world.rank, data)
+    before, counts = plan, counts_of(data)
+    plan = with_counts(plan, counts)
+    total_steps = steps_of(plan, counts)
+    progress.say(settled(plan, counts, before))
+    if problems := plan.config.profile.problems(total_steps):
+        raise ConfigError(problems)
     _require_date_is_written(plan, data)
     _require_targets(plan, data)
     _require_whole_samples(plan, data)
     plan, attention = settle_attention(plan, data.train.document_mask, device)
     for event in attention:
         progress.say(row("attention", event["message"]))
-    total_steps = _total_steps(plan, data)
     for line in data.shares(_samples_of(plan, data, total_steps)):
         progress.say(row("mixture", line))
     batched = _batched(plan, data, total_steps)
     for event in batched:
         progress.say(row("batches", event["message"]))
     more = [*_vocabulary(plan, data), *attention, *_uncounted_sources(plan, data), *batched]
+    more += length_events(plan.config, total_steps) if plan.steps is None else []
     return Settled(plan, total_steps, [*data.events(), *more])
 
 
@@ -96,7 +103,7 @@ def _require_targets(plan: Plan, data: Data) -> None:
         if not stream.targets_in(0, samples):
             of = f" of {name}" if name else ""
             raise ConfigError(
-                f"the {samples} held-out samples{of} hold no target, only prompts: raise "
+                f"the {samples} held-out windows{of} hold no target, only prompts: raise "
                 f"eval.samples (now {plan.config.eval.samples}), data.held_out or data.seq_len"
             )
 
@@ -105,7 +112,7 @@ def _require_whole_samples(plan: Plan, data: Data) -> None:
     """Raise ConfigError if ramp.* would cut samples whose documents are to be whole."""
     if data.train.holds_whole_documents and plan.config.ramp.length_from is not None:
         raise ConfigError(
-            f"ramp.length_from is {plan.config.ramp.length_from}, which cuts samples, but they "
+            f"ramp.length_from is {plan.config.ramp.length_from}, which cuts windows, but they "
             "hold whole documents (data.packing, the default where prompts are masked): remove "
             "ramp.length_from, or set data.packing=stream"
         )
@@ -151,15 +158,10 @@ def _fitting_tokenizer(tokenizer: str | None, own: str) -> str:
     )
 
 
-def _total_steps(plan: Plan, data: Data) -> int:
-    if plan.steps is not None:
-        return plan.steps
-    assert plan.config.train.epochs is not None
-    samples = math.ceil(plan.config.train.epochs * data.train.samples)
-    steps = plan.curriculum.steps_for(samples)
-    if problems := plan.config.profile.problems(steps):
-        raise ConfigError(problems)
-    return steps
+def counts_of(data: Data) -> Counts:
+    """Return the counts of what a run trains on."""
+    train = data.train
+    return Counts(train.documents, train.samples, train.is_masked, train.length)
 
 
 def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:
@@ -167,7 +169,7 @@ def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:
     samples, length = plan.curriculum.samples_after(total_steps), data.train.length
     if length is not None and samples > length:
         raise ConfigError(
-            f"data.mix: every source reaches its epochs after {length:,} samples, but the run of "
+            f"data.mix: every source reaches its epochs after {length:,} windows, but the run of "
             f"{total_steps:,} steps reads {samples:,}: raise the epochs, or lower train.steps"
         )
     return samples

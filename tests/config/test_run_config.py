@@ -23,7 +23,7 @@ from harness.config.assignments import (
 from harness.config.bounds import MAX_DEPTH, beyond_bounds, parsed_toml
 from harness.config.curriculum import Curriculum
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
-from harness.config.run_file import load_run_config
+from harness.config.run_file import EXAMPLES, load_run_config
 from harness.errors import ConfigError, shortened
 from harness.plan.command import parse_command, plan_from
 
@@ -319,6 +319,8 @@ def test_length_of_the_run_in_steps(words: list[str], steps: int | None) -> None
 def test_a_tilde_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/text.txt").write_text("a text")
     keys = ("run.dir", "data.path", "data.tokenizer", "data.cache_dir")
     words = [f"{key}=~/x" for key in keys]
     plan = plan_from(parse_command(["--deepspeed=~/ds.json", *words]), CPU)
@@ -351,3 +353,19 @@ def test_every_key_is_described_with_its_default() -> None:
     assert [line for line in first.splitlines() if line in lines] == first.splitlines()[1:]
     assert any(line.startswith("train.global_batch = 48 ") for line in lines)
     assert all(line.endswith(".") for line in lines)
+
+
+def test_every_list_and_table_has_an_example_that_it_takes() -> None:
+    """A wrong one is answered with it."""
+    kinds = (list, tuple, dict)
+    defaults = ((key, RunConfig().get(key)) for key in known_keys())
+    assert {key for key, value in defaults if isinstance(value, kinds)} == {*EXAMPLES}
+    for key, text in EXAMPLES.items():
+        assert load_run_config(None, [f"{key}={text}"]).is_set(key)
+    (problem,) = problems_of(None, "data.eval_path={chat=3}")
+    assert problem.endswith("""as in 'data.eval_path={chat="a.jsonl", code="b.jsonl"}'""")
+
+
+def test_an_example_in_a_file_needs_no_quotes_of_a_shell(toml: Callable[[str], Path]) -> None:
+    (problem,) = problems_of(toml("[data]\nwhere = 3\n"))
+    assert problem.endswith('it must be a table, as in data.where={language="de"}')

@@ -32,6 +32,17 @@ def test_warmup_is_linear_from_the_first_step_and_ends_at_the_maximum(name: str)
     assert max(schedule.lr(step) for step in range(1, 200)) == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize("name", DECAYS)
+@pytest.mark.parametrize(("ratio", "steps"), [(0.03, 3), (0.07, 7), (0.005, 1), (0.0, 0)])
+def test_a_warm_up_may_be_a_share_of_the_run(name: str, ratio: float, steps: int) -> None:
+    section = OptimConfig.model_validate({"schedule": name, "lr": 1e-3, "warmup_ratio": ratio})
+    of_steps = schedule_of(name, 1e-3, 100, warmup_steps=steps)
+    assert Schedule(section, 100).warmup == steps
+    assert [Schedule(section, 100).lr(n) for n in (1, 50, 100)] == [
+        of_steps.lr(n) for n in (1, 50, 100)
+    ]
+
+
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "polynomial"])
 def test_decays_fall_to_the_floor_at_the_last_step_and_stay(name: str) -> None:
     schedule = schedule_of(name, 1e-3, total_steps=100, warmup_steps=10, min_lr_ratio=0.1)

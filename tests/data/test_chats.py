@@ -18,8 +18,10 @@ from harness.data.chat_tokens import ChatEncoder, divided_control_tokens
 from harness.data.data import Data
 from harness.data.indexed import IndexedTokens
 from harness.data.masks import load_masks
+from harness.data.rendering import set_template
 from harness.data.spec import DataSpec
 from harness.data.special_ids import SpecialIds
+from harness.data.tokenizer import load_tokenizer
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from tests.data.chat_tokenizers import STYLES, TOOLS, chats, tokenizer_of, write_chats
@@ -359,6 +361,18 @@ def test_a_separator_ends_what_no_special_token_ends() -> None:
     assert tokenizer.decode(ids) == "user:\nok?\nassistant:\nok.\n<|im_end|>"
     learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
     assert tokenizer.decode(learned) == "ok.\n<|im_end|>"
+
+
+def test_the_line_break_of_a_template_is_learned_where_the_separator_ends_the_answer(
+    tokenizer_dir: str,
+) -> None:
+    """A tokenizer without <|im_end|>: generation stops at the separator, or not at all."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    set_template(tokenizer, "chatml")
+    turns = [{"role": "user", "content": "ok?"}, {"role": "assistant", "content": "ok."}]
+    ids, mask = encoded(tokenizer, Chat(turns))
+    learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
+    assert tokenizer.decode(learned) == f"ok.<|im_end|>\n{tokenizer.eos_token}"
 
 
 def test_the_runs_tokenizer_carries_the_template(

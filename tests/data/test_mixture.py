@@ -61,7 +61,7 @@ def test_samples_are_those_of_the_sources_in_their_shares(
     assert isinstance(stream, Mixture)
     assert mixed.names == ["long", "other", "pairs"]
     assert mixed.mixture() == [[0, [5, 3, 2]]]
-    assert mixed.shares(200)[0].startswith("long: 50.00% of the samples, ")
+    assert mixed.shares(200)[0].startswith("long: 50.00% of the windows, ")
     read = [0, 0, 0]
     for index in range(100):
         sample = stream.sample(index)
@@ -132,7 +132,7 @@ def test_shares_change_during_the_run(
         words = (argument, *sizes, f"data.mix_until={until}")
         data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
         assert data.mixture() == [[0, [9, 1]], [400, [1, 1]]]
-        assert data.shares(500)[1].startswith("other: 18.00% of the samples")
+        assert data.shares(500)[1].startswith("other: 18.00% of the windows")
 
 
 def test_a_source_is_read_for_its_epochs_at_most(

@@ -131,10 +131,10 @@ def test_held_out_documents_are_padded_alike(opened: Opened) -> None:
 
 
 def test_data_that_cannot_be_contiguous_streams_is_refused(opened: Opened) -> None:
-    with pytest.raises(ConfigError, match="but samples hold whole documents"):
+    with pytest.raises(ConfigError, match="but windows hold whole documents"):
         opened(rows=2)
     streams = {"packing": "stream", "document_mask": False}
-    with pytest.raises(ConfigError, match=r"samples are no 9999 streams of text \(train.global"):
+    with pytest.raises(ConfigError, match=r"windows are no 9999 streams of text \(train.global"):
         opened(rows=9999, **streams)
     assert isinstance(opened(rows=2, **streams).train, Contiguous)
 

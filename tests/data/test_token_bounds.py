@@ -83,7 +83,7 @@ def test_long_documents_are_sampled_more_often(
     assert not held_out & (numbers(data, "train") | numbers(data, "train", 1))
     read = [span.document for sample in range(200) for span in data.train.sample(sample).spans]
     assert sum(not number % 10 for number in read) > 0.4 * len(read)
-    text = glances(load_run_config(None, [mix]).data, 100)
+    text = glances(load_run_config(None, [mix]).data).lines(100)
     assert "; read are those of min_tokens=40 alone; share 50.00%" in text[1]
 
 

@@ -11,7 +11,7 @@ import pytest
 from harness.config.run_config import RunConfig
 from harness.estimate import fit
 from harness.estimate.timeline import Estimate
-from harness.estimate.units import GIB
+from harness.estimate.units import GIB, as_size
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
@@ -119,6 +119,17 @@ def test_a_cpu_rank_gets_no_pages_for_the_unused_part_of_a_bucket() -> None:
     tiny = estimate({"zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}, "cpu")
     assert tiny.worst.peak > 1.8 * GIB
     assert tiny.worst.on_cpu < 1.0 * GIB
+
+
+def test_the_line_of_a_cpu_counts_its_process_and_contradicts_itself_nowhere() -> None:
+    tiny = estimate({"zero_optimization": {"stage": 1}}, "cpu")
+    line, worst = fit.memory_line(tiny), tiny.worst
+    assert line.startswith(f"{as_size(2 * worst.on_cpu)} of host memory per node; a rank holds ")
+    assert f"{as_size(worst.on_cpu)} at most, in {worst.cpu_peak_phase} (process " in line
+    assert sum(worst.cpu_phase(worst.cpu_peak_phase).values()) == worst.on_cpu
+    # Nothing in it is larger than the whole, as the bucket that nobody fills was.
+    assert tiny.worst.peak > worst.on_cpu
+    assert f"{tiny.worst.peak / GIB:.2f} GiB" not in line
 
 
 @pytest.fixture

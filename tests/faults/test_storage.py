@@ -214,7 +214,7 @@ def test_held_out_samples_without_a_target_are_refused_before_anything_is_writte
     more = (f"data.path={write_jsonl(*values)}", f"data.tokenizer={tokenizer}")
     more = (*more, "data.packing=stream")
     refused = trial.start(*more, code=2)
-    assert "the 8 held-out samples hold no target, only prompts: raise eval" in refused.output
+    assert "the 8 held-out windows hold no target, only prompts: raise eval" in refused.output
     assert not trial.path.exists()
 
 

@@ -28,10 +28,12 @@ def start(planned: Planner) -> str:
 @pytest.mark.parametrize(
     ("words", "lr", "epochs"),
     [
-        ("", 2e-5, 1.0),
-        ("model.lora.rank=4", 2e-4, 1.0),
+        ("", 2.6e-3, 3.0),  # 2e-5 x 4096 / 32
+        ("optim.name=adam8bit", 2.6e-3, 3.0),
+        ("optim.name=sgd", 3e-3, 3.0),
+        ("model.lora.rank=4", 3e-3, 3.0),  # at most that of random weights
         ("optim.lr=0.1 train.steps=3", 0.1, None),
-        ("ds.optimizer.type=AdamW ds.optimizer.params.lr=0.25", 0.25, 1.0),
+        ("ds.optimizer.type=AdamW ds.optimizer.params.lr=0.25", 0.25, 3.0),
     ],
 )
 def test_weights_imply_shape_rate_and_length(
@@ -40,6 +42,41 @@ def test_weights_imply_shape_rate_and_length(
     made = planned(f"{start} {words}", estimate=False)
     assert made.model_config["hidden_size"] == MODEL["hidden_size"]
     assert (made.config.optim.lr, made.config.train.epochs) == (lr, epochs)
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "adapters"),
+    [
+        ("llama-2-7b", 2e-5, 2e-4),  # Llama 2's own, and QLoRA's
+        ("llama-3-70b", 1e-5, 1e-4),  # LIMA's of 65B, and QLoRA's
+        ("llama-1b", 4e-5, 4e-4),
+    ],
+)
+def test_the_rate_falls_with_the_width(
+    name: str, full: float, adapters: float, planned: Planner
+) -> None:
+    words = f"{SHORT} model.name={name} model.init_from={name}"
+    assert planned(words, estimate=False).config.optim.lr == full
+    assert planned(f"{words} model.lora.rank=4", estimate=False).config.optim.lr == adapters
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("", 3),
+        ("optim.lr=2e-3", 3),  # one key of the user's brings no other default back
+        ("optim.lr=2e-3 optim.schedule=linear train.steps=40", 3),
+        ("optim.warmup_steps=7", 7),
+        ("optim.warmup_ratio=0.1", 10),
+        ("ds.scheduler.type=WarmupLR ds.scheduler.params.warmup_num_steps=5", 5),
+    ],
+)
+def test_the_warm_up_is_a_share_of_the_run(
+    words: str, steps: int, start: str, planned: Planner
+) -> None:
+    made = planned(f"{start} {words}", estimate=False)
+    assert made.schedule(100).warmup == steps
+    assert made.schedule(100).lr(steps) == pytest.approx(made.config.optim.lr)
 
 
 def test_random_weights_keep_their_defaults(planned: Planner) -> None:

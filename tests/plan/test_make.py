@@ -159,12 +159,30 @@ def test_an_unknown_architecture_is_planned_without_its_shape(
     assert "does not know this architecture" in describe(made)
 
 
-def test_the_text_says_where_the_data_is_not(planned: Planner, tmp_path: Path) -> None:
+def test_data_and_templates_that_are_not_there_are_in_the_report(
+    planned: Planner, tmp_path: Path
+) -> None:
     (tmp_path / "tokens.bin").touch()
-    for path, is_named in (("tokens", False), ("tokens.bin", False), ("texts", True)):
-        text = describe(planned(f"data.path={tmp_path / path}"))
-        assert (f"data.path: {tmp_path / path} does not exist" in text) is is_named
-    assert "does not exist" not in describe(planned(""))
+    for path, is_missing in (("tokens", False), ("tokens.bin", False), ("texts", True)):
+        (problem,) = planned.problems(f"data.path={tmp_path / path}")
+        assert problem.startswith("data.path: ")
+        assert (f"{tmp_path / path} does not exist" in problem) is is_missing
+    words = f"data.path={tmp_path / 'chats.jsonl'} data.template=chatlm train.micro_batch=5"
+    batch, template, path = planned.problems(words)
+    assert batch.startswith("train.micro_batch = 5 does not divide")
+    assert template.startswith("data.template is 'chatlm'")
+    assert template.endswith("chatml, gemma, llama3, mistral, phi; did you mean chatml?")
+    assert "chats.jsonl does not exist" in path
+    # Of a cluster, whose files are not here, a name alone.
+    on_gpus = "GPU=h100-80 data.path=/there.jsonl data.eval_path=/held-out data.template="
+    assert planned(f"{on_gpus}/there.jinja", estimate=False).config.data.path == "/there.jsonl"
+    assert len(planned.problems(f"{on_gpus}chatlm")) == 1
+    mixed = 'data.mix=\'[{path="/a.jsonl"}, {path="/b.jsonl"}]\' data.eval_path.code=/c.jsonl'
+    problems = planned.problems(f"{mixed} data.rehearse=/d data.tokenizer=./e")
+    assert [text.partition(" does not")[0] for text in problems] == [
+        *("data.mix a: /a.jsonl", "data.mix b: /b.jsonl", "data.rehearse: /d"),
+        *("data.eval_path code: /c.jsonl", "data.tokenizer: ./e"),
+    ]
 
 
 def test_describe_spells_out_what_will_happen(planned: Planner) -> None:
@@ -173,7 +191,7 @@ def test_describe_spells_out_what_will_happen(planned: Planner) -> None:
     for line in (
         r"^model +llama \(preset tiny\), fresh random weights",
         r"^spread +ZeRO 1, bf16, 2 ranks \(2 data\) on cpu, offload: none",
-        r"^batch +48 samples a step = micro-batch 8 x 3 accumulated x 2 data ranks, 128 tokens",
+        r"^batch +48 windows a step = micro-batch 8 x 3 accumulated x 2 data ranks, 128 tokens",
         r"^length +10 steps = 61,440 tokens",
         r"^learning rate +cosine: 0\.001 at step 1, 0\.002 at step 2, 0\.0002 at step 10",
         r"^note +optim\.clip_norm = 0\.5, from the JSON's gradient_clipping",

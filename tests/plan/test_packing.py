@@ -90,6 +90,14 @@ def test_a_date_that_is_none_is_refused(text: str) -> None:
         planned(f"data.date={text}")
 
 
+def test_a_record_may_hold_the_default_of_a_key_that_another_excludes(tmp_path: Path) -> None:
+    words = ("optim.warmup_ratio=0.03", "optim.clip_value=1.0")
+    record = planned(f"run.dir={tmp_path / 'run'}", *words).to_json()
+    optim = recorded_run(record["run"]).optim
+    assert (optim.warmup_ratio, optim.clip_value) == (0.03, 1.0)
+    assert optim.warmup(200) == 6
+
+
 def test_a_run_of_an_earlier_version_adds_no_begin_to_text(tmp_path: Path) -> None:
     record = begun(tmp_path / "run", earlier=True)
     plan = planned(f"run.dir={tmp_path / 'run'}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.assignments import parse_assignment
+from harness.config.assignments import COUNTED, parse_assignment
 from harness.report.chart import smoothed
 from harness.report.compare import compare_page_of, differences
 from harness.report.page import page_of
@@ -259,6 +259,85 @@ def test_verdicts_are_good_where_all_went_well(tmp_path):
     assert {v.kind for v in verdicts(read(write_run(tmp_path / "run")))} == {"good"}
 
 
+def learning(first: float, last: float) -> list[dict[str, Any]]:
+    """Lines of a run that is evaluated before its first step and after its last."""
+    lines = [line_at(step) for step in range(201)]
+    del lines[0]["loss"]
+    lines[0]["eval_loss"], lines[-1]["eval_loss"] = first, last
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "steps", "events", "verdict", "what", "changed"),
+    [
+        (6.206, 6.202, 200, [], "is too low", "at a higher rate", "optim.lr=0.0009"),
+        (2.0, 2.5, 200, [], "is too high", "at a lower rate", "optim.lr=0.0001"),
+        (
+            6.2,
+            6.2,
+            3,
+            [],
+            "its steps are too few",
+            "longer: 3 steps were too few",
+            "train.steps=100",
+        ),
+        (
+            *(9.0, 6.0, 150, [{"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}]),
+            *("above a bigram model's 4.00", "a unigram model is better", "train.steps=600"),
+        ),
+    ],
+)
+def test_a_model_that_learned_too_little_is_not_to_be_tried(
+    first, last, steps, events, verdict, what, changed, tmp_path
+):
+    record = plan() | {"total_steps": steps}
+    run = read(write_run(tmp_path / "run", learning(first, last), events, record))
+    assert any(verdict in v.text for v in verdicts(run) if v.kind == "warning")
+    (todo,) = advice(run)
+    assert what in todo.text
+    assert "not worth trying yet" in todo.text
+    assert changed in shlex.split(todo.command)
+    assert "Try the model" not in page_of(run)
+
+
+def test_a_model_that_learned_is_to_be_tried(tmp_path):
+    events = [{"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}]
+    run = read(write_run(tmp_path / "run", learning(6.2, 3.0), events))
+    assert advice(run)[0].command == f"python tools/export_hf.py {tmp_path / 'run'}"
+    assert {v.kind for v in verdicts(run)} == {"good"}
+
+
+def test_a_run_that_was_too_short_says_so_once(tmp_path):
+    events = [
+        {"kind": "few_steps", "message": "the run takes only 2 steps"},
+        {"kind": "unfinished_warmup", "message": "the run ends within its warm-up"},
+    ]
+    run = read(write_run(tmp_path / "run", events=2 * events))
+    (warning,) = (v.text for v in verdicts(run) if v.kind == "warning")
+    assert warning == "The run takes only 2 steps; the run ends within its warm-up."
+
+
+def test_a_command_has_what_its_user_set_and_one_length(tmp_path):
+    record = plan()
+    record["run"]["train"] |= {"epochs": 3.0, "global_batch": 4}
+    record["run_set"] |= {"train.epochs": "command line", "train.global_batch": COUNTED}
+    run = read(write_run(tmp_path / "run", the_plan=record))
+    assert "train.epochs=3" in command(run)
+    assert "train.global_batch" not in command(run)
+    longer = command(run, changes={"train.steps": 400})
+    assert "train.steps=400" in longer
+    assert "train.epochs" not in longer
+
+
+def test_the_plan_says_examples_windows_and_warm_up(tmp_path):
+    record = plan(warmup_ratio=0.03)
+    record["data"] = {"trained_examples": 294, "trained_windows": 28}
+    page = page_of(read(write_run(tmp_path / "run", the_plan=record)))
+    assert "294 examples in 28 windows to train on, 200 steps" in page
+    assert "8 windows a step = micro-batch 1" in page
+    assert "0.03 of all steps of warm-up" in page
+
+
 def test_probes_are_drawn_where_they_were_made(tmp_path):
     lines = [line_at(step) for step in range(1, 201)]
     for line in lines[9::10]:
@@ -308,6 +387,30 @@ def test_runs_are_ranked_and_their_differences_listed(tmp_path):
     assert "b \u2605 best" in page
     assert page.index('data-run="b"') < page.index('data-run="a"')
     assert differences(runs) == [("optim.lr", ["0.0001", "0.0003"])]
+
+
+def test_losses_on_different_held_out_sets_are_not_compared(tmp_path):
+    runs = []
+    for name, of_set, loss in (("a", "x", 4.0), ("b", "y", 3.0), ("c", "x", 5.0), ("d", "z", 9.0)):
+        lines = [line_at(step) for step in range(1, 51)]
+        lines[-1]["eval_loss"] = loss
+        record = plan() | {"held_out_set": of_set}
+        runs.append(read(write_run(tmp_path / name, lines, the_plan=record)))
+    page = compare_page_of(runs, "four")
+    assert "4 runs on 3 held-out sets, whose losses cannot be compared" in page
+    assert re.findall(r"<b>(.)</b> has the lowest held-out loss of set (.)", page) == [
+        *(("b", "A"), ("a", "B"), ("d", "C"))
+    ]
+    assert re.findall(r"(.) \u2605 best of (.)", page) == [("a", "B")]  # the others are alone
+    alike = compare_page_of([runs[0], runs[2]], "two")
+    assert "a \u2605 best<" in alike
+    assert "<th>set" not in alike
+    # Of an earlier version: what it was planned with.
+    old = [
+        read(write_run(tmp_path / name, the_plan=plan() | {"data_fingerprint": name}))
+        for name in "ef"
+    ]
+    assert "on 2 held-out sets" in compare_page_of(old, "two")
 
 
 def test_a_run_of_no_step_beside_a_whole_one(tmp_path):

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from harness.checkpoint.find import checkpoint_of
-from harness.config.run_config import RunConfig
+from harness.checkpoint.resume import recorded_run
 from harness.data.build import build_data
 from harness.data.indexed import IndexedTokens
 from harness.data.spec import DataSpec
@@ -283,7 +283,7 @@ def test_losses_of_sources_are_parts_of_the_loss(runs: Runs) -> None:
     assert plan["data_mixture"] == [[0, [7, 3]], [24, [1, 4]]]
     (packed, _) = events(run, "packed_whole")
     assert (packed["source"], packed["side"], packed["too_long"]) == ("pairs", "train", 0)
-    spec = DataSpec.of_run(RunConfig.model_validate(plan["run"]), plan["model_config"])
+    spec = DataSpec.of_run(recorded_run(plan["run"]), plan["model_config"])
     stream = build_data(spec).train
     for step, line in lines.items():
         if "loss/texts" not in line:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.config.run_config import RunConfig
+from harness.checkpoint.resume import recorded_run
 from harness.data.build import build_data
 from harness.data.spec import DataSpec
 from harness.runfolder import RunFolder
@@ -84,7 +84,7 @@ def test_a_run_is_a_plain_loop(
     run, data = RunFolder(tmp_path / "run"), request.getfixturevalue(kind)
     train(zygote, layout, run.path, *SMALL_MODEL, *data, *WORDS)
     plan = json.loads(run.plan_path.read_text())
-    spec = DataSpec.of_run(RunConfig.model_validate(plan["run"]), plan["model_config"])
+    spec = DataSpec.of_run(recorded_run(plan["run"]), plan["model_config"])
     read = build_data(spec)
     assert read.train.holds_whole_documents == (kind == "pairs")
     task = Task(

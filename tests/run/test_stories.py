@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.config.run_config import RunConfig
+from harness.checkpoint.resume import recorded_run
 from harness.data.batch import Batch
 from harness.data.build import build_data
 from harness.data.data import Data
@@ -29,7 +29,7 @@ from tools.proofs.zygote import Zygote
 def data_of(run: RunFolder) -> Data:
     """Return the data that a run read."""
     plan = run.read_plan() or {}
-    spec = DataSpec.of_run(RunConfig.model_validate(plan["run"]), plan["model_config"])
+    spec = DataSpec.of_run(recorded_run(plan["run"]), plan["model_config"])
     return build_data(spec)
 
 

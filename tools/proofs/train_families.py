@@ -177,12 +177,12 @@ def plain_loss(run: RunFolder) -> float:
     from torch.nn import functional
     from transformers import AutoModelForCausalLM
 
-    from harness.config.run_config import RunConfig
+    from harness.checkpoint.resume import recorded_run
     from harness.data.build import build_data
     from harness.data.spec import DataSpec
 
     plan = json.loads(run.plan_path.read_text())
-    spec = DataSpec.of_run(RunConfig.model_validate(plan["run"]), plan["model_config"])
+    spec = DataSpec.of_run(recorded_run(plan["run"]), plan["model_config"])
     batch = build_data(spec).held_out.batch(0, _HELD_OUT_SAMPLES)
     model = AutoModelForCausalLM.from_pretrained(run.export_dir, dtype=torch.float32).eval()
     with torch.no_grad():

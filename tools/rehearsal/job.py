@@ -54,7 +54,8 @@ _REPLACED = (
     *("model.name", "model.init_from", "model.overrides", "data.path", "data.tokenizer"),
     *("data.mix", "data.eval_path", "data.too_long", "data.min_tokens", "data.max_tokens"),
     *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
-    *("ramp", "profile", "optim.groups", "eval.patience", "eval.better_by"),
+    *("ramp", "profile", "optim.groups", "optim.warmup_ratio"),
+    *("eval.patience", "eval.better_by"),
     *("eval.seq_len", "eval.needle_lengths", "data.date"),
     *("log.tensorboard", "log.wandb", "log.mlflow"),
 )
@@ -189,7 +190,7 @@ class Job:
             "train.steps": STEPS,
             "train.global_batch": self.global_batch,
             "train.micro_batch": self.micro_batch,
-            "optim.warmup_steps": min(run.optim.warmup_steps, _WARMUP_STEPS),
+            "optim.warmup_steps": min(run.optim.warmup(STEPS), _WARMUP_STEPS),
             "eval.every": min(run.eval.every, _EVERY),
             "eval.samples": min(run.eval.samples, _EVAL_SAMPLES),
             "save.every": min(run.save.every, _EVERY),

@@ -47,7 +47,7 @@ def planned(real: Plan) -> str:
     verdict = real.estimate.verdict if real.estimate and real.world.gpu else None
     return (
         f"{grid.world_size} GPU{'s' * (grid.world_size > 1)}{divided}, ZeRO {real.zero_stage}, "
-        f"{real.precision}, {real.global_batch} samples a step = {real.micro_batch} x "
+        f"{real.precision}, {real.global_batch} windows a step = {real.micro_batch} x "
         f"{real.grad_accum} accumulated x {grid.data} data ranks"
         + (f"; {verdict} {real.world.gpu}" if verdict else "")
     )
@@ -60,7 +60,7 @@ def rehearsed_as(job: Job) -> str:
     except ValueError:  # an architecture that the planner does not know
         size = "a size that nobody counted"
     return (
-        f"{job.layout}, a {job.model['model_type']} of {size}, {job.global_batch} samples a step = "
+        f"{job.layout}, a {job.model['model_type']} of {size}, {job.global_batch} windows a step = "
         f"{job.micro_batch} x {job.grad_accum} accumulated x {job.layout.data} data ranks, "
         f"{STEPS} steps"
     )

@@ -48,7 +48,10 @@ def _titles(runs: list[Recorded]) -> tuple[str, str]:
     (first, *others), best = runs, runs[0].best()
     held_out = f"held-out loss {best[1]:.2f} nats per token" if best else "not evaluated"
     if others:
-        return f"{len(runs)} runs of {described(first)}", f"best: {first.name}, {held_out}"
+        title = f"{len(runs)} runs of {described(first)}"
+        if (sets := len({run.held_out_set for run in runs})) > 1:
+            return title, f"{sets} held-out sets, whose losses cannot be compared"
+        return title, f"best: {first.name}, {held_out}"
     tokens = f", {short(first.tokens_at(first.lines[-1]))} tokens" if first.lines else ""
     return described(first), f"{count(first.step)} steps{tokens}: {held_out}"
 

@@ -57,9 +57,9 @@ PROBLEMS = (
     Problem(
         "Loss does not fall",
         "flat from the first steps on",
-        ("unused_weights", "fine_tuning"),
-        "tools/find_lr.py for the rate; tools/show_batch.py shows what is learned of each sample; "
-        "train.steps may be shorter than the warm-up",
+        ("no_better", "few_steps", "unfinished_warmup", "unused_weights"),
+        "tools/find_lr.py for the rate; tools/show_batch.py shows what is learned of each example; "
+        "a smaller train.global_batch or more train.epochs, for more steps",
         "optimizers",
     ),
     Problem(

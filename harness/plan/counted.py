@@ -1,0 +1,183 @@
+"""Batch and epochs of a run that begins with given weights: they follow from its data, once that is
+counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from harness.config.assignments import COUNTED, IMPLIED
+from harness.config.batch import Batch
+from harness.config.ds_keys import literal
+from harness.config.sections import TrainConfig
+from harness.plan.fine_tuning import batch_is_open, batch_unit
+from harness.plan.memory import estimate
+from harness.plan.pipeline import BUBBLE, bubble_events, by_memory
+from harness.plan.plan import Plan
+from harness.plan.vocabulary import WHOLE, note_whole_vocabulary
+
+LEAST_STEPS = 100
+"""Optimizer steps that batch and epochs are chosen for: Adam moves a weight by about its learning
+rate in each."""
+LEAST_EXAMPLES = 8
+"""Examples that a step has at least, on average: the batch of axolotl's and LLaMA-Factory's
+recipes. A window that packs as many is enough by itself."""
+BATCHES = (32, 16, 8, 4, 2, 1)
+"""Windows a step, where the default of train.global_batch would make too few steps."""
+USUAL_EPOCHS, MOST_EXAMPLES = 3, 25_000
+"""As OpenAI's fine-tuning: three epochs of up to 25,000 examples in all."""
+MOST_EPOCHS = 15
+"""As LIMA (arXiv 2305.11206, section 3): a thousand examples, 15 times."""
+DOCS = "docs/models.md#fine-tuning"
+_DEFAULT = TrainConfig().global_batch
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The data that a run trains on."""
+
+    examples: int
+    """Rows of its user: conversations, pairs or documents."""
+    windows: int
+    """Rows that a step reads: data.seq_len packed tokens, or one example (data.batching)."""
+    is_masked: bool
+    """True if prompts are read and not learned."""
+    most_windows: int | None = None
+    """Windows that a run reads at most, where sources of a mixture end; None: any number."""
+    is_rough: bool = False
+    """True if nobody has tokenized it yet."""
+
+    @property
+    def usual_epochs(self) -> int:
+        """Epochs where the batch leaves enough steps; text without prompts is read once."""
+        if not self.is_masked:
+            return 1
+        return max(1, min(USUAL_EPOCHS, MOST_EXAMPLES // max(self.examples, 1)))
+
+
+def open_keys(plan: Plan) -> set[str]:
+    """Return the keys that the data settles, which the user of given weights left open."""
+    keys = {"train.global_batch"} if batch_is_open(plan.config) else set()
+    if plan.config.origin("train.epochs") == IMPLIED:
+        keys.add("train.epochs")
+    return keys
+
+
+def with_counts(plan: Plan, counts: Counts) -> Plan:
+    """Return the plan with the batch and the epochs that follow from its data, and an event.
+
+    All ranks count the same data: they reach the same plan.
+    """
+    keys = open_keys(plan)
+    if not keys or not counts.windows:
+        return plan
+    epochs, batch = plan.config.train.epochs, plan.global_batch
+    if "train.epochs" in keys:
+        epochs = float(counts.usual_epochs)
+    if "train.global_batch" in keys:
+        batch = _batch(plan, counts, _read(plan, counts, epochs))
+    why = _why(plan, counts, epochs, batch)
+    if "train.epochs" in keys:
+        epochs = _epochs(counts, batch)
+    values = {"train.global_batch": batch, "train.epochs": epochs}
+    settled = _with_batch(plan, batch)
+    of_train = {key.removeprefix("train."): values[key] for key in keys}
+    config = settled.config.model_copy(
+        update={"train": settled.config.train.model_copy(update=of_train)}
+    ).with_origins(plan.config.origins() | dict.fromkeys(keys, COUNTED))
+    shown = {key: values[key] for key in values if key in keys}
+    if batch == _DEFAULT:
+        shown.pop("train.global_batch", None)
+    events = settled.events
+    if shown:
+        text = ", ".join(f"{key}={value:g}" for key, value in shown.items())
+        events = (*events, {"kind": "follows_data", "message": f"{text}: {why}"})
+    return replace(settled, config=config, events=events)
+
+
+def _epochs(counts: Counts, batch: int) -> float:
+    """Return the usual epochs, or as many as LEAST_STEPS steps take; at most MOST_EPOCHS."""
+    wanted = math.ceil(LEAST_STEPS * batch / counts.windows)
+    epochs = float(max(min(wanted, MOST_EPOCHS), counts.usual_epochs))
+    whole_steps = (counts.most_windows or 0) // batch * batch
+    if not whole_steps:
+        return epochs
+    # Rounded down: their windows, rounded up again, are no more than whole steps read.
+    return min(epochs, math.floor(whole_steps / counts.windows * 1e6) / 1e6)
+
+
+def with_least_batch(plan: Plan) -> Plan:
+    """Return the plan with the smallest batch that its data may leave it."""
+    return _with_batch(plan, _unit(plan)) if "train.global_batch" in open_keys(plan) else plan
+
+
+def _read(plan: Plan, counts: Counts, epochs: float | None) -> float:
+    """Return the windows that the run reads, of which the steps are made; those of its usual epochs
+    where its user counts steps.
+    """
+    train, data = plan.config.train, plan.config.data
+    if train.tokens is not None:
+        return train.tokens / data.seq_len
+    windows = (counts.usual_epochs if epochs is None else epochs) * counts.windows
+    return windows if counts.most_windows is None else min(windows, counts.most_windows)
+
+
+def _batch(plan: Plan, counts: Counts, read: float) -> int:
+    """Return the largest of the usual batches that leaves LEAST_STEPS steps, with LEAST_EXAMPLES
+    examples in each; a multiple of what the ranks can divide.
+    """
+    per_window = max(counts.examples / counts.windows, 1.0)
+    sizes = (_DEFAULT, *BATCHES)
+    enough = next((size for size in sizes if read >= LEAST_STEPS * size), 1)
+    least = next(size for size in reversed(sizes) if size * per_window >= LEAST_EXAMPLES)
+    unit = _unit(plan)
+    return math.ceil(max(enough, least) / unit) * unit
+
+
+def _unit(plan: Plan) -> int:
+    return batch_unit(plan.grid, plan.config.train, plan.deepspeed_given)
+
+
+def _with_batch(plan: Plan, windows: int) -> Plan:
+    """Return the plan with another batch, divided over its ranks."""
+    if windows == plan.global_batch:
+        return plan
+    train = plan.config.train
+    accum = literal(plan.deepspeed_given, "gradient_accumulation_steps")
+    batch = Batch.divided(windows, plan.grid.data, train.micro_batch, accum)
+    config = plan.config.model_copy(
+        update={"train": train.model_copy(update={"global_batch": windows})}
+    ).with_origins(plan.config.origins())
+    deepspeed = {
+        **plan.deepspeed,
+        "train_batch_size": windows * plan.grid.sequence,
+        "train_micro_batch_size_per_gpu": batch.micro_batch,
+        "gradient_accumulation_steps": batch.grad_accum,
+    }
+    events = [event for event in plan.events if event["kind"] not in (BUBBLE, WHOLE)]
+    changed = replace(
+        plan,
+        config=config,
+        deepspeed=deepspeed,
+        global_batch=windows,
+        micro_batch=batch.micro_batch,
+        grad_accum=batch.grad_accum,
+        events=(*events, *bubble_events(plan.grid.pipeline, batch.grad_accum)),
+    )
+    changed = by_memory(changed)
+    return note_whole_vocabulary(replace(changed, estimate=estimate(changed)))
+
+
+def _why(plan: Plan, counts: Counts, epochs: float | None, batch: int) -> str:
+    """Return the reason for the batch and the epochs of a run whose data would usually be read
+    `epochs` times.
+    """
+    steps = math.ceil(_read(plan, counts, epochs) / _DEFAULT)
+    passes = "" if plan.config.train.tokens else f" of {epochs or counts.usual_epochs:g} epochs"
+    why = f"{_DEFAULT} windows a step would make {steps:,} steps{passes}"
+    if steps < LEAST_STEPS:
+        why += f", and at least {LEAST_STEPS} are wanted"
+    if (unit := _unit(plan)) > 1 and batch == unit:
+        why += f"; a step has {unit} windows or more, so that the ranks can divide them"
+    return f"{why} ({DOCS})"
