@@ -6,8 +6,6 @@ from harness.checkpoint.find import Checkpoint, newest_usable, verified
 from harness.checkpoint.store import Store
 from harness.data.kept_tokenizer import brings_code
 from harness.errors import ExitCode, RunStopped, is_full_disk
-from harness.layout.recompute import REVERSIBLE
-from harness.layout.shape import num_parameters
 from harness.run.evaluation import evaluate
 from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.run.run import Run
@@ -31,7 +29,7 @@ def finish(run: Run) -> None:
             f"model {bigram:.2f}"
         )
     show_sample(run, "sample after training" if plan.config.model.init_from else "sample")
-    if plan.config.save.export and not plan.model_config.get(REVERSIBLE):
+    if plan.config.save.export:
         _export(run)
 
 
@@ -46,7 +44,7 @@ def _export(run: Run) -> None:
     run.watchdog.close()  # an export takes its time
     if run.is_writer:
         options = ExportOptions(
-            check=plan.shape is not None and num_parameters(plan.shape) <= CHECKED_PARAMETERS,
+            most_checked=CHECKED_PARAMETERS,
             merge=plan.config.save.merge,
             source=plan.model_source,
             trust_remote_code=run.engine.module.is_remote_code() or brings_code(run.data.tokenizer),
