@@ -117,7 +117,9 @@ def _evaluated(spec: DataSpec, stream: Stream) -> Stream:
     """Return held-out samples in the order and the batches of an evaluation."""
     if spec.rows is None or stream.holds_whole_documents:
         return _padded(spec, stream)
-    samples = -(-spec.eval_samples * spec.config.seq_len // stream.seq_len)
+    samples = stream.samples
+    if spec.eval_samples is not None:
+        samples = -(-spec.eval_samples * spec.config.seq_len // stream.seq_len)
     return HeldOutText(stream.packed, samples)
 
 
