@@ -5,7 +5,9 @@ Exports bring a copy of this file and of those that it imports (models/export_co
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,20 +38,21 @@ def attend_as_trained(model: Any, attention: dict[str, Any]) -> None:
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_attn_implementation"):
             module.config._attn_implementation = name
-    model.register_forward_pre_hook(_of_whole_rows, with_kwargs=True)
+    inner = model.forward  # adapters call it without the model's hooks
+    forward = functools.partial(_forward, model, inner)
+    model.forward = functools.update_wrapper(forward, inner)
 
 
-def _of_whole_rows(model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-    """Return a forward pass's arguments with the bounds of the documents that positions number.
+def _forward(model: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A forward pass in place of `inner`, with the bounds of the documents that positions number.
 
     Raises ValueError for what a kind of attention does not know: padding, and places of a cache
     that hold no token yet.
     """
-    given = inspect.signature(model.forward).bind(*args, **kwargs)
-    given = {**given.arguments, **given.arguments.get("kwargs", {})}
-    given.pop("kwargs", None)
     if not is_kind(model.config._attn_implementation):  # exact attention was chosen since
-        return (), given
+        return inner(*args, **kwargs)
+    given = inspect.signature(inner).bind(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
     mask, cache = given.get("attention_mask"), given.get("past_key_values")
     if mask is not None and not bool(mask.all()):
         raise ValueError("this attention reads padding, too: take rows of one length")
@@ -61,7 +64,7 @@ def _of_whole_rows(model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[
         ids = given.get("input_ids")
         rows = (given["inputs_embeds"] if ids is None else ids).shape[0]
         given["cu_seq_lens_q"] = _bounds(positions.expand(rows, -1))
-    return (), given
+    return inner(**given)
 
 
 def _bounds(positions: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -95,7 +96,7 @@ def test_positions_divide_rows_into_documents() -> None:
     model = model_of()
     attend_as_trained(model, KINDS_OF["longformer"])
     positions = torch.cat([torch.arange(30), torch.arange(40)]).expand(2, -1)
-    together = logits(model, position_ids=positions)
+    together = logits(copy.deepcopy(model), position_ids=positions)
     with torch.no_grad():
         alone = [model(input_ids=part).logits for part in IDS.split([30, 40], 1)]
     torch.testing.assert_close(together, torch.cat(alone, 1))
@@ -173,5 +174,5 @@ def test_others_open_it_with_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
         total = float(logits(model).double().sum())
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
         expected += [str(total)] * 2 + [str(model.generate(IDS, **options)[0, -4:].tolist())]
-    shown = run_python(_OPENS.format(ids=IDS.tolist()), tmp_path)
-    assert shown.splitlines() == expected
+    shown = run_python(_OPENS.format(ids=IDS.tolist()), tmp_path).splitlines()
+    assert [line for line in shown if "accelerator" not in line] == expected  # another library's
