@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.layout.as_trained import ATTENTION
 from harness.layout.quantization import DESCRIPTION
 from harness.runfolder import RunFolder
 
@@ -30,8 +31,9 @@ def export_of(run: Path) -> tuple[Path, str | None]:
 
 
 def opened(source: Path | str, trust_remote_code: bool, beside: Path | None = None) -> Any:
-    """Return a model in the precision of its files, on a GPU if there is one; with weights in 4
-    bits if the adapters of the folder `beside` were trained so.
+    """Return a model in the precision of its files, on a GPU if there is one, which computes as it
+    was trained; with weights in 4 bits, and with the attention, that the adapters of the folder
+    `beside` were trained with.
 
     Raises ConfigError if it cannot be opened.
     """
@@ -40,6 +42,8 @@ def opened(source: Path | str, trust_remote_code: bool, beside: Path | None = No
     from transformers.utils import logging
 
     from harness.models import recurrent
+    from harness.models.as_trained import attend_as_trained
+    from harness.models.export_code import opened_as_trained
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -51,11 +55,16 @@ def opened(source: Path | str, trust_remote_code: bool, beside: Path | None = No
         dtype = quantization.bnb_4bit_compute_dtype
         settings = {"dtype": dtype, "quantization_config": quantization}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, trust_remote_code=trust_remote_code, **settings
-        )
+        model = opened_as_trained(Path(source), **settings)
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                source, trust_remote_code=trust_remote_code, **settings
+            )
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(f"{source} cannot be opened: {error}") from error
+    attention = beside and beside / f"{ATTENTION}.json"
+    if attention and attention.is_file():
+        attend_as_trained(model, json.loads(attention.read_text()))
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # for rows in multiples of 32 alone
             module.support_avx512bf16_for_cpu = False

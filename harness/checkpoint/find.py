@@ -26,7 +26,7 @@ from harness.config.run_config import run_and_step
 from harness.errors import Unusable
 
 _IGNORED = -100  # among labels
-_PROBE_KEYS = ("input_ids", "labels", "position_ids")
+_PROBE_KEYS = ("input_ids", "labels", "position_ids", "goes_on")
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Checkpoint:
         return Reader(self.path, read_index(self.path))
 
     def probe(self) -> dict[str, torch.Tensor]:
-        """Return its probe batch: input_ids, labels, perhaps position_ids.
+        """Return its probe batch: input_ids, labels, perhaps position_ids, perhaps goes_on.
 
-        Each is (samples, seq_len) int64. Raises Unusable if they are no batch of this model.
+        Each is (samples, seq_len) int64; goes_on (samples,): 1 where the text of the sample before
+        goes on. Raises Unusable if they are no batch of this model.
         """
         path = self.path / PROBE
         reader = TensorReader(path)
@@ -56,7 +57,9 @@ class Checkpoint:
         tensors = {}
         for key in keys:
             dtype, shape = reader.dtype(key), reader.shape(key)
-            fits = len(shape) == 2 and 0 not in shape and shape == reader.shape(keys[0])
+            wanted = reader.shape(keys[0])
+            wanted = wanted[:1] if key == "goes_on" else wanted
+            fits = len(reader.shape(keys[0])) == 2 and 0 not in shape and shape == wanted
             if dtype != torch.int64 or not fits:
                 raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, which is no batch")
             tensors[key] = torch.empty(shape, dtype=dtype)
@@ -64,7 +67,7 @@ class Checkpoint:
         vocabulary = self.manifest.model_config.get("vocab_size")
         for key, tensor in tensors.items():
             ids = tensor[tensor != _IGNORED] if key == "labels" else tensor
-            end = tensor.shape[1] if key == "position_ids" else vocabulary
+            end = {"position_ids": tensor.shape[-1], "goes_on": 2}.get(key, vocabulary)
             if not ids.numel() or not isinstance(end, int):
                 continue
             if not 0 <= int(ids.min()) <= int(ids.max()) < end:

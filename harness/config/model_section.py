@@ -90,7 +90,7 @@ class ModelConfig(Section):
     """What checkpointed layers keep waits in host memory for the backward pass."""
     reversible: bool = False
     """Decoder layers with two streams, of which the backward pass computes the inputs from the
-    outputs (arXiv 1707.04585): another function of the same weights, which is not exported."""
+    outputs (arXiv 1707.04585): another function of the same weights. The export brings its code."""
     mlp_tiles: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     """Parts of a micro-batch's tokens that dense MLPs compute one after the other, each again in
     the backward pass; 1: all tokens at once."""

@@ -92,8 +92,8 @@ class TrainConfig(Section):
     not used in the held-out loss."""
     carry_state: bool = False
     """Recurrent models and Mamba-2: the state goes on from window to window of data.seq_len tokens,
-    and gradients do not (truncated back-propagation through time). The rows of a batch are then
-    contiguous streams of text, in the order of the data."""
+    and gradients do not (truncated back-propagation through time). The rows of a batch, and those
+    of an evaluation, are then contiguous streams of text, in the order of the data."""
 
     def num_steps(self, curriculum: Curriculum, seq_len: int) -> int | None:
         """Return the optimizer steps of the run; None under epochs, until the data is counted."""

@@ -88,6 +88,11 @@ class Stream:
         return self.packed.num_windows
 
     @property
+    def at_once(self) -> int:
+        """Number of samples that do not follow each other: all, but for contiguous text."""
+        return self.samples
+
+    @property
     def seq_len(self) -> int:
         """Length of a sample, with its padding."""
         return self.packed.seq_len
@@ -146,6 +151,10 @@ class Stream:
         Raises ConfigError for a token id outside the model's vocabulary.
         """
         return self._read(first_sample + np.arange(count))
+
+    def first(self, count: int) -> Batch:
+        """Return the first samples, `count` or all that there are."""
+        return self.batch(0, min(count, self.samples))
 
     def steps(
         self,

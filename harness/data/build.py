@@ -8,7 +8,7 @@ from harness.config.data_section import REHEARSED
 from harness.data.batches import Stream
 from harness.data.build_tokenizer import build_tokenizer, cache_of, cached_tokenizer
 from harness.data.cache import Report
-from harness.data.contiguous import Contiguous
+from harness.data.contiguous import Contiguous, HeldOutText
 from harness.data.data import Data
 from harness.data.fingerprint import joined, order_key
 from harness.data.mixture import Mixture
@@ -57,19 +57,19 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         return Mixture(streams, first_shares(order, len(streams)))
 
     first_set, longer = joined_set(held_out), spec.eval_seq_len
-    padded = {id(of): _padded(spec, of) for of in (first_set, *eval_sets.values())}
+    evaluated = {id(of): _evaluated(spec, of) for of in (first_set, *eval_sets.values())}
     if order is not None:
         train = [Mixture(train, order, epoch_with_old(spec, train))]
     return Data(
         _batched(spec, train[0], fingerprint),
-        padded[id(first_set)],
+        evaluated[id(first_set)],
         tokenizer,
         fingerprint,
         sources,
-        {name: padded[id(stream)] for name, stream in eval_sets.items() if name},
+        {name: evaluated[id(stream)] for name, stream in eval_sets.items() if name},
         sets,
-        joined_set([stream.of_length(longer) for stream in held_out]) if longer else None,
-        _padded(spec, old.stream([*old.sides][-1], 0, document_mask=mask)) if old else None,
+        _evaluated(spec, joined_set([of.of_length(longer) for of in held_out])) if longer else None,
+        _evaluated(spec, old.stream([*old.sides][-1], 0, document_mask=mask)) if old else None,
     )
 
 
@@ -111,6 +111,16 @@ def _contiguous(stream: Stream, rows: int) -> Stream:
             "text (train.global_batch): lower train.global_batch or data.seq_len, or give more text"
         )
     return Contiguous(stream.packed, rows)
+
+
+def _evaluated(spec: DataSpec, stream: Stream) -> Stream:
+    """Return held-out samples in the order and the batches of an evaluation."""
+    if spec.rows is None or stream.holds_whole_documents:
+        return _padded(spec, stream)
+    samples = stream.samples
+    if spec.eval_samples is not None:
+        samples = -(-spec.eval_samples * spec.config.seq_len // stream.seq_len)
+    return HeldOutText(stream.packed, samples)
 
 
 def _padded(spec: DataSpec, stream: Stream, pools: Pools | None = None) -> Stream:

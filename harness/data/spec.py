@@ -41,6 +41,8 @@ class DataSpec:
     """Contiguous streams that the train split is read as; None: samples in random order."""
     eval_seq_len: int | None = None
     """Length of the samples of Data.long_held_out; None: there are none."""
+    eval_samples: int | None = None
+    """Held-out samples of an evaluation, which contiguous streams are cut for; None: all."""
     adds_rows: bool = False
     """True: the model gets rows for the ids that the tokenizer has beyond its own."""
 
@@ -64,6 +66,7 @@ class DataSpec:
             adds_rows=run.model.init_from is not None and "vocab_size" not in run.model.overrides,
             rows=rows,
             eval_seq_len=run.eval.seq_len,
+            eval_samples=run.eval.samples,
         )
 
     def sources(self) -> dict[str, DataSpec]:

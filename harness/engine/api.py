@@ -74,7 +74,8 @@ class Engine(Protocol):
         """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced; the
         same is added to `by_position` (buckets, 2), fp64, on this rank's device.
 
-        Buckets are equal ranges of how many tokens a target's own token sees before it.
+        Buckets are equal ranges of how many tokens a target's own token sees before it. Where
+        states are carried, contiguous text (Batch.windows) is taken in the order of the calls.
         """
 
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:

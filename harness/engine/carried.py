@@ -1,4 +1,4 @@
-"""The states that training carries from a window of text to the next."""
+"""The states that training and evaluations carry from a window of text to the next."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class CarriedStates:
         self._states = torch.zeros(*shape, numbers, dtype=torch.float32, device=device)
         self._windows = torch.full(shape, -1)
         """Of the text, on the host; -1: none."""
+        self._evaluated: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Windows, and the states behind them, of the micro-batch that was evaluated last."""
 
     def before(self, number: int, batch: Batch) -> Window:
         """Return the window of a step's micro-batch of that number. It begins with the states
@@ -41,18 +43,37 @@ class CarriedStates:
 
         A state that is not finite is none: it would spoil all windows to come.
         """
-        assert batch.windows is not None, "training reads contiguous streams"
-        assert batch.goes_on is not None, "it knows where documents begin"
-        states = self._states[number]
-        goes_on = batch.goes_on & (self._windows[number] + 1 == batch.windows)
-        kept = on_device(goes_on, states.device) & states.isfinite().all(1)
-        return self._window(self._config, states.where(kept[:, None], 0), self._dtype)
+        self._evaluated = None  # its memory is needed again
+        return self._begun(batch, self._windows[number], self._states[number])
 
     def keep(self, number: int, batch: Batch, window: Window) -> None:
         """Keep the states behind the window of a micro-batch."""
         assert batch.windows is not None, "training reads contiguous streams"
         self._states[number] = window.after
         self._windows[number] = batch.windows
+
+    def before_evaluated(self, batch: Batch) -> Window:
+        """Return the window of a micro-batch that is evaluated. It begins, as `before` says, with
+        the states behind the micro-batch evaluated before it. Those of training stay as they are.
+        """
+        rows = len(batch.labels)
+        if self._evaluated is None or len(self._evaluated[0]) != rows:
+            shape = (rows, *self._states.shape[2:])
+            self._evaluated = torch.full((rows,), -1), self._states.new_zeros(shape)
+        return self._begun(batch, *self._evaluated)
+
+    def keep_evaluated(self, batch: Batch, window: Window) -> None:
+        """Keep the states behind the window of a micro-batch that was evaluated."""
+        assert batch.windows is not None, "other samples begin with zeros"
+        self._evaluated = batch.windows, window.after.float()
+
+    def _begun(self, batch: Batch, windows: torch.Tensor, states: torch.Tensor) -> Window:
+        """Return the window of a micro-batch behind other windows and their states."""
+        assert batch.windows is not None, "states are carried over contiguous streams"
+        assert batch.goes_on is not None, "these know where documents begin"
+        goes_on = batch.goes_on & (windows + 1 == batch.windows)
+        kept = on_device(goes_on, states.device) & states.isfinite().all(1)
+        return self._window(self._config, states.where(kept[:, None], 0), self._dtype)
 
     def fragments(self) -> list[Fragment]:
         """Return the states of this rank's rows, as views of live memory."""

@@ -51,6 +51,17 @@ class ForwardPass:
         self.carried.keep(number, batch, window)
         return losses
 
+    def in_evaluation(self, batch: Batch) -> torch.Tensor:
+        """The summed token loss of a micro-batch; contiguous text begins with the states behind the
+        micro-batch evaluated before it.
+        """
+        if self.carried is None or batch.windows is None:
+            return self(batch)[0]
+        window = self.carried.before_evaluated(batch)
+        loss, _ = self(batch, keywords=window.keywords)
+        self.carried.keep_evaluated(batch, window)
+        return loss
+
     def targets(self, batch: Batch) -> int:
         """Return the target tokens that this rank computes; counted on the host."""
         return int((self._own(batch.labels) != -100).sum())

@@ -154,13 +154,15 @@ class ZeroEngine:
         self, batches: list[Batch], by_position: torch.Tensor | None = None
     ) -> torch.Tensor:
         """(summed loss in nats, target tokens) of this rank's micro-batches, fp64, unreduced; the
-        same by how much a token sees, added to `by_position` (buckets, 2).
+        same by how much a token sees, added to `by_position` (buckets, 2). With
+        train.carry_state, states are carried from one micro-batch to the next, also of another
+        call.
         """
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             with self.forward.by_position(batch, by_position):
-                sums[0] += self.forward(batch)[0]
+                sums[0] += self.forward.in_evaluation(batch)
             sums[1] += self.forward.targets(batch)
         return sums
 

@@ -18,7 +18,6 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -33,10 +32,10 @@ from harness.layout.recompute import Checkpointing, is_checkpointed
 from harness.models.divided_dropout import ATTENTION_DROPOUTS
 from harness.models.flow import StandIn
 from harness.models.host_copies import HostCopy
+from harness.models.keeping import keeps_none
 from harness.models.pieces import decoder_layers
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "bitsandbytes::gemm_4bit")
-_keeps_none: ContextVar[bool] = ContextVar("_keeps_none", default=False)
 
 
 def checkpoint_layers(
@@ -56,16 +55,6 @@ def checkpoint_layers(
         if checkpointing == "selective":
             options["context_fn"] = functools.partial(_contexts, not draws, to_host)
         _checkpoint(layer, options, to_host)
-
-
-@contextlib.contextmanager
-def keeping_none() -> Iterator[None]:
-    """Within this, no result is kept: it is recomputed by other means."""
-    token = _keeps_none.set(True)
-    try:
-        yield
-    finally:
-        _keeps_none.reset(token)
 
 
 def _checkpoint(layer: nn.Module, options: dict[str, Any], to_host: bool) -> None:
@@ -139,9 +128,7 @@ class Reuse(TorchDispatchMode):
 
 
 def _is_costly(func: Any, attention: bool) -> bool:
-    return not _keeps_none.get() and (
-        _is_product(func) or (attention and _is_fused_attention(func))
-    )
+    return not keeps_none() and (_is_product(func) or (attention and _is_fused_attention(func)))
 
 
 @functools.cache

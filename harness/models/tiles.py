@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from harness.models.flow import StandIn
+from harness.models.keeping import keeping_none
 from harness.models.pieces import decoder_layers
-from harness.models.recompute import keeping_none
 
 MLP = "mlp"
 """Name of the MLP within a decoder layer, in most families."""

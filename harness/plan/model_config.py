@@ -21,6 +21,7 @@ from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
+from harness.layout.as_trained import as_plain
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
 from harness.plan.context import extended, positions_of
@@ -114,7 +115,7 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
         raise ConfigError(f"model.name is {name!r}, but in {path} {problem}")
     if not isinstance(config, dict):
         raise ConfigError(f"model.name is {name!r}, but {path} holds no object {{...}}")
-    return config
+    return as_plain(config)
 
 
 def _from_hub(name: str, origin: str, key: str) -> Path:

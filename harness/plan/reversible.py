@@ -1,4 +1,4 @@
-"""Reversible layers in a plan: requirements, and the export that there is none of."""
+"""Reversible layers in a plan: their requirements."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ def check_reversible(draft: Draft) -> None:
         return
     for why, use in _obstacles(draft):
         draft.problems.add("model.reversible", why, use)
-    if draft.config.save.export:
-        draft.note(
-            "not_exported",
-            "reversible layers are another function of the weights than Hugging Face's class has: "
-            "the weights stay in checkpoints, and nothing is exported (model.reversible)",
-        )
 
 
 def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:

@@ -74,4 +74,8 @@ def _load(run: Run, beginning: Beginning) -> None:
         manifest=checkpoint.manifest.checksum,
         changes=beginning.changes,
     )
-    run.progress.say(f"{kind} {checkpoint.path.name} of {run.steps.total} steps")
+    step, source = checkpoint.state.step, checkpoint.path.parents[1]
+    if kind == "weights":
+        run.progress.say(f"begins with the weights of step {step:,} of {source}")
+    else:
+        run.progress.say(f"{kind} {checkpoint.path.name} of {run.steps.total} steps")

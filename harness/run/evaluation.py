@@ -91,15 +91,17 @@ def mean_losses(
 
     (None, []) if a stop interrupted the evaluation.
     """
-    plan, batches = run.plan, []
+    plan, batches, at_once = run.plan, list[Batch](), stream.at_once
     rows = rows_of(run, stream.seq_len)
     tokens = plan.config.eval.samples * plan.config.data.seq_len
     samples = min(-(-tokens // stream.seq_len), stream.samples)
+    at_once = min(at_once, samples)
     # All ranks run equally often (ZeRO-3 gathers weights together): padding samples are masked out.
-    for start in plan.share.starts(samples, rows):
-        batch = stream.batch(start, rows)
-        batch.labels[max(0, samples - start) :] = -100
-        batches.append(batch)
+    for start in plan.share.starts(at_once, rows):
+        for first in range(start, start + samples, at_once):
+            batch = stream.batch(first, rows)
+            batch.labels[max(0, at_once - start) :] = -100
+            batches.append(batch)
     sums = summed(run, batches, buckets)
     if sums is None:
         return None, []

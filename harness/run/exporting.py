@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,28 @@ from harness.checkpoint.export import (
     write_model,
 )
 from harness.checkpoint.find import Checkpoint
+from harness.config.model_section import ModelConfig
+from harness.config.sections import TrainConfig
 from harness.data.special_ids import SpecialIds
 from harness.data.tokenizer import load_tokenizer
 from harness.data.tokenizer_files import GENERATION, copy_tokenizer
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
+from harness.layout.as_trained import ATTENTION
+from harness.layout.attention_table import SIZES
 from harness.layout.quantization import DESCRIPTION
 from harness.layout.recompute import REVERSIBLE
+from harness.models.as_trained import attend_as_trained
+from harness.models.attention import attend_with
+from harness.models.efficient_attention.kinds import is_kind
+from harness.models.export_code import opened_as_trained, write_code
 from harness.models.loss import forward
 from harness.models.new_rows import add_rows, vocabulary_of
 from harness.models.quantized import of_description, round_linear_maps
 from harness.models.skeleton import DTYPES, hf_config, skeleton, tied_names
-from harness.run.probe import TOLERANCES, stored_probe
+from harness.run.probe import TOLERANCES, stored_probe, texts_of
+from harness.runfolder import RunFolder
 
 _MOST_GENERATION_BYTES = 2**24
 
@@ -59,12 +68,14 @@ class ExportOptions:
     `dtype`: one of DTYPES; None for the run's own precision. `merge`: write weights with adapters
     added to them, and the adapters in a folder within. `source`: the folder or hub id of the
     model, read only if the model has its own code and may run it. `check`: compare the probe's
-    loss; opens the model on the CPU.
+    loss; opens the model on the CPU. `most_checked`: parameters of the largest model that is
+    checked; None: any.
     """
 
     dtype: str | None = None
     shard_bytes: int = SHARD_BYTES
     check: bool = True
+    most_checked: int | None = None
     merge: bool = False
     source: str | None = None
     trust_remote_code: bool = False
@@ -85,13 +96,9 @@ def export(
     """
     manifest = checkpoint.manifest
     dtype = options.dtype or manifest.precision
-    if manifest.model_config.get(REVERSIBLE):
-        raise ConfigError(
-            f"{checkpoint.path} has reversible layers (model.reversible), which are another "
-            "function of its weights than the class that would open its export"
-        )
+    attention = attention_of_run(checkpoint)
     if manifest.adapters:
-        return _export_adapters(checkpoint, folder, tokenizer, options, dtype)
+        return _export_adapters(checkpoint, folder, tokenizer, options, dtype, attention)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = hf_config(manifest.model_config, options.source, options.trust_remote_code)
@@ -110,14 +117,51 @@ def export(
             text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
             (unfinished / GENERATION).write_text(text, encoding="utf-8")
 
+        notes += _put_code(unfinished, model, attention, manifest.model_config)
+
         def model_there() -> Any:
-            return opened(unfinished, DTYPES[dtype], options.trust_remote_code)
+            own = opened_as_trained(unfinished, dtype=DTYPES[dtype], local_files_only=True)
+            return own or opened(unfinished, DTYPES[dtype], options.trust_remote_code)
 
         return "; ".join([*removed, *notes, _checked(checkpoint, model_there, dtype, options)])
 
 
+def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the kind, sizes and seed of the attention that the weights of a checkpoint were
+    trained with; {} for exact attention, which is any implementation's.
+    """
+    plan = RunFolder(checkpoint.path.parents[1]).read_plan() or {}
+    run = plan.get("run", {})
+    keys = ("attention", *(f"attention_{name}" for name in SIZES))
+    own = {key: value for key, value in run.get("model", {}).items() if key in keys}
+    model = ModelConfig.model_validate(own)
+    if not model.attention_sizes:
+        return {}
+    seed = TrainConfig.model_validate({"seed": run["train"]["seed"]}).seed
+    return {"kind": model.attention, "sizes": model.attention_sizes, "seed": seed}
+
+
+def _put_code(
+    folder: Path, model: Any, attention: dict[str, Any], model_config: Mapping[str, Any]
+) -> list[str]:
+    """Put the code of a model beside its weights, if it computes another function of them than
+    transformers does; return a note.
+    """
+    is_reversible = bool(model_config.get(REVERSIBLE))
+    if not attention and not is_reversible:
+        return []
+    write_code(folder, model, attention)
+    what = " and ".join([*filter(None, [attention.get("kind")]), *["two streams"] * is_reversible])
+    return [f"its code is beside it: trust_remote_code=True computes {what}, as in training"]
+
+
 def _export_adapters(
-    checkpoint: Checkpoint, folder: Path, tokenizer: Path, options: ExportOptions, dtype: str
+    checkpoint: Checkpoint,
+    folder: Path,
+    tokenizer: Path,
+    options: ExportOptions,
+    dtype: str,
+    attention: dict[str, Any],
 ) -> str:
     """`export` of a run that trained adapters: of them alone, or added to the weights."""
     manifest = checkpoint.manifest
@@ -136,6 +180,9 @@ def _export_adapters(
 
         beside = vocabulary_of(base_model()) if rows else {}
         write_adapters(checkpoint, within, DTYPES[dtype], tied, beside)
+        if attention:
+            text = json.dumps(attention, indent=2, sort_keys=True) + "\n"
+            (within / f"{ATTENTION}.json").write_text(text, encoding="utf-8")
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)
 
@@ -144,16 +191,20 @@ def _export_adapters(
             if manifest.quantization:  # adapters are added to what they were trained beside
                 quantization = of_description(manifest.quantization)
                 round_linear_maps(base, quantization, DTYPES[manifest.precision])
+            if attention:
+                attend_as_trained(base, attention)
             return adapted(within, base)
 
         if options.merge:
             whole = merged(model(), unfinished)
-            return _checked(checkpoint, lambda: whole, dtype, options)
+            notes = _put_code(unfinished, whole, attention, manifest.model_config)
+            return "; ".join([*notes, _checked(checkpoint, lambda: whole, dtype, options)])
         base = manifest.adapters["base_model_name_or_path"]
         quantized = f" with its linear maps as in {DESCRIPTION}" if manifest.quantization else ""
         first = f", after its resize_token_embeddings({rows})" if rows else ""
+        kind = f", computed with {attention['kind']} attention" if attention else ""
         checked = _checked(checkpoint, model, dtype, options)
-        return f"adapters of {base}{quantized}{first}; {checked}"
+        return f"adapters of {base}{quantized}{first}{kind}; {checked}"
 
 
 def _new_rows(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
@@ -220,11 +271,15 @@ def _checked(
     checkpoint: Checkpoint, model: Callable[[], Any], dtype: str, options: ExportOptions
 ) -> str:
     """Return the result of comparing the loss of `model` with the checkpoint's, as text."""
-    expected = checkpoint.manifest.probe_loss
-    if not options.check or expected is None:
-        reason = "not asked for" if not options.check else "the checkpoint has no probe"
-        return f"its loss was not checked: {reason}"
-    loss = _loss(checkpoint, model().eval())
+    expected, most = checkpoint.manifest.probe_loss, options.most_checked
+    if not options.check:
+        return "its loss was not checked: not asked for"
+    if expected is None:
+        return "its loss was not checked: the checkpoint has no probe"
+    if most is not None and _parameters(checkpoint, options) > most:
+        return f"its loss was not checked: it has more than {most:,} parameters"
+    there = model().eval()
+    loss = _loss(checkpoint, there)
     tolerance = max(TOLERANCES[dtype], TOLERANCES[checkpoint.manifest.precision])
     same = math.isclose(loss, expected, rel_tol=tolerance)
     if not same and not (math.isnan(loss) and math.isnan(expected)):
@@ -232,15 +287,25 @@ def _checked(
             f"{checkpoint.path} was saved with a loss of {expected:.7g} on its probe batch, but "
             f"the exported model has {loss:.7g} (relative tolerance {tolerance:g}): not exported"
         )
-    return f"its probe loss is {loss:.6g}, and was {expected:.6g} in training"
+    exact = ""
+    if is_kind(there.config._attn_implementation):
+        attend_with("eager", there)
+        exact = f"; with exact attention it would be {_loss(checkpoint, there):.6g}"
+    return f"its probe loss is {loss:.6g}, and was {expected:.6g} in training{exact}"
+
+
+def _parameters(checkpoint: Checkpoint, options: ExportOptions) -> int:
+    """Return the parameters of a checkpoint's model, with frozen ones."""
+    how = options.source, options.trust_remote_code
+    config = hf_config(checkpoint.manifest.model_config, *how)
+    model = skeleton(config, DTYPES["fp32"], "eager", options.trust_remote_code)
+    return int(model.num_parameters())
 
 
 @torch.no_grad()
 def _loss(checkpoint: Checkpoint, model: Any) -> float:
-    """Return the mean loss in nats over the probe's targets, computed one sample at a time."""
-    probe, total = stored_probe(checkpoint), 0.0
-    for row in range(len(probe.labels)):
-        positions = None if probe.position_ids is None else probe.position_ids[row : row + 1]
-        rows = slice(row, row + 1)
-        total += forward(model, probe.input_ids[rows], probe.labels[rows], positions)[0].item()
+    """Return the mean loss in nats over the probe's targets, computed one text at a time."""
+    probe = stored_probe(checkpoint)
+    texts = ((text.input_ids, text.labels, text.position_ids) for text in texts_of(probe))
+    total = sum(forward(model, *text)[0].item() for text in texts)
     return total / int((probe.labels != -100).sum())

@@ -7,8 +7,6 @@ from harness.checkpoint.store import Store
 from harness.data.kept_tokenizer import brings_code
 from harness.errors import ExitCode, RunStopped, is_full_disk
 from harness.files.records import read_lines
-from harness.layout.recompute import REVERSIBLE
-from harness.layout.shape import num_parameters
 from harness.plan.length import length_events
 from harness.plan.text import row
 from harness.report.learned import no_better
@@ -28,7 +26,7 @@ def finish(run: Run) -> None:
     loss = evaluate(run) if run.held_out_nats is None else run.held_out_nats
     _say_loss(run, loss)
     show_sample(run, "sample after training" if plan.config.model.init_from else "sample")
-    if plan.config.save.export and not plan.model_config.get(REVERSIBLE):
+    if plan.config.save.export:
         _export(run)
 
 
@@ -71,7 +69,7 @@ def _export(run: Run) -> None:
     run.watchdog.close()  # an export takes its time
     if run.is_writer:
         options = ExportOptions(
-            check=plan.shape is not None and num_parameters(plan.shape) <= CHECKED_PARAMETERS,
+            most_checked=CHECKED_PARAMETERS,
             merge=plan.config.save.merge,
             source=plan.model_source,
             trust_remote_code=run.engine.module.is_remote_code() or brings_code(run.data.tokenizer),

@@ -32,7 +32,7 @@ def show_sample(run: Run, title: str = "sample") -> None:
         len(tokenizer),
         {run.data.eos_id, *tokenizer.all_special_ids},
         config.sample.tokens,
-        config.data.seq_len,
+        None if config.train.carry_state else config.data.seq_len,
         config.train.seed,
         _clock(LIMIT_S),
     )
@@ -91,7 +91,7 @@ def continued(
     vocab_size: int,
     stops: set[Any],
     tokens: int,
-    seq_len: int,
+    seq_len: int | None,
     seed: int,
     is_up: Callable[[], bool],
 ) -> list[int]:
@@ -99,11 +99,13 @@ def continued(
     `stops` that ends them; fewer where the time `is_up`.
 
     `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is run again for each token:
-    no cache, so it works under every layout, and the text is short.
+    no cache, so it works under every layout, and the text is short. `seq_len`: the model sees so
+    many latest tokens; None: all.
     """
     generator, made = torch.Generator().manual_seed(seed), list[int]()
     for _ in range(tokens):
-        logits = next_logits(torch.tensor([[*ids, *made][-seq_len:]])).cpu()[:vocab_size]
+        seen = [*ids, *made][-(seq_len or 0) :]
+        logits = next_logits(torch.tensor([seen])).cpu()[:vocab_size]
         if not logits.isfinite().all():
             break
         choice = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from harness.config.curriculum import Curriculum, Slice
+from harness.data import contiguous
 from harness.data.batch import Batch
 from harness.data.batches import Stream, share_of_rank
-from harness.data.contiguous import Contiguous
+from harness.data.contiguous import Contiguous, HeldOutText
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded
 from harness.data.whole import TooLong
@@ -294,6 +296,37 @@ def test_each_row_of_a_contiguous_stream_reads_on(
         assert batch.windows.tolist() == [row * length + step % length for row in range(ROWS)]
         begins = [stream.sample(step * ROWS + row).spans[0].first for row in range(ROWS)]
         assert batch.goes_on.tolist() == [begin > 0 for begin in begins]
+
+
+@PROPERTY
+@given(documents=DOCUMENTS, asked=st.integers(1, 300))
+def test_an_evaluation_reads_texts_on_and_counts_what_has_a_state(
+    documents: Documents, asked: int, folders: Iterator[Path]
+) -> None:
+    packed = corpus_of(folders, documents).packed()
+    with mock.patch.object(contiguous, "LEAST_LENGTH", 3):
+        stream = HeldOutText(packed, asked)
+    rows, length = stream.at_once, stream.samples // stream.at_once
+    assert min(asked, packed.num_windows) - rows < rows * length <= asked
+    assert rows == 1 or length >= 3
+    counted, last = 0, [-9] * rows
+    for step in range(length):
+        batch = stream.batch(step * rows, rows)
+        assert batch.windows is not None
+        assert batch.goes_on is not None
+        plain = packed.read(batch.windows.numpy()).labels
+        for row, window in enumerate(batch.windows.tolist()):
+            within = not packed.begin_documents(np.array([window]))[0]
+            assert bool(batch.goes_on[row]) == (step > 0 and within)
+            assert step == 0 or window == last[row] + 1
+            unknown = step == 0 and within
+            assert batch.labels[row].tolist() == ([-100] * SEQ_LEN if unknown else [*plain[row]])
+        counted += int((batch.labels != -100).sum())
+        last = batch.windows.tolist()
+    assert stream.targets_in(0, stream.samples) == counted > 0
+    first = stream.first(8)
+    assert first.windows is not None
+    assert first.windows.tolist() == [*range(min(8, length))]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 2), (2, 3), (3, 1), (1, 6)])

@@ -15,7 +15,7 @@ from harness.config.curriculum import Curriculum, Slice
 from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data
-from harness.data.contiguous import Contiguous
+from harness.data.contiguous import Contiguous, HeldOutText
 from harness.data.data import Data
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded
@@ -136,7 +136,10 @@ def test_data_that_cannot_be_contiguous_streams_is_refused(opened: Opened) -> No
     streams = {"packing": "stream", "document_mask": False}
     with pytest.raises(ConfigError, match=r"windows are no 9999 streams of text \(train.global"):
         opened(rows=9999, **streams)
-    assert isinstance(opened(rows=2, **streams).train, Contiguous)
+    data = opened(rows=2, **streams)
+    assert isinstance(data.train, Contiguous)
+    assert isinstance(data.held_out, HeldOutText)
+    assert data.unigram_nats > data.bigram_nats > 0
 
 
 def test_an_epoch_has_the_same_gradient_packed_padded_or_grouped(

@@ -9,17 +9,25 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional
 
+from harness.data import contiguous
 from harness.data.batch import Batch
+from harness.data.contiguous import HeldOutText
 from harness.engine.api import Engine
 from harness.engine.carried import CarriedStates
 from harness.layout.world import World
 from harness.models.initialize import materialize
+from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
+from harness.run.evaluation import mean_losses
+from harness.run.probe import loss_of, texts_of
+from harness.run.run import Run
 from tests.engine.engines import cells, engine_of, fp16, gathered, plan_of, stage, written
 from tests.engine.small import SEQ_LEN, run_config
 from tests.engine.streams import (
@@ -32,6 +40,7 @@ from tests.engine.streams import (
     CacheLoop,
     TokenLoop,
     stream,
+    text,
 )
 from tests.ranks import ranks
 
@@ -155,9 +164,15 @@ def loss(engine: Engine, step: int) -> float:
     return float(engine.sum_over_ranks(result.loss_share.clone()))
 
 
-def loop_of(kind: str) -> TokenLoop:
+def plain_model(kind: str) -> Any:
+    """Return the engine's model, as transformers computes it."""
     model = skeleton(hf_config(MODELS[kind]), torch.float32, "eager")
     materialize(model, 0, torch.device("cpu"))
+    return model.eval()
+
+
+def loop_of(kind: str) -> TokenLoop:
+    model = plain_model(kind)
     if kind == "mamba2":
         return CacheLoop(model.train())
     return TokenLoop({name: w.detach() for name, w in model.named_parameters()}, kind)
@@ -215,6 +230,52 @@ def test_windows_with_a_carried_state_are_one_long_window() -> None:
     ]
     sums = engine.sum_over_ranks(engine.eval_batch(long))
     assert sum(losses) / len(losses) == pytest.approx(float(sums[0] / sums[1]), rel=1e-6)
+    engine.close()
+
+
+def evaluated(engine: Engine, held_out: HeldOutText) -> float | None:
+    """Return the held-out loss as every run computes it."""
+    run = SimpleNamespace(
+        plan=engine.plan,
+        engine=engine,
+        state=SimpleNamespace(step=1),
+        pulse=lambda *_: None,
+        stop_asked=lambda: (False, False),
+        meter=SimpleNamespace(restart=lambda: None),
+        sum=lambda values: Run.sum(cast(Run, run), values),
+    )
+    return mean_losses(cast(Run, run), held_out)[0]
+
+
+@pytest.mark.parametrize("kind", cells(["gru", "mamba2"]))
+@ranks(2)
+def test_evaluations_carry_states_over_held_out_text(kind: str) -> None:
+    """The loss is that of each text as one long window; the states of training stay."""
+    packed = stream((0, 5 * SEQ_LEN, 8 * SEQ_LEN + 3)).packed  # the second begins with a window
+    with mock.patch.object(contiguous, "LEAST_LENGTH", 6):
+        held_out = HeldOutText(packed, 24)
+    assert (held_out.at_once, held_out.samples) == (4, 24)
+    engine, model, tokens = carrying(stage(1), kind), plain_model(kind), torch.tensor(text())
+    total, targets = 0.0, 0
+    for begin, end in ((0, 5), (5, 6), (6, 12), (12, 18), (18, 24)):
+        window = tokens[begin * SEQ_LEN : end * SEQ_LEN + 1]
+        with torch.no_grad():
+            logits = model(input_ids=window[None, :-1], use_cache=False).logits[0]
+        losses = functional.cross_entropy(logits, window[1:], reduction="none")
+        # The text of a stream that begins within a document has an unknown past.
+        counted = losses[0 if begin in (0, 5) else SEQ_LEN :]
+        total, targets = total + float(counted.sum()), targets + len(counted)
+    before = [t.clone() for f in engine.fragments() for t in f.tensors.values()]
+    assert evaluated(engine, held_out) == pytest.approx(total / targets, rel=1e-5)
+    assert evaluated(engine, held_out) == pytest.approx(total / targets, rel=1e-5)
+    after = [t for f in engine.fragments() for t in f.tensors.values()]
+    assert all(map(torch.equal, before, after))
+    probe = held_out.first(7)
+    expected = [(text.input_ids, text.labels) for text in texts_of(probe)]
+    assert [ids.shape[1] // SEQ_LEN for ids, _ in expected] == [5, 1]
+    with torch.no_grad():
+        nats = sum(float(forward(model, ids, labels)[0]) for ids, labels in expected)
+    assert loss_of(engine, probe) == pytest.approx(nats / (6 * SEQ_LEN), rel=1e-5)
     engine.close()
 
 

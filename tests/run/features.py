@@ -93,7 +93,6 @@ class Feature:
     steps: int = 4
     stop: int = 2
     is_random: bool = False  # each layout drops something else
-    is_exported: bool = True
     resumed_with: str = ""  # words that change nothing
     loss_rounding: float = 1e-5  # relative, between layouts
     norm_rounding: float = 1e-5
@@ -138,18 +137,35 @@ FEATURES = {
     ),
     "longformer": Feature(
         "data.document_mask=true model.attention=longformer model.attention_window=16 "
-        "model.checkpointing=selective",
+        "model.checkpointing=selective save.export=true",
         "stages",
         others="zero3",
     ),
+    "performer": Feature(
+        "model.attention=performer model.attention_features=16 save.export=true",
+        "one",
+        others="zero3",
+        now="resumes exports",
+    ),
+    **{
+        kind: Feature(f"model.attention={kind} {sizes} save.export=true", "one", others="zero3")
+        for kind, sizes in (
+            ("strided", "model.attention_window=8"),
+            ("linformer", "model.attention_window=8 model.attention_features=2"),
+            ("reformer", "model.attention_window=4 model.attention_buckets=4"),
+        )
+    },
     "reversible tensors": Feature(
-        "model.reversible=true model.dropout=0.1", "tensors", is_random=True, is_exported=False
+        "model.reversible=true model.dropout=0.1 save.export=true", "tensors", is_random=True
     ),
     "reversible": Feature(
-        "model.reversible=true model.dropout=0.1",
+        "model.reversible=true model.dropout=0.1 save.export=true",
         "sequences",
         is_random=True,
-        is_exported=False,
+        now="exports",
+    ),
+    "reversible performer": Feature(
+        "model.reversible=true model.attention=performer model.attention_features=16", "one"
     ),
     "experts": Feature(
         layout="experts",
@@ -158,11 +174,18 @@ FEATURES = {
         model={**LEARNED["mixtral"], "vocab_size": 512},
     ),
     "recurrent": Feature(
-        "train.carry_state=true eval.every=1",
+        "train.carry_state=true eval.every=1 save.export=true",
         others="zero3 alone",
+        now="exports",
         model={**_LSTM, "vocab_size": 512},
         resumed_with="eval.every=50",  # an evaluation leaves the states as they are
     ),
+    "gru": Feature(
+        "train.carry_state=true eval.every=1 eval.seq_len=64 save.export=true",
+        others="zero2 alone",
+        model={**_LSTM, "cell": "gru", "vocab_size": 512},
+    ),
+    "recurrent from zeros": Feature(model={**_LSTM, "vocab_size": 512}),
     "lora": Feature(
         "optim.lr=0.01",
         "zero3",
@@ -170,6 +193,9 @@ FEATURES = {
         now="resumes exports",
         model=_LORA,
         loss_rounding=2e-6,
+    ),
+    "lora performer": Feature(
+        "optim.lr=0.01 model.attention=performer model.attention_features=16", model=_LORA
     ),
     "nf4": Feature(
         "optim.lr=0.01 model.lora.quantize=nf4",

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    dynamic_module_utils,
+)
 
 from harness.checkpoint.find import checkpoint_of
 from harness.checkpoint.resume import recorded_run
@@ -18,14 +24,15 @@ from harness.data.build import build_data
 from harness.data.indexed import IndexedTokens
 from harness.data.spec import DataSpec
 from harness.errors import ExitCode
+from harness.models.as_trained import attend_as_trained
 from harness.models.loss import forward
-from harness.run.probe import stored_probe
+from harness.run.probe import stored_probe, texts_of
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import chats, tokenizer_of
 from tests.run.features import FEATURES, LAYOUTS, Feature, Runs, in_gate
 from tests.run_tools import run_tool
 from tests.two_ranks import events
-from tools import export_hf
+from tools import chat, export_hf
 
 Lines = dict[int, dict[str, float]]
 IDS = torch.arange(24).view(2, 12)
@@ -151,35 +158,38 @@ def test_a_run_goes_on_in_another_layout(
 
 
 @pytest.mark.parametrize(("name", "layout"), cells("exports"))
-def test_the_export_computes_what_was_trained(
+def test_the_export_computes_what_was_trained_and_answers(
     name: str, layout: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The loss of the held-out samples whose loss the checkpoint holds, in transformers or peft."""
-    run = runs.whole(name, layout)
-    code = export_hf.main([str(run.path), "--out", str(tmp_path / "export")])
-    if not FEATURES[name].is_exported:
-        assert code == 2
-        assert "reversible layers" in capsys.readouterr().err
-        return
-    assert code == 0
+    run, export = runs.whole(name, layout), tmp_path / "export"
+    assert run.export_dir.exists() == ("save.export=true" in " ".join(runs.words(name)))
+    assert export_hf.main([str(run.path), "--out", str(export)]) == 0
+    assert "its probe loss is" in capsys.readouterr().out
     checkpoint = checkpoint_of(str(run.path))
     probe, loss = stored_probe(checkpoint), 0.0
-    model = opened(tmp_path / "export", runs)
-    for row in range(len(probe.labels)):
-        rows = slice(row, row + 1)
-        positions = None if probe.position_ids is None else probe.position_ids[rows]
+    model = opened(export, runs)
+    for text in texts_of(probe):
         with torch.no_grad():
-            loss += float(forward(model, probe.input_ids[rows], probe.labels[rows], positions)[0])
+            loss += float(forward(model, text.input_ids, text.labels, text.position_ids)[0])
     loss /= int((probe.labels != -100).sum())
     rounding = 1e-6 if name == "nf4" else 1e-5
     assert loss == pytest.approx(checkpoint.manifest.probe_loss, rel=rounding)
+    assert chat.main([str(export), "--prompt", "the model reads", "--tokens", "4"]) == 0
 
 
 def opened(export: Path, runs: Runs) -> Any:
     """Open an export as the docs say."""
+    attention = export / "trained_attention.json"
     if not (export / "adapter_config.json").exists():
-        return AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
-    return PeftModel.from_pretrained(base_of(export, runs), str(export)).eval()
+        brings_code = (export / "modeling_as_trained.py").exists()
+        how = {"dtype": torch.float32, "trust_remote_code": brings_code}
+        with mock.patch.object(dynamic_module_utils, "HF_MODULES_CACHE", str(runs.folder / "code")):
+            return AutoModelForCausalLM.from_pretrained(export, **how).eval()
+    model = PeftModel.from_pretrained(base_of(export, runs), str(export)).eval()
+    if attention.exists():
+        attend_as_trained(model.get_base_model(), json.loads(attention.read_text()))
+    return model
 
 
 def base_of(export: Path, runs: Runs) -> Any:
@@ -369,12 +379,20 @@ def test_a_run_keeps_its_attention(runs: Runs, tmp_path: Path) -> None:
     assert "attention_window is 8, but the run in this folder has 16" in output
 
 
-@pytest.mark.parametrize("name", [in_gate("reversible"), in_gate("reversible tensors")])
-def test_reversible_weights_begin_another_run(name: str, runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["run", "export"])
+@pytest.mark.parametrize(
+    "name", [in_gate("reversible"), in_gate("reversible tensors"), in_gate("performer")]
+)
+def test_what_was_trained_begins_another_run(
+    name: str, source: str, runs: Runs, tmp_path: Path
+) -> None:
     """The first held-out loss is the last one of the run that wrote the weights."""
     whole, layout = runs.whole(name), FEATURES[name].layout
-    words = (f"model.init_from={whole.path}", "train.steps=1")
-    runs.train(name, layout, tmp_path / "begun", *words)
+    weights = whole.path if source == "run" else whole.export_dir
+    words = (f"model.init_from={weights}", "train.steps=1")
+    output = runs.train(name, layout, tmp_path / "begun", *words)
+    if source == "run":
+        assert f"begins with the weights of step {FEATURES[name].steps} of {whole.path}" in output
     last = lines_of(whole)[FEATURES[name].steps]["eval_loss"]
     first = lines_of(RunFolder(tmp_path / "begun"))[0]["eval_loss"]
     assert first == pytest.approx(last, rel=1e-5)

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.models.efficient_attention.hashes import Reformer
 from harness.models.efficient_attention.patterns import Linformer, Longformer, Strided
 from harness.models.efficient_attention.performer import ByChunks, Performer
 from harness.models.efficient_attention.pieces import ByPieces
-from harness.models.recompute import keeping_none
+from harness.models.keeping import keeping_none
 
 Sizes = Mapping[str, int]
 
@@ -61,7 +62,7 @@ def _attend(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: (batch, heads, seq_len, head_dim) each ->
-    (batch, seq_len, heads, head_dim).
+    (batch, seq_len, heads, head_dim). Of a text that is continued there may be fewer queries.
 
     `cu_seq_lens_q` (documents + 1,) int32, on the host, counts over the rows of the batch, end to
     end. Without it each row is one document.
@@ -69,7 +70,10 @@ def _attend(
     assert not dropout, "a plan refuses dropout of attention weights with a kind"
     assert not sliding_window, "a plan refuses windows of a model's own with a kind"
     assert not softcap, "a plan refuses soft-capped scores with a kind"
-    batch, length = query.shape[0], query.shape[2]
+    batch, length, asked = key.shape[0], key.shape[2], query.shape[2]
+    # The first tokens of a text that is continued come from a cache: their output is known.
+    if asked < length:
+        query = functional.pad(query, (0, 0, length - asked, 0))
     bounds = [*range(0, batch * length + 1, length)]
     if cu_seq_lens_q is not None:
         bounds = cu_seq_lens_q.tolist()
@@ -82,4 +86,4 @@ def _attend(
             kind,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
         )
-    return output.reshape(batch, length, *output.shape[1:]), None
+    return output.reshape(batch, length, *output.shape[1:])[:, length - asked :], None

@@ -127,7 +127,8 @@ def _held_out_loss(engine: ZeroEngine) -> float:
 class _HeldOut:
     """The held-out samples as a stream, which begins anew where it ends."""
 
-    samples, seq_len = recipe.HELD_OUT_SAMPLES, SEQ_LEN
+    samples = at_once = recipe.HELD_OUT_SAMPLES
+    seq_len = SEQ_LEN
 
     def batch(self, first_sample: int, micro_batch: int) -> Batch:
         """Return consecutive samples."""

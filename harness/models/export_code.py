@@ -1,0 +1,102 @@
+"""The code of a model that travels with its weights, and exports that have such code.
+
+transformers runs it with trust_remote_code=True. Where attention alone is another, readers without
+it open the same weights with exact attention; reversible layers have a model_type of their own,
+which others refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from harness.layout.as_trained import ATTENTION, CODE, as_plain, is_as_trained, reversible_type
+from harness.layout.recompute import REVERSIBLE
+from harness.models.as_trained import AsTrained
+from harness.models.skeleton import hf_config
+
+_ABOUT = '''"""The model as it was trained: written beside its weights, as what it imports."""
+
+'''
+_ROOM = Path(__file__).parent
+_IMPORT = re.compile(r"^from harness\.models\.([\w.]+) import ", re.MULTILINE)
+
+
+def write_code(folder: Path, model: PreTrainedModel, attention: Mapping[str, Any]) -> None:
+    """Let the export of a model in `folder` be opened as it was trained: with a kind of attention
+    ({} for exact attention), and with reversible layers if its config has them.
+    """
+    path, family, own = folder / "config.json", type(model), f"AsTrained{type(model).__name__}"
+    config, body = json.loads(path.read_text(encoding="utf-8")), "    pass"
+    codes = {"AutoModelForCausalLM": f"{CODE}.{own}"}
+    before = f"{_import_of(family)}\n\nfrom .as_trained import AsTrained\n\n\n"
+    if attention:
+        config[ATTENTION] = dict(attention)
+    if config.get(REVERSIBLE):
+        of_family = type(model.config)
+        config["model_type"] = reversible_type(config["model_type"])
+        config["architectures"] = [own]
+        codes["AutoConfig"] = f"{CODE}.AsTrainedConfig"
+        before = f"{_import_of(of_family)}\n{before}class AsTrainedConfig({of_family.__name__}):\n"
+        before += f"    model_type = {config['model_type']!r}\n\n\n"
+        body = "    config_class = AsTrainedConfig"
+    config["auto_map"] = {**config.get("auto_map", {}), **codes}
+    code = f"{_ABOUT}{before}class {own}(AsTrained, {family.__name__}):\n{body}\n"
+    (folder / f"{CODE}.py").write_text(code, encoding="utf-8")
+    copy_code("as_trained", folder)
+    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def _import_of(own: type) -> str:
+    """Return the line that imports a class of transformers, or of a model that brings its code."""
+    module = own.__module__
+    home = "transformers" if module.startswith("transformers.") else f".{module.split('.')[-1]}"
+    return f"from {home} import {own.__name__}"
+
+
+def copy_code(name: str, folder: Path) -> None:
+    """Copy a file of this room and those that it imports, as files that import each other."""
+    waiting, copied = [name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name not in copied:
+            copied.add(name)
+            text = (_ROOM / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
+            waiting += _IMPORT.findall(text)
+            text = _IMPORT.sub(lambda match: f"from .{_flat(match[1])} import ", text)
+            (folder / f"{_flat(name)}.py").write_text(text, encoding="utf-8")
+
+
+def opened_as_trained(folder: Path, **how: Any) -> PreTrainedModel | None:
+    """Return the model of an export with such code, computed by the harness's own; None for any
+    other folder. `how`: arguments of from_pretrained.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or not is_as_trained(values):
+        return None
+    config = hf_config(as_plain(values))
+    config.trained_attention = values.get(ATTENTION)
+    opened: PreTrainedModel = class_as_trained(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    return opened.from_pretrained(folder, config=config, **how)
+
+
+def class_as_trained(family: Any) -> Any:
+    """Return a class of transformers that computes as trained."""
+    # Where its module is looked for things, they are the family's.
+    return type(
+        f"AsTrained{family.__name__}", (AsTrained, family), {"__module__": family.__module__}
+    )
+
+
+def _flat(name: str) -> str:
+    """Return the name of a copied file."""
+    return name.replace(".", "_")
