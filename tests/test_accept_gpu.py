@@ -17,6 +17,7 @@ import pytest
 
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment, wait_for
+from tools import accept_gpu
 from tools.acceptance import speed
 from tools.acceptance import waits as waits_step
 from tools.acceptance.attention import _equal
@@ -24,7 +25,7 @@ from tools.acceptance.bench import Bench, Failed
 from tools.acceptance.report import Check, Result, as_json, code, table
 from tools.acceptance.steps import STEPS
 from tools.acceptance.waits import MOST, RUN_AHEAD
-from tools.bounded import run_bounded
+from tools.bounded import Ended, run_bounded
 from tools.speed.cases import Case
 
 COMMAND = [sys.executable, "-m", "tests.planted_acceptance.command"]
@@ -178,6 +179,25 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
         command = [sys.executable, "-c", code]
         out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
         assert out == f"{count} False\n"
+
+
+@pytest.mark.parametrize("before", ["/of/the/container", "", None])
+def test_a_step_finds_the_packages_that_came_by_pythonpath(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def run(_command: Any, _limit_s: float, log: Path, _cwd: Path, env: Any, *_: Any) -> Ended:
+        log.touch()
+        given.append(env["PYTHONPATH"])
+        return Ended(1, 0.0, 0.0)
+
+    monkeypatch.setattr(accept_gpu, "run_bounded", run)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    accept_gpu._done(STEPS[0], tmp_path, 1, "cpu", 1.0)
+    assert given == [os.pathsep.join([str(REPOSITORY), *filter(None, [before])])]
 
 
 def test_verdicts_of_a_step() -> None:

@@ -36,6 +36,7 @@ from tools.acceptance.report import Check, Result, as_json, code, read_result, r
 from tools.acceptance.steps import STEPS, Step
 from tools.bounded import run_bounded
 from tools.made_with import machine, versions
+from tools.proofs.ranks import python_path
 
 MOST_RANKS = 8
 CPU_RANKS = 2
@@ -107,7 +108,8 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
             what = readable(now.read_text(errors="replace")) if now.exists() else "starting"
             _say(f"    {said_at - began:3.0f} of at most {limit_s:.0f} s: {what}")
 
-    env = {**os.environ, "DS_ACCELERATOR": accelerator, "PYTHONPATH": str(REPOSITORY)}
+    env = {**os.environ, "DS_ACCELERATOR": accelerator}
+    env["PYTHONPATH"] = python_path(env.get("PYTHONPATH"))
     ended = run_bounded(command, limit_s, log, REPOSITORY, env, progress)
     if ended.code == 0:
         return read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
