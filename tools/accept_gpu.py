@@ -18,7 +18,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from typing import NoReturn
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
-from harness.layout.world import find_accelerator
+from harness.layout.world import find_accelerator, listed_gpus
 from harness.terminal import say
 from tools.acceptance.report import Check, Result, as_json, code, read_result, readable, table
 from tools.acceptance.steps import STEPS, Step
@@ -130,13 +129,7 @@ def _gpus() -> int:
     """Return the number of GPUs to use, at most MOST_RANKS, without importing torch."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return min(MOST_RANKS, len(visible.split(",")))
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return min(MOST_RANKS, sum(line.startswith("GPU") for line in listed.stdout.splitlines()))
+    return min(MOST_RANKS, len(listed_gpus()))
 
 
 def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:

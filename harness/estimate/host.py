@@ -68,7 +68,8 @@ def saving(inputs: Inputs) -> list[Held]:
 
 def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
     """Bytes by which torch rounds pinned memory up to powers of two (CachingHostAllocator.h), each
-    component taken for one block; a run switches that off unless the user has set its allocators.
+    component taken for one block, and activations for one of each layer; a run switches that off
+    unless the user has set its allocators, or this torch cannot.
     """
     if not inputs.rounds_pinned:
         return []
@@ -79,12 +80,17 @@ def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
     def is_pinned(part: Held) -> bool:
         if part.component == CHECKPOINT_COPY:
             return True
-        return part.place == "host" and inputs.zero.pins and part.component not in pageable
+        pins = inputs.zero.pins or _is_activation(part)
+        return part.place == "host" and pins and part.component not in pageable
+
+    def rounded(part: Held) -> int:
+        blocks = inputs.in_flight * inputs.shape.num_layers if _is_activation(part) else 1
+        return blocks * _power_of_two(-(-part.bytes // blocks))
 
     return [
         Held(
             "pinned rounding",
-            _power_of_two(part.bytes) - part.bytes,
+            rounded(part) - part.bytes,
             part.phases,
             "guessed",
             "host",
@@ -92,6 +98,10 @@ def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
         for part in parts
         if is_pinned(part) and part.bytes
     ]
+
+
+def _is_activation(part: Held) -> bool:
+    return part.component.startswith("activations")
 
 
 def _power_of_two(size: int) -> int:

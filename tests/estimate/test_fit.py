@@ -21,6 +21,7 @@ def plan(
     ds: dict[str, Any],
     accelerator: str = "cuda",
     allocators: str | None = None,
+    torch: str | None = None,
     **run: dict[str, Any],
 ) -> Plan:
     world = World(
@@ -29,6 +30,7 @@ def plan(
         accelerator=accelerator,
         gpu="h100-80",
         allocators=allocators,
+        torch=torch,
     )
     return make_plan(RunConfig.model_validate(run), ds, world)
 
@@ -105,6 +107,34 @@ def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_alloca
     assert pageable
     assert not plan(STAGE_1, allocators="PYTORCH_ALLOC_CONF=x:1", **LLAMA).events
     assert pageable.host_bytes_per_node == exact.estimate.host_bytes_per_node
+
+
+def test_pinned_blocks_count_as_a_torch_rounds_them_that_has_no_setting_against_it() -> None:
+    by_user = plan(OFFLOADED, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA)
+    old = plan(OFFLOADED, torch="2.11.0", **LLAMA)
+    assert old.estimate
+    assert by_user.estimate
+    assert old.estimate.host_bytes_per_node == by_user.estimate.host_bytes_per_node
+    notes = [event["message"] for event in old.events if event["kind"] == "pinned_memory"]
+    assert ["torch 2.11.0 knows no setting against it: torch 2.13 does" in n for n in notes] == [
+        True
+    ]
+    assert not plan(STAGE_1, torch="2.11.0", **LLAMA).events
+
+
+def test_activations_on_the_host_are_kept_between_steps_in_pinned_blocks_of_a_layer() -> None:
+    kept = {"checkpointing": "full", "activation_offload": True, "name": "llama-1b"}
+    run = {"model": kept, "data": {"seq_len": 1536}, "train": {"micro_batch": 1}}
+    exact, rounded = plan(STAGE_1, **run), plan(STAGE_1, torch="2.12.0", **run)
+    assert exact.estimate
+    assert rounded.estimate
+    layer = 1536 * 2048 * 2  # bytes of its input: 6 MiB
+    for phase in ("forward", "step", "between_steps"):
+        sizes = exact.estimate.worst.phase(phase, "host")
+        assert sizes["activations: layer inputs"] == 16 * layer
+        more = rounded.estimate.worst.phase(phase, "host")["pinned rounding"]
+        assert more == 16 * (8 * 2**20 - layer)
+    assert [e["kind"] for e in rounded.events if e["kind"] == "pinned_memory"] == ["pinned_memory"]
 
 
 def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:
