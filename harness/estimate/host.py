@@ -13,14 +13,20 @@ from harness.estimate.units import GIB
 
 # A rank that has imported torch, transformers and deepspeed, before any weight.
 PROCESS_HOST = int(0.5 * GIB)
+# What CUDA adds to it: 0.9 GiB with kernels that are loaded when needed (torch 2.10 with CUDA 12.8,
+# huggingface.co/owensong/Inflect-Micro-v2, discussion 6: 0.48 GB imported, 1.43 GB at work), and
+# 1.7 GiB with all of them, as a driver or CUDA_MODULE_LOADING may have it (torch issue 12873).
+CUDA_HOST = int(1.3 * GIB)
 _MIB = 2**20
 CHECKPOINT_COPY = "checkpoint copy"
 
 
 def process(inputs: Inputs) -> list[Held]:
     """Memory of a rank's process before any tensor; on a GPU what its libraries allocate."""
-    parts = [Held("process", PROCESS_HOST, ALWAYS, "guessed", "host")]
-    if inputs.accelerator == "cuda":
+    is_cuda = inputs.accelerator == "cuda"
+    size = PROCESS_HOST + (CUDA_HOST if is_cuda else 0)
+    parts = [Held("process", size, ALWAYS, "guessed", "host")]
+    if is_cuda:
         workspace = int(generation_of(inputs.gpu).workspace * _MIB)
         parts.append(Held("cuBLAS workspace", workspace, STEPPED, "read"))
     return parts

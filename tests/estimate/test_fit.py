@@ -10,6 +10,7 @@ import pytest
 
 from harness.config.run_config import RunConfig
 from harness.estimate import fit
+from harness.estimate.host import CUDA_HOST, PROCESS_HOST
 from harness.estimate.timeline import Estimate
 from harness.estimate.units import GIB
 from harness.layout.world import World
@@ -86,6 +87,14 @@ def test_host_memory_counts_all_ranks_of_the_node() -> None:
     assert fit.shortages(estimated, None, 2 * each) == []
     (problem,) = fit.shortages(estimated, None, 2 * each - 1)
     assert "of host memory" in problem
+
+
+def test_a_process_on_a_gpu_holds_cudas_memory_of_the_host_too() -> None:
+    sizes = {
+        accelerator: estimate(STAGE_1, accelerator, **LLAMA).worst.phase("build", "host")["process"]
+        for accelerator in ("cuda", "cpu")
+    }
+    assert sizes == {"cuda": PROCESS_HOST + CUDA_HOST, "cpu": PROCESS_HOST}
 
 
 def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_allocators() -> None:

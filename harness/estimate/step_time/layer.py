@@ -234,13 +234,17 @@ def _experts(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> f
 def _attention(inputs: Inputs, index: int) -> float:
     """Return the operations of a layer's attention in the forward pass of a micro-batch.
 
-    A token sees half of the sequence on average, and no more than a sliding window; with divided
-    rows a rank has its heads of all tokens.
+    A token sees half of the sequence on average, or of its document where kernels are told where
+    documents begin, and no more than a sliding window; with divided rows a rank has its heads of
+    all tokens.
     """
     width = attention_width(inputs.shape, inputs.shape.body.layers[index])
     window = inputs.shape.sliding_windows[index] if inputs.shape.sliding_windows else None
     sizes = dict(inputs.attention_sizes)
-    context = ATTENTIONS[inputs.attention].keys(sizes, inputs.seq_len / 2)
+    kind, half = ATTENTIONS[inputs.attention], inputs.seq_len / 2
+    if kind.takes_bounds and inputs.seen_tokens is not None:
+        half = min(half, inputs.seen_tokens)
+    context = kind.keys(sizes, half)
     if inputs.attention == "eager" or (inputs.document_mask and inputs.attention == "sdpa"):
         context = inputs.seq_len  # a mask is applied, nothing is left out
     if window is not None:

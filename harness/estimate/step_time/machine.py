@@ -41,9 +41,9 @@ class Machine:
     network_latency: float = 8e-6
     """Seconds of one step of a collective between nodes."""
     host_memory_rate: float = 20e9
-    """Bytes of host memory a second for each GPU: 8 of them share two sockets' 200 GB/s or so."""
+    """Bytes of host memory a second for each GPU: those of a node share it."""
     host_link_rate: float = 20e9
-    """Bytes a second between a GPU and its host: PCIe 4.0 x16, of whose 32 GB/s 20 are reached."""
+    """Bytes a second between a GPU and its host, one direction."""
     nvme_rate: float = 2e9
     """Bytes a second to or from a node's drives for each GPU."""
     launch_scale: float = 1.0
@@ -88,6 +88,8 @@ def machine_of(
         watts=rates["watts"],
         gpus_per_node=gpus_per_node,
         evidence=rates["evidence"],
+        host_memory_rate=rates["host_gb_per_s"] * HOST_MEMORY_REACHED * 1e9 / gpus_per_node,
+        host_link_rate=rates["host_link_gb_per_s"] * HOST_LINK_REACHED * 1e9,
         rate_evidence=tuple((name, rates["evidence"]) for name in _LISTED),
         partial_wave=rates["partial_wave"],
         flash_attention_3=rates["flash_attention_3"],
@@ -185,6 +187,11 @@ FITTED = (
 """Numbers that a site's runs refit."""
 _LISTED = ("products", "attention", "memory_rate", "link_rate", "network_rate")
 """Numbers that rates.toml has of a GPU."""
+HOST_MEMORY_REACHED = 0.46
+"""Share of a node's memory rate that DeepSpeed's Adam reaches on all of its cores: 10**10 weights in
+2.57 s, at 30 bytes each, where DGX-2 has 256 GB/s (arXiv 2101.06840, table 4 and section 6.1)."""
+HOST_LINK_REACHED = 0.625
+"""Share of a link's rate that copies of pinned memory reach: 20 of PCIe 4.0's 32 GB/s."""
 NETWORK_REACHED = 0.8
 """Share of a network's rate that collectives reach."""
 

@@ -34,6 +34,15 @@ def test_a_network_that_is_given_is_taken() -> None:
     assert slow == replace(usual, network_rate=usual.network_rate / 40)
 
 
+def test_ranks_of_a_node_share_its_hosts_memory() -> None:
+    alone, eight = (machine_of("h100-80", ranks, "bf16") for ranks in (1, 8))
+    assert alone.host_memory_rate == pytest.approx(8 * eight.host_memory_rate)
+    assert alone.host_link_rate == eight.host_link_rate
+    # arXiv 2101.06840, table 4: DeepSpeed's Adam of 10**10 weights on a DGX-2, 30 bytes each.
+    dgx_2 = machine_of("v100-32", 1, "fp16")
+    assert 10**10 * 30 / dgx_2.host_memory_rate == pytest.approx(2.57, rel=0.02)
+
+
 def test_an_unknown_gpu_is_named() -> None:
     with pytest.raises(ValueError, match="unknown GPU 'h9000'"):
         machine_of("h9000", 8, "bf16")
