@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,17 +15,19 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment, wait_for
-from tools.acceptance import speed
+from tools import accept_gpu
+from tools.acceptance import attending, speed
 from tools.acceptance import waits as waits_step
 from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed
 from tools.acceptance.report import Check, Result, as_json, code, table
 from tools.acceptance.steps import STEPS
 from tools.acceptance.waits import MOST, RUN_AHEAD
-from tools.bounded import run_bounded
+from tools.bounded import Ended, run_bounded
 from tools.speed.cases import Case
 
 COMMAND = [sys.executable, "-m", "tests.planted_acceptance.command"]
@@ -180,6 +183,25 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
         assert out == f"{count} False\n"
 
 
+@pytest.mark.parametrize("before", ["/of/the/container", "", None])
+def test_a_step_finds_the_packages_that_came_by_pythonpath(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def run(_command: Any, _limit_s: float, log: Path, _cwd: Path, env: Any, *_: Any) -> Ended:
+        log.touch()
+        given.append(env["PYTHONPATH"])
+        return Ended(1, 0.0, 0.0)
+
+    monkeypatch.setattr(accept_gpu, "run_bounded", run)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    accept_gpu._done(STEPS[0], tmp_path, 1, "cpu", 1.0)
+    assert given == [os.pathsep.join([str(REPOSITORY), *filter(None, [before])])]
+
+
 def test_verdicts_of_a_step() -> None:
     held, failed, skipped = (Check(v, v) for v in ("held", "failed", "skipped"))
     assert Result("s", 1.0, checks=(held, skipped)).verdict == "held"
@@ -198,6 +220,27 @@ def test_attention_is_held_to_the_precision_that_it_ran_in(tmp_path: Path) -> No
     assert _equal(Bench(tmp_path, tmp_path, 2, "cpu"), row).startswith("bf16: loss 9.023745")
     with pytest.raises(Failed, match="gradients 1e-02 apart"):
         _equal(Bench(tmp_path, tmp_path, 2, "cpu"), {**row, "precision": "fp32"})
+
+
+def test_an_attention_whose_kernel_raises_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def computed(attention: str, *_: Any) -> Any:
+        if attention == "varlen":
+            raise ValueError("torch has no varlen_attn")
+        return 9.0, {"w": torch.ones(2)}, {"precision": "bf16"}
+
+    monkeypatch.setattr(attending, "_computed", computed)
+    monkeypatch.setattr(attending, "join", lambda world: torch.device("cpu"))
+    monkeypatch.setattr(attending, "ending_together", contextlib.nullcontext)
+    attending.main([str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    bench = Bench(tmp_path, tmp_path, 1, "cuda")
+    failed = [row for row in rows if "failed" in row]
+    assert [row["attention"] for row in failed] == ["varlen", "varlen"]
+    with pytest.raises(Failed, match="ValueError: torch has no varlen_attn"):
+        _equal(bench, failed[0])
+    assert len([row for row in rows if "loss" in row]) == len(rows) - 2
 
 
 def test_sdpa_on_a_gpu_has_a_fused_kernel(tmp_path: Path) -> None:

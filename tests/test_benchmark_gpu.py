@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import traceback
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.speed.cases import LADDER, Case, swept
 from tools.speed.recorder import Enough, Recorder, _ends
-from tools.speed.waits import counted_waits
+from tools.speed.waits import call_site, counted_waits
 from tools.speed.worker import FALLBACKS, fallbacks
 
 SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)
@@ -133,6 +134,21 @@ def test_waits_are_counted_by_the_line_that_waits(monkeypatch: pytest.MonkeyPatc
     assert sorted(places.values()) == [1, 2]
     torch.cuda.synchronize()
     assert sum(places.values()) == 3  # no longer counted
+
+
+def test_a_folder_called_torch_hides_no_line() -> None:
+    """Only torch's own lines are skipped: an environment may lie below a folder of that name."""
+    packages = "/home/torch/env/lib/python3.12/site-packages"
+    own = f"{Path(torch.__file__).parent}/cuda/__init__.py"
+    frames = [
+        (f"{REPOSITORY}/harness/loop.py", "harness/loop.py"),
+        (f"{packages}/deepspeed/runtime/utils.py", "deepspeed/runtime/utils.py"),
+        ("/usr/lib/python3/dist-packages/deepspeed/zero.py", "deepspeed/zero.py"),
+        ("/data/torch/clone/harness/loop.py", "/data/torch/clone/harness/loop.py"),
+    ]
+    for file, shown in frames:
+        stack = traceback.StackSummary.from_list([(file, 7, "f", ""), (own, 1, "synchronize", "")])
+        assert call_site(stack) == f"{shown}:7"
 
 
 def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     "accelerate": {"models", "checkpoint", "engine"},
     "safetensors": {"models", "checkpoint", "engine"},
     "liger_kernel": {"models"},
-    "ninja": {"engine"},
     "sentencepiece": {"data"},
     "tokenizers": {"data"},
     "huggingface_hub": {"plan", "models", "checkpoint"},

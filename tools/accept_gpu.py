@@ -18,7 +18,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,12 +29,13 @@ from typing import NoReturn
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
-from harness.layout.world import find_accelerator
+from harness.layout.world import find_accelerator, listed_gpus
 from harness.terminal import say
 from tools.acceptance.report import Check, Result, as_json, code, read_result, readable, table
 from tools.acceptance.steps import STEPS, Step
 from tools.bounded import run_bounded
 from tools.made_with import machine, versions
+from tools.proofs.ranks import python_path
 
 MOST_RANKS = 8
 CPU_RANKS = 2
@@ -107,7 +107,8 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
             what = readable(now.read_text(errors="replace")) if now.exists() else "starting"
             _say(f"    {said_at - began:3.0f} of at most {limit_s:.0f} s: {what}")
 
-    env = {**os.environ, "DS_ACCELERATOR": accelerator, "PYTHONPATH": str(REPOSITORY)}
+    env = {**os.environ, "DS_ACCELERATOR": accelerator}
+    env["PYTHONPATH"] = python_path(env.get("PYTHONPATH"))
     ended = run_bounded(command, limit_s, log, REPOSITORY, env, progress)
     if ended.code == 0:
         return read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
@@ -128,13 +129,7 @@ def _gpus() -> int:
     """Return the number of GPUs to use, at most MOST_RANKS, without importing torch."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return min(MOST_RANKS, len(visible.split(",")))
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return min(MOST_RANKS, sum(line.startswith("GPU") for line in listed.stdout.splitlines()))
+    return min(MOST_RANKS, len(listed_gpus()))
 
 
 def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -23,8 +24,10 @@ from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_ful
 from harness.guard.alarm import Alarm, Failure, exit_now
 from harness.layout.port import is_free, slurm_port
 from harness.layout.world import World
+from harness.plan.machine import ninja_folder
 from harness.terminal import say
 
+_LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
 _alarm: Alarm | None = None  # one, as torch's default group is
 _BEYOND_THE_WATCHDOG_S = 600.0  # that collectives wait longer than it, to dump stacks and report
 
@@ -235,7 +238,8 @@ def _place_of(error: BaseException) -> str:
     """The line of ours that was writing, where the message names no file."""
     if isinstance(error, CannotSave) or getattr(error, "filename", None):
         return ""
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if "/harness/" in f.filename]
+    stack = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in stack if frame.filename.startswith(_LIBRARY)]
     return f" (in {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].name})" if lines else ""
 
 
@@ -256,16 +260,13 @@ def _leave_or_end() -> None:
 
 
 def _find_own_ninja() -> None:
-    """Put the ninja installed beside this interpreter first on PATH, where torch looks for it.
+    """Put the ninja installed for this interpreter first on PATH, where torch looks for it.
 
     The environment need not be activated. And ninja builds everything again, for minutes, when
     another version of it wrote the log of a folder: always the same one must be found.
     """
-    try:
-        import ninja
-    except ImportError:
-        return
-    os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
+    if folder := ninja_folder():
+        os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
 
 
 def _free_port() -> int:

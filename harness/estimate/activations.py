@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness.estimate.held import BACKWARD, BEFORE_BACKWARD, FP32, Evidence, Held, Place
+from harness.estimate.held import BACKWARD, BEFORE_BACKWARD, FP32, STEPPED, Evidence, Held, Place
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import (
     Layer,
@@ -60,6 +60,9 @@ def activations(
     kept = [(_kept(inputs, each[0], layers[each[0]]), len(each)) for each in kinds]
     for name, place in {key: None for sizes, _ in kept for key in sizes}:
         total = sum(sizes.get((name, place), 0) * count for sizes, count in kept)
+        if place == "host":  # which is kept from step to step (models/host_copies.py)
+            parts.append(Held(name, batches * total, STEPPED, evidence, place))
+            continue
         parts.append(Held(name, batches * total, BEFORE_BACKWARD, evidence, place))
         first = kept[0][0].get((name, place), 0)
         left = (batches - 1) * total + first  # what the end of a backward pass needs

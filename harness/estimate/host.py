@@ -13,14 +13,20 @@ from harness.estimate.units import GIB
 
 # A rank that has imported torch, transformers and deepspeed, before any weight.
 PROCESS_HOST = int(0.5 * GIB)
+# What CUDA adds to it: 0.9 GiB with kernels that are loaded when needed (torch 2.10 with CUDA 12.8,
+# huggingface.co/owensong/Inflect-Micro-v2, discussion 6: 0.48 GB imported, 1.43 GB at work), and
+# 1.7 GiB with all of them, as a driver or CUDA_MODULE_LOADING may have it (torch issue 12873).
+CUDA_HOST = int(1.3 * GIB)
 _MIB = 2**20
 CHECKPOINT_COPY = "checkpoint copy"
 
 
 def process(inputs: Inputs) -> list[Held]:
     """Memory of a rank's process before any tensor; on a GPU what its libraries allocate."""
-    parts = [Held("process", PROCESS_HOST, ALWAYS, "guessed", "host")]
-    if inputs.accelerator == "cuda":
+    is_cuda = inputs.accelerator == "cuda"
+    size = PROCESS_HOST + (CUDA_HOST if is_cuda else 0)
+    parts = [Held("process", size, ALWAYS, "guessed", "host")]
+    if is_cuda:
         workspace = int(generation_of(inputs.gpu).workspace * _MIB)
         parts.append(Held("cuBLAS workspace", workspace, STEPPED, "read"))
     return parts
@@ -68,7 +74,8 @@ def saving(inputs: Inputs) -> list[Held]:
 
 def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
     """Bytes by which torch rounds pinned memory up to powers of two (CachingHostAllocator.h), each
-    component taken for one block; a run switches that off unless the user has set its allocators.
+    component taken for one block, and activations for one of each layer; a run switches that off
+    unless the user has set its allocators, or this torch cannot.
     """
     if not inputs.rounds_pinned:
         return []
@@ -79,12 +86,17 @@ def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
     def is_pinned(part: Held) -> bool:
         if part.component == CHECKPOINT_COPY:
             return True
-        return part.place == "host" and inputs.zero.pins and part.component not in pageable
+        pins = inputs.zero.pins or _is_activation(part)
+        return part.place == "host" and pins and part.component not in pageable
+
+    def rounded(part: Held) -> int:
+        blocks = inputs.in_flight * inputs.shape.num_layers if _is_activation(part) else 1
+        return blocks * _power_of_two(-(-part.bytes // blocks))
 
     return [
         Held(
             "pinned rounding",
-            _power_of_two(part.bytes) - part.bytes,
+            rounded(part) - part.bytes,
             part.phases,
             "guessed",
             "host",
@@ -92,6 +104,10 @@ def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
         for part in parts
         if is_pinned(part) and part.bytes
     ]
+
+
+def _is_activation(part: Held) -> bool:
+    return part.component.startswith("activations")
 
 
 def _power_of_two(size: int) -> int:

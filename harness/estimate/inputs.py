@@ -64,6 +64,9 @@ class Inputs:
     """True if labels are smoothed, with which Liger's loss is not fused with the head."""
     document_mask: bool = False
     """True if tokens attend only within their own document: the mask is then a tensor."""
+    seen_tokens: float | None = None
+    """Tokens that a token attends to on average within its document, itself among them; None where
+    the data is not known, as if every row were one document."""
     activation: str = ""
     """The MLP's activation function, by its Hugging Face name; "" for the family's usual one."""
     dropout: float = 0.0

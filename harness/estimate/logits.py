@@ -56,18 +56,21 @@ def logits(inputs: Inputs) -> list[Held]:
 def _fused(inputs: Inputs) -> list[Held]:
     """liger_kernel/ops/fused_linear_cross_entropy.py: the forward pass computes the gradients of
     hidden states and head already, over a power of two of tokens at a time whose logits are about
-    as many as all hidden states; their gradient is written over them.
+    as many as all hidden states; their gradient is written over them. The head's is added up in
+    fp32 (models/loss.py), and cast at the end.
     """
     shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
     parts = -(-shape.vocab_size // shape.hidden_size)
     rows = min(tokens, 1 << (-(-tokens // parts) - 1).bit_length())
-    gradients = e * shape.hidden_size * (tokens + shape.vocab_size)
+    of_hidden, of_head = e * shape.hidden_size * tokens, e * shape.hidden_size * shape.vocab_size
+    sums = FP32 * shape.hidden_size * shape.vocab_size
+    most = of_hidden + sums + max(of_head if e != FP32 else 0, e * shape.vocab_size * rows)
     # An evaluation is not fused.
     whole = (e + (FP32 if e != FP32 else 0) + FP32) * shape.vocab_size * tokens
     evaluation = _chunk_forward(inputs) if inputs.chunk else whole
     return [
-        Held("logits and loss", gradients, frozenset({"loss", "forward"}), "read"),
-        Held("logits and loss", e * shape.vocab_size * rows, frozenset({"loss"}), "read"),
+        Held("logits and loss", most, frozenset({"loss"}), "read"),
+        Held("logits and loss", of_hidden + of_head, frozenset({"forward"}), "read"),
         Held("logits and loss", evaluation, frozenset({"evaluation"}), "traced"),
     ]
 

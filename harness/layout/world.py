@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +36,21 @@ class World:
     allocators: str | None = None
     kernels: tuple[str, ...] = ()
     """Those of STATE_KERNELS that are installed, where ranks compute on GPUs."""
+    torch: str | None = None
+    """torch's version, where ranks compute on GPUs and it is installed."""
+
+    def has_torch(self, *version: int) -> bool:
+        """Return True if torch is of at least this version, as that of a machine elsewhere is."""
+        numbers = re.findall(r"\d+", self.torch or "")
+        return not numbers or tuple(map(int, numbers[: len(version)])) >= version
 
     @property
     def rounds_pinned(self) -> bool:
-        """True if torch rounds blocks of pinned host memory up to powers of two, since the user's
-        settings of its allocators leave that on.
+        """True if torch rounds blocks of pinned host memory up to powers of two: since the user's
+        settings of its allocators leave that on, or since it has no setting (until 2.13).
         """
+        if not self.has_torch(2, 13):
+            return True
         return self.allocators is not None and not re.search(r"pinned_max_\w+_mb", self.allocators)
 
     @property
@@ -64,12 +75,13 @@ class World:
                 f"{local_rank} of {local_world_size}: start every process with the same launcher"
             )
         accelerator = find_accelerator(environ)
-        gpu = find_gpu_name() if accelerator == "cuda" else None
+        gpu = find_gpu_name(environ) if accelerator == "cuda" else None
         allocators = next((f"{n}={environ[n]}" for n in ALLOCATORS if environ.get(n)), None)
         return cls(
             *(rank, world_size, local_rank, local_world_size),
             *(launcher, accelerator, gpu, allocators if accelerator == "cuda" else None),
             state_kernels() if accelerator == "cuda" else (),
+            torch_version() if accelerator == "cuda" else None,
         )
 
 
@@ -122,13 +134,55 @@ def find_accelerator(environ: Mapping[str, str] = os.environ) -> Literal["cuda",
     return "cuda" if NVIDIA_CONTROL.exists() else "cpu"
 
 
-def find_gpu_name() -> str | None:
-    """The first NVIDIA GPU's model name, as its driver publishes it under /proc."""
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver names it."""
+
+    name: str
+    uuid: str
+
+
+def find_gpu_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the model name of the first GPU that ranks may use: of CUDA_VISIBLE_DEVICES, where it
+    is set, the first; numbers are taken in the order of the PCI bus.
+    """
+    gpus = published_gpus() or listed_gpus()
+    first = environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    if first.isdigit():
+        gpus = gpus[int(first) :] or gpus  # a control group may hide some
+    elif first:
+        gpus = [gpu for gpu in gpus if gpu.uuid.startswith(first)] or gpus
+    return gpus[0].name if gpus else None
+
+
+def published_gpus() -> list[Gpu]:
+    """Return the GPUs that the driver publishes under /proc, by their place on the PCI bus."""
+    gpus = []
     for path in sorted(NVIDIA_PROC.glob("*/information")):
-        match = re.search(r"^Model:\s*(.+)$", path.read_text(), re.MULTILINE)
-        if match:
-            return match.group(1).strip()
-    return None
+        text = path.read_text(errors="replace")
+        values = dict(re.findall(r"^(Model|GPU UUID):\s*(.+?)\s*$", text, re.MULTILINE))
+        if "Model" in values:
+            gpus.append(Gpu(values["Model"], values.get("GPU UUID", "")))
+    return gpus
+
+
+def listed_gpus() -> list[Gpu]:
+    """Return the GPUs that nvidia-smi lists, also where /proc has none: some containers, WSL."""
+    try:
+        command = ["nvidia-smi", "--list-gpus"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = re.findall(r"^GPU \d+: (.+?) \(UUID: (.+?)\)", done.stdout, re.MULTILINE)
+    return [Gpu(*line) for line in lines]
+
+
+def torch_version() -> str | None:
+    """Return the version of the torch that is installed here, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def state_kernels() -> tuple[str, ...]:

@@ -64,7 +64,9 @@ def forward(
         input_ids, labels = rows.own(input_ids), rows.own(labels)
     own: Any = getattr(model, "module", model)
     if getattr(own, "fuses_loss", False) and own.training and not smoothing:
-        arguments |= {"shift_labels": labels, "num_items_in_batch": 1}  # the sum, divided by 1
+        # The sum, divided by 1; and over its chunks of tokens the head's gradient is added up in
+        # fp32, not in the weight's own bf16.
+        arguments |= {"shift_labels": labels, "num_items_in_batch": 1, "accum_dtype": torch.float32}
     run = partial(model, input_ids=input_ids, use_cache=False, **arguments, **keywords)
     balancing = _balancing(own, position_ids, rows)
     with separating(position_ids is not None), balancing:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from harness.layout.recompute import Checkpointing, is_checkpointed
 from harness.models.divided_dropout import ATTENTION_DROPOUTS
 from harness.models.flow import StandIn
-from harness.models.host_copies import HostCopy
+from harness.models.host_copies import Buffers, HostCopy
 from harness.models.keeping import keeps_none
 from harness.models.pieces import decoder_layers
 
@@ -48,17 +48,18 @@ def checkpoint_layers(
     """
     # A kept result draws no numbers the second time; dropout after it would get others.
     draws = any(getattr(model.config, key, 0) for key in ATTENTION_DROPOUTS)
+    buffers = Buffers() if to_host else None
     for index, layer in enumerate(decoder_layers(model)[1]):
         if isinstance(layer, StandIn) or not is_checkpointed(checkpointing, index):
             continue
         options: dict[str, Any] = {}
         if checkpointing == "selective":
-            options["context_fn"] = functools.partial(_contexts, not draws, to_host)
-        _checkpoint(layer, options, to_host)
+            options["context_fn"] = functools.partial(_contexts, not draws, buffers)
+        _checkpoint(layer, options, buffers)
 
 
-def _checkpoint(layer: nn.Module, options: dict[str, Any], to_host: bool) -> None:
-    """Replace a layer's forward by one that keeps its inputs, in host memory with `to_host`."""
+def _checkpoint(layer: nn.Module, options: dict[str, Any], buffers: Buffers | None) -> None:
+    """Replace a layer's forward by one that keeps its inputs, in `buffers` of the host if any."""
     inner: Callable[..., Any] = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -71,27 +72,29 @@ def _checkpoint(layer: nn.Module, options: dict[str, Any], to_host: bool) -> Non
             return inner(hidden, *others, **kwargs)
 
         # All other arguments are the same tensors for every layer.
-        moving = saved_tensors_hooks(HostCopy, HostCopy.back) if to_host else _nothing
-        with moving:
+        with _moving(buffers):
             return checkpoint(run, hidden, use_reentrant=False, **options)
 
     layer.forward = forward
 
 
-_nothing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+def _moving(buffers: Buffers | None) -> contextlib.AbstractContextManager[Any]:
+    if buffers is None:
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: HostCopy(tensor, buffers), HostCopy.back)
 
 
-def _contexts(attention: bool, to_host: bool) -> tuple[Keep, Reuse]:
+def _contexts(attention: bool, buffers: Buffers | None) -> tuple[Keep, Reuse]:
     results: deque[Any] = deque()
-    return Keep(results, attention, to_host), Reuse(results, attention)
+    return Keep(results, attention, buffers), Reuse(results, attention)
 
 
 class Keep(TorchDispatchMode):
     """Keeps the results of costly operations, in their order; of the first forward pass."""
 
-    def __init__(self, results: deque[Any], attention: bool, to_host: bool) -> None:
+    def __init__(self, results: deque[Any], attention: bool, buffers: Buffers | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.results, self._attention, self._to_host = results, attention, to_host
+        self.results, self._attention, self._buffers = results, attention, buffers
         self._places: dict[int, int] = {}  # in `results`, of each kept storage
 
     def __torch_dispatch__(
@@ -106,9 +109,11 @@ class Keep(TorchDispatchMode):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     self._places[tensor.untyped_storage()._cdata] = len(self.results)
-            keep = HostCopy if self._to_host else torch.Tensor.detach
-            self.results.append(tree_map_only(torch.Tensor, keep, output))
+            self.results.append(tree_map_only(torch.Tensor, self._kept, output))
         return output
+
+    def _kept(self, result: torch.Tensor) -> HostCopy | torch.Tensor:
+        return result.detach() if self._buffers is None else HostCopy(result, self._buffers)
 
 
 class Reuse(TorchDispatchMode):

@@ -19,10 +19,11 @@ from torch.nn import functional
 try:
     from torch.nn.attention import varlen as of_torch
 except ImportError:
-    _TORCH_HAS_ONE = False
-else:  # earlier ones have no windows, or as many key heads as others
-    _NEEDED = {"scale", "window_size", "enable_gqa"}
-    _TORCH_HAS_ONE = inspect.signature(of_torch.varlen_attn).parameters.keys() >= _NEEDED
+    _TAKEN = frozenset[str]()
+else:
+    _TAKEN = frozenset(inspect.signature(of_torch.varlen_attn).parameters)
+    """Arguments of torch's kernel: since 2.11 windows and scales, since 2.12 enable_gqa, without
+    which it takes fewer key heads than others unasked."""
 
 Kernel = Callable[..., torch.Tensor]
 
@@ -69,7 +70,7 @@ def attend(
 
 def fused_kernel(soft_caps: bool) -> Kernel:
     """Return a GPU's kernel. Raises ValueError if neither torch nor flash-attn has one."""
-    if not soft_caps and _TORCH_HAS_ONE:
+    if not soft_caps and {"scale", "window_size"} <= _TAKEN:
         return _torch_kernel
     try:
         importlib.import_module("flash_attn")
@@ -90,11 +91,13 @@ def _torch_kernel(
     before: int,
     softcap: float | None,
 ) -> torch.Tensor:
+    shares = query.shape[1] != key.shape[1]
+    asked: dict[str, Any] = {"enable_gqa": shares} if "enable_gqa" in _TAKEN else {}
     output: Any = of_torch.varlen_attn(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=scale,
         window_size=(before, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **asked,
     )
     return output  # type: ignore[no-any-return]
 

@@ -106,8 +106,13 @@ class Asked:
         if self.shape is not None and (self.shape.head_dim > 256 or self.shape.head_dim % 8):
             width = self.shape.head_dim
             problems.append(f"its kernel has heads of up to 256 in eights, the model of {width}")
-        if self._soft_caps and not importlib.util.find_spec("flash_attn"):
+        if importlib.util.find_spec("flash_attn"):
+            return problems
+        if self._soft_caps:
             problems.append("torch's kernel has no soft-capped scores; flash_attn's has")
+        if not self.world.has_torch(2, 11):
+            own = f"torch {self.world.torch}'s kernel"
+            problems.append(f"{own} has no windows and scales; torch 2.11's and flash_attn's have")
         return problems
 
     def _wanted(self) -> str:

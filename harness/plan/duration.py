@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,21 @@ from harness.plan.plan import Plan
 _SHOWN = 3  # terms
 
 
-def step_time(plan: Plan, rates: Mapping[str, Any] | None = None) -> StepTime | None:
+def step_time(
+    plan: Plan, rates: Mapping[str, Any] | None = None, seen_tokens: float | None = None
+) -> StepTime | None:
     """Return the time of a step; None on CPUs without plan.rates, on GPUs that nobody knows, for
     architectures that are not estimated, and where steps differ in their tokens.
 
     `rates`: that preflight measured, in place of the tables'; those of plan.rates come first.
+    `seen_tokens`: of Inputs, where the data is known.
     """
     machine = _machine(plan)
     if machine is None or plan.estimate is None or not has_even_steps(plan):
         return None
     if rates and plan.site is None:
         machine = measured(machine, rates)
-    return estimate_time(plan.estimate.inputs, machine)
+    return estimate_time(replace(plan.estimate.inputs, seen_tokens=seen_tokens), machine)
 
 
 def has_even_steps(plan: Plan) -> bool:

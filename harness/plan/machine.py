@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
+from pathlib import Path
 
 
 def missing_for_cpu_adam() -> str | None:
@@ -30,5 +32,19 @@ def _has_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "c++")) is not None
 
 
+def ninja_folder() -> str | None:
+    """Return the folder of the program that the package ninja has brought; None without it.
+
+    Its files tell, wherever it is installed: ninja.BIN_DIR knows the interpreter's environment
+    alone, and is "" where the package is found in another one.
+    """
+    try:
+        files = importlib.metadata.files("ninja") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    programs = [Path(os.path.normpath(file.locate())) for file in files if file.name == "ninja"]
+    return next((str(path.parent) for path in programs if os.access(path, os.X_OK)), None)
+
+
 def _has_ninja() -> bool:
-    return importlib.util.find_spec("ninja") is not None or shutil.which("ninja") is not None
+    return (ninja_folder() or shutil.which("ninja")) is not None

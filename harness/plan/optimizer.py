@@ -95,14 +95,17 @@ def note_learning_rate(draft: Draft) -> None:
 def note_pinned_memory(draft: Draft) -> None:
     """Add an event if torch rounds the pinned memory of an offload up to powers of two."""
     sections = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-    value = draft.ds.value
+    value, world = draft.ds.value, draft.world
     pins = any(value(f"{s}.device") != "none" and value(f"{s}.pin_memory") for s in sections)
-    if pins and draft.world.rounds_pinned:
-        draft.note(
-            "pinned_memory",
-            f"{draft.world.allocators} is left as it is, so torch rounds pinned host memory up to "
-            "powers of two, which the estimate counts: add pinned_max_cached_size_mb:64",
-        )
+    if not (world.rounds_pinned and (pins or draft.config.model.activation_offload)):
+        return
+    why = f"torch {world.torch} knows no setting against it: torch 2.13 does"
+    if world.has_torch(2, 13):
+        why = f"{world.allocators} is left as it is: add pinned_max_cached_size_mb:64"
+    draft.note(
+        "pinned_memory",
+        f"torch rounds pinned host memory up to powers of two, which the estimate counts; {why}",
+    )
 
 
 def check_groups(draft: Draft) -> None:

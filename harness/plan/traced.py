@@ -86,7 +86,8 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 def _asked(text: str) -> dict[str, Any]:
     """Trace in another process, which needs no GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-    environ["PYTHONPATH"] = os.pathsep.join([str(_REPOSITORY), environ.get("PYTHONPATH", "")])
+    paths = [str(_REPOSITORY), environ.get("PYTHONPATH")]  # an empty one is the current folder
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-P", "-m", _MODULE]
     try:
         done = subprocess.run(

@@ -111,7 +111,7 @@ def build(
             time_left=time_left,
             meter=Meter(plan),
             memory=memory,
-            clock=StepClock(plan),
+            clock=StepClock(plan, record["seen_tokens"]),
             progress=progress,
             source_losses=_counted_sources(plan, data, engine),
             pages=Pages(folder, plan.config.log.report and plan.world.rank == 0),

@@ -12,18 +12,21 @@ from typing import Any
 from harness.data.data import Data
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
+from harness.run.step_clock import seen_tokens
 
 _HASHED_WINDOWS = 8
 
 
 def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
     """Return the content of plan.json: everything needed to explain or repeat the run."""
-    step = step_time(plan)
+    seen = seen_tokens(data.train)
+    step = step_time(plan, seen_tokens=seen)
     packages = ("torch", "deepspeed", "transformers", "accelerate", "sentencepiece")
     return {
         **plan.to_json(),
         "total_steps": total_steps,
         "cores": len(os.sched_getaffinity(0)),
+        "seen_tokens": seen,
         "predicted_step_s": None if step is None else step.seconds,
         "data_fingerprint": data.fingerprint,
         "held_out_set": _held_out_set(plan, data),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from harness.data.batches import Stream
+from harness.data.padded import Padded
 from harness.estimate.step_time.step import TERMS, StepTime
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
@@ -13,11 +15,26 @@ _LARGE = 0.1
 """Share of a step from which on a term is named."""
 
 
+_LOOKED_AT = 32
+"""Samples whose documents are looked at."""
+
+
+def seen_tokens(stream: Stream) -> float | None:
+    """Return the tokens that one attends to on average within its document, itself among them, in
+    the first samples; None where rows are not divided into documents, or steps differ.
+    """
+    if not stream.document_mask or isinstance(stream, Padded):
+        return None
+    count = _LOOKED_AT if stream.length is None else min(_LOOKED_AT, stream.length)
+    positions = stream.batch(0, count).position_ids
+    return None if positions is None else round(float(positions.double().mean()) + 1, 1)
+
+
 class StepClock:
     """Compares the second metrics line of a process with the plan's estimate: once."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.predicted: StepTime | None = step_time(plan)
+    def __init__(self, plan: Plan, seen_tokens: float | None = None) -> None:
+        self.predicted: StepTime | None = step_time(plan, seen_tokens=seen_tokens)
         self._lines = 0
 
     def count_line(self) -> None:

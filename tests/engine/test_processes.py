@@ -113,6 +113,26 @@ def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.Mon
     assert shutil.which("ninja") == str(Path(sys.executable).with_name("ninja"))
 
 
+def test_a_ninja_of_another_environment_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package is on sys.path, its program in that environment's own folder; PATH never begins
+    with the current folder.
+    """
+    packages = tmp_path / "lib" / "python3" / "site-packages"
+    (about := packages / "ninja-1.13.0.dist-info").mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ninja\nVersion: 1.13.0\n")
+    (about / "RECORD").write_text("ninja/__init__.py,,\n../../../bin/ninja,,\n")
+    monkeypatch.setattr(sys, "path", [str(packages), *sys.path])
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    processes._find_own_ninja()
+    assert os.environ["PATH"] == "/usr/bin:/bin"  # there is no program
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ninja").touch(0o755)
+    processes._find_own_ninja()
+    assert os.environ["PATH"] == f"{tmp_path / 'bin'}:/usr/bin:/bin"
+
+
 @pytest.mark.parametrize(
     ("nodelist", "host"),
     [("gpu[07-09,12],cpu1", "gpu07"), ("node1,node2", "node1"), ("a-b.c", "a-b.c"), ("", "")],

@@ -10,6 +10,7 @@ import pytest
 
 from harness.config.run_config import RunConfig
 from harness.estimate import fit
+from harness.estimate.host import CUDA_HOST, PROCESS_HOST
 from harness.estimate.timeline import Estimate
 from harness.estimate.units import GIB, as_size
 from harness.layout.world import World
@@ -21,6 +22,7 @@ def plan(
     ds: dict[str, Any],
     accelerator: str = "cuda",
     allocators: str | None = None,
+    torch: str | None = None,
     **run: dict[str, Any],
 ) -> Plan:
     world = World(
@@ -29,6 +31,7 @@ def plan(
         accelerator=accelerator,
         gpu="h100-80",
         allocators=allocators,
+        torch=torch,
     )
     return make_plan(RunConfig.model_validate(run), ds, world)
 
@@ -86,6 +89,14 @@ def test_host_memory_counts_all_ranks_of_the_node() -> None:
     assert "of host memory" in problem
 
 
+def test_a_process_on_a_gpu_holds_cudas_memory_of_the_host_too() -> None:
+    sizes = {
+        accelerator: estimate(STAGE_1, accelerator, **LLAMA).worst.phase("build", "host")["process"]
+        for accelerator in ("cuda", "cpu")
+    }
+    assert sizes == {"cuda": PROCESS_HOST + CUDA_HOST, "cpu": PROCESS_HOST}
+
+
 def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_allocators() -> None:
     exact = plan(OFFLOADED, **LLAMA)  # DeepSpeed pins unless it is told not to
     rounded = plan(OFFLOADED, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA)
@@ -105,6 +116,34 @@ def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_alloca
     assert pageable
     assert not plan(STAGE_1, allocators="PYTORCH_ALLOC_CONF=x:1", **LLAMA).events
     assert pageable.host_bytes_per_node == exact.estimate.host_bytes_per_node
+
+
+def test_pinned_blocks_count_as_a_torch_rounds_them_that_has_no_setting_against_it() -> None:
+    by_user = plan(OFFLOADED, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA)
+    old = plan(OFFLOADED, torch="2.11.0", **LLAMA)
+    assert old.estimate
+    assert by_user.estimate
+    assert old.estimate.host_bytes_per_node == by_user.estimate.host_bytes_per_node
+    notes = [event["message"] for event in old.events if event["kind"] == "pinned_memory"]
+    assert ["torch 2.11.0 knows no setting against it: torch 2.13 does" in n for n in notes] == [
+        True
+    ]
+    assert not plan(STAGE_1, torch="2.11.0", **LLAMA).events
+
+
+def test_activations_on_the_host_are_kept_between_steps_in_pinned_blocks_of_a_layer() -> None:
+    kept = {"checkpointing": "full", "activation_offload": True, "name": "llama-1b"}
+    run = {"model": kept, "data": {"seq_len": 1536}, "train": {"micro_batch": 1}}
+    exact, rounded = plan(STAGE_1, **run), plan(STAGE_1, torch="2.12.0", **run)
+    assert exact.estimate
+    assert rounded.estimate
+    layer = 1536 * 2048 * 2  # bytes of its input: 6 MiB
+    for phase in ("forward", "step", "between_steps"):
+        sizes = exact.estimate.worst.phase(phase, "host")
+        assert sizes["activations: layer inputs"] == 16 * layer
+        more = rounded.estimate.worst.phase(phase, "host")["pinned rounding"]
+        assert more == 16 * (8 * 2**20 - layer)
+    assert [e["kind"] for e in rounded.events if e["kind"] == "pinned_memory"] == ["pinned_memory"]
 
 
 def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:

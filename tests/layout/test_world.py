@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 from harness.layout import world as module
@@ -83,6 +85,21 @@ def test_the_users_allocators_are_read(environ, rounds):
     assert World.from_environ({**environ, "DS_ACCELERATOR": "cpu"}).allocators is None
 
 
+def test_pinned_memory_is_rounded_by_a_torch_that_knows_no_setting_against_it(monkeypatch):
+    ours, users = {"DS_ACCELERATOR": "cuda"}, {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}
+    for version, rounds in (("2.10.0a0+b4", True), ("2.12.1", True), ("2.13.0+cu130", False)):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, v=version: v)
+        assert World.from_environ(ours).rounds_pinned is rounds
+        assert World.from_environ({**ours, **users}).rounds_pinned is rounds
+    assert not World.from_environ({"DS_ACCELERATOR": "cpu"}).rounds_pinned
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)  # a laptop that plans
+    assert World.from_environ(ours).has_torch(2, 13)
+
+
 def test_accelerator_is_read_from_the_driver_not_from_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "NVIDIA_CONTROL", tmp_path / "nvidiactl")
     assert find_accelerator({}) == "cpu"
@@ -93,13 +110,32 @@ def test_accelerator_is_read_from_the_driver_not_from_torch(tmp_path, monkeypatc
     assert find_accelerator({"CUDA_VISIBLE_DEVICES": "1"}) == "cuda"
 
 
-def test_gpu_name_is_read_from_the_driver(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "NVIDIA_PROC", tmp_path)
-    assert find_gpu_name() is None
-    (tmp_path / "0000:17:00.0").mkdir()
-    text = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n"
-    (tmp_path / "0000:17:00.0" / "information").write_text(text)
-    assert find_gpu_name() == "NVIDIA H200"
+NVIDIA_SMI = """#!/bin/sh
+echo 'GPU 0: NVIDIA H200 (UUID: GPU-01ab)'
+echo 'GPU 1: NVIDIA L4 (UUID: GPU-02cd)'
+echo '  MIG 1g.5gb Device 0: (UUID: MIG-3)'
+"""
+FIRST, SECOND = "NVIDIA H200", "NVIDIA L4"
+
+
+@pytest.mark.parametrize("source", ["/proc", "nvidia-smi"])
+def test_gpu_name_is_the_drivers_of_the_first_gpu_that_is_visible(tmp_path, monkeypatch, source):
+    """Containers and WSL may lack /proc/driver/nvidia."""
+    monkeypatch.setattr(module, "NVIDIA_PROC", tmp_path / "gpus")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpu_name({}) is None
+    if source == "/proc":
+        for place, name, uuid in (("17", FIRST, "GPU-01ab"), ("2a", SECOND, "GPU-02cd")):
+            (folder := tmp_path / "gpus" / f"0000:{place}:00.0").mkdir(parents=True)
+            text = f"Model: \t\t {name}\nIRQ:   \t\t 18\nGPU UUID: \t {uuid}\n"
+            (folder / "information").write_text(text)
+    else:
+        (tool := tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+        tool.chmod(0o755)
+    names = {None: FIRST, "0": FIRST, "1,0": SECOND, "GPU-02": SECOND, "7": FIRST, "MIG-9": FIRST}
+    for visible, name in names.items():
+        environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        assert find_gpu_name(environ) == name, visible
 
 
 @pytest.mark.parametrize(

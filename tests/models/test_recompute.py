@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from harness.models.depth import drop_layers
 from harness.models.divided_dropout import draw_by_place
+from harness.models.host_copies import Buffers, HostCopy
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.recompute import Keep, Reuse, checkpoint_layers
@@ -122,7 +123,7 @@ def test_a_result_that_is_changed_in_place_afterwards_is_computed_again():
     """ZeRO 3 adds a bias so, to a product behind whose back the sum is a view."""
     results: Any = Reuse.__init__.__globals__["deque"]()
     x, weight = torch.randn(2, 3, 4), torch.randn(4, 5)
-    with Keep(results, attention=True, to_host=False):
+    with Keep(results, attention=True, buffers=None):
         kept = x.matmul(weight)
         changed = x.matmul(weight)
         changed += 1
@@ -140,7 +141,7 @@ def test_offloaded_inputs_are_copies():
     model.layers = torch.nn.ModuleList([layer])
     from harness.models import recompute
 
-    recompute._checkpoint(layer, {}, to_host=True)
+    recompute._checkpoint(layer, {}, Buffers())
     x = torch.randn(2, 4, requires_grad=True)
     hidden = x * 1
     loss = layer(hidden).square().sum()
@@ -151,6 +152,32 @@ def test_offloaded_inputs_are_copies():
     hidden.data.zero_()
     loss.backward()
     assert torch.equal(layer.weight.grad, expected)
+
+
+def test_host_memory_of_copies_is_used_again_and_none_that_is_in_use():
+    """Which a GPU waits for when it is page-locked; its smaller blocks serve shorter sequences."""
+    buffers = Buffers()
+    sizes: list[tuple[int, int]] = [(4, 6), (2, 3), (4, 6)]
+    first: set[int] = set()
+    for rows in (3, 3, 2, 3):
+        tensors = [torch.randn(rows, *size).transpose(1, 2) for size in sizes]
+        copies = [HostCopy(tensor, buffers) for tensor in tensors]
+        places = {copy.copy.untyped_storage().data_ptr() for copy in copies}
+        assert len(places) == len(sizes)
+        first = first or places
+        assert places == first
+        assert all(
+            copy.copy.stride() == t.stride() for copy, t in zip(copies, tensors, strict=True)
+        )
+        returned = [copy.back() for copy in copies]
+        del copies
+        for _ in range(2):  # what came back is no longer in the buffers
+            HostCopy(torch.zeros(rows, 4, 6), buffers)
+        assert all(map(torch.equal, returned, tensors))
+    larger = HostCopy(torch.zeros(100), buffers)
+    assert larger.copy.untyped_storage().nbytes() == 400
+    buffers.take(1, False)
+    assert len(buffers._free) == len(sizes) - 2  # a larger one in the place of one
 
 
 def test_evaluation_keeps_nothing():

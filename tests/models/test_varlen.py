@@ -121,6 +121,36 @@ def test_torchs_kernel_is_asked_as_it_is_written(monkeypatch: pytest.MonkeyPatch
     assert windows == {-1, 7}  # a window of 8 tokens has seven before its own
 
 
+# torch 2.11, whose kernel takes fewer key heads than query heads without being told
+def varlen_attn_of_2_11(
+    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:  # fmt: skip
+    return in_turn(
+        *(query, key, value, cu_seq_q, max_q), scale=scale, before=window_size[0], softcap=None
+    )
+
+
+# torch 2.10
+def varlen_attn_of_2_10(
+    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int,
+    is_causal: bool = False, return_aux: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    raise AssertionError("it is not asked")
+
+
+def test_an_older_torchs_kernel_is_asked_for_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in (varlen_attn_of_2_11, varlen_attn_of_2_10):
+        monkeypatch.setattr(of_torch, "varlen_attn", kernel)
+        monkeypatch.setattr(varlen, "_TAKEN", frozenset(inspect.signature(kernel).parameters))
+        if kernel is varlen_attn_of_2_11:
+            on_a_gpu(monkeypatch)
+            assert max(apart("llama"), apart("mistral")) < 5e-6
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
+    with pytest.raises(ValueError, match="no varlen_attn with windows: install flash-attn"):
+        varlen.fused_kernel(soft_caps=False)
+
+
 def test_torchs_kernel_takes_its_inputs_in_16_bits_alone() -> None:
     """Its custom operator traces on fake tensors, with gradients, as it is asked here."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -39,8 +39,8 @@ MODELS: dict[str, Mapping[str, Any]] = {
 class Planner:
     """Plans of lines of words; `$NAME` is the folder of a small model.
 
-    RANKS=4, RANKS_PER_NODE=2 and GPU=h100-80 describe the machine, which has CPUs else. The JSON is
-    empty but for the words, unless they name one.
+    RANKS=4, RANKS_PER_NODE=2, GPU=h100-80 and TORCH=2.11.0 describe the machine, which has CPUs
+    without a GPU. The JSON is empty but for the words, unless they name one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,9 @@ class Planner:
     ) -> Plan:
         """Plan a line, with a JSON below its words; without an `estimate` nothing is traced."""
         words = shlex.split(re.sub(r"\$(\w+)", rf"{self._folder}/\1", line))
-        machine = dict(word.split("=") for word in words if word.startswith(("RANKS", "GPU=")))
+        machine = dict(
+            word.split("=") for word in words if word.startswith(("RANKS", "GPU=", "TORCH="))
+        )
         json_path = self._folder / ("empty.json" if ds is None else "ds.json")
         if ds is not None:
             json_path.write_text(json.dumps(ds))
@@ -73,7 +75,12 @@ class Planner:
         environ = {"DS_ACCELERATOR": "cpu", **launched, "LOCAL_WORLD_SIZE": per_node}
         world = None
         if gpu := machine.get("GPU"):
-            world = World(0, int(ranks), 0, int(per_node), accelerator="cuda", gpu=gpu)
+            world = World(
+                *(0, int(ranks), 0, int(per_node)),
+                accelerator="cuda",
+                gpu=gpu,
+                torch=machine.get("TORCH"),
+            )
         with nullcontext() if estimate else patch("harness.plan.make.estimate", return_value=None):
             return plan_from(command, environ, world)
 

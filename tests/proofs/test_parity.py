@@ -10,16 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.layout.shape import Shape
+from harness.layout.world import World
+from harness.plan.attention import Asked
 from tests.run_tools import run_tool
 from tools.made_with import versions
 from tools.proofs import check_parity
-from tools.proofs.models import FLAT, PLANTED, PRESETS, RECURRENT
+from tools.proofs.models import (
+    FLAT,
+    LEARNED,
+    PLANTED,
+    PRESETS,
+    RECURRENT,
+    learned,
+)
+from tools.proofs.parity import sums
 from tools.proofs.parity.cells import COVERED_KINDS, DIVIDED_STAGES, FEW, NVME, Cell, all_cells
-from tools.proofs.parity.compare import judge
+from tools.proofs.parity.compare import LEAST_FALL, judge
 from tools.proofs.parity.covering import brief_cells, covering_cells
 from tools.proofs.parity.defects.table import DEFECTS
 from tools.proofs.parity.measure import Difference, Trajectory, difference, unit_of
-from tools.proofs.parity.model import Way
+from tools.proofs.parity.model import PlainModel, Split, Way
+from tools.proofs.parity.reference import GATE, train
 from tools.proofs.parity.report import with_kept
 from tools.proofs.parity.spread import spreads
 from tools.proofs.zygote import Zygote
@@ -291,3 +303,44 @@ def test_a_missing_parameter_is_refused_by_name() -> None:
 def test_trajectories_survive_the_disk(tmp_path: Path) -> None:
     trajectory().save(tmp_path / "cell")
     assert difference(Trajectory.load(tmp_path / "cell"), trajectory()).exceeds(ZERO) == []
+
+
+@pytest.mark.parametrize("architecture", [name for name in LEARNED if name not in RECURRENT])
+def test_on_a_gpu_models_have_heads_that_fused_kernels_take(architecture: str) -> None:
+    config = learned(architecture, "cuda")
+    shape = Shape.from_hf(config)
+    assert shape.head_dim == 64
+    world = World(accelerator="cuda", gpu="h100-80")
+    asked = Asked(world, "bf16", config, shape, 32, documents=True)
+    assert not any("heads" in problem for problem in asked.problems("varlen"))
+    assert learned(architecture, "cpu") == LEARNED[architecture]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_plain_loop_of_a_gpu_has_its_models_and_learns(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LEARNED, architecture, learned(architecture, "cuda"))
+    losses = train(Way(architecture, "fp32"), Split.even(8), task=GATE).losses
+    assert min(losses) <= (1 - LEAST_FALL) * losses[0]
+
+
+def test_kernels_that_differ_the_second_time_widen_no_more_than_they_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fused attention adds atomically on a GPU; on a CPU nothing is computed twice."""
+    way, by = Way("llama", "fp32"), sums.Sum("fp32", 2, 1, False)
+    _, order = sums.gradients(way, by)
+    each, passes = PlainModel.each_micro_batch, []
+
+    def noisy(model: PlainModel, *of: object) -> object:
+        passes.append(len(passes))
+        for loss, gradients in each(model, *of):
+            yield loss, {n: g * (1 + 1e-4 * passes[-1]) for n, g in gradients.items()}
+
+    monkeypatch.setattr(PlainModel, "each_micro_batch", noisy)
+    assert sums.gradients(way, by)[1] == order
+    passes.clear()
+    monkeypatch.setattr(sums, "may_differ", lambda device: True)
+    assert sums.gradients(way, by)[1] == pytest.approx(1e-4, rel=0.01)
+    assert order < 1e-6

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from harness.errors import ConfigError
 from harness.estimate.step_time.calibration import Site
 from harness.plan.command import parse_command, plan_from
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
-from harness.run.step_clock import StepClock
+from harness.run.step_clock import StepClock, seen_tokens
 from harness.runfolder import RunFolder
 from tests.run_tools import run_tool
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events, write_corpus
@@ -82,6 +84,28 @@ def test_the_second_line_of_a_process_is_compared(site: Path) -> None:
     assert not any(compares(without) for _ in range(3))
 
 
+@pytest.mark.parametrize(
+    ("documents", "length", "seen"),
+    [
+        ([4, 4], None, 2.5),  # 1, 2, 3, 4 tokens seen, twice
+        ([8], None, 4.5),
+        ([2, 6], 3, 3.0),  # a mixture that ends after three samples
+    ],
+)
+def test_tokens_that_are_seen_are_those_of_documents(
+    documents: list[int], length: int | None, seen: float
+) -> None:
+    def batch(first: int, count: int) -> Any:
+        assert count == (length or 32)
+        positions = torch.cat([torch.arange(n) for n in documents]).repeat(count, 1)
+        return SimpleNamespace(position_ids=positions)
+
+    stream: Any = SimpleNamespace(document_mask=True, length=length, batch=batch)
+    assert seen_tokens(stream) == seen
+    stream.document_mask = False
+    assert seen_tokens(stream) is None
+
+
 def test_terms_are_named_where_the_time_is_off(site: Path) -> None:
     clock = StepClock(plan(site))
     assert clock.predicted is not None
@@ -117,6 +141,7 @@ def test_a_run_says_both_times_and_a_site_is_fitted_to_it(
     record = run.read_plan()
     assert record is not None
     assert site_of_run.cores == record["cores"] > 0
+    assert 0 < record["seen_tokens"] < record["run"]["data"]["seq_len"] / 2
 
 
 def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def _equal(bench: Bench, row: dict[str, Any]) -> str:
         if any(word in refusal for word in _NEEDED):
             raise Skipped(refusal)
         raise Failed(refusal)
+    if failure := row.get("failed"):
+        raise Failed(failure)
     allowed_loss, allowed_gradient = TOLERANCES[row["precision"]]
     text = (
         f"{row['precision']}: loss {row['loss']:.6f}, eager {row['expected']:.6f}; gradients "

@@ -48,7 +48,7 @@ def run_on_slurm(
     executors: list[Slurm] = []
     before: Slurm | None = None
     environment = f"cd {REPOSITORY} && source slurm/site.env && cd {Path.cwd()}"
-    environment += f" && export PYTHONPATH={REPOSITORY}"
+    environment += f" && export PYTHONPATH={REPOSITORY}${{PYTHONPATH:+:$PYTHONPATH}}"
     for number, stage in enumerate(stages, 1):
         before = Slurm(
             stage.steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,7 +80,7 @@ def _measured(folder: Path) -> tuple[Measured, int]:
     plan = _plan_of(record)
     if plan.estimate is None:
         raise ValueError("its architecture is not counted")
-    inputs = plan.estimate.inputs
+    inputs = replace(plan.estimate.inputs, seen_tokens=record.get("seen_tokens"))
     if not has_even_steps(plan):
         raise ValueError("its steps differ in their tokens (ramp.*, data.batching)")
     if plan.world.accelerator == "cuda" and inputs.gpu is None:

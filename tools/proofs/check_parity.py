@@ -37,7 +37,7 @@ from tools.proofs.matrix import (
     same_versions,
     self_test_result,
 )
-from tools.proofs.models import LEARNED
+from tools.proofs.models import LEARNED, learned
 from tools.proofs.parity.cells import Cell, Job, all_cells
 from tools.proofs.parity.covering import brief_cells, covering_cells
 from tools.proofs.parity.report import Row, markdown, self_test_markdown, terminal_line
@@ -79,7 +79,11 @@ def check(
     `whole`: each by the whole spread. `env`: of ranks on GPUs, where the plain loop then is, too.
     """
     train([Job(cell) for cell in cells], out, env, zygote)
-    return _compared(cells, out, whole, "cpu" if env is None else "cuda")
+    return _compared(cells, out, whole, _device(env))
+
+
+def _device(env: Mapping[str, str | None] | None) -> str:
+    return "cpu" if env is None else "cuda"
 
 
 def _compared(
@@ -160,7 +164,8 @@ def train(
     zygote: Zygote | None = None,
 ) -> None:
     """Train what `out` does not hold yet, each job into its own folder there."""
-    for name, config in LEARNED.items():
+    for name in LEARNED:
+        config = learned(name, _device(env))
         (out / f"{name}.config.json").write_text(json.dumps(config))
     missing = [job for job in jobs if not (out / job.folder / f"{job.cell.name}.json").exists()]
     run_jobs("parity", missing, out, lambda job: Group(0, job.cell.ranks), env, zygote)

@@ -29,7 +29,7 @@ from harness.data.spec import DataSpec
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.runfolder import RunFolder
-from tools.proofs.ranks import ON_CPU, started
+from tools.proofs.ranks import ON_CPU, python_path, started
 
 _HERE = Path(__file__).with_name("alternatives")
 _STEPS, _SAVED, _BATCH = 20, 10, 8
@@ -164,7 +164,7 @@ def _other(name: str, folder: Path, weights: Path, batches: Path) -> tuple[Any, 
         done = subprocess.run(
             _OTHERS[name](ranks, path),
             cwd=REPOSITORY,
-            env={**os.environ, **ON_CPU, "PYTHONPATH": str(REPOSITORY)},
+            env={**os.environ, **ON_CPU, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))},
             capture_output=True,
             text=True,
         )

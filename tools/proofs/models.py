@@ -216,6 +216,8 @@ ROWS = tuple(name for name in DIVIDED if name.partition("_")[0] not in ("opt", "
 MIXTURES = ("mixtral", "qwen3_moe")
 """Models whose experts are divided."""
 RECURRENT = ("lstm", "gru")
+_HEAD = 64
+_WIDTHS = ("hidden_size", "n_embd", "word_embed_proj_dim")
 LEARNED |= {
     cell: {
         **_small(VOCAB_SIZE),
@@ -228,6 +230,21 @@ LEARNED |= {
     }
     for cell in RECURRENT
 }
+
+
+def learned(architecture: str, device: str) -> Config:
+    """Return a model of the parity gate. On a GPU its heads are of 64 elements: fused attention
+    takes none of 12, and a cell would compare another kernel than real runs have.
+    """
+    config = LEARNED[architecture]
+    if device == "cpu" or architecture in RECURRENT:
+        return config
+    if "head_dim" in config:
+        return {**config, "head_dim": _HEAD}
+    heads = config.get("num_attention_heads") or config["n_head"]
+    return {**config, **{key: heads * _HEAD for key in _WIDTHS if key in config}}
+
+
 # In fp16 transformers' own model, alone in a plain loop, gives NaN: gemma2 in its first gradient,
 # olmo2 after three steps, whatever the loss scale.
 NOT_IN_FP16 = {"gemma2", "olmo2"}

@@ -101,6 +101,13 @@ def environment(*changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
+def python_path(before: str | None) -> str:
+    """Return a PYTHONPATH that finds this repository first, and all that `before` found: packages
+    of a container or a module system may come by it.
+    """
+    return os.pathsep.join(filter(None, [str(REPOSITORY), before]))
+
+
 def start(
     command: Sequence[str],
     ranks: int,

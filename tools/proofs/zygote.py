@@ -34,7 +34,15 @@ from typing import Any
 import psutil
 
 from tools.proofs.forked import Forked
-from tools.proofs.ranks import ON_CPU, REPOSITORY, Ranks, environment, free_port, place_of
+from tools.proofs.ranks import (
+    ON_CPU,
+    REPOSITORY,
+    Ranks,
+    environment,
+    free_port,
+    place_of,
+    python_path,
+)
 
 # What a bounded rank may use. RLIMIT_DATA counts memory that is written to, and not the libraries.
 BOUNDS = {
@@ -77,10 +85,12 @@ class Zygote:
         self._planter = planter
         answers, to_answer = os.pipe()
         self._answers = os.fdopen(answers)
+        variables = environment(env)
+        variables["PYTHONPATH"] = python_path(variables.get("PYTHONPATH"))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tools.proofs.zygote", str(to_answer)],
             cwd=REPOSITORY,
-            env=environment(env, {"PYTHONPATH": str(REPOSITORY)}),
+            env=variables,
             stdin=subprocess.PIPE,
             pass_fds=[to_answer],
             text=True,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 import traceback
 import warnings
 from collections import Counter
@@ -16,7 +18,9 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WARNING = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
-_INSIDE = ("/torch/", "/contextlib.py", "/warnings.py", "/speed/waits.py")
+_INSIDE = (f"{Path(torch.__file__).parent}/", contextlib.__file__, warnings.__file__, __file__)
+"""Begins of the paths of frames that are no call sites: torch's own, by where it is installed."""
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 _EXPLICIT = (
     (torch.cuda, "synchronize"),
     (torch.cuda.Stream, "synchronize"),
@@ -61,7 +65,11 @@ def _counted(wait: Callable[..., Any], places: Counter[str]) -> Callable[..., An
 def call_site(stack: traceback.StackSummary) -> str:
     """Return the innermost line of a stack that is not torch's own, without the path's start."""
     for frame in reversed(stack):
-        if not any(part in frame.filename for part in _INSIDE):
-            path = frame.filename.rpartition("/site-packages/")[2]
-            return f"{path.removeprefix(f'{REPOSITORY}/')}:{frame.lineno}"
+        if not frame.filename.startswith(_INSIDE):
+            return f"{package_path(frame.filename)}:{frame.lineno}"
     return "?"
+
+
+def package_path(path: str) -> str:
+    """Return a source file's path in its package, or in this repository."""
+    return _INSTALLED.sub("", path).removeprefix(f"{REPOSITORY}/")

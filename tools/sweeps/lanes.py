@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from harness.layout.world import NVIDIA_PROC, find_accelerator
+from harness.layout.world import find_accelerator, listed_gpus, published_gpus
 from tools.sweeps.spec import Sweep
 
 
@@ -25,7 +25,7 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    return [str(number) for number, _ in enumerate(NVIDIA_PROC.glob("*"))]
+    return [str(number) for number, _ in enumerate(published_gpus() or listed_gpus())]
 
 
 def lane_environment(ranks: int, parallel: int, lane: int) -> dict[str, str | None]:

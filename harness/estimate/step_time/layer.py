@@ -36,6 +36,11 @@ STEP_SECONDS = 5.0e-6
 LAUNCH_SECONDS = 3.0e-4
 """Of the host for a layer's forward pass; as much again and a half for the backward pass."""
 FUSED_LAUNCH = 0.4
+ZERO_3_LAUNCH = 2.5
+"""Times as long under ZeRO 3, whose hooks run before and after every module in both passes, on any
+number of GPUs: a processor's seconds for a layer of operations that take no time, 18.9 and 7.6 ms.
+They hide behind the GPU's own work; the bytes of a step on one GPU are those of ZeRO 1, since a
+whole part is not gathered (deepspeed/runtime/zero/partition_parameters.py: NoGatherHandle)."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
     dequantized = _dequantized(inputs, tensors) / machine.memory_rate
     launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
+    if inputs.zero.stage == 3 and machine.is_asynchronous:  # else in gathered_layer_seconds
+        launch *= ZERO_3_LAUNCH
     forward = Seconds(
         products,
         attention,
@@ -234,13 +241,17 @@ def _experts(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> f
 def _attention(inputs: Inputs, index: int) -> float:
     """Return the operations of a layer's attention in the forward pass of a micro-batch.
 
-    A token sees half of the sequence on average, and no more than a sliding window; with divided
-    rows a rank has its heads of all tokens.
+    A token sees half of the sequence on average, or of its document where kernels are told where
+    documents begin, and no more than a sliding window; with divided rows a rank has its heads of
+    all tokens.
     """
     width = attention_width(inputs.shape, inputs.shape.body.layers[index])
     window = inputs.shape.sliding_windows[index] if inputs.shape.sliding_windows else None
     sizes = dict(inputs.attention_sizes)
-    context = ATTENTIONS[inputs.attention].keys(sizes, inputs.seq_len / 2)
+    kind, half = ATTENTIONS[inputs.attention], inputs.seq_len / 2
+    if kind.takes_bounds and inputs.seen_tokens is not None:
+        half = min(half, inputs.seen_tokens)
+    context = kind.keys(sizes, half)
     if inputs.attention == "eager" or (inputs.document_mask and inputs.attention == "sdpa"):
         context = inputs.seq_len  # a mask is applied, nothing is left out
     if window is not None:

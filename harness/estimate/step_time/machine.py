@@ -41,7 +41,7 @@ class Machine:
     network_latency: float = 8e-6
     """Seconds of one step of a collective between nodes."""
     host_memory_rate: float = 20e9
-    """Bytes of host memory a second for each GPU: 8 of them share two sockets' 200 GB/s or so."""
+    """Bytes of host memory a second for each GPU: those of a node share it."""
     host_link_rate: float = 20e9
     """Bytes a second between a GPU and its host: PCIe 4.0 x16, of whose 32 GB/s 20 are reached."""
     nvme_rate: float = 2e9
@@ -88,6 +88,7 @@ def machine_of(
         watts=rates["watts"],
         gpus_per_node=gpus_per_node,
         evidence=rates["evidence"],
+        host_memory_rate=HOST_MEMORY_RATE / gpus_per_node,
         rate_evidence=tuple((name, rates["evidence"]) for name in _LISTED),
         partial_wave=rates["partial_wave"],
         flash_attention_3=rates["flash_attention_3"],
@@ -185,6 +186,11 @@ FITTED = (
 """Numbers that a site's runs refit."""
 _LISTED = ("products", "attention", "memory_rate", "link_rate", "network_rate")
 """Numbers that rates.toml has of a GPU."""
+HOST_MEMORY_RATE = 160e9
+"""Bytes of a node's host memory a second that DeepSpeed's Adam reaches on all of its cores, which
+its ranks share: 20 GB/s for each of eight H200 or B200 (the bekman-2026 rows that
+tools/proofs/throughput compares), 117 GB/s of a DGX-2 (arXiv 2101.06840, table 4: 10**10 weights in
+2.57 s, 30 bytes each)."""
 NETWORK_REACHED = 0.8
 """Share of a network's rate that collectives reach."""
 

@@ -134,3 +134,31 @@ def test_frozen_weights_have_no_gradient_in_utilisation() -> None:
     flops = 4 * active_parameters(shape) + 6 * added + attention
     assert step.mfu == pytest.approx(flops * step.tokens_per_s_per_gpu / MACHINE.peak_flops)
     assert step.mfu < estimate_time(run(), MACHINE).mfu * 1.1
+
+
+def test_documents_are_seen_where_a_kernel_is_told_of_them() -> None:
+    """Beside a mask every score is computed."""
+    terms = {}
+    for attention in ("sdpa", "varlen", "longformer"):
+        sizes = tuple(ATTENTIONS[attention].sizes.items())
+        whole = run(attention=attention, attention_sizes=sizes, document_mask=True)
+        for seen in (None, whole.seq_len / 8, whole.seq_len):
+            inputs = replace(whole, seen_tokens=seen)
+            terms[attention, seen] = estimate_time(inputs, MACHINE).terms["attention"]
+        short, long = terms[attention, whole.seq_len / 8], terms[attention, whole.seq_len]
+        assert long == terms[attention, None]
+        if attention == "varlen":
+            assert short == pytest.approx(long / 4)
+        else:
+            assert short <= long
+    assert terms["sdpa", None] == terms["sdpa", whole.seq_len / 8]
+
+
+def test_hooks_of_zero_3_show_where_layers_are_small_on_one_gpu_too() -> None:
+    """Large ones hide them, and no byte is gathered there."""
+    for micro_batch, seq_len, is_small in ((1, 128, True), (4, 4096, False)):
+        how = {"ranks": 1, "micro_batch": micro_batch, "seq_len": seq_len}
+        one, three = (estimate_time(run(stage=stage, **how), MACHINE) for stage in (1, 3))
+        assert (three.seconds > 1.5 * one.seconds) == is_small
+        assert is_small or three.seconds == one.seconds
+        assert three.terms["weights"] == one.terms["weights"] == 0

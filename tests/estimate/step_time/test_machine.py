@@ -34,6 +34,16 @@ def test_a_network_that_is_given_is_taken() -> None:
     assert slow == replace(usual, network_rate=usual.network_rate / 40)
 
 
+def test_ranks_of_a_node_share_its_hosts_memory() -> None:
+    """One rank on a node has all of it: eight have what published runs on eight GPUs show."""
+    alone, eight = (machine_of("h100-80", ranks, "bf16") for ranks in (1, 8))
+    assert alone.host_memory_rate == 8 * eight.host_memory_rate
+    assert eight.host_memory_rate == 20e9
+    assert alone.host_link_rate == eight.host_link_rate
+    # arXiv 2101.06840, table 4: DeepSpeed's Adam of 10**10 weights on a DGX-2, 30 bytes each.
+    assert 10**10 * 30 / alone.host_memory_rate == pytest.approx(2.57, rel=0.3)
+
+
 def test_an_unknown_gpu_is_named() -> None:
     with pytest.raises(ValueError, match="unknown GPU 'h9000'"):
         machine_of("h9000", 8, "bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import math
 import resource
@@ -17,7 +18,10 @@ from tools.proofs.overhead.job import REPOSITORY, Job
 
 # Page faults without a disk; switches of threads that waited, and of those that were sent away.
 KERNEL = {"page_faults": "minflt", "waits": "nvcsw", "preemptions": "nivcsw"}
-_INSIDE = ("/torch/", "/recorder.py")  # frames that are no call sites
+_TORCH = importlib.util.find_spec("torch")
+assert _TORCH is not None
+assert _TORCH.origin is not None
+_INSIDE = (f"{Path(_TORCH.origin).parent}/", __file__)  # frames that are no call sites
 
 
 class Enough(Exception):
@@ -150,7 +154,7 @@ def _page_faults() -> int:
 def _call_site() -> str:
     """ "deepspeed/runtime/engine.py:2000", outside of torch."""
     frame: Any = sys._getframe(2)
-    while frame.f_back and any(part in frame.f_code.co_filename for part in _INSIDE):
+    while frame.f_back and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
     path = frame.f_code.co_filename.rpartition("/site-packages/")[2]
     return f"{path.removeprefix(f'{REPOSITORY}/')}:{frame.f_lineno}"

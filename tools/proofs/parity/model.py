@@ -21,7 +21,7 @@ from harness.models.initialize import materialize
 from harness.models.pieces import decoder_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from tools.proofs.cells import GLOBAL_BATCH, KINDS
-from tools.proofs.models import ATTENTION, LEARNED
+from tools.proofs.models import ATTENTION, learned
 from tools.proofs.parity import recipe
 from tools.proofs.parity.blocks import sum_in_blocks
 from tools.proofs.parity.samples import rows, targets
@@ -85,11 +85,9 @@ class PlainModel:
         self.scale = FP16_SCALE if way.precision == "fp16" else 1.0
         if way.compiled:
             self.model = _compiled_once(way)
-            self.model.load_state_dict(
-                _built_by_transformers(way.architecture, self.dtype).state_dict()
-            )
+            self.model.load_state_dict(_built_by_transformers(way, self.dtype).state_dict())
         else:
-            self.model = copy.deepcopy(_built_by_transformers(way.architecture, self.dtype))
+            self.model = copy.deepcopy(_built_by_transformers(way, self.dtype))
             _divide(self.model, way)
         self.attention = self.model.config._attn_implementation
         if way.varlen:
@@ -173,16 +171,16 @@ class PlainModel:
         return loss, balancing
 
 
-def _built_by_transformers(architecture: str, dtype: torch.dtype) -> PreTrainedModel:
+def _built_by_transformers(way: Way, dtype: torch.dtype) -> PreTrainedModel:
     """Build the architecture as transformers does from its file, with the harness's own weights."""
-    return _built_once(
-        json.dumps(LEARNED[architecture]), dtype, ATTENTION.get(architecture, "sdpa")
-    )
+    config = json.dumps(learned(way.architecture, way.device))
+    return _built_once(config, dtype, ATTENTION.get(way.architecture, "sdpa"))
 
 
 def _divide(model: PreTrainedModel, way: Way) -> None:
     if way.blocks > 1:
-        sum_in_blocks(model, LEARNED[way.architecture], way.blocks, way.first_block)
+        config = learned(way.architecture, way.device)
+        sum_in_blocks(model, config, way.blocks, way.first_block)
     if way.tiles > 1:
         for layer in decoder_layers(model)[1]:
             layer.mlp.forward = functools.partial(_in_tiles, layer.mlp.forward, way.tiles)
@@ -202,7 +200,7 @@ def _compiled_once(way: Way) -> PreTrainedModel:
     """
     torch.compiler.reset()  # as in worker.py
     torch._dynamo.config.recompile_limit = 64
-    model = copy.deepcopy(_built_by_transformers(way.architecture, DTYPES[way.precision]))
+    model = copy.deepcopy(_built_by_transformers(way, DTYPES[way.precision]))
     _divide(model, way)
     for layer in decoder_layers(model)[1]:
         layer.forward = torch.compile(layer.forward, dynamic=None)

@@ -12,7 +12,7 @@ import torch
 
 from harness.layout.world import World
 from harness.models import recompute, tiles
-from harness.models.host_copies import HostCopy
+from harness.models.host_copies import Buffers, HostCopy
 
 
 class _Swapped(deque[Any]):
@@ -37,8 +37,8 @@ def host_memory_reused(world: World) -> contextlib.AbstractContextManager[Any]:
     memory: dict[Any, torch.Tensor] = {}
     make = HostCopy.__init__
 
-    def shared(self: HostCopy, tensor: torch.Tensor) -> None:
-        make(self, tensor)
+    def shared(self: HostCopy, tensor: torch.Tensor, buffers: Buffers) -> None:
+        make(self, tensor, buffers)
         self.copy = memory.setdefault((tensor.shape, tensor.dtype), self.copy).copy_(tensor)
 
     return mock.patch.object(HostCopy, "__init__", shared)
