@@ -15,6 +15,7 @@ from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.plans import every_key, keys_read
 from harness.layout.shape import Shape
 from harness.plan.model_values import value_problems
+from harness.plan.rotary import rotary_problems
 
 _TABLE, _SCALING, _TYPE, _THETA = "rope_parameters", "rope_scaling", "rope_type", "rope_theta"
 _PARTIAL = "partial_rotary_factor"
@@ -47,7 +48,7 @@ def overridden(config: Mapping[str, Any], run: RunConfig, source: str) -> dict[s
     if problems := [*value_problems({"model_type": model_type, **rotary}, run, source)]:
         raise ConfigError(problems)
     merged = _applied(config, overrides, run)
-    if problems := [*_without_effect(config, merged, run)]:
+    if problems := [*_without_effect(config, merged, run), *rotary_problems(merged, run)]:
         raise ConfigError(problems)
     return merged
 
@@ -68,7 +69,22 @@ def _applied(
 ) -> dict[str, Any]:
     rotary = {k: None if v == "null" else v for k, v in overrides.items() if k in _ROTARY}
     others = {key: value for key, value in overrides.items() if key not in _ROTARY}
-    return _with_rotary(_merged(config, others), rotary, run)
+    return _with_rotary(_merged(config, _under_all_names(config, others)), rotary, run)
+
+
+def _under_all_names(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides with each size under the names that the config has for it: of two names its
+    reader takes one.
+    """
+    named: dict[str, Any] = {}
+    for key, value in overrides.items():
+        names = next((names for names in SIZE_KEYS.values() if key in names), ())
+        others = [name for name in names if name in config and name not in overrides]
+        same = [name for name in others if config[name] == config.get(key, config[name])]
+        if key in config or not same:
+            named[key] = value
+        named |= dict.fromkeys(same, value)
+    return named
 
 
 def _named(key: str, run: RunConfig) -> str:
