@@ -35,6 +35,9 @@ _NEAR = 0.6
 # Decoders that the hub has under names without an owner; all others are OWNER/NAME.
 _OWNERLESS = ("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt")
 
+_OTHER_LISTS = ("architectures", "_token_id", "_only_layers")
+"""Endings of keys whose lists, which may be as long as a model is deep, have no value per layer."""
+
 
 def preset_names() -> list[str]:
     """Return the names of the presets that ship with the harness."""
@@ -202,7 +205,8 @@ def _of_its_layers(
         return merged
     overrides, problems = run_config.model.overrides, []
     for key, value in config.items():
-        if not isinstance(value, list) or len(value) != before or key in overrides:
+        is_of_layers = isinstance(value, list) and not key.endswith(_OTHER_LISTS)
+        if not is_of_layers or len(value) != before or key in overrides:
             continue
         if now > len(value):
             origin = run_config.origin(f"model.overrides.{keys[0]}")

@@ -16,6 +16,7 @@ from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.plans import every_key, keys_read
 from harness.layout.shape import Shape
 from harness.plan.model_values import value_problems
+from harness.plan.rotary import rotary_problems
 
 _TABLE, _SCALING, _TYPE, _THETA = "rope_parameters", "rope_scaling", "rope_type", "rope_theta"
 _PARTIAL = "partial_rotary_factor"
@@ -71,6 +72,8 @@ def overridden(
     beside = {key for key in kept & _ROTARY - {_TABLE} if config.get(_TABLE)}
     merged = _applied(config, overrides, run, beside)
     check(_without_effect(config, merged, run, beside))
+    if problems := [*rotary_problems(merged, run)]:
+        raise ConfigError(problems)
     if same := already_so(config, run, beside):
         names = ", ".join(f"model.overrides.{key}" for key in same)
         has, values = ("have", "these values") if len(same) > 1 else ("has", "this value")
@@ -101,7 +104,22 @@ def _applied(
     into = {k: v for k, v in overrides.items() if k in _ROTARY and k not in beside}
     others = {key: value for key, value in overrides.items() if key not in into}
     rotary = {key: None if value == "null" else value for key, value in into.items()}
-    return _with_rotary(_merged(config, others), rotary, run)
+    return _with_rotary(_merged(config, _under_all_names(config, others)), rotary, run)
+
+
+def _under_all_names(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides with each size under the names that the config has for it: of two names its
+    reader takes one.
+    """
+    named: dict[str, Any] = {}
+    for key, value in overrides.items():
+        names = next((names for names in SIZE_KEYS.values() if key in names), ())
+        others = [name for name in names if name in config and name not in overrides]
+        same = [name for name in others if config[name] == config.get(key, config[name])]
+        if key in config or not same:
+            named[key] = value
+        named |= dict.fromkeys(same, value)
+    return named
 
 
 def _named(key: str, run: RunConfig) -> str:

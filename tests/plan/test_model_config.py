@@ -181,10 +181,15 @@ def test_a_broken_config_is_named(tmp_path: Path, text: str | None, expected: st
 
 
 def test_overrides_change_add_merge_and_take_away(folder: Path) -> None:
-    words = ("hidden_size=32", "num_hidden_layers=2", "rope_parameters.factor=2.0")
+    words = (
+        "hidden_size=32",
+        "num_hidden_layers=2",
+        "rope_parameters={rope_type='linear', factor=2.0}",
+    )
     config, _ = load(f"model.name={folder}", *(f"model.overrides.{word}" for word in words))
     assert (config["hidden_size"], config["num_hidden_layers"]) == (32, 2)
-    assert config["rope_parameters"] == {"rope_theta": 1e4, "factor": 2.0}
+    expected = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
+    assert config["rope_parameters"] == expected
     config, _ = load("model.name=gemma-2-9b", "model.overrides.sliding_window=null")
     assert config["sliding_window"] is None
     config, _ = load("model.name=mistral-7b-v0.3", "model.overrides.sliding_window=4096")

@@ -152,6 +152,48 @@ def test_an_override_that_changes_nothing_is_refused(
     assert expected in problem
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["rope_scaling.factor=2.0"],
+         "model.overrides.rope_scaling.factor (command line) changes nothing: the rotary type "
+         "default does not read it: set model.overrides.rope_scaling.rope_type to linear or "),
+        (["rope_parameters.rope_type=yarn"], "set model.overrides.rope_parameters.factor, too"),
+        (["rope_scaling.rope_type=yran", "rope_scaling.factor=2"], "is 'yran', none of default"),
+        (["rope_scaling={rope_type='linear', factr=2.0}"], "rope_scaling.factor, too"),
+        (["rope_scaling={rope_type='yarn', factor=2.0, beta_fst=3}"], "did you mean beta_fast?"),
+        (["rope_scaling={rope_type='linear', factor=2.0, beta_fast=3}"], "to yarn, too"),
+        (["rope_scaling={rope_type='llama3', factor=2.0}"],
+         "rope_scaling.low_freq_factor and model.overrides.rope_scaling.high_freq_factor, too"),
+        (["rope_theta=null"], "it must be a number"),
+        (["rope_parameters.rope_theta=null"], "it must be a number"),
+        (["partial_rotary_factor=0.5"], "changes nothing: llama models do not read it"),
+        (["rope_parameters.partial_rotary_factor=0.5"], "llama models do not read it"),
+    ],
+)  # fmt: skip
+def test_a_rotary_setting_that_its_type_does_not_read_or_lacks(
+    words: list[str], expected: str, tmp_path: Path
+) -> None:
+    for config in (NEW, OLD):
+        with pytest.raises(ConfigError) as refused:
+            load(tmp_path, config, *words)
+        assert expected in str(refused.value)
+
+
+def test_a_size_is_overridden_under_each_name_that_the_config_has(tmp_path: Path) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    for names in (["num_local_experts"], ["num_experts"], ["num_experts", "num_local_experts"]):
+        config = {**experts, **dict.fromkeys(names, 4)}
+        for name in ("num_experts", "num_local_experts"):
+            assert hf_config(load(tmp_path, config, f"{name}=2")).num_experts == 2
+
+
+def test_lists_that_are_no_list_of_layers_do_not_ask_for_more(tmp_path: Path) -> None:
+    lists = {"architectures": [*"abc"], "eos_token_id": [1, 2, 3], "mlp_only_layers": [0, 1, 2]}
+    config = load(tmp_path, {"model_type": "qwen3_moe", **lists}, "num_hidden_layers=4")
+    assert {key: config[key] for key in lists} == lists
+
+
 def test_a_window_that_no_layer_is_late_enough_for(tmp_path: Path) -> None:
     words = ("use_sliding_window=true", "sliding_window=8")
     problem = problem_of(tmp_path, QWEN, *words)

@@ -46,6 +46,7 @@ _TAKEN = re.compile(r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"')
 _OWN = re.compile(r"self\.(\w+)")
 # Exported, whatever a model computes.
 _EXPORTED = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings"}
+_PARTIAL = "partial_rotary_factor"
 _EVERYWHERE = (masking_utils, modeling_rope_utils, modeling_utils)
 
 
@@ -101,6 +102,8 @@ def _keys(config: Any, model: Any) -> set[str]:
     taken = {name for c in classes for name in _taken(c, "__post_init__")}
     if "rope_parameters" in own:  # a field of the name is a value that nobody looks at
         taken |= _taken(config, "convert_rope_params_to_dict") - ({"rope_scaling"} & declared)
+    if _PARTIAL not in inspect.getsource(module):  # put into rope_parameters, whoever reads it
+        taken -= {_PARTIAL}
     asked = set(_ASKED.findall(inspect.getsource(module))) & everywhere.union(_read(module))
     pairs = [{*pair} for pair in config.attribute_map.items()]  # two names of one value
     named = {name for pair in pairs if pair & own and pair & read for name in pair}
