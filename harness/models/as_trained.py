@@ -25,7 +25,7 @@ class AsTrained:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         chosen = config._attn_implementation
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # the class after it
         if chosen is None and (attention := getattr(config, "trained_attention", None)):
             attend_as_trained(self, attention)
         if getattr(config, "reversible", False):
