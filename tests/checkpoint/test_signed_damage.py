@@ -175,6 +175,8 @@ IDS = torch.arange(4).view(1, 4)
         to_safetensors({"input_ids": IDS[:0], "labels": IDS[:0].clone()}),
         to_safetensors({"input_ids": IDS, "labels": IDS - 1}),
         to_safetensors({"input_ids": IDS, "labels": IDS.clone(), "position_ids": IDS + 1}),
+        to_safetensors({"input_ids": IDS, "labels": IDS.clone(), "goes_on": IDS.clone()}),
+        to_safetensors({"input_ids": IDS, "labels": IDS.clone(), "goes_on": IDS[:, 0] + 2}),
         to_safetensors({"input_ids": IDS, "labels": IDS.clone()})[:-8],
     ],
 )

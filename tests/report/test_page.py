@@ -375,6 +375,10 @@ def test_the_length_of_training_samples_is_marked_where_longer_ones_are_evaluate
     page = page_of(read(write_run(tmp_path / "run", lines, the_plan=record)))
     assert "part of a window of 256 tokens" in page
     assert "<title>length of the training samples</title>" in page
+    assert "It falls to the right" in page
+    record["run"]["train"]["carry_state"] = True
+    page = page_of(read(write_run(tmp_path / "carried", lines, the_plan=record)))
+    assert "It is flat where the state" in page
 
 
 def test_runs_are_ranked_and_their_differences_listed(tmp_path):
