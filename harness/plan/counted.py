@@ -11,7 +11,7 @@ from harness.config.assignments import COUNTED, IMPLIED
 from harness.config.batch import Batch
 from harness.config.ds_keys import literal
 from harness.config.sections import TrainConfig
-from harness.plan.fine_tuning import batch_is_open, batch_unit
+from harness.plan.fine_tuning import DOCS, batch_is_open, batch_unit
 from harness.plan.memory import estimate
 from harness.plan.pipeline import BUBBLE, bubble_events, by_memory
 from harness.plan.plan import Plan
@@ -29,7 +29,6 @@ USUAL_EPOCHS, MOST_EXAMPLES = 3, 25_000
 """As OpenAI's fine-tuning: three epochs of up to 25,000 examples in all."""
 MOST_EPOCHS = 15
 """As LIMA (arXiv 2305.11206, section 3): a thousand examples, 15 times."""
-DOCS = "docs/models.md#fine-tuning"
 _DEFAULT = TrainConfig().global_batch
 
 

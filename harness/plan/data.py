@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -106,7 +106,7 @@ def check_data(draft: Draft) -> None:
         problems += _problems_of(lambda: read_template(template))
     if draft.here:  # elsewhere the data may be, too
         for key, part in _parts(config.data, problems).items():
-            of_part = _problems_of(functools.partial(_look_for, part))
+            of_part = _problems_of(partial(_look_for, part))
             problems += [text.replace("data.path: ", f"{key}: ", 1) for text in of_part]
         tokenizer = config.data.tokenizer or ""
         if tokenizer.startswith(("/", ".")) and not Path(tokenizer).exists():  # else of the hub

@@ -30,6 +30,7 @@ MOST_LR = OptimConfig().lr
 """The rate of a small model from random weights: more is never implied."""
 WARMUP_RATIO = 0.03
 """Alpaca's, QLoRA's and axolotl's."""
+DOCS = "docs/models.md#fine-tuning"
 EPOCHS = 3.0
 """Of data whose prompts are masked, before it is counted."""
 _OF_ADAMS_SIZE = ("adamw", "adam", "adam8bit", "muon")
@@ -86,7 +87,7 @@ def default_to_fine_tuning(draft: Draft) -> None:
     _set(draft, defaults, IMPLIED)
     shown = ", ".join(f"{key}={value}" for key, value in defaults.items() if key != "train.epochs")
     if shown:
-        draft.note("fine_tuning", f"{shown}: the defaults of a run with given weights")
+        draft.note("fine_tuning", f"{shown}: the defaults of a run with given weights ({DOCS})")
 
 
 def default_to_divisible_batch(draft: Draft) -> None:

@@ -26,19 +26,18 @@ _LABEL_WIDTH = 15
 
 def describe(plan: Plan, elsewhere: bool = False) -> str:
     """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines."""
-    shortages = []
-    if plan.estimate and not elsewhere:
-        shortages = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
-    shortages += [] if elsewhere else swap_problems(plan)
-    counts = None
+    counts, missing = None, list[str]()
     try:
         seen = glances(plan.config.data)
         counts = seen.counts()
         plan = with_counts(plan, counts)
         data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
     except ConfigError as error:  # a note, not an error: the run may be elsewhere
-        data = ["not readable here"]
-        shortages += error.problems
+        data, missing = ["not readable here"], error.problems
+    shortages = []
+    if plan.estimate and not elsewhere:
+        shortages = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
+    shortages += [*([] if elsewhere else swap_problems(plan)), *missing]
     verdict = row("this machine", "; ".join(shortages) or "can hold it")
     if elsewhere:
         verdict = row("the cluster", "; ".join([_verdict(plan.estimate), *shortages]))
