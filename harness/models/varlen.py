@@ -91,12 +91,13 @@ def _torch_kernel(
     before: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    shares = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in _TAKEN else {}
+    shares = query.shape[1] != key.shape[1]
+    asked: dict[str, Any] = {"enable_gqa": shares} if "enable_gqa" in _TAKEN else {}
     output: Any = of_torch.varlen_attn(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=scale,
         window_size=(before, 0),
-        **shares,
+        **asked,
     )
     return output  # type: ignore[no-any-return]
 
