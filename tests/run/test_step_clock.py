@@ -124,6 +124,7 @@ def test_a_run_says_both_times_and_a_site_is_fitted_to_it(
     folder, fitted = tmp_path / "run", tmp_path / "fitted.json"
     corpus = write_corpus(tmp_path / "corpus")
     words = [*SMALL_MODEL, *SHORT_RUN, f"data.path={corpus}", f"run.dir={folder}", "log.every=1"]
+    words += ["data.document_mask=true"]
     ended = zygote.run([*words, f"plan.rates={site}"], tmp_path / "logs")
     assert ended.codes == [0, 0], ended.output
     assert "time           " in ended.output
