@@ -50,7 +50,7 @@ class EvalConfig(Section):
         if self.patience and not self.every:
             raise ValueError("eval.patience needs evaluations: set eval.every above 0")
         if self.better_by and not self.patience:
-            raise ValueError("eval.better_by is for eval.patience: set that, too")
+            raise ValueError("eval.better_by is for eval.patience: set eval.patience, too")
         return self
 
 
@@ -120,9 +120,11 @@ class ProfileConfig(Section):
         """Return the problem of a run too short to reach B; `total_steps` is None until counted."""
         if self.window is None or total_steps is None or self.window[1] <= total_steps:
             return []
+        within = f"{max(1, min(self.window[0], total_steps - 1))}:{total_steps}"
+        shorter = f", or profile.steps={within}" if total_steps > 1 else ""
         return [
-            f"profile.steps is {self.steps!r}, but the run ends with step {total_steps}: B of A:B "
-            f"may be {total_steps} at most, or set train.steps to {self.window[1]} or more"
+            f"profile.steps is {self.steps!r}, but the run ends with step {total_steps}: set "
+            f"train.steps to {self.window[1]} or more{shorter}"
         ]
 
     @field_validator("steps")

@@ -278,7 +278,10 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
         )
     if data.tokens_per_batch is not None:
         if data.batching != "token_budget":
-            yield "data.tokens_per_batch is for data.batching=token_budget: set it, or remove this"
+            yield (
+                "data.tokens_per_batch is for data.batching=token_budget: set data.batching="
+                "token_budget, or remove it"
+            )
         if data.tokens_per_batch % data.seq_len:
             below = data.tokens_per_batch // data.seq_len * data.seq_len
             legal = " or ".join(str(n) for n in (below, below + data.seq_len) if n)
@@ -314,7 +317,7 @@ def _length_problems(data: DataConfig) -> Iterator[str]:
 def _row_problems(data: DataConfig) -> Iterator[str]:
     limit = data.bad_rows_limit
     if data.bad_rows != "skip" and limit != DataConfig.model_fields["bad_rows_limit"].default:
-        yield "data.bad_rows_limit is for data.bad_rows=skip: set it, or remove this"
+        yield "data.bad_rows_limit is for data.bad_rows=skip: set data.bad_rows=skip, or remove it"
     if limit > 1 and limit % 1:
         yield f"data.bad_rows_limit is {limit:g}: above 1 it is a whole number of records"
 

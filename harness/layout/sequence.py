@@ -8,12 +8,17 @@ from harness.layout.shape import Shape
 
 
 def sequence_problems(
-    shape: Shape, places: int, seq_len: int, tensor: int = 1, ranks: int | None = None
+    shape: Shape,
+    places: int,
+    seq_len: int,
+    tensor: int = 1,
+    ranks: int | None = None,
+    unit: str = "tokens",
 ) -> list[str]:
     """Return why so many ranks cannot divide rows of `seq_len` tokens, and the numbers that can.
 
     `shape`: the undivided model's; `tensor`: ranks that divide its heads; `ranks`: that the other
-    axes leave, which these numbers must divide, too; None for `places`.
+    axes leave, which these numbers must divide, too; None for `places`; `unit`: the name of `seq_len`.
     """
     ranks = ranks or places
     problems = [*_problems(shape, places, seq_len, tensor)]
@@ -26,7 +31,7 @@ def sequence_problems(
     use = " or ".join(map(str, legal))
     below = seq_len // places * places
     if below and not [*_problems(shape, places, below, tensor)]:  # the tokens alone are wrong
-        use += f", or {below} or {below + places} tokens"
+        use += f", or {below} or {below + places} {unit}"
     return [f"{' and '.join(problems)}: use {use}"]
 
 

@@ -154,6 +154,8 @@ def _shared_values(draft: Draft) -> Iterator[Shared]:
     if micro and accum and not config.is_set("train.global_batch"):
         product = micro * accum * draft.grid.data
         yield Shared("gradient_accumulation_steps", "train.global_batch", product)
+    if config.is_set("optim.name") and config.optim.name != optimizer:  # a problem already
+        optimizer = None
     defaults = {**_optimizer_defaults(ds, optimizer), **_scheduler_defaults(ds, scheduler)}
     for json_key, key in SAME.items():
         value = ds.literal(json_key)

@@ -21,16 +21,17 @@ def decide_batching(draft: Draft) -> None:
         "train.tokens": draft.config.train.tokens is not None,
     }
     for key, why in (
-        ("pipeline.stages", "stages exchange tensors of one shape: use ZeRO 3 instead of them"),
-        ("model.compile", "every length would be compiled anew: leave it out"),
-        ("ramp.length_from", "documents would be cut: leave it out"),
+        ("pipeline.stages", "stages exchange tensors of one shape: use ZeRO 3 instead of stages"),
+        ("model.compile", "every length would be compiled anew: remove model.compile"),
+        ("ramp.length_from", "documents would be cut: remove ramp.length_from"),
         (
             "train.tokens",
             "a step's tokens depend on its documents: set train.steps or train.epochs",
         ),
     ):
         if needs[key]:
-            problems.add(_KEY, f"but with {key} ({_origin(draft, key)}) {why}", "or use packed")
+            why = f"but with {key} ({_origin(draft, key)}) {why}, or use {_KEY}=packed"
+            problems.add(_KEY, why)
     _set_micro_batch(draft)
 
 

@@ -39,7 +39,7 @@ def _in_the_way(draft: Draft) -> Iterator[tuple[str, str, str]]:
         (model.compile, "model.compile", "no layer is compiled", "leave it out"),
         (model.stochastic_depth > 0, "model.stochastic_depth", "no layer is left out", "use 0"),
         (model.lora.rank is not None, "model.lora.rank", "adapters were never tried", ""),
-        (bool(data.mix), "data.mix", text, "set data.path, without data.balance"),
+        (bool(data.mix), "data.mix", text, "set data.path instead, without data.balance"),
         (data.balance is not None, "data.balance", text, "leave it out"),
         (
             data.rehearse is not None and data.rehearse_share > 0,

@@ -11,6 +11,7 @@ from harness.layout.families import SIZE_KEYS, family_of
 
 _KEYS = ("rope_parameters", "rope_scaling")
 """Keys of a config.json that say how positions are rotated; the second is transformers 4's."""
+_INSTEAD = "set model.overrides.rope_parameters and model.overrides.max_position_embeddings instead"
 
 
 def extended(config: dict[str, Any], run: RunConfig) -> dict[str, Any]:
@@ -21,7 +22,9 @@ def extended(config: dict[str, Any], run: RunConfig) -> dict[str, Any]:
     context, way = run.model.context, run.model.rope
     if context is None:
         if run.is_set("model.rope"):
-            raise ConfigError("model.rope does nothing without model.context: set it, too")
+            raise ConfigError(
+                "model.rope does nothing without model.context: set model.context, too, or remove it"
+            )
         return config
     key, positions = positions_of(config)
     if why := why_not(config):
@@ -29,7 +32,9 @@ def extended(config: dict[str, Any], run: RunConfig) -> dict[str, Any]:
     elif positions >= context:
         problem = f"but {run.model.name} has {positions} positions: remove it"
     elif way == "ntk" and not _theta(config):
-        problem = f"but {run.model.name} has no rope_theta to change: set it by model.overrides"
+        problem = (
+            f"but {run.model.name} has no rope_theta to change: set model.overrides.rope_theta, too"
+        )
     elif way == "ntk":
         return _with_theta({**config, key: context}, context / positions)
     else:
@@ -81,14 +86,23 @@ def why_not(config: Mapping[str, Any]) -> str:
     if has_others or not is_rotary or not positions_of(config)[1]:
         return f"{kind} models have no rotary positions of a known number"
     if any(isinstance(value, Mapping) for table in tables for value in table.values()):
-        return "each kind of its layers rotates in its own way: set model.overrides.rope_parameters"
+        return f"each kind of its layers rotates in its own way: {_INSTEAD}"
     ways = {table.get("rope_type", table.get("type", "default")) for table in tables}
     if scaled := ways - {"default"}:
         return (
-            f"its positions are scaled already ({', '.join(sorted(map(str, scaled)))}): set "
-            "model.overrides.rope_parameters"
+            f"its positions are scaled already ({', '.join(sorted(map(str, scaled)))}): {_INSTEAD}"
         )
     return ""
+
+
+def or_longer(config: Mapping[str, Any], run: RunConfig, length: int) -> str:
+    """Return how a model gets so many positions, as the end of an advice; "" if it cannot."""
+    if run.model.context is not None or not why_not(config):
+        return f", or model.context={length}, to extend its positions"
+    if family_of(config["model_type"]).learned_positions:
+        return ""
+    key, _ = positions_of(config)
+    return f", or model.overrides.{key}={length}, to train positions that it has not seen"
 
 
 def positions_of(config: Mapping[str, Any]) -> tuple[str, int]:

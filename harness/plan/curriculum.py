@@ -44,7 +44,7 @@ def _check_pairs(draft: Draft) -> None:
             why = f"but not ramp.{missing[0]}"
             draft.problems.add(f"ramp.{present}", why, "set both, or neither")
     if ramp.batch_step is not None and ramp.batch_from is None:
-        draft.problems.add("ramp.batch_step", "but ramp.batch_from is not given", "set it")
+        draft.problems.add("ramp.batch_step", "but ramp.batch_from is not given", "set ramp.batch_from, too")
 
 
 def _check_batch(draft: Draft) -> None:
@@ -60,7 +60,7 @@ def _check_batch(draft: Draft) -> None:
         problems.add(
             key,
             f"from which steps of {step} (ramp.batch_step) do not reach train.global_batch {batch}",
-            f"set that to {below} or {below + step}",
+            f"set train.global_batch to {below} or {below + step}",
         )
     elif (rises := (batch - ramp.batch_from) // step) > MAX_RISES:
         least = -(-step * rises // MAX_RISES)

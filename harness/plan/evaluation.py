@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.plan.context import or_longer
 from harness.plan.draft import Draft
 from harness.plan.model_config import max_positions
 
@@ -20,6 +21,7 @@ def check_evaluation(draft: Draft) -> None:
     for key, lengths in ((_LONGER, [longer] if longer else []), (_NEEDLES, needles)):
         if limit is not None and max(lengths, default=0) > limit:
             why = f"but {run.model.name} has {limit} positions"
-            problems.add(key, why, f"use {limit} at most, or extend them by model.context")
+            longer = or_longer(draft.model_config, run, max(lengths))
+            problems.add(key, why, f"use {limit} at most{longer}")
         if any(length % draft.grid.sequence for length in lengths):
             problems.add(key, f"{draft.grid.sequence} sequence ranks cannot divide it")

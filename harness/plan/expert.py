@@ -80,10 +80,10 @@ def _problems(draft: Draft, places: int) -> Iterator[str]:
         if ds.value(key) != defaults.value(key):
             yield f"it is not built with {key}: remove that key"
     if "nvme" in {offloaded_to(ds.tree, part) for part in ("optimizer", "param")}:
-        yield "it is not built with states on NVMe: offload to the CPU"
+        yield f"it is not built with states on NVMe: use {_ZERO}.offload_optimizer.device=cpu"
     if run.model.kernels != "none":
         yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
     if run.model.compile:
         yield "it is not built with model.compile: remove one of them"
     if run.optim.name in ("muon", "adafactor"):
-        yield f"optim.name={run.optim.name} steps whole matrices: use adamw, or ZeRO 3"
+        yield f"optim.name={run.optim.name} steps whole matrices: use optim.name=adamw, or ZeRO 3 alone"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
-from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.families import SIZE_KEYS
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape
 from harness.layout.sizes import UnknownArchitecture
-from harness.plan.context import positions_of, why_not
+from harness.plan.context import or_longer
 from harness.plan.draft import Draft
 from harness.plan.folder import recorded_model
 from harness.plan.model_config import find_model_config, load_model_config, max_positions
@@ -69,8 +70,14 @@ def check_experts(draft: Draft) -> None:
             draft.problems.say(
                 f"{draft.config.model.name} has {key} {width}, but torch multiplies "
                 f"{draft.precision} experts only where it is a multiple of {least}: set "
-                f"model.overrides.{key}"
+                f"model.overrides.{key} to {_either_side(width, least)}"
             )
+
+
+def _either_side(size: int, multiple: int) -> str:
+    """Return the multiples below and above a size, as text."""
+    below = size // multiple * multiple
+    return " or ".join(str(legal) for legal in (below, below + multiple) if legal)
 
 
 def _check_weights(
@@ -95,8 +102,18 @@ def _check_weights(
             "model.init_from",
             f"whose {name} is {stored.get(name, 'not there')}, but {run.model.name}'s is "
             f"{needed.get(name, 'not there')}",
-            f"set model.name={source}, without model.overrides of sizes",
+            _as_stored(run, source),
         )
+
+
+def _as_stored(run: RunConfig, source: str) -> str:
+    """Return the advice that makes a model that of its given weights."""
+    sizes = {key for keys in SIZE_KEYS.values() for key in keys}
+    overrides = [key for key in run.model.overrides if key in sizes] or [*run.model.overrides]
+    named = " and ".join(f"model.overrides.{key}" for key in overrides)
+    if run.model.name == source:
+        return f"remove {named}"
+    return f"set model.name={source}{f' without {named}' if named else ''}"
 
 
 def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -113,10 +130,5 @@ def _check_positions(draft: Draft) -> None:
     limit = max_positions(draft.model_config)
     if limit is not None and draft.config.data.seq_len > limit:
         why = f"but {draft.config.model.name} has {limit} positions"
-        way_out = f"set data.seq_len to {limit} or less"
-        if not why_not(draft.model_config):
-            way_out += f", or model.context={draft.config.data.seq_len}, to extend its positions"
-        elif not family_of(draft.model_config["model_type"]).learned_positions:
-            key, _ = positions_of(draft.model_config)
-            way_out += f", or model.overrides.{key}, to train rotary positions that it has not seen"
-        draft.problems.add("data.seq_len", why, way_out)
+        longer = or_longer(draft.model_config, draft.config, draft.config.data.seq_len)
+        draft.problems.add("data.seq_len", why, f"set data.seq_len to {limit} or less{longer}")

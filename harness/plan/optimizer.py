@@ -53,24 +53,26 @@ def _check_layout(draft: Draft) -> None:
         problems.add(
             "optim.name",
             f"it keeps means of rows and columns, but {_stage_of(ds)} gives it flat pieces",
-            "use zero_optimization.stage=0 in fp32, adam8bit for small states, or adamw",
+            f"use {_whole_in(ds)}, or optim.name=adam8bit for small states, or optim.name=adamw",
         )
     if kind.layouts == "unoffloaded" and device != "none":
-        why = "its states stay on the GPU"
-        problems.add("optim.name", why, f"remove {offload}, or use adamw")
+        why = f"its states stay on the GPU, which {offload} takes from there"
+        problems.add("optim.name", why, f"remove {_OFFLOAD}, or use optim.name=adamw")
     if device == "nvme" and config.optim.clip_value is not None:
         why = "gradients on NVMe are not clamped"
-        problems.add("optim.clip_value", why, "set optim.clip_norm, or use the cpu")
+        problems.add(
+            "optim.clip_value", why, f"set optim.clip_norm instead, or {_OFFLOAD}.device=cpu"
+        )
     # Without momentum sgd has no states that could be in the wrong place or type.
     if kind.by_deepspeed or (config.optim.name == "sgd" and not config.optim.momentum):
         return
     if device == "nvme":
-        why = "only adamw and adam step from NVMe"
-        problems.add("optim.name", why, f"use one, or set the device of {offload} to cpu")
+        why = f"only adamw and adam step from NVMe, which {offload} says"
+        problems.add("optim.name", why, f"use optim.name=adamw, or {_OFFLOAD}.device=cpu")
     for key in _HALF_STATES:
         if ds.value(key):
             why = f"only adamw and adam take {key} ({ds.origin(key)})"
-            problems.add("optim.name", why, "remove it, or use adamw")
+            problems.add("optim.name", why, f"remove {key}, or use optim.name=adamw")
 
 
 def _stage_of(ds: DsJson) -> str:
@@ -80,6 +82,14 @@ def _stage_of(ds: DsJson) -> str:
         if event.get("json_key") == _STAGE:
             return f"stage {event['was']} ({origin}), which half precision runs as ZeRO {stage},"
     return f"ZeRO {stage} ({origin})"
+
+
+def _whole_in(ds: DsJson) -> str:
+    """Return the settings of ZeRO 0 in fp32 that a JSON has not."""
+    is_given = any(of.get("json_key") == _STAGE and of["was"] == 0 for of in ds.events)
+    stage = [] if is_given else [f"{_STAGE}=0"]
+    halves = [f"{kind}.enabled" for kind in ("bf16", "fp16") if ds.value(f"{kind}.enabled")]
+    return " and ".join([*stage, *(f"{key}=false" for key in halves)])
 
 
 def note_learning_rate(draft: Draft) -> None:

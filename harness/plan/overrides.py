@@ -27,10 +27,10 @@ _ROTARY = {*_OLD, _LOCAL, _SCALING, _TABLE}
 _INTO_TABLE = {_THETA, _PARTIAL, _SCALING}
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern")
 _ELSEWHERE = {
-    "dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled",
-    "torch_dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled",
-    "quantization_config": "weights are trained in the run's precision: see model.lora.quantize",
-    "architectures": "the class is that of model_type: set model.overrides.model_type",
+    "dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled instead",
+    "torch_dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled instead",
+    "quantization_config": "weights are trained in the run's precision (or see model.lora.quantize): remove it",
+    "architectures": "the class is that of model_type: set model.overrides.model_type instead",
 }
 
 

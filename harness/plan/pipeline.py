@@ -101,7 +101,7 @@ def _bounds(draft: Draft, partition: object) -> Bounds | None:
     layers = shape.num_layers if shape else _count_layers(draft.model_config)
     if layers is None:
         draft.problems.say(
-            f"{config.model.name} does not say how many layers it has: use no pipeline"
+            f"{config.model.name} does not say how many layers it has: remove {_STAGES}"
         )
         return None
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.layout.families import SIZE_KEYS
+from harness.layout.recompute import REVERSIBLE
 from harness.plan.draft import Draft
 
 _OFFLOAD, _TILES = "model.activation_offload", "model.mlp_tiles"
@@ -15,7 +16,11 @@ def check_recompute(draft: Draft) -> None:
     or that this model cannot have.
     """
     model, problems = draft.config.model, draft.problems
-    if model.activation_offload and model.checkpointing == "none":
+    if model.activation_offload and draft.model_config.get(REVERSIBLE):
+        problems.add(
+            _OFFLOAD, "it moves what layers keep, and reversible ones keep none", "remove it"
+        )
+    elif model.activation_offload and model.checkpointing == "none":
         why = "it moves what checkpointed layers keep, and no layer is checkpointed"
         problems.add(_OFFLOAD, why, "set model.checkpointing to full, selective or N")
     if model.mlp_tiles > 1:

@@ -36,7 +36,9 @@ def _problems(draft: Draft, places: int) -> Iterator[str]:
         ranks = left_of(draft.world, draft.grid, "pipeline", "tensor")
         # Heads that tensor ranks cannot divide are theirs to report.
         tensor = 1 if tensor_problems(draft.shape, draft.grid.tensor) else draft.grid.tensor
-        yield from sequence_problems(draft.shape, places, shortest, tensor, ranks)
+        key = "data.seq_len" if shortest == run.data.seq_len else "ramp.length_from"
+        unit = f"tokens ({key})"
+        yield from sequence_problems(draft.shape, places, shortest, tensor, ranks, unit)
     elif draft.model_config and not family_of(draft.model_config["model_type"]).divides_rows:
         # The first batch would not tell: small states of a recurrent layer hide in its rounding.
         yield f"nobody has divided the rows of {draft.model_config['model_type']}: use 1"

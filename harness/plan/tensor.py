@@ -70,23 +70,24 @@ def _problems(draft: Draft, places: int) -> Iterator[str]:
     if run.model.kernels != "none":
         yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
     if run.optim.name in ("muon", "adafactor"):
-        yield f"optim.name={run.optim.name} steps whole matrices: use adamw, or ZeRO 3"
+        yield f"optim.name={run.optim.name} steps whole matrices: use optim.name=adamw, or ZeRO 3 alone"
     if draft.model_config.get("activation_dropout"):
-        yield "activation_dropout would be drawn alike for every rank's part: set it to 0"
+        yield "activation_dropout would be drawn alike for every rank's part: set model.residual_dropout=0"
     slices = draft.model_config.get("pretraining_tp")
     if draft.model_config.get("slow_but_exact") and slices not in (None, 1):
         yield (
-            f"slow_but_exact with pretraining_tp={slices} reads weights past their modules: set it "
-            "to false"
+            f"slow_but_exact with pretraining_tp={slices} reads weights past their modules: set "
+            "model.overrides.slow_but_exact=false"
         )
     drawn = [key for key in ATTENTION_DROPOUTS if draft.model_config.get(key)]
     family = family_of(str(draft.model_config.get("model_type")))
     if drawn and GROUPED in family.tensor_plan.values():
-        yield f"{drawn[0]} is drawn by its own code, alike for every rank's heads: set it to 0"
+        why = "is drawn by its own code, alike for every rank's heads"
+        yield f"{drawn[0]} {why}: set model.attention_dropout=0"
     elif drawn and (run.model.compile or run.model.attention not in ("sdpa", "eager")):
         yield (
             f"{drawn[0]} is drawn by each rank for its heads, without model.compile and with "
-            "model.attention sdpa or eager: change these, or set it to 0"
+            "model.attention sdpa or eager: change these, or set model.attention_dropout=0"
         )
     if draft.shape is not None:
         ranks = left_of(draft.world, draft.grid, "pipeline", "sequence")

@@ -65,7 +65,7 @@ def refuses_preset(draft: Draft) -> bool:
     draft.problems.add(
         "model.init_from",
         "which is a preset, a shape without weights",
-        f"set model.name={source} for random weights, or name a folder with given ones",
+        f"remove it for random weights of model.name={source}, or name a folder with given ones",
     )
     return True
 

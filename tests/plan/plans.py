@@ -32,6 +32,9 @@ MODELS: dict[str, Mapping[str, Any]] = {
         for method in ("fp8", "gptq")
     },
     "parallel_residual": {**LEARNED["gpt_neox"], "use_parallel_residual": True},
+    "opt_dropping": {**LEARNED["opt"], "activation_dropout": 0.1},
+    "no_layers": {"model_type": "brand_new", "hidden_size": 8},
+    "qwen3_layers": {**LEARNED["qwen3"], "layer_types": ["full_attention"] * 2},
     "two_rotations": {**_NO_RATE, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
 }
 
