@@ -45,7 +45,9 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
     """
     folder = user_path("model.init_from", source)
     if opens and source in preset_names():
-        use = f"remove it for random weights of model.name={source}, or name a folder with given ones"
+        use = (
+            f"remove it for random weights of model.name={source}, or name a folder with given ones"
+        )
         return [f"model.init_from is {source!r}, a preset, which is a shape without weights: {use}"]
     try:
         if _has_checkpoints(run_and_step(source)[0]):
