@@ -16,21 +16,53 @@ from pathlib import Path
 from harness.config.ds_keys import ds_keys
 from harness.config.run_config import RunConfig
 
-_BOOK: dict[str, str | list[str]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
 VERBS = (
     "set|use|remove|leave|keep|name|write|make|give|change|lower|raise|take|move|put|merge|convert|"
     "choose|add|increase|extend|mend|did you mean|the nearest that do are"
 )
 ADVICE = re.compile(rf"(?:or )?(?:{VERBS})\b")
-_FIELDS = "|".join(RunConfig.model_fields)
-_TOPS = "|".join(ds_keys()["keys"])
+_FIELDS, _TOPS = "|".join(RunConfig.model_fields), "|".join(ds_keys()["keys"])
 _KEY = rf"(?:(?:ds\.)?(?:{_FIELDS}|{_TOPS})(?:\.\w+)+|(?:{_TOPS})\b(?!\.))"
-_VALUE = r"(?:\"[^\"]*\"|'[^']*'|\[[^]]*\]|[\w./:-]*[\w/])"
-_ASSIGNED = rf"{_KEY}={_VALUE}"
-_IT = r"it|this|that|that key|the section"
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|\[[^]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[\w$./:-]*[\w/])"
+_IT = r"(?:it|this|that|that key|the section)"
+_THING = rf"(?:{_IT}|{_KEY})"
+_A_KEY, _ASSIGNED = re.compile(_KEY), re.compile(rf"{_KEY}={_VALUE}")
 _OF_THE_JSON = re.compile(rf"(?:{_TOPS})\b")
+# What a message is without: origins of its values, and counts of rows.
+_BESIDE = re.compile(
+    r" \((?:[\w.]+: [^()]*|command line(?:, command line.*)?)\)$"
+    r"| \([\d,]+ of [\d,]+ lines read; this is the first\)"
+)
+_ORIGIN = re.compile(rf"(?:\(|command line, |([\w.]+): )command line: ({_KEY})\)")
+_SAME = re.compile(rf", but {_KEY} is ({_VALUE})")
+_DOES = re.compile(rf"(?:\(|[:;] )({_KEY}={_VALUE}) (?:can|reads|leaves|names|splits)\b")
+_WAYS = re.compile(rf", or |, (?=(?:{VERBS})\b)")
+# Phrases that say everything themselves.
+_SETS = re.compile(
+    rf"(?:(?:use|set) )?({_KEY}={_VALUE}(?: and {_KEY}={_VALUE})*)"
+    rf"(?: without ({_KEY}.*)|,? (?:to|for|with) .*|, too)?"
+)
+_SETS_TO = re.compile(rf"set ({_KEY}) to ({_VALUE})(?: or (?:more|less))?")
+_USES = re.compile(
+    rf"(?:use|set it to|the nearest that do are) ({_VALUE})(?: and ({_VALUE}))?(?: or more)?"
+)
+_ONE_OF = re.compile("(?:use|set it to) one of (.+)")
+_AS_IN = re.compile(rf"name .*, as in ({_KEY}={_VALUE})")
+_REMOVES = re.compile(rf"(?:remove|leave) (?:({_IT})|{_KEY})(?: and {_KEY})*(?: out)?")
+_MEANS = re.compile(r"did you mean ([\w.-]+)\??")
+_LEAVES_OPEN = re.compile(rf"\bset ({_KEY})(?![\w.=]| to | above )")
+
+
+def _in_words(phrase: str) -> re.Pattern[str]:
+    return re.compile("((?:(?! or |, ).)+?)".join(map(re.escape, phrase.split("..."))))
+
+
+_BOOK = {
+    _in_words(phrase): [words] if isinstance(words, str) else words
+    for phrase, words in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    ).items()
+}
 
 
 class NoWay(AssertionError):
@@ -42,27 +74,29 @@ class Message:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        origins = r" \((?:[\w.]+: [^()]*|command line(?:, command line.*)?)\)$"
-        bare = re.sub(origins, "", text)
+        bare = _BESIDE.sub("", text)
         self.key = (re.match(r"[\w.]*\w", bare.removeprefix("data.path: ")) or [""])[0]
-        self._others = [key for key in re.findall(_KEY, bare) if key != self.key]
-        self.phrases = [
-            part.removeprefix("or ") for part in re.split(r"[:;] ", bare) if ADVICE.match(part)
-        ]
-        self.phrases += re.findall(rf"\(({_ASSIGNED} can)\)", bare)
-        self.phrases += re.findall(r"; (\d+ would be)$", bare)
+        self._others = [key for key in _A_KEY.findall(bare) if key != self.key]
+        parts = re.split("[:;] ", bare)
+        self.phrases = [part.removeprefix("or ") for part in parts if ADVICE.match(part)]
+        self.phrases += _DOES.findall(bare) + re.findall(r"; (\d+ would be)$", bare)
 
     @property
     def kind(self) -> str:
         """The message without its values."""
         return re.sub(r"\d[\d,.]*|'[^']*'|\[[^]]*\]", "N", self.text)
 
+    @property
+    def left_open(self) -> list[str]:
+        """The keys that it says to set, without a value."""
+        return [of_line(key) for phrase in self.phrases for key in _LEAVES_OPEN.findall(phrase)]
+
     def ways(self) -> Iterator[str]:
         """Yield the words of each way out that the message names. Raises NoWay."""
         for phrase in self.phrases:
             before = ""
-            for part in re.split(", or ", phrase):
-                before, words = self._read(part, before, re.split(" or ", part))
+            for part in _WAYS.split(phrase):
+                before, words = self._read(part, before, part.split(" or "))
                 yield from words
 
     def _read(self, part: str, before: str, parts: list[str]) -> tuple[str, list[str]]:
@@ -83,43 +117,34 @@ class Message:
         return before, every
 
     def _in_book(self, phrase: str) -> list[str] | None:
-        for said, words in _BOOK.items():
-            pattern = "((?:(?! or |, ).)+?)".join(map(re.escape, said.split("...")))
-            if match := re.fullmatch(pattern, phrase):
-                own = self.own
-                names = {"key": own, "section": own.rpartition(".")[0], "other": self._other_value}
-                texts = [words] if isinstance(words, str) else words
-                return [text.format(phrase, *match.groups(), **names) for text in texts]
+        for pattern, words in _BOOK.items():
+            if match := pattern.fullmatch(phrase):
+                section = self.own.rpartition(".")[0]
+                same = _SAME.search(self.text)
+                names = {"key": self.own, "section": section, "other": same and _plain(same[1])}
+                return [text.format(phrase, *match.groups(), **names) for text in words]
         return None
 
     def _worded(self, phrase: str) -> list[str] | None:
         """Return the words of a phrase that says everything itself."""
         own = self.own
-        if match := re.fullmatch(
-            rf"(?:use|set) ({_ASSIGNED}(?: and {_ASSIGNED})*)( without {_KEY}.*|,? (?:to|for|with) .*|, too)?",
-            phrase,
-        ):
-            sets = [_assigned(word) for word in re.findall(_ASSIGNED, match[1])]
-            left = re.findall(_KEY, match[2] or "") if " without " in phrase else []
-            return [" ".join([*sets, *(f"-?{of_line(key)}" for key in left)])]
-        if match := re.fullmatch(
-            rf"(?:use|set it to|the nearest that do are) ({_VALUE})( and {_VALUE})?( or more)?",
-            phrase,
-        ):
-            values = [match[1], *([match[2].removeprefix(" and ")] if match[2] else [])]
-            return [f"{own}={_plain(value)}" for value in values]
-        if match := re.fullmatch(rf"set ({_KEY}) to ({_VALUE})(?: or (?:more|less))?", phrase):
+        if match := _SETS.fullmatch(phrase):
+            left = [f"-?{of_line(key)}" for key in _A_KEY.findall(match[2] or "")]
+            return [" ".join([*map(_assigned, _ASSIGNED.findall(match[1])), *left])]
+        if match := _USES.fullmatch(phrase):
+            return [f"{own}={_plain(value)}" for value in match.groups() if value]
+        if match := _SETS_TO.fullmatch(phrase):
             return [f"{of_line(match[1])}={_plain(match[2])}"]
-        if match := re.fullmatch("(?:use|set it to) one of (.+)", phrase):
+        if match := _ONE_OF.fullmatch(phrase):
             return [f"{own}={_plain(value)}" for value in match[1].split(", ")]
-        if match := re.fullmatch(rf"({_ASSIGNED}) can", phrase):
+        if match := _AS_IN.fullmatch(phrase):
             return [_assigned(match[1])]
-        if re.fullmatch(rf"(?:remove|leave) (?:{_IT}|{_KEY})(?: and {_KEY})*(?: out)?", phrase):
-            first = [f"-{own}"] if re.match(rf"\w+ (?:{_IT})\b", phrase) else []
-            return [" ".join([*first, *(f"-?{of_line(key)}" for key in re.findall(_KEY, phrase))])]
-        if re.fullmatch("remove one of them|keep one", phrase):
+        if match := _REMOVES.fullmatch(phrase):
+            named = [f"-?{of_line(key)}" for key in _A_KEY.findall(phrase)]
+            return [" ".join([f"-{own}", *named] if match[1] else named)]
+        if phrase in ("remove one of them", "keep one"):
             return [f"-{own}", f"-{of_line(self._others[-1])}"]
-        if match := re.fullmatch(r"did you mean ([\w.-]+)\??", phrase):
+        if match := _MEANS.fullmatch(phrase):
             return [self._meant(match[1])]
         return None
 
@@ -135,16 +160,11 @@ class Message:
     @property
     def own(self) -> str:
         """The key that the message begins with, or the JSON's that its value comes from."""
-        before = rf"\(|command line, |{re.escape(self.key)}: "
-        origin = re.search(rf"(?:{before})command line: ({_KEY})\)", self.text)
-        is_json = " is not a key that DeepSpeed knows" in self.text
-        return f"ds.{self.key}" if is_json else of_line(origin[1] if origin else self.key)
-
-    @property
-    def _other_value(self) -> str:
-        """The value of another key that means the same."""
-        other = re.search(rf", but {_KEY} is ({_VALUE})", self.text)
-        return _plain(other[1]) if other else ""
+        if " is not a key that DeepSpeed knows" in self.text:
+            return f"ds.{self.key}"
+        origins = (match.groups() for match in _ORIGIN.finditer(self.text))
+        of_json = (origin for key, origin in origins if key in (None, self.key))
+        return of_line(next(of_json, self.key))
 
 
 def of_line(key: str) -> str:
@@ -154,7 +174,7 @@ def of_line(key: str) -> str:
 
 def _assigned(word: str) -> str:
     key, _, value = word.partition("=")
-    return f"{of_line(key)}={_plain(value)}"
+    return shlex.quote(f"{of_line(key)}={_plain(value)}")
 
 
 def _plain(value: str) -> str:

@@ -30,9 +30,9 @@ from harness.config.sections import (
 from harness.files.file_kinds import FORMATS
 from harness.files.forms import problem_of_columns
 from harness.files.kept_sample import TRAIN, kept_sample
-from harness.files.splits import TO_EVALUATE
+from harness.files.splits import OF_A_SOURCE, TO_EVALUATE
 
-DEFAULT_VOCAB_SIZE = 8192
+DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE = 8192, 300
 NEW, REHEARSED = "new", "rehearsed"
 """Names of the sources of a run that rehearses old data."""
 _ANY_LENGTH: dict[str, Any] = {"min_tokens": None, "max_tokens": None}
@@ -174,7 +174,7 @@ class DataConfig(Section):
     none is added. A conversation begins as its template writes it."""
     tokenizer: PathText | None = None
     """Folder or hub id of a Hugging Face tokenizer; None: the corpus's own, or train one."""
-    vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = DEFAULT_VOCAB_SIZE
+    vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=1_000_000)] = DEFAULT_VOCAB_SIZE
     """Most pieces of a tokenizer that is trained on the corpus (data.tokenizer=None)."""
     seq_len: Annotated[int, Field(ge=2, le=MAX_SAMPLES)] = 128
     """Length of a window, tokens: the row that a step reads several of (train.global_batch), into
@@ -223,7 +223,8 @@ class DataConfig(Section):
         """Return the data section of each source of `mix` by name; without, this one by "". That
         of old data is last. Raises ConfigError if data.rehearse is a run without a sample.
         """
-        own = {of.label: self._only(of.path, of) for of in self.mix}
+        source = self if self.split else self.model_copy(update={"split": OF_A_SOURCE})
+        own = {of.label: source._only(of.path, of) for of in self.mix}
         old = self.rehearsed() if self.rehearse_share else None
         if old is None:
             return own or {"": self}

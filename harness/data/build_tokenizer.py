@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from harness.config.data_section import DEFAULT_VOCAB_SIZE
+from harness.config.data_section import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 from harness.data.cache import Report, build_once, cache_key, default_cache
 from harness.data.corpus import Corpora, Corpus
 from harness.data.prepare import FORMAT
@@ -84,14 +84,19 @@ def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBa
     if rows is not None and ids > rows and not spec.adds_rows:
         raise ConfigError(
             f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only {rows}: set "
-            f"model.overrides.vocab_size={ids}{_or_fewer(spec)}"
+            f"model.overrides.vocab_size={ids}{_or_fewer(spec, tokenizer)}"
         )
     return tokenizer
 
 
-def _or_fewer(spec: DataSpec) -> str:
-    """Return the other remedy for a tokenizer that is trained on the corpus."""
-    return "" if spec.config.tokenizer else f" or data.vocab_size={spec.model_vocab_size}"
+def _or_fewer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the other remedy for a tokenizer that is trained on the corpus, whose characters and
+    bytes need as many pieces.
+    """
+    rows = spec.model_vocab_size or 0
+    least = sum(len(piece) == 1 or piece.startswith("<") for piece in tokenizer.get_vocab())
+    is_enough = not spec.config.tokenizer and rows >= max(least, MIN_VOCAB_SIZE)
+    return f" or data.vocab_size={rows}" if is_enough else ""
 
 
 def _tokenizer_folder(corpora: Sequence[Corpus], spec: DataSpec) -> Path:

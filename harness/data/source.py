@@ -211,7 +211,7 @@ def open_source(
                 f"{spec.bounds.text()}: {corpus.path} holds samples that a run kept, cut from its "
                 "documents, whose lengths they do not say: remove it for this data"
             )
-        masks = load_masks(masks_of(corpus.path))
+        masks = _kept_masks(masks_of(corpus.path))
     tokens = IndexedTokens(*prefixes)
     folder = build_once(
         _split_folder(cache, key, spec),
@@ -257,6 +257,14 @@ def open_source(
         str(tokenizer.decode([*begin])),
         spec.config.date if _writes_date(corpus, tokenizer) else None,
     )
+
+
+def _kept_masks(path: Path) -> Masks:
+    """Return the masks beside a pair that a run kept. Raises ConfigError if they are damaged."""
+    try:
+        return load_masks(path)
+    except ConfigError as error:  # which says to remove what is built again, as this is not
+        raise ConfigError(f"data.path: {path} is damaged: bring back what the run kept") from error
 
 
 def _masks_alone(begin: Sequence[int], tokens: IndexedTokens, masks: Masks) -> bool:

@@ -25,7 +25,7 @@ from harness.files.file_kinds import format_of, kind_of, known_format
 from harness.files.first_bytes import GET_LFS, is_lfs_pointer
 from harness.files.paths import user_path
 from harness.files.regular_file import read_json
-from harness.files.splits import ALL, TO_EVALUATE, Splits, splits_of
+from harness.files.splits import ALL, OF_A_SOURCE, TO_EVALUATE, Splits, splits_of
 from harness.files.table import Table
 
 CorpusKind = Literal["library", "text", "indexed"]
@@ -90,7 +90,7 @@ def find_files(
     """Return the files that `data.path` names; None is Python's library.
 
     Raises ConfigError if there is no text, or data that is not text. `at_most`: number of files
-    after which the walk through a folder ends. `split`: data.split, or TO_EVALUATE.
+    after which the walk through a folder ends. `split`: data.split, TO_EVALUATE or OF_A_SOURCE.
     """
     if path is None:
         return _library()
@@ -99,7 +99,7 @@ def find_files(
         corpus = _files_of(named, path, format, at_most, split)
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
-    if split not in (None, ALL, TO_EVALUATE) and not corpus.split:
+    if split not in (None, ALL, TO_EVALUATE, OF_A_SOURCE) and not corpus.split:
         raise ConfigError(f"data.split is {split!r}, but {path} has no splits: remove it")
     return corpus
 

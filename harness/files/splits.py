@@ -19,6 +19,8 @@ ALL = "all"
 """Value of data.split that reads a folder whole."""
 TO_EVALUATE = "validation or test"
 """In place of data.split: of a held-out set, validation comes first."""
+OF_A_SOURCE = "train, of a source of data.mix"
+"""In place of no data.split: as without, of a source that names its own."""
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _WORDS = {
     **dict.fromkeys(("train", "training"), TRAIN),
@@ -42,7 +44,7 @@ class Splits:
     def chosen(self, wanted: str | None, path: object) -> str:
         """Return the split to read; "" for the whole folder. Raises ConfigError."""
         if wanted == ALL or not self.names:
-            if wanted in (None, ALL, TO_EVALUATE):
+            if wanted in (None, ALL, TO_EVALUATE, OF_A_SOURCE):
                 return ""
             raise ConfigError(
                 f"data.split is {wanted!r}, but {path} has no splits: neither a data card nor the "
@@ -50,14 +52,15 @@ class Splits:
             )
         if wanted in self.names:
             return str(wanted)
-        if wanted in (None, TO_EVALUATE):
+        if wanted in (None, TO_EVALUATE, OF_A_SOURCE):
             labels = self._of(self.default) if self.default else [*self.names]
-            best = _best(labels, (VALIDATION, TEST) if wanted else (TRAIN,))
+            evaluates = wanted == TO_EVALUATE
+            best = _best(labels, (VALIDATION, TEST) if evaluates else (TRAIN,))
             if best is None:
-                none = "" if wanted or _with(labels, TRAIN) else ", and no train"
+                none = "" if evaluates or _with(labels, TRAIN) else ", and no train"
                 raise ConfigError(
                     f"data.path: {path} holds the splits {_listed(labels)}{none}: name one, as in "
-                    f"data.split={labels[0]}, or data.split={ALL}"
+                    f"{_named(labels[0], wanted, path)}"
                 )
             return best
         labels = self._of(str(wanted)) or [
@@ -201,6 +204,16 @@ def _best(labels: Sequence[str], kinds: Sequence[str]) -> str | None:
     if TRAIN not in kinds and (of_kind := _with(labels, TRAIN)):
         return of_kind[0] if len(of_kind) == 1 else None
     return labels[0] if len(labels) == 1 else None
+
+
+def _named(label: str, wanted: str | None, path: object) -> str:
+    """Return how a split is named, of the data to train on, of a source or of a held-out set."""
+    if wanted == TO_EVALUATE:
+        name = label.rpartition("/")[2]
+        return f'data.eval_path={{{name}={{path="{path}", split="{label}"}}}}'
+    if wanted == OF_A_SOURCE:
+        return f'split="{label}", or split="{ALL}", of the source in data.mix'
+    return f"data.split={label}, or data.split={ALL}"
 
 
 def _listed(labels: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ def sequence_problems(
     """Return why so many ranks cannot divide rows of `seq_len` tokens, and the numbers that can.
 
     `shape`: the undivided model's; `tensor`: ranks that divide its heads; `ranks`: that the other
-    axes leave, which these numbers must divide, too; None for `places`; `unit`: the name of `seq_len`.
+    axes leave, which these numbers must divide, too; None for `places`; `unit`: of `seq_len`.
     """
     ranks = ranks or places
     problems = [*_problems(shape, places, seq_len, tensor)]

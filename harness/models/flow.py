@@ -46,7 +46,7 @@ def trace_flow(skeleton: PreTrainedModel) -> Flow:
     """
     kind = type(skeleton).__name__
     if getattr(skeleton.config, "layerdrop", 0):
-        raise _CannotBeCut(f"{kind} skips layers at random (layerdrop): set it to 0")
+        raise _CannotBeCut(f"{kind} skips layers at random: set model.overrides.layerdrop=0")
     for returns_tuple in (False, True):
         with contextlib.suppress(_OtherStyle):
             return _Observed(skeleton, returns_tuple).flow()

@@ -44,7 +44,9 @@ def _check_pairs(draft: Draft) -> None:
             why = f"but not ramp.{missing[0]}"
             draft.problems.add(f"ramp.{present}", why, "set both, or neither")
     if ramp.batch_step is not None and ramp.batch_from is None:
-        draft.problems.add("ramp.batch_step", "but ramp.batch_from is not given", "set ramp.batch_from, too")
+        draft.problems.add(
+            "ramp.batch_step", "but ramp.batch_from is not given", "set ramp.batch_from, too"
+        )
 
 
 def _check_batch(draft: Draft) -> None:

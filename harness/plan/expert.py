@@ -12,6 +12,7 @@ from harness.layout.expert import ExpertPlan
 from harness.plan.draft import Draft
 from harness.plan.plan import NOT_TRAINED
 from harness.plan.ranks import left_of
+from harness.plan.tensor import WHOLE_MATRICES
 
 _SECTION = "expert_parallel"
 _ENABLED, _SIZE = f"{_SECTION}.enabled", f"{_SECTION}.autoep_size"
@@ -86,4 +87,4 @@ def _problems(draft: Draft, places: int) -> Iterator[str]:
     if run.model.compile:
         yield "it is not built with model.compile: remove one of them"
     if run.optim.name in ("muon", "adafactor"):
-        yield f"optim.name={run.optim.name} steps whole matrices: use optim.name=adamw, or ZeRO 3 alone"
+        yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"

@@ -29,7 +29,7 @@ _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "slidin
 _ELSEWHERE = {
     "dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled instead",
     "torch_dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled instead",
-    "quantization_config": "weights are trained in the run's precision (or see model.lora.quantize): remove it",
+    "quantization_config": "weights are trained in full (see model.lora.quantize): remove it",
     "architectures": "the class is that of model_type: set model.overrides.model_type instead",
 }
 

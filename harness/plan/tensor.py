@@ -14,6 +14,7 @@ from harness.plan.plan import NOT_TRAINED
 from harness.plan.ranks import left_of
 
 _KEY = "tensor_parallel.autotp_size"
+WHOLE_MATRICES = "steps whole matrices: use optim.name=adamw, or ZeRO 3 alone"
 _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 
 
@@ -70,9 +71,10 @@ def _problems(draft: Draft, places: int) -> Iterator[str]:
     if run.model.kernels != "none":
         yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
     if run.optim.name in ("muon", "adafactor"):
-        yield f"optim.name={run.optim.name} steps whole matrices: use optim.name=adamw, or ZeRO 3 alone"
+        yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"
     if draft.model_config.get("activation_dropout"):
-        yield "activation_dropout would be drawn alike for every rank's part: set model.residual_dropout=0"
+        why = "would be drawn alike for every rank's part"
+        yield f"activation_dropout {why}: set model.residual_dropout=0"
     slices = draft.model_config.get("pretraining_tp")
     if draft.model_config.get("slow_but_exact") and slices not in (None, 1):
         yield (

@@ -10,6 +10,7 @@ import torch
 
 from harness.checkpoint.meeting import first_problem, told
 from harness.config.data_section import REHEARSED
+from harness.config.sections import LENGTHS
 from harness.data.data import Data
 from harness.data.padded import Padded
 from harness.data.spec import tokenizer_of
@@ -89,9 +90,11 @@ def _require_date_is_written(plan: Plan, data: Data) -> None:
     sources = (*data.sources, *data.set_sources)
     is_users = plan.config.origin("data.date") != "default"
     if is_users and not any(source.day for source in sources):
+        has_chats = any(source.corpus.holds_chats for source in sources)
+        other = ", or name such a template by data.template" if has_chats else ""
         raise ConfigError(
             f"data.date is {plan.config.data.date}, but no chat template here calls "
-            "strftime_now: remove data.date"
+            f"strftime_now: remove data.date{other}"
         )
 
 
@@ -102,9 +105,13 @@ def _require_targets(plan: Plan, data: Data) -> None:
         samples = min(plan.config.eval.samples, stream.samples)
         if not stream.targets_in(0, samples):
             of = f" of {name}" if name else ""
+            use = f"raise eval.samples (now {plan.config.eval.samples}), or data.seq_len"
+            if samples == stream.samples:
+                use = (
+                    "raise data.seq_len, or give more held-out text (data.held_out, data.eval_path)"
+                )
             raise ConfigError(
-                f"the {samples} held-out windows{of} hold no target, only prompts: raise "
-                f"eval.samples (now {plan.config.eval.samples}), data.held_out or data.seq_len"
+                f"the {samples} held-out windows{of} hold no target, only prompts: {use}"
             )
 
 
@@ -168,9 +175,10 @@ def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:
     """Return the samples of the run. Raises ConfigError if the data ends before."""
     samples, length = plan.curriculum.samples_after(total_steps), data.train.length
     if length is not None and samples > length:
+        of_run = next((key for key in LENGTHS if plan.config.is_set(key)), LENGTHS[0])
         raise ConfigError(
             f"data.mix: every source reaches its epochs after {length:,} windows, but the run of "
-            f"{total_steps:,} steps reads {samples:,}: raise the epochs, or lower train.steps"
+            f"{total_steps:,} steps reads {samples:,}: raise the epochs, or lower {of_run}"
         )
     return samples
 

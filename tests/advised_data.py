@@ -1,0 +1,259 @@
+"""Data and words of which a run says what to set, for test_advice.py.
+
+A row is the name of some data, words beside it, and a part of what is said. `$here` is the folder
+of the data, `$small` a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from harness.data.indexed import write_indexed
+from tools.proofs.models import LEARNED
+
+TEXT = "the model reads a long question and answers it in a word or two"
+TURNS = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a word"}]
+# Which no text around it tells: a turn is written otherwise when others follow.
+_HIDES_TURNS = (
+    "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}-{% endif %}{% endfor %}"
+)
+_WRITES_DATE = (
+    "{{ strftime_now('%Y') }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+)
+
+
+def lines(path: Path, *records: Any, times: int = 1) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records * times))
+
+
+def pair(prefix: Path, *documents: list[int], ids: int = 9001) -> None:
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    write_indexed(prefix, ids, ((ids, True) for ids in documents))
+
+
+def texts(path: Path, count: int = 80) -> None:
+    lines(path, *({"text": f"{TEXT} {n}", "l": "de" if n % 2 else "en"} for n in range(count)))
+
+
+def _some_bad(here: Path) -> None:
+    lines(here / "a.jsonl", *({"text": TEXT},) * 30, {"text": None})
+
+
+def _many_bad(here: Path) -> None:
+    lines(here / "a.jsonl", *({"text": TEXT},) * 30, *({"text": None},) * 5)
+
+
+def _weights(here: Path) -> None:
+    texts(here / "a.jsonl")
+    shutil.copytree(here.parent / "small", here / "m")
+    config = {**LEARNED["llama"], "vocab_size": 2000, "max_position_embeddings": 64}
+    (here / "m" / "config.json").write_text(json.dumps(config))
+    save_file({"weight": torch.zeros(1)}, here / "m" / "model.safetensors")
+
+
+DATA: dict[str, Callable[[Path], Any]] = {
+    "some bad rows": _some_bad,
+    "many bad rows": _many_bad,
+    "texts": lambda here: [texts(here / "a.jsonl"), texts(here / "few.jsonl", 20)],
+    "a column of another name": lambda here: lines(here / "a.jsonl", {"body": TEXT}, times=30),
+    "two forms": lambda here: lines(
+        here / "a.jsonl", {"text": TEXT, "question": "a?", "answer": "b"}, times=30
+    ),
+    "splits to train on": lambda here: [
+        texts(here / "a.jsonl"),
+        *(
+            texts(here / "d" / f"{of}-00000-of-00001.jsonl")
+            for of in ("train_a", "train_b", "test")
+        ),
+    ],
+    "splits to evaluate on": lambda here: [
+        texts(here / "a.jsonl"),
+        *(texts(here / "d" / f"{name}-00000-of-00001.jsonl") for name in ("test_a", "test_b")),
+    ],
+    "a short validation split": lambda here: [
+        texts(here / "d" / "train.jsonl"),
+        lines(here / "d" / "validation.jsonl", {"text": "a word"}),
+    ],
+    "weights with a tokenizer": _weights,
+    "another suffix": lambda here: texts(here / "a.jsonlines"),
+    "bars": lambda here: (here / "a.psv").write_text("text|n\n" + f"{TEXT}|1\n" * 30),
+    "a pair and a text": lambda here: [
+        pair(here / "d" / "p", *([n % 200 + 3 for n in range(30)] for _ in range(30))),
+        (here / "d" / "a.txt").write_text(TEXT),
+    ],
+    "a pair with masks": lambda here: [
+        *(
+            pair(here / "d" / of, *([n % 200 + 3 for n in range(30)] for _ in range(30)))
+            for of in "pq"
+        ),
+        np.save(here / "d" / "p.masks.npy", np.zeros((3, 1), dtype=np.int64)),
+    ],
+    "pairs of two widths": lambda here: [
+        pair(here / "d" / of, *([n % 200 + 3 for n in range(30)] for _ in range(30)), ids=ids)
+        for of, ids in (("p", 300), ("q", 70_000))
+    ],
+    "a pair": lambda here: pair(here / "p", *([n % 200 + 3 for n in range(30)] for _ in range(30))),
+    "a pair of large ids": lambda here: pair(here / "p", *([9000] * 30 for _ in range(30))),
+    "ids": lambda here: lines(here / "a.jsonl", {"input_ids": [*range(3, 40)]}, times=30),
+    "chats": lambda here: [
+        lines(here / "a.jsonl", {"messages": TURNS}, times=40),
+        lines(here / "three.jsonl", {"messages": TURNS * 2}, times=40),
+        (here / "hides.jinja").write_text(_HIDES_TURNS),
+        (here / "date.jinja").write_text(_WRITES_DATE),
+    ],
+    "a chat and a text": lambda here: [
+        lines(here / "d" / "a.jsonl", {"messages": TURNS}, times=30),
+        texts(here / "d" / "b.jsonl"),
+    ],
+    "prompts": lambda here: lines(
+        here / "a.jsonl", {"prompt": f"{TEXT} ", "completion": "in a word"}, times=60
+    ),
+    "long prompts": lambda here: lines(
+        here / "a.jsonl", {"prompt": TEXT * 4, "completion": "in a word"}, times=120
+    ),
+    "a short text": lambda here: (here / "a.txt").write_text(TEXT * 9),
+    "many words": lambda here: (here / "a.txt").write_text(
+        "".join(f"{n:x} {TEXT[n % 40 :]}\n" for n in range(400))
+    ),
+    "many characters": lambda here: (here / "a.txt").write_text(
+        "".join(map(chr, range(0x4E00, 0x4E00 + 600))) * 3
+    ),
+    "a run without a sample": lambda here: [
+        texts(here / "a.jsonl"),
+        (here / "run").mkdir(),
+        (here / "run" / "plan.json").write_text("{}"),
+    ],
+}
+SMALL = "data.tokenizer=$small"
+PATH = f"{SMALL} data.path=$here/a.jsonl data.seq_len=16"
+LONG = f"{SMALL} data.path=$here/a.jsonl data.seq_len=64"
+MIX = f"{SMALL} data.seq_len=16"
+ROWS: list[tuple[str, str, str]] = [
+    ("some bad rows", PATH, "data.bad_rows=skip leaves such rows out"),
+    ("many bad rows", f"{PATH} data.bad_rows=skip", "mend them, or raise it"),
+    ("a column of another name", PATH, "data.columns.text=body names the text"),
+    ("two forms", PATH, "name those to read, as in data.columns="),
+    ("splits to train on", f"{SMALL} data.path=$here/d", "name one, as in data.split=train_a"),
+    (
+        "splits to train on",
+        f'{MIX} \'data.mix=[{{path="$here/d"}}, {{path="$here/a.jsonl"}}]\'',
+        'name one, as in split="train_a"',
+    ),
+    ("texts", f"{PATH} data.split=train", "has no splits: remove it"),
+    ("texts", f"{MIX} data.path=$here data.split=train", "or name the files in data.path"),
+    ("splits to evaluate on", f"{PATH} data.eval_path=$here/d", "name one, as in data.eval_path="),
+    ("another suffix", f"{MIX} data.path=$here/a.jsonlines", "data.format=text reads it"),
+    ("bars", f"{MIX} data.path=$here/a.psv", "data.format=csv reads it"),
+    ("a pair and a text", f"{MIX} data.path=$here/d", "or name a pair, as in data.path="),
+    ("a pair with masks", f"{MIX} data.path=$here/d", "name that pair alone, or in data.mix"),
+    ("pairs of two widths", f"{MIX} data.path=$here/d", "or name both in data.mix"),
+    (
+        "a pair with masks",
+        f"{MIX} data.path=$here/d/p data.min_tokens=2",
+        "remove it for this data",
+    ),
+    ("a short validation split", f"{MIX} data.path=$here/d", "or set data.held_out, which"),
+    ("weights with a tokenizer", f"{PATH} model.init_from=$here/m", "or leave the key away"),
+    (
+        "a pair",
+        "data.path=$here/p data.seq_len=16",
+        "set data.tokenizer to the one that wrote them",
+    ),
+    ("ids", "data.path=$here/a.jsonl data.seq_len=16", "set data.tokenizer to the one"),
+    ("a pair of large ids", f"{MIX} data.path=$here/p", "set model.overrides.vocab_size=9001"),
+    ("chats", LONG, "set data.template=chatml, or another name"),
+    (
+        "chats",
+        f"{SMALL} data.path=$here/three.jsonl data.template=$here/hides.jinja",
+        "set data.learn=last, or data.template to one with",
+    ),
+    ("chats", f"{LONG} data.template=chatml data.date=2026-01-31", "or name such a template by"),
+    ("texts", f"{PATH} data.date=2026-01-31", "asks for the date (strftime_now): remove it"),
+    (
+        "a chat and a text",
+        f"{SMALL} data.path=$here/d data.template=chatml data.seq_len=64",
+        "name one of them, or move it",
+    ),
+    ("texts", f"{PATH} model.overrides.vocab_size=256", "set model.overrides.vocab_size=300"),
+    (
+        "many words",
+        "data.path=$here/a.txt data.seq_len=16 model.overrides.vocab_size=320",
+        "or data.vocab_size=320",
+    ),
+    (
+        "many characters",
+        "data.path=$here/a.txt data.seq_len=16 model.overrides.vocab_size=320",
+        "set model.overrides.vocab_size=",
+    ),
+    (
+        "many words",
+        "data.path=$here/a.txt data.seq_len=16 model.overrides.vocab_size=280",
+        "set model.overrides.vocab_size=",
+    ),
+    (
+        "many characters",
+        "data.path=$here/a.txt data.seq_len=16 data.vocab_size=300",
+        "has more characters and bytes than that: increase it",
+    ),
+    ("a short text", f"{SMALL} data.path=$here/a.txt", "or change data.held_out (now 0.02)"),
+    ("long prompts", f"{PATH} data.learn=assistant", "or set data.packing=stream"),
+    (
+        "texts",
+        f"{PATH} data.packing=whole data.too_long=refuse",
+        "raise data.seq_len, or set data.too_long to cut or drop",
+    ),
+    ("texts", f"{PATH} eval.seq_len=512", "lower it, or give more held-out text"),
+    (
+        "texts",
+        f"{PATH} eval.seq_len=1000 data.eval_path=$here/few.jsonl",
+        "lower it, or give more held-out text",
+    ),
+    ("prompts", f"{LONG} eval.seq_len=128", "set data.packing=stream"),
+    (
+        "prompts",
+        f"{LONG} ramp.length_from=32 ramp.length_tokens=1000",
+        "remove ramp.length_from, or set data.packing=stream",
+    ),
+    ("long prompts", f"{PATH} data.packing=stream eval.samples=1", "hold no target, only prompts"),
+    (
+        "long prompts",
+        f"{PATH} data.packing=stream eval.samples=1 data.eval_path=$here/a.jsonl",
+        "hold no target, only prompts",
+    ),
+    (
+        "long prompts",
+        f"{PATH} data.packing=stream data.held_out=0.005",
+        "raise data.seq_len, or give more held-out text",
+    ),
+    (
+        "prompts",
+        f"{LONG} model.name=lstm train.carry_state=true",
+        "set data.packing=stream, or train.carry_state=false",
+    ),
+    (
+        "texts",
+        f"{PATH} model.name=lstm train.carry_state=true train.global_batch=480",
+        "lower train.global_batch or data.seq_len, or give more text",
+    ),
+    *(
+        (
+            "texts",
+            f"{MIX} {length} 'data.mix=[{{path=\"$here/a.jsonl\", epochs=1}}]'",
+            f"raise the epochs, or lower {length.partition('=')[0]}",
+        )
+        for length in ("train.steps=50", "train.tokens=99999")
+    ),
+    ("texts", f"{PATH} train.epochs=1 profile.steps=100:101", "set train.steps to 101 or more"),
+    ("texts", f"{PATH} data.balance=text", "name a column of classes"),
+    ("a run without a sample", f"{PATH} data.rehearse=$here/run", "name the path of its data"),
+    ("texts", f"{PATH} model.init_from=llama-1b", "remove it for random weights of model.name="),
+]
