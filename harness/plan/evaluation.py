@@ -21,7 +21,7 @@ def check_evaluation(draft: Draft) -> None:
     for key, lengths in ((_LONGER, [longer] if longer else []), (_NEEDLES, needles)):
         if limit is not None and max(lengths, default=0) > limit:
             why = f"but {run.model.name} has {limit} positions"
-            longer = or_longer(draft.model_config, run, max(lengths))
-            problems.add(key, why, f"use {limit} at most{longer}")
+            way = or_longer(draft.model_config, run, max(lengths))
+            problems.add(key, why, f"use {limit} at most{way}")
         if any(length % draft.grid.sequence for length in lengths):
             problems.add(key, f"{draft.grid.sequence} sequence ranks cannot divide it")

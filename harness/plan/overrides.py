@@ -134,6 +134,8 @@ def _unread(
     dropouts = {*family_of(model_type).dropouts}
     rotates = own is not None and _TABLE in own
     reached = _INTO_TABLE if rotates and config.get(_TABLE) else set[str]()
+    if own is not None and own.isdisjoint({_PARTIAL, "rotary_pct"}):  # of gpt_neox
+        reached = reached - {_PARTIAL}
     for key in run.model.overrides:
         if key == "model_type" or (own is not None and key in own | dropouts | reached):
             continue
@@ -146,7 +148,7 @@ def _unread(
                 yield keys, f"{named}is not a config key of {source}{near}"
         elif key in config or key in every_key():
             near = did_you_mean(key, own)
-            if rotates and key in _ROTARY:
+            if rotates and key in _ROTARY - {_PARTIAL}:
                 near = f": set model.overrides.{_TABLE}"
             yield keys, f"{named}changes nothing: {model_type} models do not read it{near}"
         else:

@@ -55,7 +55,8 @@ def test_weights_imply_shape_rate_and_length(
 def test_the_rate_falls_with_the_width(
     name: str, full: float, adapters: float, planned: Planner
 ) -> None:
-    words = f"{SHORT} model.name={name} model.init_from={name}"
+    folder = planned.add(name, find_model_config(name)[0]).parent
+    words = f"{SHORT} model.init_from={folder}"
     assert planned(words, estimate=False).config.optim.lr == full
     assert planned(f"{words} model.lora.rank=4", estimate=False).config.optim.lr == adapters
 
