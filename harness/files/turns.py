@@ -154,6 +154,7 @@ def turn_of(turn: object) -> Turn:
 def _calls(turn: Message) -> list[Call]:
     """Return the calls of a turn. Raises ValueError if two keys have different ones."""
     both = [calls_of(turn[key]) for key in ("tool_calls", "function_call") if turn.get(key)]
+    both = [calls for calls in both if calls]
     functions = [[call["function"] for call in calls] for calls in both]
     if functions and functions[0] != functions[-1]:
         raise ValueError("a turn has tool_calls and function_call, which differ: remove one")

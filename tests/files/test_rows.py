@@ -180,6 +180,14 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         messages(Q, {**A, "function_call": {"name": "add", "arguments": "{}"}}, RESULT, A),
         Chat([Q, asks(call({}), content="3"), RESULT, A]),
     ),
+    "function_call beside no calls": (
+        messages(
+            Q,
+            {**A, "content": "", "tool_calls": "[]", "function_call": call({"a": 1})["function"]},
+            *(RESULT, A),
+        ),
+        Chat(CALLED),
+    ),
     "tools without their wrapper": (
         messages(Q, A, tools=json.dumps([SCHEMA])),
         Chat([Q, A], [TOOL]),
