@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from harness.data.corpus import Corpora, Corpus
 from harness.errors import ConfigError
+from harness.files.hub import hub_answers
 from harness.files.paths import user_path
 
 # Increase this if the same corpus would give other files.
@@ -170,9 +171,20 @@ def load_tokenizer(
     """Return the tokenizer of a folder or hub id. Raises ConfigError without it, or its eos."""
     if str(source).startswith("~"):  # anything else may be a hub id
         source = user_path("data.tokenizer", str(source))
+    is_folder = Path(source).is_dir()
+    offline = {} if is_folder or hub_answers() else {"local_files_only": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(source), trust_remote_code=trust_remote_code, **offline
+        )
     except Exception as error:  # transformers raises many classes for bad files
+        is_path = str(source).startswith((".", "/")) or str(source).count("/") > 1
+        if not is_folder and (offline or is_path):
+            reached = ", and the hub cannot be reached from here" if offline else ""
+            raise ConfigError(
+                f"data.tokenizer is {str(source)!r}: there is no such folder, the local cache of "
+                f"the hub does not hold it{reached}: name a folder, data.tokenizer=FOLDER"
+            ) from None
         raise ConfigError(
             f"data.tokenizer: {source} opens as no tokenizer: {type(error).__name__}: {error}"
         ) from error

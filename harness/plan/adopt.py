@@ -39,6 +39,13 @@ SAME = {
     "train_batch_size": "train.global_batch",
     "train_micro_batch_size_per_gpu": "train.micro_batch",
 }
+_WARMUP = ("warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr")
+# Parameters of each scheduler: DeepSpeed takes no others.
+_OF_SCHEDULERS = {
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
+    "WarmupCosineLR": (*_WARMUP[:2], "warmup_min_ratio", "total_num_steps", "cos_min_ratio"),
+}
 # Accepted only at the value that changes nothing.
 FIXED: dict[str, Any] = {
     "optimizer.params.amsgrad": False,
@@ -221,13 +228,28 @@ def _check_params(draft: Draft) -> None:
             continue
         section = f"{noun}.params"
         for key, value in flat(ds.literal(section) or {}, f"{section}."):
-            if key in SAME or key in IGNORED or value == AUTO:
+            if value == AUTO:
+                continue
+            if takers := _other_schedulers(ds, key):
+                kind = ds.literal("scheduler.type")
+                use = f"remove it, or set scheduler.type to {' or '.join(takers)}"
+                problems.add(key, f"which is no parameter of {kind}", use)
+            if takers or key in SAME or key in IGNORED:
                 continue
             if key not in FIXED:
                 hint = did_you_mean(key, [*SAME, *FIXED])
                 problems.say(f"{key} ({ds.origin(key)}) is not a parameter known here{hint}")
             elif value != FIXED[key]:
                 problems.add(key, "which is not built", f"use {FIXED[key]!r}")
+
+
+def _other_schedulers(ds: DsJson, key: str) -> list[str]:
+    """Return the schedulers that take a parameter which the JSON's does not take."""
+    section, _, name = key.rpartition(".")
+    own = _OF_SCHEDULERS.get(ds.literal("scheduler.type"))
+    if section != "scheduler.params" or own is None or name in own:
+        return []
+    return [kind for kind, names in _OF_SCHEDULERS.items() if name in names]
 
 
 def _not_built(types: Iterable[str]) -> tuple[str, str]:

@@ -6,20 +6,18 @@ id.
 
 from __future__ import annotations
 
-import socket
 import tomllib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from harness.config.assignments import IMPLIED, listed
 from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
+from harness.files.hub import hub_answers
 from harness.files.regular_file import read_json
 from harness.layout.as_trained import as_plain
 from harness.layout.families import SIZE_KEYS, family_of
@@ -123,7 +121,7 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
 
 def _from_hub(name: str, origin: str, key: str) -> Path:
     """Return the path of the hub's config.json in the local cache, downloading it if needed."""
-    offline = not _answers()
+    offline = not hub_answers()
     try:
         from huggingface_hub import hf_hub_download
 
@@ -139,19 +137,6 @@ def _from_hub(name: str, origin: str, key: str) -> Path:
             f"{_nowhere(name, origin, key)}, and the hub did not give its config.json ({reason})"
             f"{_nearest(name, key)}"
         ) from None
-
-
-def _answers() -> bool:
-    """Return False if the hub's address is not known here: its client would try again, for 23 s."""
-    from huggingface_hub.constants import ENDPOINT
-
-    host = urlsplit(ENDPOINT).hostname
-    if host is None or getproxies():  # a proxy knows addresses for us
-        return True
-    try:
-        return bool(socket.getaddrinfo(host, None))
-    except OSError:
-        return False
 
 
 def _nowhere(name: str, origin: str, key: str) -> str:

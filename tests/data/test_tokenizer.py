@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 import re
+import socket
+import time
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from harness.data.tokenizer import (
     wrap,
 )
 from harness.errors import ConfigError
+from harness.files import hub
 from harness.files import pieces as pieces_module
 
 NASTY = [
@@ -202,6 +205,20 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="opens as no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["my-tokenizr", "owner/my-tokenizr", "./tokenizr", "/no/where/t"])
+def test_a_tokenizer_that_is_not_here_is_not_waited_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited for the hub"))
+    with pytest.raises(ConfigError, match=r"no such folder, .* name a folder, data.tokenizer"):
+        load_tokenizer(name)
 
 
 def test_the_corpus_is_never_empty_for_the_trainer(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
+from harness.files import hub
 from harness.plan import model_config
 from harness.plan.model_config import (
     find_model_config,
@@ -134,7 +135,7 @@ def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(model_config, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     problem = problem_of(f"model.name={name}")
     assert "the hub cannot be reached from here: name a folder, model.name=FOLDER" in problem
