@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.checkpoint.find import checkpoint_of
-from harness.run.exporting import ExportDiffers, ExportOptions, export
+from harness.errors import ConfigError
+from harness.run.exporting import ExportDiffers, ExportOptions, attention_of_run, export
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
 from tools.export_hf import _bytes, main
@@ -110,6 +111,20 @@ def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
     told = export(wrong, tmp_path / "export", run.tokenizer_dir, ExportOptions(check=False))
     assert told == "its loss was not checked: not asked for"
+    told = export(wrong, tmp_path / "export", run.tokenizer_dir, ExportOptions(most_checked=9))
+    assert told == "its loss was not checked: it has more than 9 parameters"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [[], {"model": 3}, {"model": {"attention": "performer"}}, {"model": {"attention": 1}}],
+)
+def test_a_plan_that_does_not_say_what_was_trained_is_named(
+    damaged: Any, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "read_plan", lambda _: {"run": damaged})
+    with pytest.raises(ConfigError, match=r"plan\.json does not say which attention was trained"):
+        attention_of_run(checkpoint_of(str(run.path)))
 
 
 @pytest.mark.gate("runs")

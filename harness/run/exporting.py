@@ -129,15 +129,21 @@ def export(
 def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the kind, sizes and seed of the attention that the weights of a checkpoint were
     trained with; {} for exact attention, which is any implementation's.
+
+    Raises ConfigError if the run's plan.json is damaged there.
     """
-    plan = RunFolder(checkpoint.path.parents[1]).read_plan() or {}
-    run = plan.get("run", {})
+    folder = RunFolder(checkpoint.path.parents[1])
+    run = (folder.read_plan() or {}).get("run", {})
     keys = ("attention", *(f"attention_{name}" for name in SIZES))
-    own = {key: value for key, value in run.get("model", {}).items() if key in keys}
-    model = ModelConfig.model_validate(own)
-    if not model.attention_sizes:
-        return {}
-    seed = TrainConfig.model_validate({"seed": run["train"]["seed"]}).seed
+    try:
+        own = {key: value for key, value in run.get("model", {}).items() if key in keys}
+        model = ModelConfig.model_validate(own)
+        if not model.attention_sizes:
+            return {}
+        seed = TrainConfig.model_validate({"seed": run["train"]["seed"]}).seed
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = f"does not say which attention was trained: {type(error).__name__}: {error}"
+        raise ConfigError(f"{folder.plan_path} {why}") from error
     return {"kind": model.attention, "sizes": model.attention_sizes, "seed": seed}
 
 
