@@ -20,7 +20,7 @@ import torch
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment, wait_for
 from tools import accept_gpu
-from tools.acceptance import attending, speed
+from tools.acceptance import attending, saving, speed
 from tools.acceptance import waits as waits_step
 from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed
@@ -241,6 +241,16 @@ def test_an_attention_whose_kernel_raises_leaves_the_others(
     with pytest.raises(Failed, match="ValueError: torch has no varlen_attn"):
         _equal(bench, failed[0])
     assert len([row for row in rows if "loss" in row]) == len(rows) - 2
+
+
+def test_one_rank_has_neither_replicas_nor_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "train", lambda *of, **how: None)
+    bench = Bench(tmp_path, tmp_path, 1, "cuda")
+    saving.look(bench)
+    skipped = {check.name: check.text for check in bench.checks if check.verdict == "skipped"}
+    assert skipped == dict.fromkeys(("resume on other ranks", "replicas"), "needs two ranks")
 
 
 def test_sdpa_on_a_gpu_has_a_fused_kernel(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def look(bench: Bench) -> str:
         return f"ZeRO 3 on {ranks} of {bench.ranks} ranks: {close}"
 
     def replicas() -> str:
+        bench.two_ranks()
         events = [event["kind"] for event in whole.read_events()]
         expect("replicas_equal" in events, "no replicas were compared")
         return f"equal {events.count('replicas_equal')} times"
