@@ -18,7 +18,7 @@ from tools.batch_text import MOST_TOKENS, MOST_WINDOWS, _text, show_step
 
 
 def test_it_shows_what_is_trained_on(library: Data) -> None:
-    shown = show_step(library, step=3, global_batch=4, first=8, ids=True)
+    shown = f"{show_step(library, step=3, global_batch=4, first=8, ids=True)}\n"
     batch = library.train.batch(8, 4)
     start = "step 3: windows 8 to 11, 512 of 512 tokens are learned, in «»; data "
     assert shown.startswith(start)

@@ -208,7 +208,7 @@ def test_a_spec_is_that_of_the_run() -> None:
     }
     spec = DataSpec.of_run(RunConfig.model_validate(sections), {"vocab_size": 100})
     config = DataConfig(path="p", seq_len=9, held_out=0.5, cache_dir="c")
-    assert spec == DataSpec(config, 4, 100)
+    assert spec == DataSpec(config, 4, 100, eval_samples=RunConfig().eval.samples)
     with_weights = RunConfig.model_validate({"model": {"init_from": "folder"}})
     assert DataSpec.of_run(with_weights, {}).config.tokenizer == "folder"
 

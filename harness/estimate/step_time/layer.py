@@ -36,11 +36,6 @@ STEP_SECONDS = 5.0e-6
 LAUNCH_SECONDS = 3.0e-4
 """Of the host for a layer's forward pass; as much again and a half for the backward pass."""
 FUSED_LAUNCH = 0.4
-ZERO_3_LAUNCH = 2.5
-"""Times as long under ZeRO 3, whose hooks run before and after every module in both passes, on any
-number of GPUs: a processor's seconds for a layer of operations that take no time, 18.9 and 7.6 ms.
-They hide behind the GPU's own work; the bytes of a step on one GPU are those of ZeRO 1, since a
-whole part is not gathered (deepspeed/runtime/zero/partition_parameters.py: NoGatherHandle)."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +112,6 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
     dequantized = _dequantized(inputs, tensors) / machine.memory_rate
     launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
-    if inputs.zero.stage == 3 and machine.is_asynchronous:  # else in gathered_layer_seconds
-        launch *= ZERO_3_LAUNCH
     forward = Seconds(
         products,
         attention,
