@@ -137,6 +137,7 @@ def way_back(speaker: Speaker, line: Line, kinds: list[str], steps: int = MOST_S
     return ""
 
 
+@pytest.mark.gate("plan")
 @pytest.mark.parametrize("line", LINES)
 def test_each_way_out_leads_out(line: Line, speaker: Speaker) -> None:
     refusals, notes = speaker(line)
@@ -248,6 +249,7 @@ def _is_of(message: str, left_out: str) -> bool:
     return re.match(rf"{place}[:/]", message) is not None and part in message
 
 
+@pytest.mark.gate("plan")
 def test_all_messages_that_advise_are_followed(speaker: Speaker) -> None:
     said = "\n".join(text for line in LINES for texts in speaker(line) for text in texts)
     left_out = {each for of_reason in NOT_FOLLOWED.values() for each in of_reason}

@@ -265,7 +265,7 @@ def test_a_tokenizer_is_looked_at_before_the_text(
 ) -> None:
     words = [str(write_jsonl({"text": "a"})), str(tmp_path / "out"), f"--tokenizer={tmp_path}/lost"]
     assert main(words) == ExitCode.BAD_CONFIG
-    assert f"--tokenizer: {tmp_path}/lost opens as no tokenizer" in capsys.readouterr().err
+    assert f"{tmp_path}/lost': there is no such folder" in capsys.readouterr().err
     assert main([*words, "--slurm"]) == ExitCode.BAD_CONFIG
     assert "slurm/tokenize.sbatch data.path=" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
