@@ -22,6 +22,9 @@ from harness.data.corpus import find_corpus
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import train_tokenizer
 from harness.errors import ConfigError
+from harness.estimate.changes import helpful_changes
+from harness.estimate.fit import changes_that_help
+from harness.plan.changes import takes
 from harness.plan.plan import Event, Plan
 from harness.plan.weights import weight_file_problems
 from harness.run.progress import Progress
@@ -266,3 +269,40 @@ def test_all_messages_that_advise_are_followed(speaker: Speaker) -> None:
                 missing += [] if reasons else [message]
     assert not missing, "\n".join(missing)
     assert needed == left_out
+
+
+_LLAMA = "RANKS=8 GPU=h100-80 model.name=llama-1b data.seq_len=1024"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{_LLAMA} ds.zero_optimization.stage=1 {more}"
+        for more in (
+            "model.kernels=liger model.dropout=0.1",
+            "data.batching=length_grouped",
+            "model.init_from=llama-1b model.lora.rank=8 model.lora.dora=true",
+            "ds.train_micro_batch_size_per_gpu=4 ds.gradient_accumulation_steps=2",
+            "model.name=$opt data.seq_len=16",
+            "ds.zero_optimization.stage=3 ds.zero_optimization.zero_hpz_partition_size=2",
+        )
+    ],
+)
+def test_a_change_that_saves_memory_is_planned(words: str, speaker: Speaker) -> None:
+    planned = speaker.planned
+    plan = planned(words)
+    assert plan.estimate is not None
+    is_possible = takes(plan)
+    changes = [change.text for change in helpful_changes(plan.estimate) if "=" in change.text]
+    refused = [change for change in changes if not _is_planned(planned, followed(words, change))]
+    assert refused == [change for change in changes if not is_possible(change)]
+    shown = changes_that_help(plan.estimate, 1, is_possible)
+    assert refused
+    assert not [change for change in refused if f"{change} (" in shown]
+
+
+def _is_planned(planned: Planner, words: str) -> bool:
+    try:
+        return bool(planned(words, estimate=False))
+    except ConfigError:
+        return False

@@ -28,6 +28,7 @@ from harness.errors import ConfigError, ExitCode
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.timeline import Estimate
 from harness.estimate.units import GIB
+from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
 from harness.plan.memory import traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
         memory_json["time"] = step and step.to_json()
         print(json.dumps({**memory_json, **swept, **traced}, indent=2))
     else:
-        say(describe(memory, columns(sys.stdout)))
+        say(describe(memory, columns(sys.stdout), takes(plan)))
     if not args.json:
         if verdict := _on_host(memory, args.host_memory).get("host_verdict"):
             needed = memory.host_bytes_per_node / GIB

@@ -38,6 +38,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.estimate.fit import shortages
 from harness.layout.world import World
+from harness.plan.changes import takes
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.plan import Plan
 from harness.plan.text import describe
@@ -162,7 +163,7 @@ def _planned(asked: Command, world: World) -> Plan:
     """The real job's plan. Raises ConfigError also where a GPU that is named cannot hold it."""
     real = plan_from(asked, world=world)
     if real.estimate and real.estimate.device_bytes and not real.config.plan.force:
-        short = shortages(real.estimate, real.estimate.device_bytes, None)
+        short = shortages(real.estimate, real.estimate.device_bytes, None, takes(real))
         if short:
             raise ConfigError(short)
     return real

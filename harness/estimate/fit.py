@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from harness.estimate.changes import helpful_changes
@@ -18,9 +19,20 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 _CHANGES_SHOWN = 4
 RUNS = "runs"  # where a run without run.dir is made
+IsPossible = Callable[[str], bool]
+"""Whether a run could be changed so, as in "model.checkpointing=full"."""
 
 
-def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -> list[str]:
+def _any(change: str) -> bool:
+    return True
+
+
+def shortages(
+    estimate: Estimate,
+    free_gpu: int | None,
+    free_host: int | None,
+    is_possible: IsPossible = _any,
+) -> list[str]:
     """Return the memory that this machine lacks, with the single changes that would help.
 
     `free_gpu`: bytes of this rank's GPU; `free_host`: of the node, for all its ranks; None where
@@ -28,18 +40,23 @@ def shortages(estimate: Estimate, free_gpu: int | None, free_host: int | None) -
     """
     ranks = estimate.inputs.gpus_per_node
     if estimate.inputs.accelerator == "cpu":
-        return _short("host", estimate.cpu_bytes_per_node, free_host, estimate, ranks)
+        needed = estimate.cpu_bytes_per_node
+        return _short("host", needed, free_host, estimate, ranks, is_possible)
     return [
-        *_short("GPU", estimate.needed, free_gpu, estimate, 1),
-        *_short("host", estimate.host_bytes_per_node, free_host, estimate, 0),
+        *_short("GPU", estimate.needed, free_gpu, estimate, 1, is_possible),
+        *_short("host", estimate.host_bytes_per_node, free_host, estimate, 0, is_possible),
     ]
 
 
-def shortages_here(estimate: Estimate, local_rank: int, run_dir: str | None) -> list[str]:
+def shortages_here(
+    estimate: Estimate, local_rank: int, run_dir: str | None, is_possible: IsPossible = _any
+) -> list[str]:
     """Return the shortages of this machine: the rank's GPU, the host and the disk of the run."""
     on_gpu = estimate.inputs.accelerator == "cuda"
     return [
-        *shortages(estimate, free_on_gpu(local_rank) if on_gpu else None, free_on_host()),
+        *shortages(
+            estimate, free_on_gpu(local_rank) if on_gpu else None, free_on_host(), is_possible
+        ),
         *_short_disk(estimate.checkpoint_bytes, Path(run_dir or RUNS)),
     ]
 
@@ -92,28 +109,38 @@ def _on_gpu(estimate: Estimate) -> str:
     return f", {low} to {high} GiB shown by the driver{verdict}"
 
 
-def changes_that_help(estimate: Estimate, room_bytes: int | None) -> str:
+def changes_that_help(
+    estimate: Estimate, room_bytes: int | None, is_possible: IsPossible = _any
+) -> str:
     """The gentlest single changes that make it fit `room_bytes`, or those that save most."""
     changes = helpful_changes(replace(estimate, device_bytes=room_bytes))
     if estimate.inputs.accelerator == "cpu":  # more ranks and offload fill the same memory
         changes = [c for c in changes if "offload" not in c.text and "GPU" not in c.text]
     fitting = [change for change in changes if change.estimate.verdict == "fits"]
-    chosen = fitting or sorted(changes, key=lambda change: -change.saved_bytes)
-    listed = ", ".join(f"{c.text} (-{_gib(c.saved_bytes)})" for c in chosen[:_CHANGES_SHOWN])
-    if not listed:
-        return "no single change of this run would help"
-    return f"any one of these makes it fit: {listed}" if fitting else f"these save most: {listed}"
+    for what, of in (
+        ("any one of these makes it fit", fitting),
+        ("these save most", sorted(changes, key=lambda change: -change.saved_bytes)),
+    ):
+        possible = (f"{c.text} (-{_gib(c.saved_bytes)})" for c in of if is_possible(c.text))
+        if listed := ", ".join(islice(possible, _CHANGES_SHOWN)):
+            return f"{what}: {listed}"
+    return "no single change of this run would help"
 
 
 def _short(
-    kind: str, needed: int, free: int | None, estimate: Estimate, ranks_sharing: int
+    kind: str,
+    needed: int,
+    free: int | None,
+    estimate: Estimate,
+    ranks_sharing: int,
+    is_possible: IsPossible,
 ) -> list[str]:
     """`ranks_sharing` ranks keep their tensors there; 0 where only what is offloaded lies there."""
     if free is None or needed <= free:
         return []
     advice = "use more nodes, or offload less"
     if ranks_sharing:
-        advice = changes_that_help(estimate, free // ranks_sharing)
+        advice = changes_that_help(estimate, free // ranks_sharing, is_possible)
     return [
         f"the run needs {_gib(needed)} of {kind} memory, but {_gib(free)} are free: {advice}; "
         "plan.force=true tries it all the same"

@@ -156,8 +156,16 @@ def make_plan(
     draft.problems.raise_any()
     for make in LAST_PASSES:
         make(draft)
-    plan = by_memory(_frozen(draft))
+    plan = by_memory(_frozen(draft, run))
     return note_whole_vocabulary(replace(plan, estimate=estimate(plan)))
+
+
+def problems_of(run: RunConfig, ds: DsJson, world: World) -> list[str]:
+    """Return the problems with which make_plan would refuse a run, whatever machine it is for."""
+    draft = Draft(run, ds, world)
+    for make in PASSES:
+        make(draft)
+    return [*draft.problems]
 
 
 def refuse(ds: DsJson, world: World, problems: Iterable[str], estimating: bool = False) -> NoReturn:
@@ -168,7 +176,7 @@ def refuse(ds: DsJson, world: World, problems: Iterable[str], estimating: bool =
     raise ConfigError([*problems, *draft.problems])
 
 
-def _frozen(draft: Draft) -> Plan:
+def _frozen(draft: Draft, asked: RunConfig) -> Plan:
     assert draft.batch is not None, "a batch that does not divide is a problem"
     return Plan(
         config=draft.config,
@@ -190,4 +198,5 @@ def _frozen(draft: Draft) -> Plan:
         site=draft.site,
         stored=draft.stored,
         events=(*draft.ds.events, *draft.events),
+        asked=asked,
     )

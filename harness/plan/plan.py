@@ -64,6 +64,8 @@ class Plan:
     """How the files of model.init_from differ from model_config: vocab_size and
     quantization_config of theirs."""
     events: tuple[Event, ...] = ()
+    asked: RunConfig = field(default_factory=RunConfig)
+    """The run config as the user wrote it."""
     estimate: Estimate | None = None
     """Memory estimate; None for an architecture that the planner does not know."""
 
@@ -112,7 +114,7 @@ class Plan:
             **{
                 f.name: getattr(self, f.name)
                 for f in fields(self)
-                if f.name not in ("config", "shape")
+                if f.name not in ("config", "asked", "shape")
             },
             "estimate": None if self.estimate is None else self.estimate.to_json(),
             "run": self.config.model_dump(mode="json"),

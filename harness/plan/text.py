@@ -9,11 +9,11 @@ from typing import Any
 from harness.config.ds_keys import offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.fit import changes_that_help, memory_line, shortages_here
-from harness.estimate.timeline import Estimate
 from harness.layout.adapters import Adapters, linear_weights
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
+from harness.plan.changes import takes
 from harness.plan.counted import Counts, open_keys, with_counts
 from harness.plan.data import glances
 from harness.plan.duration import step_time, time_line
@@ -36,11 +36,12 @@ def describe(plan: Plan, elsewhere: bool = False) -> str:
         data, missing = ["not readable here"], error.problems
     shortages = []
     if plan.estimate and not elsewhere:
-        shortages = shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
+        where = plan.world.local_rank, plan.config.run.dir
+        shortages = shortages_here(plan.estimate, *where, takes(plan))
     shortages += [*([] if elsewhere else swap_problems(plan)), *missing]
     verdict = row("this machine", "; ".join(shortages) or "can hold it")
     if elsewhere:
-        verdict = row("the cluster", "; ".join([_verdict(plan.estimate), *shortages]))
+        verdict = row("the cluster", "; ".join([_verdict(plan), *shortages]))
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
     rows = [summary(plan, counts), *(row("data", line) for line in data), verdict]
     return "\n".join([*rows, "", title, json.dumps(plan.deepspeed, indent=2)])
@@ -270,12 +271,13 @@ def _rates(plan: Plan, steps: int | None) -> str:
     return f"{optim.schedule}: {rates}"
 
 
-def _verdict(estimate: Estimate | None) -> str:
+def _verdict(plan: Plan) -> str:
+    estimate = plan.estimate
     if estimate is None:
         return "not estimated"
     if estimate.verdict.startswith("fits"):
         return estimate.verdict
-    return f"{estimate.verdict}: {changes_that_help(estimate, estimate.device_bytes)}"
+    return f"{estimate.verdict}: {changes_that_help(estimate, estimate.device_bytes, takes(plan))}"
 
 
 def _time(plan: Plan) -> list[tuple[str, str]]:

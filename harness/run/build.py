@@ -29,6 +29,7 @@ from harness.guard.signals import StopGuard
 from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Watchdog
+from harness.plan.changes import takes
 from harness.plan.counted import with_least_batch
 from harness.plan.plan import Plan
 from harness.plan.swap_space import swap_problems
@@ -210,7 +211,8 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
 def _shortages(plan: Plan) -> list[str]:
     if plan.estimate is None:
         return []
-    return shortages_here(plan.estimate, plan.world.local_rank, plan.config.run.dir)
+    where = plan.world.local_rank, plan.config.run.dir
+    return shortages_here(plan.estimate, *where, takes(plan))
 
 
 def _profiler(run: Run) -> Profiler | None:

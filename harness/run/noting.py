@@ -10,6 +10,7 @@ import torch
 
 from harness.checkpoint.meeting import gathered
 from harness.estimate.fit import changes_that_help, memory_line
+from harness.plan.changes import takes
 from harness.run.run import Run
 
 
@@ -64,7 +65,10 @@ def explain_out_of_memory(run: Run) -> None:
     if total is not None:
         lines.append(torch.cuda.memory_summary(device, abbreviated=True))
     if estimate is not None:
-        lines += [f"expected: {memory_line(estimate)}", changes_that_help(estimate, total)]
+        lines += [
+            f"expected: {memory_line(estimate)}",
+            changes_that_help(estimate, total, takes(run.plan)),
+        ]
     run.folder.append_failure(
         run.plan.world.rank, "out_of_memory", step=run.state.step, message="; ".join(lines)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.estimate.changes import helpful_changes, with_stage
 from harness.estimate.dividable import division_problems
+from harness.estimate.fit import IsPossible
 from harness.estimate.held import FP32, PHASES
 from harness.estimate.interval import Interval
 from harness.estimate.layer_trace import BY_REFERENCE
@@ -18,8 +19,12 @@ _MOST_CHANGES = 8
 _SMALL = 0.005  # GiB; less is not worth a line
 
 
-def describe(estimate: Estimate, width: int | None = None) -> str:
-    """The whole report; `width`: of the terminal that shows it."""
+def describe(
+    estimate: Estimate, width: int | None = None, is_possible: IsPossible = lambda change: True
+) -> str:
+    """The whole report; `width`: of the terminal that shows it; `is_possible`: whether a change
+    would be planned.
+    """
     worst = estimate.worst
     bar = _BAR if width is None else max(8, min(_BAR, width - _BESIDE_A_BAR))
     return "\n".join(
@@ -45,7 +50,7 @@ def describe(estimate: Estimate, width: int | None = None) -> str:
             "",
             *_device(worst),
             "",
-            *_verdict(estimate),
+            *_verdict(estimate, is_possible),
         ]
     )
 
@@ -159,7 +164,7 @@ def _span(interval: Interval) -> str:
     return f"{_gib(interval.low)} to {_gib(interval.high)}"
 
 
-def _verdict(estimate: Estimate) -> list[str]:
+def _verdict(estimate: Estimate, is_possible: IsPossible) -> list[str]:
     if estimate.device_bytes is None:
         return ["No verdict: name the device with --gpu"]
     size, verdict = _gib(estimate.device_bytes), estimate.verdict
@@ -174,7 +179,7 @@ def _verdict(estimate: Estimate) -> list[str]:
     ]
     if verdict == "fits":
         return lines
-    changes = helpful_changes(estimate)
+    changes = [change for change in helpful_changes(estimate) if is_possible(change.text)]
     helping = [change for change in changes if change.estimate.verdict == "fits"]
     lines.append(
         "Single changes with which it fits:"

@@ -18,6 +18,7 @@ from harness.config.ds_keys import offloaded_to
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
 from harness.estimate.units import GIB
+from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan
 from tools.preflight_checks.report import Row, by_text, grouped, same_row, slow, span, who
@@ -65,7 +66,9 @@ def measure_machine(plan: Plan, device: torch.device, free_gpu: int | None) -> M
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         infiniband=INFINIBAND.is_dir() and any(INFINIBAND.iterdir()),
-        shortages=tuple(shortages(plan.estimate, free_gpu, host)) if plan.estimate else (),
+        shortages=tuple(shortages(plan.estimate, free_gpu, host, takes(plan)))
+        if plan.estimate
+        else (),
     )
     if device.type != "cuda":
         return machine

@@ -1,0 +1,53 @@
+"""Changes to a run that save memory: those that a plan takes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from harness.config.assignments import COMMAND_LINE, assign, parse_assignment
+from harness.config.ds_file import PREFIX
+from harness.config.ds_json import DsJson
+from harness.config.run_file import validated
+from harness.errors import ConfigError
+from harness.estimate.fit import IsPossible
+from harness.plan.make import problems_of
+from harness.plan.plan import Plan
+
+
+def takes(plan: Plan) -> IsPossible:
+    """Return a function that says whether a run could be changed by KEY=VALUE.
+
+    Of the memory that a change saves the estimate knows, of what goes together the passes of a plan
+    do. Any other change, as of the number of GPUs, is possible.
+    """
+    before: set[str] | None = None
+
+    def is_possible(change: str) -> bool:
+        nonlocal before
+        if "=" not in change:
+            return True
+        if before is None:  # of a plan that is made for its estimate alone
+            before = {*_refusals(plan)}
+        return before.issuperset(_refusals(plan, change))
+
+    return is_possible
+
+
+def _refusals(plan: Plan, change: str = "") -> Iterator[str]:
+    """Yield what is wrong with a run after a change."""
+    run, tree, keys = plan.asked, copy.deepcopy(plan.deepspeed_given), list[str]()
+    try:
+        if change:
+            key, value = parse_assignment(change.removeprefix(PREFIX))
+            if change.startswith(PREFIX):
+                assign(tree, key, value)
+                keys.append(key)
+            else:
+                of_run: dict[str, Any] = run.model_dump(exclude_unset=True)
+                assign(of_run, key, value)
+                run = validated(of_run, run.origins() | {key: COMMAND_LINE})
+        yield from problems_of(run, DsJson(tree, plan.deepspeed_source, keys), plan.world)
+    except (ConfigError, ValueError) as error:
+        yield str(error)
