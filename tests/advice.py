@@ -35,19 +35,21 @@ _BESIDE = re.compile(
 )
 _ORIGIN = re.compile(rf"(?:\(|command line, |([\w.]+): )command line: ({_KEY})\)")
 _SAME = re.compile(rf", but {_KEY} is ({_VALUE})")
-_DOES = re.compile(rf"(?:\(|[:;] )({_KEY}={_VALUE}) (?:can|reads|leaves|names|splits)\b")
+_DOES = re.compile(
+    rf"(?:\(|[:;] )({_KEY}={_VALUE}) (?:can|reads|leaves|names|splits|learns|makes)\b"
+)
 _WAYS = re.compile(rf", or |, (?=(?:{VERBS})\b)")
 # Phrases that say everything themselves.
 _SETS = re.compile(
     rf"(?:(?:use|set) )?({_KEY}={_VALUE}(?: and {_KEY}={_VALUE})*)"
     rf"(?: without ({_KEY}.*)|,? (?:to|for|with) .*|, too)?"
 )
-_SETS_TO = re.compile(rf"set ({_KEY}) to ({_VALUE})(?: or (?:more|less))?")
+_SETS_TO = re.compile(rf"set ({_KEY}) to ({_VALUE})(?: or (?:more|less)|, too)?")
 _USES = re.compile(
     rf"(?:use|set it to|the nearest that do are) ({_VALUE})(?: and ({_VALUE}))?(?: or more)?"
 )
 _ONE_OF = re.compile("(?:use|set it to) one of (.+)")
-_AS_IN = re.compile(rf"name .*, as in ({_KEY}={_VALUE})")
+_AS_IN = re.compile(rf"(?:name|leave) .*, as in ({_KEY}={_VALUE})")
 _REMOVES = re.compile(rf"(?:remove|leave) (?:({_IT})|{_KEY})(?: and {_KEY})*(?: out)?")
 _MEANS = re.compile(r"did you mean ([\w.-]+)\??")
 _LEAVES_OPEN = re.compile(rf"\bset ({_KEY})(?![\w.=]| to | above )")

@@ -65,6 +65,14 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "many bad rows": _many_bad,
     "texts": lambda here: [texts(here / "a.jsonl"), texts(here / "few.jsonl", 20)],
     "a column of another name": lambda here: lines(here / "a.jsonl", {"body": TEXT}, times=30),
+    "columns of unknown names": lambda here: lines(
+        here / "a.jsonl", {"one": TEXT, "two": TEXT}, times=30
+    ),
+    "rows marked as not learned": lambda here: lines(
+        here / "a.jsonl",
+        *({"prompt": TEXT, "completion": " a word", "weight": weight} for weight in (0, 1)),
+        times=60,
+    ),
     "two forms": lambda here: lines(
         here / "a.jsonl", {"text": TEXT, "question": "a?", "answer": "b"}, times=30
     ),
@@ -141,6 +149,9 @@ ROWS: list[tuple[str, str, str]] = [
     ("some bad rows", PATH, "data.bad_rows=skip leaves such rows out"),
     ("many bad rows", f"{PATH} data.bad_rows=skip", "mend them, or raise it"),
     ("a column of another name", PATH, "data.columns.text=body names the text"),
+    ("columns of unknown names", PATH, "name those to read by data.columns"),
+    ("rows marked as not learned", LONG, "as in data.where.weight=1"),
+    ("texts", f"{PATH} train.epochs=1", "lower train.global_batch (now 48), or raise train.epochs"),
     ("two forms", PATH, "name those to read, as in data.columns="),
     ("splits to train on", f"{SMALL} data.path=$here/d", "name one, as in data.split=train_a"),
     (
@@ -174,10 +185,14 @@ ROWS: list[tuple[str, str, str]] = [
     (
         "chats",
         f"{SMALL} data.path=$here/three.jsonl data.template=$here/hides.jinja",
-        "set data.learn=last, or data.template to one with",
+        "set data.template to one with",
     ),
     ("chats", f"{LONG} data.template=chatml data.date=2026-01-31", "or name such a template by"),
-    ("texts", f"{PATH} data.date=2026-01-31", "asks for the date (strftime_now): remove it"),
+    (
+        "texts",
+        f"{PATH} data.date=2026-01-31",
+        "no chat template here calls strftime_now: remove data.date",
+    ),
     (
         "a chat and a text",
         f"{SMALL} data.path=$here/d data.template=chatml data.seq_len=64",
