@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.utils import logging
 
 from harness.layout.as_trained import ATTENTION, CODE, as_plain, is_as_trained, reversible_type
 from harness.layout.recompute import REVERSIBLE
@@ -34,7 +35,10 @@ def write_code(folder: Path, model: PreTrainedModel, attention: Mapping[str, Any
     path, family, own = folder / "config.json", type(model), f"AsTrained{type(model).__name__}"
     config, body = json.loads(path.read_text(encoding="utf-8")), "    pass"
     codes = {"AutoModelForCausalLM": f"{CODE}.{own}"}
-    before = f"{_import_of(family)}\n\nfrom .as_trained import AsTrained\n\n\n"
+    copied = copy_code("as_trained", folder)
+    # transformers 4 copies the files that are named here, and none that these import.
+    others = "".join(f"from .{name} import __doc__ as _\n" for name in copied[1:])
+    before = f"{_import_of(family)}\n\nfrom .as_trained import AsTrained\n{others}\n\n"
     if attention:
         config[ATTENTION] = dict(attention)
     if config.get(REVERSIBLE):
@@ -48,7 +52,6 @@ def write_code(folder: Path, model: PreTrainedModel, attention: Mapping[str, Any
     config["auto_map"] = {**config.get("auto_map", {}), **codes}
     code = f"{_ABOUT}{before}class {own}(AsTrained, {family.__name__}):\n{body}\n"
     (folder / f"{CODE}.py").write_text(code, encoding="utf-8")
-    copy_code("as_trained", folder)
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     path.write_text(text, encoding="utf-8")
 
@@ -60,17 +63,20 @@ def _import_of(own: type) -> str:
     return f"from {home} import {own.__name__}"
 
 
-def copy_code(name: str, folder: Path) -> None:
-    """Copy a file of this room and those that it imports, as files that import each other."""
-    waiting, copied = [name], set[str]()
+def copy_code(name: str, folder: Path) -> list[str]:
+    """Copy a file of this room and those that it imports, as files that import each other; return
+    their names, its own first.
+    """
+    waiting, copied = [name], list[str]()
     while waiting:
         name = waiting.pop()
-        if name not in copied:
-            copied.add(name)
+        if _flat(name) not in copied:
+            copied.append(_flat(name))
             text = (_ROOM / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
             waiting += _IMPORT.findall(text)
             text = _IMPORT.sub(lambda match: f"from .{_flat(match[1])} import ", text)
             (folder / f"{_flat(name)}.py").write_text(text, encoding="utf-8")
+    return copied
 
 
 def opened_as_trained(folder: Path, **how: Any) -> PreTrainedModel | None:
@@ -83,6 +89,7 @@ def opened_as_trained(folder: Path, **how: Any) -> PreTrainedModel | None:
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict) or not is_as_trained(values):
         return None
+    logging.disable_progress_bar()
     config = hf_config(as_plain(values))
     config.trained_attention = values.get(ATTENTION)
     opened: PreTrainedModel = class_as_trained(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])

@@ -157,7 +157,8 @@ def _put_code(
     if not attention and not is_reversible:
         return []
     write_code(folder, model, attention)
-    what = " and ".join([*filter(None, [attention.get("kind")]), *["two streams"] * is_reversible])
+    kind = [f"{attention['kind']} attention"] if attention else []
+    what = " and ".join([*kind, *["two streams"] * is_reversible])
     return [f"its code is beside it: trust_remote_code=True computes {what}, as in training"]
 
 

@@ -23,6 +23,7 @@ from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from tests.checkpoint.test_export import stored
 from tests.layout.test_families import TABLES
+from tests.models.test_as_trained import KINDS_OF, exported
 from tests.two_ranks import environment
 
 OLDER = "4.57.*"
@@ -80,8 +81,10 @@ for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
         if (folder / "tokenizer.json").exists():
             found[folder.name] = AutoTokenizer.from_pretrained(folder)(sys.argv[2]).input_ids
             continue
+        brings_code = (folder / "modeling_as_trained.py").exists()
+        how = {"trust_remote_code": True} if brings_code else {"attn_implementation": "eager"}
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", output_loading_info=True
+            folder, output_loading_info=True, **how
         )
         expected = torch.load(folder / "logits.pt")
         with torch.no_grad():
@@ -122,7 +125,7 @@ def opened_by(python: Path, folder: Path, text: str = "") -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env=environment(),
+        env=environment(HF_MODULES_CACHE=str(folder.with_name("modules"))),
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -166,6 +169,19 @@ def test_transformers_4_computes_the_same_with_every_export(older: Path, tmp_pat
     assert len(found) == len(TABLES) + len({*MORE} - {*TABLES})
     wrong = {n: of for n, of in found.items() if of[0] == of or of[0] > 1e-4 or any(of[1:])}
     assert not wrong
+
+
+@pytest.mark.gate("models")
+def test_transformers_4_runs_the_code_that_an_export_brings(older: Path, tmp_path: Path) -> None:
+    exports = tmp_path / "exports"
+    for kind, attention in KINDS_OF.items():
+        model = exported(exports / kind, attention, reversible=kind == "performer")
+        with torch.no_grad():
+            logits = model(input_ids=torch.arange(3, 43)[None]).logits
+        torch.save(logits, exports / kind / "logits.pt")
+    found = opened_by(older, exports)
+    assert found.keys() == KINDS_OF.keys()
+    assert all(of[0] < 1e-5 and not any(of[1:]) for of in found.values()), found
 
 
 _MARKS = ["<|im_start|>", "<|im_end|>"]
