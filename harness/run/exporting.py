@@ -113,9 +113,7 @@ def export(
         notes, generation = _put_tokenizer(tokenizer, unfinished, model, options)
         how = options.shard_bytes, progress, manifest.model_config
         notes += write_model(unfinished, model, checkpoint.reader(), *how)
-        if generation is not None:
-            text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
-            (unfinished / GENERATION).write_text(text, encoding="utf-8")
+        _write_generation(unfinished, generation)
 
         notes += _put_code(unfinished, model, attention, manifest.model_config)
 
@@ -190,8 +188,6 @@ def _export_adapters(
         if attention:
             text = json.dumps(attention, indent=2, sort_keys=True) + "\n"
             (within / f"{ATTENTION}.json").write_text(text, encoding="utf-8")
-        if tokenizer.is_dir():
-            _copy_tokenizer(tokenizer, unfinished, options)
 
         def model() -> Any:
             base = base_model()
@@ -203,9 +199,16 @@ def _export_adapters(
             return adapted(within, base)
 
         if options.merge:
-            whole = merged(model(), unfinished)
-            notes = _put_code(unfinished, whole, attention, manifest.model_config)
+            apart = model()
+            notes, generation = _put_tokenizer(
+                tokenizer, unfinished, apart.get_base_model(), options
+            )
+            whole = merged(apart, unfinished)
+            _write_generation(unfinished, generation)
+            notes += _put_code(unfinished, whole, attention, manifest.model_config)
             return "; ".join([*notes, _checked(checkpoint, lambda: whole, dtype, options)])
+        if tokenizer.is_dir():
+            _copy_tokenizer(tokenizer, unfinished, options)
         base = manifest.adapters["base_model_name_or_path"]
         quantized = f" with its linear maps as in {DESCRIPTION}" if manifest.quantization else ""
         first = f", after its resize_token_embeddings({rows})" if rows else ""
@@ -272,6 +275,13 @@ def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
     except Unusable as error:
         raise ConfigError(f"beside the tokenizer: {error}") from error
     return {**stored, **ids.in_place_of(stored)}
+
+
+def _write_generation(folder: Path, generation: dict[str, Any] | None) -> None:
+    """Write generation_config.json in place of the one that a model's own writing left."""
+    if generation is not None:
+        text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
+        (folder / GENERATION).write_text(text, encoding="utf-8")
 
 
 def _checked(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.models.skeleton import hf_config
 from harness.runfolder import RunFolder
@@ -96,3 +96,6 @@ def test_adapters_bring_the_rows_that_their_base_lacks(
     assert "its probe loss is" in merged.output
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "export")
     assert whole.config.vocab_size == len(whole.get_output_embeddings().weight) == IDS
+    # Servers stop where the tokenizer says, as after any other run.
+    eos = AutoTokenizer.from_pretrained(tmp_path / "merged" / "export").eos_token_id
+    assert whole.generation_config.eos_token_id == whole.config.eos_token_id == eos
