@@ -156,6 +156,7 @@ def test_each_way_out_leads_out(line: Line, speaker: Speaker) -> None:
             assert not why, f"{message.text}\n{words}\n{why}"
 
 
+@pytest.mark.gate("plan")
 def test_no_key_is_advised_that_is_set_already(speaker: Speaker) -> None:
     for line in LINES:
         refusals, notes = speaker(line)
