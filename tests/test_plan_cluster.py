@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -270,6 +271,14 @@ def test_the_winner_is_written_and_planned(tmp_path: Path) -> None:
     script = (folder / "job.sh").read_text()
     assert script.startswith("deepspeed --num_gpus 4 harness/train.py --deepspeed ")
     subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
+
+
+def test_adapters_are_trained_beside_the_weights_that_a_preset_stands_for(tmp_path: Path) -> None:
+    job = ("--model", "llama-3-8b", "--gpus", 4, "--gpu", "h100-80", "--global-batch", 64)
+    run_tool("plan_cluster", *job, "--seq-len", 1024, "--lora", 16, "--write", tmp_path)
+    run = tomllib.loads((tmp_path / "run.toml").read_text())["model"]
+    assert (run["init_from"], run["lora"]) == ("meta-llama/Meta-Llama-3-8B", {"rank": 16})
+    assert "name" not in run
 
 
 def _first() -> Layout:

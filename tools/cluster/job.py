@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
+import tomllib
 from pathlib import Path
 
+from harness.plan.model_config import PRESETS, preset_names
 from tools.cluster.layouts import Layout
 
 
@@ -19,10 +22,20 @@ def settings(args: argparse.Namespace, layout: Layout) -> dict[str, object]:
         **layout.overrides,
     }
     if args.lora:
-        keys |= {"model.lora.rank": args.lora, "model.init_from": args.model}
+        keys |= {"model.lora.rank": args.lora, "model.init_from": _weights_of(args.model)}
+        del keys["model.name"]  # that of its weights
     if args.quantize:
         keys["model.lora.quantize"] = args.quantize
     return keys
+
+
+def _weights_of(model: str) -> str:
+    """Return the folder of a model's weights or their name on the hub, which a preset has."""
+    if model not in preset_names():
+        return model
+    source = tomllib.loads((PRESETS / f"{model}.toml").read_text(encoding="utf-8"))["source"]
+    on_hub = re.match(r"https://huggingface\.co/([^/ ]+/[^/ ]+)", source)
+    return on_hub[1] if on_hub else model
 
 
 def commands(args: argparse.Namespace, layout: Layout, ds: str, run: str) -> list[str]:
