@@ -31,6 +31,7 @@ def test_a_gate_names_what_is_there(name: str) -> None:
     assert [p for p in row["tests"] + row["depends"] if not (gates.REPOSITORY / p).exists()] == []
 
 
+@pytest.mark.slow("pytest starts four times")
 def test_what_passed_is_kept_and_what_failed_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

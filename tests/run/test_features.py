@@ -90,6 +90,7 @@ def cells(verb: str) -> list[Any]:
 # --- every feature, every verb ---
 
 
+@pytest.mark.slow("whole runs on two ranks")
 @pytest.mark.parametrize(("name", "layout"), cells("trains"))
 def test_a_feature_trains_on_the_ranks_that_were_planned(
     name: str, layout: str, runs: Runs

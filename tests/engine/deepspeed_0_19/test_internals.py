@@ -39,6 +39,7 @@ OF_TORCH = {
 }
 
 
+@pytest.mark.slow("the first engine on two ranks imports everything")
 @pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1", "zero3")))
 @ranks(2)
 def test_the_names_are_what_they_were(layout: str) -> None:
