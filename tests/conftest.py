@@ -111,7 +111,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             if config.getoption("--gate"):  # each is long: the other worker must not wait for it
-                return nodeid if "tests/proofs/" in file else file
+                apart = "tests/proofs/" in file or file == "tests/test_readme.py"
+                return nodeid if apart else file
             return room if (room := room_of(file)) in ("engine", "studio") else file
 
     config.option.loadscopereorder = False

@@ -20,6 +20,7 @@ from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.plan.text import describe
+from tests.two_ranks import TRAIN, run_ranks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -28,13 +29,15 @@ WRITTEN = (  # by hand; the other pages are generated, or hold no commands
     " troubleshooting long_sequences"
 )
 PAGES = README + "".join((ROOT / f"docs/{name}.md").read_text() for name in WRITTEN.split())
-COMMANDS = [
-    *dict.fromkeys(
-        line.partition("#")[0].strip()
-        for block in re.findall(r"```bash\n(.*?)```", PAGES, re.DOTALL)
-        for line in block.splitlines()
-    )
-]
+
+
+def commands_of(text: str) -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = (line.partition("#")[0].strip() for block in blocks for line in block.splitlines())
+    return [*dict.fromkeys(lines)]
+
+
+COMMANDS, OF_THE_README = commands_of(PAGES), commands_of(README)
 # A model and a run so small that what is left is the command itself.
 SHRUNK = shlex.split(
     "model.overrides.num_hidden_layers=1 model.overrides.hidden_size=96"
@@ -106,6 +109,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         for n in range(200)
     ]
+    (there / "code.txt").write_text(text)
     lines = [json.dumps({"messages": turns}) for turns in chats]
     (there / "chats.jsonl").write_text("\n".join(lines))
     (there / "pairs.jsonl").write_text("\n".join(pairs))
@@ -113,7 +117,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
-    """Run one README command in the clone, shrunk, on one CPU rank."""
+    """Run one command in the clone, shrunk, on one CPU rank; those of pages beside the README
+    without the launcher and the imports of each rank.
+    """
+    launched = command in OF_THE_README
     for start, other in INSTEAD.items():
         if command.startswith(start):
             extends = "train.py" in start or other.startswith(start)
@@ -128,10 +135,12 @@ def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
         divided = "tensor2_zero1.json" in command or "sequence_parallel_size=2" in command
         ranks = 4 if "3d.json" in command else 2 if divided else stages
         words.append(f"model.overrides.num_hidden_layers={stages}")
+        if words[0] == "deepspeed" and not launched:
+            arguments = words[words.index("harness/train.py") + 1 :]
+            ended = run_ranks([sys.executable, TRAIN, *arguments], clone, ranks)
+            return subprocess.CompletedProcess(arguments, max(map(abs, ended.codes)), ended.output)
         if words[0] == "torchrun":
             words[1:3] = ["--nproc-per-node", "1", "--master-port", str(free_port())]
-        if words[0] == "deepspeed" and any(word.startswith("data.path") for word in words):
-            words[0] = "python"  # the launcher has run in the commands before
         if words[0] == "deepspeed":
             script = words.index("harness/train.py")
             words[1:script] = ["--num_accelerators", str(ranks), "--master_port", str(free_port())]
@@ -163,7 +172,8 @@ def first_run(clone: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     shutil.copytree(clone / "runs/first/export", clone / "my-model")
-    shutil.copytree(clone / "runs/first/export", clone / "my-tokenizer")
+    for name in ("my-tokenizer", "my-unigram"):
+        shutil.copytree(clone / "runs/first/export", clone / name)
     tokens = next((clone / "cache").glob("tokens-*/tokens.bin"))
     for suffix in (".bin", ".idx"):
         shutil.copy(tokens.with_suffix(suffix), clone / f"tokens{suffix}")
@@ -199,7 +209,7 @@ def test_no_page_names_a_file_that_is_not_there() -> None:
 def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:
     first_run(clone)
     done = run(command, clone)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + (done.stderr or "")[-2000:]
 
 
 @pytest.mark.gate("tools")

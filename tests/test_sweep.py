@@ -114,14 +114,16 @@ def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(
     data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = data[0].partition("=")[2]
-    search = f'data.path = ["{tmp_path}/missing.jsonl", "{corpus}"]'
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": null}\n')
+    search = f'data.path = ["{bad}", "{corpus}"]'
     path = write_sweep(tmp_path, "failing", "method = 'grid'", search, data[1:])
     output = ended(start(path))
     states = [record.state for record in records(path, monkeypatch)]
     assert states == ["failed", "done"]
     flat = " ".join(output.split())
     assert "trial 000 failed: exit code 2:" in flat
-    assert "missing.jsonl" in flat.partition("trial 000 failed")[2]
-    (tmp_path / "missing.jsonl").write_text(json.dumps({"text": "word " * 4000}) + "\n")
+    assert "bad.jsonl" in flat.partition("trial 000 failed")[2]
+    bad.write_text(json.dumps({"text": "word " * 4000}) + "\n")
     ended(start(path, "--retry"))
     assert [record.state for record in records(path, monkeypatch)] == ["done", "done"]

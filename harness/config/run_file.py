@@ -43,7 +43,8 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
     assigned, rejected = assign_all(tree, assignments)
     if any(key in LENGTHS for key in assigned):
         for key in set(LENGTHS) - set(assigned):
-            tree["train"].pop(key.removeprefix("train."), None)
+            if isinstance(train := tree.get("train"), dict):
+                train.pop(key.removeprefix("train."), None)
             origins.pop(key, None)
     origins |= dict.fromkeys(assigned, COMMAND_LINE)
     problems += rejected

@@ -215,7 +215,8 @@ def ds_json(draw: Draw[Any], place: Place, valid: bool) -> Case:
         argv = [word for word in place.training() if word != SMALL_BUCKET]
     else:
         argv = ["--dry-run"]
-    if name == "zero2_bf16_states" or (not trained and "pipeline" in text):
+    divided = not trained and ("pipeline" in text or "tensor_parallel" in text)
+    if name == "zero2_bf16_states" or divided:
         valid = False  # of a device with bf16; of more ranks than one
     return Case(["--deepspeed", str(path), *argv], f"{name}: {note}", valid=valid)
 

@@ -689,6 +689,7 @@ def preparing(draw: Draw[Any], place: Place, valid: bool) -> Case:
         if "chats" in note:
             argv.append("data.template=chatml")
     elif main == "tools.clean_data":
+        valid = valid and "prompts" not in note and "chats" not in note
         argv = [str(path), str(place.folder / "cleaned"), "--workers=1", "--recipe=light"]
     else:
         argv = [str(path), str(place.folder / "new-tokenizer"), "--vocab-size=300"]

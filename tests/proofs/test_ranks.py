@@ -23,7 +23,9 @@ def test_whichever_rank_fails_the_other_does_not_outlive_it(failing: int) -> Non
     began = time.monotonic()
 
     def still_patient() -> None:
-        assert time.monotonic() < began + 120.0, "it waits for a rank that waits for one that failed"
+        assert time.monotonic() < began + 120.0, (
+            "it waits for a rank that waits for one that failed"
+        )
 
     with started([sys.executable, "-c", _ONE_FAILS, str(failing)], 2) as group:
         codes = group.wait(meanwhile=still_patient, patience_s=0.1)
