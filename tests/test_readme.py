@@ -172,8 +172,7 @@ def first_run(clone: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     shutil.copytree(clone / "runs/first/export", clone / "my-model")
-    for name in ("my-tokenizer", "my-unigram"):
-        shutil.copytree(clone / "runs/first/export", clone / name)
+    shutil.copytree(clone / "runs/first/export", clone / "my-tokenizer")
     tokens = next((clone / "cache").glob("tokens-*/tokens.bin"))
     for suffix in (".bin", ".idx"):
         shutil.copy(tokens.with_suffix(suffix), clone / f"tokens{suffix}")
@@ -208,6 +207,8 @@ def test_no_page_names_a_file_that_is_not_there() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:
     first_run(clone)
+    if command.startswith("python tools/compare_tokenizers.py"):  # the other one is trained before
+        shutil.copytree(clone / "my-tokenizer", clone / "my-unigram", dirs_exist_ok=True)
     done = run(command, clone)
     assert done.returncode == 0, done.stdout[-2000:] + (done.stderr or "")[-2000:]
 

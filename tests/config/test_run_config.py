@@ -261,6 +261,8 @@ def test_a_key_from_the_command_line_displaces_the_files_length(
     run = load_run_config(toml("[train]\ntokens = 1000\n"), ["train.steps=7"])
     assert (run.train.steps, run.train.tokens) == (7, None)
     assert load_run_config(None, ["layout.verify=false"]).layout.verify is False
+    with pytest.raises(ConfigError, match="train"):
+        load_run_config(None, ["train.steps=7", "train=1"])
 
 
 def test_clipping_by_value_excludes_only_a_norm_that_the_user_set(
