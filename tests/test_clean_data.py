@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ import pytest
 from harness.data import shards
 from harness.data.corpus import find_corpus
 from harness.errors import ExitCode
-from tests.browser import Browser, needs_browser
-from tests.run_tools import printed
+from tests.planted_texts import recall
 from tools.clean_data import main
-from tools.proofs.cleaning.tables import recall
 from tools.tokenize_data import main as tokenize
 
 pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")
@@ -252,178 +249,6 @@ def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
 
 @pytest.mark.gate("data")
 def test_what_is_planted_is_found(tmp_path: Path) -> None:
-    """The proof of docs/cleaning_proof.md on a small corpus: each row of it must hold."""
-    rows = recall(tmp_path / "recall", duplicates=60, of_a_kind=25).splitlines()[4:]
-    assert [row.split("|")[1].split()[0] for row in rows] == [
-        *("equal", "near", "email:", "IP:", "phone:")
-    ]
-    assert all(row.endswith("| yes |") for row in rows), "\n".join(rows)
-
-
-def test_a_tokenizer_is_looked_at_before_the_text(
-    tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [str(write_jsonl({"text": "a"})), str(tmp_path / "out"), f"--tokenizer={tmp_path}/lost"]
-    assert main(words) == ExitCode.BAD_CONFIG
-    assert f"{tmp_path}/lost': there is no such folder" in capsys.readouterr().err
-    assert main([*words, "--slurm"]) == ExitCode.BAD_CONFIG
-    assert "slurm/tokenize.sbatch data.path=" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.gate("data")
-def test_tasks_that_keep_nothing_shift_no_numbers(tmp_path: Path) -> None:
-    """The second of three shards has symbols alone, and the third duplicates of the first."""
-    texts = [prose(n) for n in range(30)]
-    symbols = [f"# {n} ### ... -- {{}} == ;; {'#;' * 40}" for n in range(300)]
-    path = tmp_path / "corpus.jsonl"
-    records_of = [{"text": text} for text in (*texts, *symbols, *texts[:20])]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records_of))
-    assert len(shards.shards_of(find_corpus(str(path)))) >= 3
-    assert main([str(path), str(tmp_path / "out")]) == ExitCode.DONE
-    assert sorted(of["text"] for of in records(tmp_path / "out" / "data")) == sorted(texts)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in symbols))
-    assert main([str(path), str(tmp_path / "nothing")]) == ExitCode.DONE
-    report = json.loads((tmp_path / "nothing" / "report.json").read_text())
-    assert report["documents"] == {"read": 300, "empty": 0, "written": 0}
-
-
-@pytest.mark.gate("data")
-def test_evaluation_data_bad_words_languages_and_addresses_are_removed(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
-    question = "Which old bridge crosses the widest river of the valley behind the town today?"
-    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": question, "completion": " None."}))
-    (tmp_path / "words.txt").write_text("dreadful phrase\n")
-    german = (
-        "Der Lehrer geht mit einem Brief durch den alten Garten und erinnert sich an alles. " * 9
-    )
-    path = write_jsonl(
-        {"text": prose(1), "url": "https://example.org/page"},
-        {"text": f"{prose(2)} {question} {prose(3)}"},
-        {"text": f"{prose(4)} A Dreadful phrase. {prose(5)}"},
-        {"text": german},
-        {"text": prose(6), "url": "https://bad.example.com/page"},
-        {"text": "def f():\n    return {1: 2}\n" * 30},
-    )
-    recipe = tmp_path / "own.toml"
-    recipe.write_text(
-        f'base = "light"\nnear_duplicates = false\n[decontaminate]\n'
-        f'files = ["{tmp_path}/eval.jsonl"]\n[url]\nextra_domains = ["bad.example.com"]\n'
-        f'[bad_words]\nfile = "{tmp_path}/words.txt"\n[language]\nthreshold = 0.4\n'
-    )
-    out = tmp_path / "out"
-    words = [str(path), str(out), "--recipe", str(recipe), "c4.filter_no_terminal_punct=false"]
-    assert main([*words, "c4.min_num_sentences=1"]) == ExitCode.DONE
-    removed = {
-        step["step"]: step["removed"]
-        for step in json.loads((out / "report.json").read_text())["steps"]
-    }
-    assert removed["url"] == removed["bad_words"] == removed["decontaminate"] == 1
-    assert removed["language"] + removed["c4"] == 2
-    assert [record["metadata"]["language"] for record in records(out / "data")] == ["en"]
-
-
-def test_all_problems_come_at_once(
-    tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        *(str(tmp_path / "lost"), str(tmp_path / "out"), "--recipe=fineweb", "--workers=0"),
-        *("language.treshold=0.5", "gopher_quality.min_doc_words=-1", "bad_words.file=no.txt"),
-        "decontaminate={}",
-    ]
-    assert main(words) == ExitCode.BAD_CONFIG
-    report = capsys.readouterr().err
-    for part in (
-        "language.treshold (command line) is not a key of a recipe; did you mean language.thre",
-        "gopher_quality.min_doc_words is -1 (command line)",
-        "decontaminate.files is missing",
-        "--workers is 0",
-        "IN: ",
-    ):
-        assert part in report
-    chats = write_jsonl({"question": "a", "answer": "b"})
-    assert main([str(chats), str(tmp_path / "out")]) == ExitCode.BAD_CONFIG
-    assert "holds conversations" in capsys.readouterr().err
-    assert main([str(chats), str(tmp_path / "out"), "--recipe=no.toml"]) == ExitCode.BAD_CONFIG
-    assert "the recipes are fineweb, light" in capsys.readouterr().err
-    bad = tmp_path / "bad.jsonl"
-    lines = [json.dumps({"text": prose(n)}) for n in range(120)]
-    lines[5], lines[110] = "{", json.dumps({"text": 5})
-    bad.write_text("\n".join(lines))
-    assert main([str(bad), str(tmp_path / "bad-out")]) == ExitCode.BAD_CONFIG
-    report = capsys.readouterr().err
-    assert not (tmp_path / "bad-out").exists()
-    assert "bad.jsonl:6: is no JSON" in report
-    assert "bad.jsonl:111: text must be a string" in report
-
-
-def test_another_cleaning_is_not_mixed_in(
-    cleaned: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, out = map(str, cleaned)
-    assert main([path, out]) == ExitCode.DONE  # nothing left to do
-    capsys.readouterr()
-    assert main([path, out, "personal_data=false"]) == ExitCode.BAD_CONFIG
-    assert "holds a cleaning with another recipe" in capsys.readouterr().err
-    assert main([path, str(Path(path).parent)]) == ExitCode.BAD_CONFIG
-    assert "which is not of this tool" in capsys.readouterr().err
-
-
-def test_other_evaluation_data_or_words_are_another_cleaning(
-    tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, out = write_jsonl({"text": prose(1)}, {"text": prose(2)}), tmp_path / "out"
-    evaluation, words = tmp_path / "eval.txt", tmp_path / "words.txt"
-    evaluation.write_text(prose(2))
-    words.write_text("# none\n\n")
-    asked = [str(path), str(out), "near_duplicates=false", f"bad_words.file={words}"]
-    asked.append(f'decontaminate.files=["{evaluation}"]')
-    assert main(asked) == ExitCode.BAD_CONFIG
-    assert f"{words} holds no word" in capsys.readouterr().err
-    words.write_text("dreadful\n")
-    assert main([*asked, "--keep-work"]) == ExitCode.DONE
-    assert [of["text"] for of in records(out / "data")] == [prose(1)]
-    index = {path: path.stat().st_mtime_ns for path in (out / "work" / "n-grams").iterdir()}
-    assert main([*asked, "--keep-work"]) == ExitCode.DONE
-    assert {path: path.stat().st_mtime_ns for path in index} == index  # jobs may be reading it
-    evaluation.write_text(prose(3))
-    words.write_text("another\n")
-    assert main(asked) == ExitCode.BAD_CONFIG
-    assert "another evaluation data, list of words" in capsys.readouterr().err
-
-
-@needs_browser
-def test_the_page_shows_it(cleaned: tuple[Path, Path]) -> None:
-    with Browser() as browser:
-        for width in (1280, 390):
-            page = browser.open((cleaned[1] / "report.html").as_uri(), width=width)
-            assert page.errors == []
-            assert len(page.requests) == 1
-            assert not page.overflows
-        assert page.evaluate("document.querySelectorAll('figure.chart').length") == 2
-        assert "near duplicates" in page.evaluate("document.body.textContent")
-
-
-def test_help_and_refusals_need_no_torch_and_no_datatrove() -> None:
-    code = (
-        "import sys; from tools.clean_data import main; main(['a', 'b', '--workers=0'])\n"
-        "print({'torch', 'transformers', 'datatrove'} & sys.modules.keys())"
-    )
-    assert printed(code).endswith("set()\n")
-
-
-def test_a_folder_with_splits_is_cleaned_by_split(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for name in ("train", "test"):
-        (folder / f"{name}.jsonl").write_text(json.dumps({"text": prose(1)}) + "\n")
-    words = [str(folder), str(tmp_path / "out"), "--recipe=light", "--dry-run"]
-    assert main(words) == ExitCode.DONE
-    assert "split train (not read: test)" in capsys.readouterr().err
-    assert main([*words, "--split=test"]) == ExitCode.DONE
-    assert "split test (not read: train)" in capsys.readouterr().err
-    assert main([*words, "--split=dev"]) == ExitCode.BAD_CONFIG
-    assert "--split is 'dev', but" in capsys.readouterr().err
+    found = recall(tmp_path / "planted", duplicates=60, of_a_kind=25)
+    assert 0.95 <= found.pop("near_duplicates") <= 1
+    assert {*found.values()} == {1.0}

@@ -53,7 +53,7 @@ def _keep_freed_pages() -> str:
 
     Otherwise it returns to the kernel most of what a step frees, and the kernel clears and maps
     these pages again in the next step: up to a quarter of a small step's time ("freed pages kept"
-    in docs/overhead_starts.md).
+    in docs/evidence.md).
     """
     for name, part in MALLOC_VARIABLES.items():
         value = os.environ.get(name)

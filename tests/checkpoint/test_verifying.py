@@ -17,7 +17,7 @@ from harness.checkpoint.index import INDEX, to_index
 from harness.checkpoint.manifest import MANIFEST, PROBE, Manifest, TrainState
 from harness.errors import Unusable
 from harness.layout.box import Part
-from tools.proofs.own_cost.simulated import Group
+from tests.thread_ranks import Group
 
 RANKS = 2
 

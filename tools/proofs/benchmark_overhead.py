@@ -1,29 +1,25 @@
-"""Time the harness against a bare DeepSpeed loop and the Hugging Face Trainer.
+"""Time a step of the harness beside a bare DeepSpeed loop.
 
     python tools/proofs/benchmark_overhead.py
     python tools/proofs/benchmark_overhead.py --stages 3 --ranks 1 --rounds 6
 
-25 million parameters on CPU ranks, the same weights, batches and resolved JSON for all three: the
-harness with its run folder and a line of metrics in every step; a loop that does nothing but train;
-the Trainer with its log in every step. In every round each of them is started anew, one after the
-other, and waits; then all three train in turns, so that none meets a slower machine than the
-others. What a step frees, malloc keeps for all three, as the harness has it. Further, how often the
-host would wait for a device, and how fast data comes without a model. A round takes three minutes
-on two quiet cores. Ctrl-C ends after the rounds that are whole, with their tables; --out keeps each
-of them as a file, and goes on with those that are there; --results draws the tables again.
+Both train 25 million parameters on CPU ranks with the same weights, batches and resolved JSON. The
+harness writes its run folder and a line of metrics in every step; the loop does nothing but train.
+Each round starts both anew, in the other order than the round before. The table has the ratio of
+their median steps, and of the seconds from the command to the end of the first step: the median
+over the rounds, and the least and the most. A round takes about a minute on two quiet cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,141 +27,184 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
-from harness.run.plan_record import git_commit
-from tools.figure import write_plot
-from tools.made_with import cpu_precision, machine, versions
-from tools.proofs.overhead.data_path import data_rates
-from tools.proofs.overhead.job import LAYERS
-from tools.proofs.overhead.kept import keep, kept
-from tools.proofs.overhead.prepare import Bench, prepare
-from tools.proofs.overhead.report import SIDES, markdown, tables
-from tools.proofs.overhead.spread import name_of, picture
-from tools.proofs.overhead.turns import COUNTED, Length, Start, order_of, take_turns
+from tools.made_with import machine, versions
+from tools.proofs.ranks import ON_CPU, raise_errors, started
 
-PROC_STAT = Path("/proc/stat")
+SEQ_LEN, ACCUMULATED = 128, 2  # tokens; micro-batches of one sample on each rank
+WARM_UP, TIMED = 4, 9  # steps; in its first three the harness compares its memory with the estimate
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1120,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": SEQ_LEN,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+RUN = (
+    f"data.seq_len={SEQ_LEN}",
+    f"train.steps={WARM_UP + TIMED}",
+    "train.micro_batch=1",
+    "optim.schedule=constant",  # then the JSON says all of it
+    "optim.warmup_steps=0",
+    "optim.lr=1e-3",
+    "eval.every=0",
+    "eval.samples=1",
+    "sample.tokens=0",
+    "save.export=false",
+)
 
 
 def main() -> int:
     """Command line -> exit code."""
-    args = _arguments()
-    if args.results:
-        results = json.loads(args.results.read_text())
-        if args.starts:
-            results["starts"] = json.loads(args.starts.read_text())["cells"]
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            results = _measure(Path(temporary), args)
-    print(*tables(results), sep="\n")
-    if args.json:
-        args.json.write_text(json.dumps(results))
-    if args.markdown:
-        args.markdown.write_text(markdown(results))
-        write_plot(args.markdown.with_suffix(".svg"), picture(results))
-    return 0
-
-
-def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Return every number, with where it was measured."""
-    began, busy = time.monotonic(), _busy_elsewhere_s()
-    length, out = Length.of(args), args.out or folder / "rounds"
-    benches = {n: prepare(folder / str(n), n) for n in args.layers}
-    cells: list[dict[str, Any]] = [
-        {"stage": stage, "ranks": ranks, "layers": layers, "rounds": []}
-        for stage, ranks, layers in product(args.stages, args.ranks, args.layers)
-    ]
-    try:
-        for number in range(args.rounds):
-            measured = []
-            for cell in cells:
-                _say(f"round {number + 1} of {args.rounds}, {name_of(cell)}")
-                measured.append(_round(benches[cell["layers"]], cell, number, length, out))
-            for cell, sides in zip(cells, measured, strict=True):
-                cell["rounds"].append(sides)
-    except KeyboardInterrupt:
-        if not cells[0]["rounds"]:
-            raise
-    _say("the data path")
-    data = list(data_rates(benches[args.layers[0]].data, args.data_rounds))
-    return {
-        "cells": cells,
-        "data": data,
-        "arguments": {
-            name: getattr(args, name) for name in ("rounds", "warm_up", "turns", "steps")
-        },
-        "machine": machine(),
-        "precision": cpu_precision(),
-        "versions": versions(),
-        "commit": git_commit(),
-        "busy_elsewhere_cores": (_busy_elsewhere_s() - busy) / (time.monotonic() - began),
-    }
-
-
-def _round(
-    bench: Bench, cell: dict[str, Any], number: int, length: Length, out: Path
-) -> dict[str, list[dict[str, Any]]]:
-    """Return what `_measure_round` does, from the file in `out` if it has been measured."""
-    about = [name_of(cell), *(f"{value}" for value in asdict(length).values()), f"{number}"]
-    path = out / f"{'-'.join(about).replace(', ', '-').replace(' ', '-')}.json"
-    measured: dict[str, list[dict[str, Any]]] | None = kept(path)
-    if measured is None:
-        measured = _measure_round(bench, cell, number, length)
-        keep(path, measured)
-    return measured
-
-
-def _measure_round(
-    bench: Bench, cell: dict[str, Any], number: int, length: Length
-) -> dict[str, list[dict[str, Any]]]:
-    """Return the measurements of one round of a cell: by side, a list over its ranks."""
-    with contextlib.ExitStack() as alive:
-        starts: dict[str, Start] = {}
-        for side in order_of(SIDES, number):
-            starts[side] = alive.enter_context(
-                bench.start(side, cell["stage"], cell["ranks"], length)
-            )
-        take_turns(list(starts.values()), length)
-        if not number:
-            for start in starts.values():
-                start.train(COUNTED, counted=True)
-        return {side: start.finish() for side, start in starts.items()}
-
-
-def _busy_elsewhere_s() -> float:
-    """Seconds that cores spent on others than this process and its children; NaN off Linux."""
-    if not PROC_STAT.exists():
-        return math.nan
-    ticks = [int(text) for text in PROC_STAT.read_text().split("\n", 1)[0].split()[1:]]
-    idle = ticks[3] + ticks[4]  # and waiting for disks
-    ours = sum(os.times()[:4])
-    return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK") - ours
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, nargs="+", default=[LAYERS], metavar="LAYERS")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
-    parser.add_argument("--rounds", type=int, default=24)
-    Length.add_arguments(parser)
-    parser.add_argument("--data-rounds", type=int, default=3, help="of the data path alone")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the rounds; resumes")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="of --json: measure nothing")
-    parser.add_argument("--starts", type=Path, metavar="FILE", help="of --json: start-ups, instead")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="write the tables here, beside them a picture"
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    print(f"{machine()}; {versions()}\n")
+    print(f"{'harness / bare DeepSpeed':26} {'a step':22} {'to the end of the first step'}")
+    with tempfile.TemporaryDirectory() as temporary:
+        weights = _weights(Path(temporary))
+        for stage, ranks in product(args.stages, args.ranks):
+            ratios = [
+                _round(Path(temporary), weights, stage, ranks, number)
+                for number in range(args.rounds)
+            ]
+            print(f"ZeRO {stage}, {ranks} ranks".ljust(26), *map(_range, zip(*ratios, strict=True)))
+    return 0
+
+
+def _range(ratios: tuple[float, ...]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})".ljust(22)
+
+
+def _weights(folder: Path) -> Path:
+    """Return the folder of the exported initial weights."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(MODEL))
+    words = [*RUN, f"model.name={config}", f"run.dir={folder / 'first'}"]
+    subprocess.run(
+        [sys.executable, "harness/train.py", *words, "train.steps=0", "save.export=true"],
+        cwd=REPOSITORY,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.DEVNULL,
+        check=True,
     )
-    return parser.parse_args()
+    return folder / "first" / "export"
+
+
+def _round(folder: Path, weights: Path, stage: int, ranks: int, number: int) -> tuple[float, float]:
+    """Return harness / bare of a step, and of the time to the end of the first step."""
+    from harness.data.build import build_data
+    from harness.data.spec import DataSpec
+    from harness.layout.world import World
+    from harness.plan.command import parse_command, plan_from
+
+    out = folder / f"{stage}-{ranks}-{number}"
+    out.mkdir()
+    words = ["--deepspeed", str(REPOSITORY / f"ds_configs/zero{stage}.json"), *RUN]
+    words += [f"model.init_from={weights}", f"train.global_batch={ACCUMULATED * ranks}"]
+    words += [f"run.dir={out / 'run'}"]
+    plan = plan_from(parse_command(words), world=World(world_size=ranks, local_world_size=ranks))
+    data = build_data(DataSpec.of_run(plan.config, plan.model_config))
+    batch = data.train.batch(0, (WARM_UP + TIMED) * ACCUMULATED * ranks)
+    job = {"words": words, "deepspeed": plan.deepspeed, "weights": str(weights), "out": str(out)}
+    job |= {"ids": batch.input_ids.tolist(), "labels": batch.labels.tolist()}
+    seconds = {}
+    for side in ("harness", "bare")[:: -1 if number % 2 else 1]:
+        path = out / f"{side}.json"
+        path.write_text(json.dumps(job | {"began": time.monotonic()}))
+        command = [sys.executable, "-m", "tools.proofs.benchmark_overhead", side, str(path)]
+        with started(command, ranks, logs=out, env=ON_CPU) as group:
+            raise_errors(group.wait(), out)
+        seconds[side] = json.loads((out / f"{side}.seconds").read_text())
+    ours, bare = seconds["harness"], seconds["bare"]
+    steps = [statistics.median(times[WARM_UP:]) for times in (ours, bare)]
+    return steps[0] / steps[1], ours[0] / bare[0]
+
+
+class Clock:
+    """Notes the end of each step; the first began with the command."""
+
+    def __init__(self, began: float) -> None:
+        """`began`: time.monotonic() of the command."""
+        self._last, self.seconds = began, list[float]()
+
+    def step_done(self) -> None:
+        """Note it."""
+        now = time.monotonic()
+        self.seconds.append(now - self._last)
+        self._last = now
+
+
+def harness(job: dict[str, Any], clock: Clock) -> None:
+    """Train as harness/train.py does."""
+    from harness.loop import build, train
+    from harness.plan.command import parse_command, plan_from
+
+    run = build(plan_from(parse_command(job["words"])))
+    take_step = run.engine.train_batch
+
+    def train_batch(*arguments: Any) -> Any:
+        result = take_step(*arguments)
+        clock.step_done()
+        return result
+
+    run.engine.train_batch = train_batch
+    train(run)
+
+
+def bare(job: dict[str, Any], clock: Clock) -> None:
+    """Train as DeepSpeed's tutorials do, on batches in memory, without reading a loss."""
+    import deepspeed
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config, rank = job["deepspeed"], int(os.environ["RANK"])
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    kept = HfDeepSpeedConfig(config)  # under ZeRO 3 from_pretrained asks for it
+    dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(job["weights"], dtype=dtype)
+    decay = config["optimizer"]["params"]["weight_decay"]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": wd} for wd in (decay, 0.0)]
+    for name, parameter in model.named_parameters():
+        groups["norm" in name or "embed" in name]["params"].append(parameter)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    del kept
+    engine.train()
+    shape = (WARM_UP + TIMED, ACCUMULATED, -1, 1, SEQ_LEN)  # steps, micro-batches, ranks
+    both = (torch.tensor(job[name]).reshape(shape)[:, :, rank] for name in ("ids", "labels"))
+    for step in zip(*both, strict=True):
+        for ids, labels in zip(*step, strict=True):
+            logits = engine(input_ids=ids, use_cache=False).logits
+            engine.backward(cross_entropy(logits.float().flatten(0, 1), labels.flatten()))
+            engine.step()
+        clock.step_done()
+    torch.distributed.destroy_process_group()
+
+
+def side(name: str, path: str) -> None:
+    """Train one side on this rank; rank 0 writes its steps' seconds beside the job."""
+    job = json.loads(Path(path).read_text())
+    clock = Clock(job["began"])
+    {"harness": harness, "bare": bare}[name](job, clock)
+    if os.environ["RANK"] == "0":
+        Path(path).with_suffix(".seconds").write_text(json.dumps(clock.seconds))
+    for left in Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_*"):
+        left.unlink(missing_ok=True)  # 69 MB a rank, which DeepSpeed leaves behind
 
 
 if __name__ == "__main__":
-    try:
+    if sys.argv[1:2] and sys.argv[1] in ("harness", "bare"):
+        side(*sys.argv[1:])
+    else:
         sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)

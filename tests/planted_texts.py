@@ -1,4 +1,4 @@
-"""Texts with planted duplicates and personal data."""
+"""Texts with planted duplicates and personal data, and how many of them cleaning finds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,34 @@ import json
 import random
 from pathlib import Path
 
-FILES, FILE_BYTES = 2, 4_300_000
+from tools.clean_data import main as clean
+
+SECRETS = ("email", "IP", "phone")
+
+
+def recall(folder: Path, duplicates: int, of_a_kind: int) -> dict[str, float]:
+    """Return the share of planted equal documents, near ones and secrets that cleaning finds."""
+    folder.mkdir()
+    draw, words = random.Random(1), frequent_words()
+    originals = [prose(draw, words, 200) for _ in range(2 * duplicates)]
+    texts = originals + originals[:duplicates]
+    texts += [near_duplicate(draw, text, words) for text in originals[duplicates:]]
+    secrets = [(kind, drawn_secret(draw, kind)) for kind in SECRETS for _ in range(of_a_kind)]
+    for _, secret in secrets:
+        before, after = prose(draw, words, 60), prose(draw, words, 60)
+        texts.append(f"{before} Write or call {secret} today. {after}")
+    draw.shuffle(texts)
+    path = folder / "planted.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert clean([str(path), str(folder / "out"), "gopher_quality=false"]) == 0
+    kept = "".join(file.read_text() for file in (folder / "out" / "data").glob("*.jsonl"))
+    found = {}
+    for step in ("exact_duplicates", "near_duplicates"):
+        removed = (folder / "out" / "removed" / step).glob("*")
+        found[step] = sum(len(file.read_text().splitlines()) for file in removed) / duplicates
+    for kind in SECRETS:
+        found[kind] = sum(of == kind and text not in kept for of, text in secrets) / of_a_kind
+    return found
 
 
 def prose(draw: random.Random, words: list[str], count: int) -> str:
@@ -30,32 +57,6 @@ def frequent_words() -> list[str]:
         for word in topics[name].split()
         if word.isalpha() and (len(word) > 1 or word == "a")
     ]
-
-
-def write_corpus(folder: Path) -> None:
-    """Prose, sources of Python's library, duplicates and personal data, in a few files."""
-    from harness.data.corpus import find_corpus
-
-    folder.mkdir()
-    draw, words = random.Random(0), frequent_words()
-    code = [piece.text[:6000] for piece in find_corpus(None).pieces()][:200]
-    for number in range(FILES):
-        texts: list[str] = []
-        size = 0
-        while size < FILE_BYTES:
-            kind = draw.random()
-            if kind < 0.06 and texts:
-                text = draw.choice(texts)
-            elif kind < 0.12:
-                text = draw.choice(code)
-            else:
-                text = prose(draw, words, draw.randrange(30, 900))
-                if kind < 0.2:
-                    text += f" Write to {drawn_secret(draw, 'email')}."
-            texts.append(text)
-            size += len(text) + 20
-        lines = (json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / f"{number}.jsonl").write_text("".join(lines))
 
 
 def drawn_secret(draw: random.Random, kind: str) -> str:
@@ -83,17 +84,16 @@ def drawn_secret(draw: random.Random, kind: str) -> str:
     return draw.choice(forms[kind])
 
 
-def near_duplicate(draw: random.Random, text: str, words: list[str]) -> tuple[str, float]:
+def near_duplicate(draw: random.Random, text: str, words: list[str]) -> str:
     """Return a text with words replaced until its similarity is just above 0.8."""
     changed = text.split()
-    near, likeness = text, 1.0
+    near = text
     while True:
         changed[draw.randrange(len(changed))] = draw.choice(words)
         following = " ".join(changed)
-        is_like = _jaccard(text, following)
-        if is_like < 0.8:
-            return near, likeness
-        near, likeness = following, is_like
+        if _jaccard(text, following) < 0.8:
+            return near
+        near = following
 
 
 def _jaccard(one: str, two: str) -> float:

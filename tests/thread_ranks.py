@@ -1,13 +1,12 @@
-"""A process group of threads, as far as the harness uses one: counts what each rank is sent."""
+"""Ranks as threads of one process: stands in for torch.distributed and counts received bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -17,32 +16,22 @@ import torch.distributed as dist
 
 
 @dataclass
-class Cost:
-    """Of one rank: objects and tensors that it received, their bytes, the processor's seconds."""
-
-    messages: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
 class Group:
     """Stands in for `torch.distributed`. What is not here is not simulated: an AttributeError.
 
-    Counted is what arrives: a gather is a message of every other rank to rank 0, a broadcast one to
-    each, an all-gather one of every other rank to each, a reduction its tensor twice (there and
-    back, as in a tree).
+    Bytes that arrive are counted: a gather is a message of every other rank to rank 0, a broadcast
+    one to each, an all-gather one of every other rank to each, a reduction its tensor twice (there
+    and back, as in a tree).
     """
 
     ranks: int
-    costs: list[Cost] = field(default_factory=list)
     ReduceOp = dist.ReduceOp
 
     def __post_init__(self) -> None:
-        """Nothing was sent yet."""
-        self.costs = [Cost() for _ in range(self.ranks)]
+        self.received = [0] * self.ranks
+        """Bytes that reached each rank."""
         self.idents = [0] * self.ranks
-        """Of the threads that were the ranks."""
+        """Thread of each rank."""
         self._here = threading.local()
         self._meet = threading.Barrier(self.ranks)
         self._values: list[Any] = [None] * self.ranks
@@ -53,14 +42,13 @@ class Group:
         failures: list[BaseException] = []
 
         def of_rank(rank: int) -> None:
-            self._here.rank, began = rank, time.thread_time()
+            self._here.rank = rank
             self.idents[rank] = threading.get_ident()
             try:
                 results[rank] = work(rank)
             except BaseException as error:
                 failures.append(error)
                 self._meet.abort()
-            self.costs[rank].seconds += time.thread_time() - began
 
         threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)]
         with contextlib.ExitStack() as patches:
@@ -96,20 +84,20 @@ class Group:
         """Fill rank 0's list."""
         texts = self._exchanged(pickle.dumps(value))
         if into is not None:
-            self._count(len(texts) - 1, sum(map(len, texts[1:])))
+            self._count(sum(map(len, texts[1:])))
             into[:] = map(pickle.loads, texts)
 
     def broadcast_object_list(self, values: list[Any]) -> None:
         """Replace the values of the other ranks by rank 0's."""
         text = self._exchanged(pickle.dumps(values) if self.get_rank() == 0 else b"")[0]
         if self.get_rank():
-            self._count(1, len(text))
+            self._count(len(text))
             values[:] = pickle.loads(text)
 
     def all_gather_object(self, into: list[Any], value: Any) -> None:
         """Fill every rank's list."""
         texts = self._exchanged(pickle.dumps(value))
-        self._count(len(texts) - 1, sum(map(len, texts)))
+        self._count(sum(map(len, texts)))
         into[:] = map(pickle.loads, texts)
 
     def all_reduce(
@@ -117,12 +105,12 @@ class Group:
     ) -> None:
         """Replace every rank's tensor by the largest elements, or their sums."""
         tensors = torch.stack(self._exchanged(tensor.clone()))
-        self._count(2, 2 * tensor.nbytes)
+        self._count(2 * tensor.nbytes)
         tensor.copy_(tensors.amax(0) if op == dist.ReduceOp.MAX else tensors.sum(0))
 
     def all_gather(self, into: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
         """Fill every rank's tensors."""
-        self._count(self.ranks - 1, self.ranks * own.nbytes)
+        self._count(self.ranks * own.nbytes)
         for tensor, other in zip(into, self._exchanged(own.clone()), strict=True):
             tensor.copy_(other)
 
@@ -136,7 +124,5 @@ class Group:
         self._meet.wait()
         return values
 
-    def _count(self, messages: int, size: int) -> None:
-        cost = self.costs[self.get_rank()]
-        cost.messages += messages
-        cost.bytes += size
+    def _count(self, size: int) -> None:
+        self.received[self.get_rank()] += size

@@ -1,1 +1,0 @@
-"""Parts of benchmark_cleaning.py: planted text, timed jobs, tables."""

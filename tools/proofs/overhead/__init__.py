@@ -1,1 +1,0 @@
-"""Overhead of the harness: the same training by three programs, each in its own process."""

@@ -1,1 +1,0 @@
-"""Steps of real engines on CPU ranks, timed beside their estimates."""
