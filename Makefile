@@ -53,21 +53,23 @@ lint: setup
 pictures: setup
 	$(VENV)/bin/python -m tests.pictures build/pictures
 
+# All cells of the gates, into build/tables: hours, before a release.
 tables: setup
+	mkdir -p build/tables
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_parity.py --full \
-		--out build/parity --markdown docs/parity.md
+		--out build/parity --markdown build/tables/parity.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_parity.py --self-test \
-		--markdown docs/parity_self_test.md
+		--markdown build/tables/parity_self_test.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/compare_divided.py \
-		--markdown docs/families_divided.md
+		--markdown build/tables/families_divided.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/measure_memory.py --full \
-		--out build/memory --markdown docs/memory_accuracy.md
+		--out build/memory --markdown build/tables/memory_accuracy.md
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_streams.py --full \
 		--out build/streams --markdown docs/host_waits.md
 	$(VENV)/bin/python tools/rehearse.py --all --gpus 8 --ranks 2 model.name=llama-3-8b \
-		--markdown docs/rehearsal.md
-	SOAK=200 SOAK_FOLDER=build/soak SOAK_MARKDOWN=docs/soak.md \
+		--markdown build/tables/rehearsal.md
+	SOAK=200 SOAK_FOLDER=build/soak SOAK_MARKDOWN=build/tables/soak.md \
 		$(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
 	NVME=1 $(VENV)/bin/python -m pytest -q tests/plan/test_swap_space.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_checkpoints.py --full \
-		--out build/checkpoints --markdown docs/checkpoints.md
+		--out build/checkpoints --markdown build/tables/checkpoints.md

@@ -1,4 +1,4 @@
-"""Results of a soak: differences from the undisturbed curve, and the tables of docs/soak.md."""
+"""Results of a soak: differences from the undisturbed curve, and its tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults.soak import Happened, Story, metrics_lines
 from tests.faults.soak_attempts import KINDS, REFERENCE
 from tools.made_with import versions
 
-TIMES = 5  # as between layouts in docs/checkpoints.md
+TIMES = 5  # as between layouts in the checkpoint gate
 LAST_PLACE = 2.0**-23  # of fp32
 QUANTITIES = ("loss", "grad_norm", "eval_loss")
 NAMES = {
@@ -97,7 +97,7 @@ def redone(run: RunFolder, happened: list[Happened]) -> tuple[int, list[int]]:
 
 
 def markdown(story: Story, steps: int, worst: list[Apart], again: int) -> str:
-    """docs/soak.md; `steps`: those that the run needed."""
+    """build/tables/soak.md; `steps`: those that the run needed."""
     happened, executed = story.happened, story.executed
     layouts = sorted({attempt.layout for attempt in happened})
     minutes = sum(attempt.seconds for attempt in happened) / 60

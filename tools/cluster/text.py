@@ -142,6 +142,6 @@ def _evidence(question: Question, best: Counted) -> list[str]:
         "failures: guessed. "
         f"A network of {network:g} GB/s a GPU (--network) and hosts of {host:,.0f} GiB "
         "(--host-memory) were taken. How near such estimates are to published runs: "
-        "docs/time_accuracy.md. --json has every layout."
+        "docs/evidence.md. --json has every layout."
     )
     return textwrap.wrap(text, WIDTH)

@@ -122,7 +122,7 @@ def _markdown(table: str, rounds: int, results: dict[int, dict[str, Any]]) -> st
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     return f"""# What checkpoints cost
 
-Written by `python tools/proofs/benchmark_checkpoint.py --markdown docs/checkpoint_speed.md`.
+Written by `python tools/proofs/benchmark_checkpoint.py --markdown PAGE.md`.
 
 {parameters:,} parameters in bf16 with fp32 master weights, two CPU ranks, {rounds} rounds after one
 that is not counted; in each round everything one after the other on the same disk. Ours is hashed

@@ -48,7 +48,7 @@ def matrix_arguments(
     some.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
     parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
     if defects:
-        parser.add_argument("--defects", nargs="+", metavar="NAME", help="of --self-test only these")
+        parser.add_argument("--defects", nargs="+", metavar="NAME", help="only these defects")
     parser.add_argument("--out", type=Path, help=f"keep {kept} here, to resume")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help=f"write the {table} here")
     return parser.parse_args(argv)

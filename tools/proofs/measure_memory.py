@@ -119,7 +119,7 @@ def _heading(rows: list[Row]) -> str:
         f"with the larger error. Worst of {len(exact)} counts: {max(exact):.3%}. What the estimate "
         "leaves out is a few hundred bytes of counters, scales and token ids.\n\n"
         "Where stage 0 is missing in half precision the harness runs stage 1 in its place. Written "
-        "by `python tools/proofs/measure_memory.py --full --markdown docs/memory_accuracy.md`."
+        "by `python tools/proofs/measure_memory.py --full --markdown PAGE`."
     )
 
 

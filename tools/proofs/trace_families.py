@@ -1,6 +1,6 @@
 """Estimates of the bytes that a family's layers keep, beside a trace of the whole model.
 
-    python tools/proofs/trace_families.py --out build/families --markdown docs/memory_families.md
+    python tools/proofs/trace_families.py --out build/families --markdown PAGE
 
 Every family in the size that its transformers class has by default, one sample of 256 tokens in
 bf16, on fake tensors. Rows that lie in --out are not traced again; of families that are not asked
@@ -59,7 +59,7 @@ the planner knows tensor by tensor; of the others each kind of layer is *traced*
 *fused* GiB, what the sources of mamba-ssm, causal-conv1d and flash-linear-attention save. Falcon's
 one key head has no fused kernel in torch's attention, on CPUs and GPUs: all scores are kept, in
 fp32. Written by
-`python tools/proofs/trace_families.py --out build/families --markdown docs/memory_families.md`.
+`python tools/proofs/trace_families.py --out build/families --markdown PAGE`.
 
 | family | parameters | layers | kinds | way | estimate GiB | whole trace GiB | error | fused |
 |---|---:|---:|---:|---|---:|---:|---:|---:|

@@ -188,9 +188,9 @@ _LISTED = ("products", "attention", "memory_rate", "link_rate", "network_rate")
 """Numbers that rates.toml has of a GPU."""
 HOST_MEMORY_RATE = 160e9
 """Bytes of a node's host memory a second that DeepSpeed's Adam reaches on all of its cores, which
-its ranks share: 20 GB/s for each of eight H200 or B200 (the bekman-2026 rows that
-tools/proofs/throughput compares), 117 GB/s of a DGX-2 (arXiv 2101.06840, table 4: 10**10 weights in
-2.57 s, 30 bytes each)."""
+its ranks share: 20 GB/s for each of eight H200 or B200 (the bekman-2026 rows of
+tests/estimate/published/throughput.csv), 117 GB/s of a DGX-2 (arXiv 2101.06840, table 4: 10**10
+weights in 2.57 s, 30 bytes each)."""
 NETWORK_REACHED = 0.8
 """Share of a network's rate that collectives reach."""
 

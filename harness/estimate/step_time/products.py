@@ -18,7 +18,7 @@ def product_seconds(
     Multiprocessors compute tiles in waves, of which the last may be partly empty (NVIDIA, "Matrix
     Multiplication Background User's Guide", sections 3 and 4); a small product takes as long as
     its operands take to be read and its result to be written, and none less than a kernel does
-    that has nothing to do. How these follow tables that others measured: docs/time_accuracy.md.
+    that has nothing to do. tests/estimate/test_published_throughput.py compares published rates.
     """
     tiles = ceil(rows / TILE) * ceil(columns / TILE)
     full = tiles / machine.multiprocessors

@@ -19,7 +19,7 @@ from harness.layout.world import World
 from harness.plan.command import Command, plan_from
 
 Shows = Literal["allocated", "reserved", "driver"]
-PUBLISHED = Path(__file__).with_name("published.toml")
+PUBLISHED = Path(__file__).parent / "published" / "memory.toml"
 _PER_NODE = 8
 _USERS_OWN = "PYTORCH_ALLOC_CONF=backend:native"  # then the harness sets nothing
 _EXPANDING = "PYTORCH_ALLOC_CONF=expandable_segments:True"

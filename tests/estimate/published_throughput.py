@@ -1,16 +1,27 @@
-"""Published throughputs, as the inputs of an estimate."""
+"""Published throughputs, as the inputs of an estimate, and published rates of matrix products.
+
+Rows of published/throughput.csv are fitted or judged: the constants of A100 and H100 in rates.toml
+were fitted to every third row of foundry, Megatron, BLOOM, OPT and torchtitan, flash-attn 3's and
+4's to four of Bekman's. Three choices looked at judged rows: the cost of a norm without a kernel of
+its own, taken from four; the network of Hagemann's cluster ("network assumed"); the products of
+MI325X. Hagemann's workbooks are CC BY-NC-SA 4.0; figures of their runs are quoted for comparison.
+Products: OpenXLA, matmul_interpolator_data.h (H100); Azure, AI-benchmarking-guide (A100); Bekman,
+ml-engineering (others).
+"""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness.config.ds_keys import value_of
 from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.machine import Machine, machine_of
+from harness.estimate.step_time.products import product_seconds
 from harness.estimate.step_time.step import StepTime, estimate_time
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
@@ -18,7 +29,7 @@ from harness.layout.recompute import Checkpointing
 from harness.layout.shape import Shape
 from harness.layout.stages import split_evenly
 
-PUBLISHED = Path(__file__).with_name("published.csv")
+PUBLISHED = Path(__file__).parent / "published"
 SOURCES = {
     "foundry-h100": "MosaicML, llm-foundry, scripts/train/benchmarking/README.md: H100 80GB BF16",
     "foundry-a100-80": "the same: A100 80GB with 1600 Gbps",
@@ -77,21 +88,10 @@ class Row:
         """Return the estimate."""
         return estimate_time(self.inputs, self.machine)
 
-    @property
-    def layout(self) -> str:
-        """The layout in a few words."""
-        grid = self.inputs.grid
-        axes = [
-            f"{name} {size}"
-            for name, size in (("pipeline", grid.pipeline), ("tensor", grid.tensor))
-            if size > 1
-        ]
-        return ", ".join([f"ZeRO {self.inputs.zero.stage}", *axes])
-
 
 def published() -> list[Row]:
-    """Return every row of published.csv."""
-    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+    """Return every row of throughput.csv."""
+    with (PUBLISHED / "throughput.csv").open(newline="", encoding="utf-8") as file:
         return [_row(values) for values in csv.DictReader(file)]
 
 
@@ -177,3 +177,42 @@ def _shape(model: str, seq_len: int) -> Shape:
         config |= {"num_kv_heads": more[0], "ffn_hidden_size": more[1]}
         config["new_decoder_architecture"] = True
     return Shape.from_hf(config)
+
+
+_SHARES = [hundredths / 100 for hundredths in range(40, 100)]
+_BF16_BYTES = 2
+_SIDES = ("rows", "columns", "depth")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of (rows x depth) @ (depth x columns) that somebody timed."""
+
+    gpu: str
+    rows: int
+    columns: int
+    depth: int
+    tflops: float
+
+    def error(self, machine: Machine) -> float:
+        """Return the relative error of the estimate; positive where it is too slow."""
+        seconds = product_seconds(self.rows, self.columns, self.depth, _BF16_BYTES, machine)
+        return seconds * self.tflops * 1e12 / (2 * self.rows * self.columns * self.depth) - 1
+
+
+def products() -> list[Product]:
+    """Return every row of products.csv."""
+    with (PUBLISHED / "products.csv").open(newline="", encoding="utf-8") as file:
+        return [
+            Product(row["gpu"], **{k: int(row[k]) for k in _SIDES}, tflops=float(row["tflops"]))
+            for row in csv.DictReader(file)
+        ]
+
+
+def fitted_share(measured: list[Product]) -> Machine:
+    """Return the machine with the share of its peak that follows these products best: benchmarks
+    reach more of it than steps do.
+    """
+    machine = machine_of(measured[0].gpu, 8, "bf16")
+    machines = [replace(machine, products=share) for share in _SHARES]
+    return min(machines, key=lambda each: median(abs(product.error(each)) for product in measured))

@@ -1,4 +1,4 @@
-"""docs/memory_cards.md: published figures beside the estimate of today."""
+"""Published memory of GPUs lies within the estimate's interval. `pytest -s` shows each run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 from harness.estimate.hardware import GPUS
 from harness.estimate.interval import Interval
 from harness.estimate.units import GIB
-from tests.two_ranks import REPOSITORY
-from tools.proofs.cards.report import is_kept, markdown, summary
-from tools.proofs.cards.runs import Card, carded, published
+from tests.estimate.published_memory import Card, carded, published
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +18,17 @@ def cards() -> list[Card]:
     return [carded(row) for row in published()]
 
 
-def test_the_page_is_what_the_estimator_says(cards: list[Card]) -> None:
-    page = (REPOSITORY / "docs/memory_cards.md").read_text(encoding="utf-8")
-    assert page == markdown(cards)  # python tools/proofs/memory_cards.py --markdown it
-
-
 def test_nothing_published_is_above_its_interval_or_wrongly_fits(cards: list[Card]) -> None:
-    assert is_kept(cards)
-    whole = [abs(card.error or 0) for card in cards if card.row.complete and not card.row.doubt]
-    assert statistics.median(whole) <= 0.05
+    for card in cards:
+        row, (low, high) = card.row, card.interval
+        figure = f"{row.gib} GiB {row.shows}" if row.gib else ("ran" if row.ran else "ran out")
+        doubt = f"  in doubt: {row.doubt}" if row.doubt else ""
+        print(f"{row.name}: {figure}, {low / GIB:.2f} to {high / GIB:.2f}, {card.verdict}{doubt}")
+    trusted = [card for card in cards if not card.row.doubt]
+    assert not [card.row.name for card in trusted if card.is_above or card.is_false_fit]
+    errors = [abs(card.error) for card in trusted if card.error is not None]
+    assert statistics.median(errors) <= 0.05
+    assert max(errors) <= 0.18
 
 
 def test_rows_are_told_apart_and_of_known_gpus() -> None:
@@ -43,7 +43,5 @@ def test_what_is_wrong_is_noticed(cards: list[Card]) -> None:
     assert good.row.gib
     low = replace(good, interval=Interval(0, int((good.row.gib - 0.1) * GIB)))
     assert low.is_above
-    assert not is_kept([low])
     out = replace(good, row=replace(good.row, gib=None, ran=False), verdict="fits")
     assert out.is_false_fit
-    assert "1 of 1 outcomes wrongly said to fit" in summary([out])

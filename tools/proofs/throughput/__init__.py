@@ -1,1 +1,0 @@
-"""Published runs, and how long the estimate says that they took."""
