@@ -16,9 +16,9 @@ import pytest
 # its threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from harness.launch.fork_server import Zygote
 from tests.ranks import close_all
 from tests.two_ranks import SHARED_MEMORY, imported, write_corpus
-from tools.proofs.zygote import Zygote
 
 if TYPE_CHECKING:
     from harness.data.data import Data

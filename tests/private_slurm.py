@@ -10,8 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from harness.launch.ranks import free_port
 from tests.two_ranks import REPOSITORY
-from tools.proofs.ranks import free_port
 
 NODES = ("n1", "n2")
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "munge", "unmunge")

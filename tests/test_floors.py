@@ -32,14 +32,15 @@ FLOORS: list[set[str]] = [
     {"run"},
     {"loop"},
     {"train"},
+    {"launch"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 UPPER = set().union(*FLOORS[4:])
 
 # Where each third party is met; nowhere else.
 THIRD_PARTY: dict[str, set[str]] = {
-    "deepspeed": {"engine"},
-    "transformers": {"models", "data", "checkpoint", "engine"},
+    "deepspeed": {"engine", "launch"},
+    "transformers": {"models", "data", "checkpoint", "engine", "launch"},
     "accelerate": {"models", "checkpoint", "engine"},
     "safetensors": {"models", "checkpoint", "engine"},
     "liger_kernel": {"models"},
@@ -53,6 +54,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "mlflow": {"run"},
     "pydantic": {"config"},
     "pydantic_core": {"config"},
+    "psutil": {"launch"},
+    "cpuinfo": {"launch"},
     "numpy": UPPER,
     "torch": UPPER,
 }

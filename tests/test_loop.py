@@ -21,6 +21,7 @@ from harness.config.data_section import DataConfig
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
+from harness.launch.ranks import free_port
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.runfolder import RunFolder
@@ -36,7 +37,6 @@ from tests.two_ranks import (
     wait,
     wait_for,
 )
-from tools.proofs.ranks import free_port
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 STEPS = 12

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from harness.launch.ranks import free_port
 from harness.run.progress import Progress
 from harness.terminal import coloured, takes_colour, wrapped
 from tests.in_terminal import Terminal, shown_in
 from tests.run.test_meter import LINE
 from tests.tiers import rest_in_gate
 from tests.two_ranks import TRAIN, train_command, write_corpus
-from tools.proofs.ranks import free_port
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 LAYOUT = ("tools/show_layout.py", "--model", "llama-3-8b")

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.launch import ranks as cpu_ranks
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import REPOSITORY
+from harness.launch.ranks import Ranks as Group
 from harness.runfolder import RunFolder
-from tools.proofs import ranks as cpu_ranks
-from tools.proofs.ranks import REPOSITORY
-from tools.proofs.ranks import Ranks as Group
-from tools.proofs.zygote import Zygote
 
 TRAIN = REPOSITORY / "harness" / "train.py"
 SHARED_MEMORY = Path("/dev/shm")

@@ -29,13 +29,13 @@ from typing import NoReturn
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
+from harness.launch.ranks import python_path
 from harness.layout.world import find_accelerator, listed_gpus
 from harness.terminal import say
 from tools.acceptance.report import Check, Result, as_json, code, read_result, readable, table
 from tools.acceptance.steps import STEPS, Step
 from tools.bounded import run_bounded
 from tools.made_with import machine, versions
-from tools.proofs.ranks import python_path
 
 MOST_RANKS = 8
 CPU_RANKS = 2

@@ -37,6 +37,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.estimate.fit import shortages
+from harness.launch.ranks import REPOSITORY
 from harness.layout.world import World
 from harness.plan.changes import takes
 from harness.plan.command import Command, parse_command, plan_from
@@ -44,7 +45,6 @@ from harness.plan.plan import Plan
 from harness.plan.text import describe
 from harness.terminal import say
 from tools.plan_args import add_machine_arguments, world_of
-from tools.proofs.ranks import REPOSITORY
 from tools.rehearsal import stages
 from tools.rehearsal.job import Job
 from tools.rehearsal.layout import rehearsed

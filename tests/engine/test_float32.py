@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from harness.launch.ranks import environment
 from tests.two_ranks import REPOSITORY
-from tools.proofs.ranks import environment
 
 _SHOW = """
 from harness.engine.float32 import float32_products

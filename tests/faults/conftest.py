@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL
-from tools.proofs.zygote import Outcome, Zygote
 
 STEPS = 8
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"

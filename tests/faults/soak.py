@@ -22,11 +22,11 @@ from harness.config.data_section import DataConfig
 from harness.data.build import build_data
 from harness.data.spec import DataSpec
 from harness.errors import Unusable
+from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.faults.conftest import arguments
 from tests.faults.soak_attempts import DAMAGES, HANGS, REFERENCE, WORDS, Attempt, drawn
 from tests.two_ranks import SHARED_MEMORY, write_corpus
-from tools.proofs.zygote import Outcome, Zygote
 
 
 @dataclass

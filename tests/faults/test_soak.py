@@ -13,11 +13,11 @@ from typing import cast
 
 import pytest
 
+from harness.launch.fork_server import Zygote
 from tests.faults.checks import check_tidy
 from tests.faults.soak import Happened, Story
 from tests.faults.soak_attempts import PLACES, drawn
 from tests.faults.soak_report import apart, markdown, redone
-from tools.proofs.zygote import Zygote
 
 INTERRUPTIONS = int(os.environ.get("SOAK", "5"))
 SEED = int(os.environ.get("SEED", "0"))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from harness.config.curriculum import Curriculum
+from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
 from tools.batch_text import first_sample_of
-from tools.proofs.zygote import Outcome, Zygote
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 BATCH = 8

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.launch.fork_server import Zygote
 from tests.inputs.rule import Base, Inputs
-from tools.proofs.zygote import Zygote
 
 
 @pytest.fixture(scope="session")

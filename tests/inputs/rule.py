@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ExitCode
+from harness.launch.fork_server import OVERRAN, Outcome, Zygote
 from tests.inputs.values import Draw, pick
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, write_corpus
-from tools.proofs.zygote import OVERRAN, Outcome, Zygote
 
 SECRET = "what-only-this-machine-should-hold"
 SMALL_BUCKET = "ds.zero_optimization.reduce_bucket_size=1000000"  # DeepSpeed's takes 2 GB

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from tests.engine.small import MODEL
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events
-from tools.proofs.zygote import Zygote
 
 BF16 = {"enabled": True}
 BF16_STATES = {**BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}

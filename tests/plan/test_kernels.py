@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint.resume import resume_problems
+from harness.launch.fork_server import Zygote
 from harness.layout.recompute import flops_again, matrix_elements
 from harness.layout.shape import Shape, flops_per_unit
 from harness.models.skeleton import hf_config
@@ -20,7 +21,6 @@ from harness.plan.text import describe
 from harness.runfolder import RunFolder
 from tests.plan.plans import Planner
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
-from tools.proofs.zygote import Zygote
 
 H100 = "GPU=h100-80 ds.zero_optimization.stage=3"
 REVERSIBLE = f"{H100} model.reversible=true"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.launch.ranks import ON_CPU
 from tools.proofs.check_parity import train
 from tools.proofs.jobs import Group, run_jobs
 from tools.proofs.parity.cells import Cell, Job, nvme_cells
 from tools.proofs.parity.measure import Trajectory
-from tools.proofs.ranks import ON_CPU
 
 
 def test_jobs_that_this_machine_cannot_do_end_with_its_lack_before_any_is_done(

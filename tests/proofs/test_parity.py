@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.launch.fork_server import Zygote
 from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.attention import Asked
@@ -34,7 +35,6 @@ from tools.proofs.parity.model import PlainModel, Split, Way
 from tools.proofs.parity.reference import GATE, train
 from tools.proofs.parity.report import with_kept
 from tools.proofs.parity.spread import spreads
-from tools.proofs.zygote import Zygote
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 

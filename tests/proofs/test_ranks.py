@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tools.proofs.ranks import started
+from harness.launch.ranks import started
 
 _ONE_FAILS = """
 import os, sys, time

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.launch.fork_server import Zygote
 from tests.two_ranks import REPOSITORY
 from tools.proofs.streams.cells import CONTROLS, Cell, all_cells, covering_cells
 from tools.proofs.streams.clocks import Event, Stream
@@ -17,7 +18,6 @@ from tools.proofs.streams.simulated import Device, simulated
 from tools.proofs.streams.trial import prepare, seen
 from tools.proofs.streams.verdict import Row
 from tools.proofs.streams.worker import Seen, Wait
-from tools.proofs.zygote import Zygote
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.launch.fork_server import Zygote
 from tests.two_ranks import REPOSITORY
 from tools.proofs.hybrids import HYBRIDS
 from tools.proofs.small_runs import functions, write_jsonl
 from tools.proofs.train_families import Runs
-from tools.proofs.zygote import Zygote
 
 
 def test_families_on_the_page_are_trained_resumed_and_exported() -> None:

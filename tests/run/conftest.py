@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from harness.launch.fork_server import Zygote
 from tests.run.features import Runs
-from tools.proofs.zygote import Zygote
 
 
 @pytest.fixture(scope="session")

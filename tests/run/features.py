@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from harness.checkpoint.find import Store
+from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of, write_chats
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
 from tools.proofs.models import LEARNED
-from tools.proofs.zygote import Zygote
 
 PHRASE = "the model reads a question and answers it in a word or two".split()  # noqa: SIM905
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.run.features import Feature, Runs, in_gate
 from tests.run.test_features import assert_alike, lines_of
@@ -29,7 +30,6 @@ from tests.two_ranks import (
     wait,
     wait_for,
 )
-from tools.proofs.zygote import Outcome, Zygote
 
 Train = Callable[..., tuple[Outcome, RunFolder]]
 SIZES = {

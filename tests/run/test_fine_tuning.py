@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from harness.config.assignments import COUNTED, IMPLIED, KEPT
+from harness.launch.fork_server import Zygote
 from harness.report.page import page_of
 from harness.report.recorded import read
 from harness.runfolder import RunFolder
 from tests.run.features import write_lines
 from tests.two_ranks import REPOSITORY, SMALL_MODEL, events
-from tools.proofs.zygote import Zygote
 
 JSON = f"--deepspeed={REPOSITORY / 'ds_configs' / 'zero1.json'}"
 QUIET = ("eval.samples=8", "sample.tokens=0", "log.report=false", "ds.bf16.enabled=false")

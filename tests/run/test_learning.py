@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.launch.ranks import Ranks
 from harness.plan.command import parse_command, plan_from
 from harness.runfolder import RunFolder
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.two_ranks import REPOSITORY, TRAIN, events, start, wait
-from tools.proofs.ranks import Ranks
 
 # A twelfth of the default's samples a step, a larger rate, and fewer steps: enough to be a nat
 # below the tokens' own frequencies. After 120 steps text is half a nat below them, which shuffled

@@ -15,6 +15,7 @@ import torch
 from harness.checkpoint.resume import recorded_run
 from harness.data.build import build_data
 from harness.data.spec import DataSpec
+from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from tests.run.features import in_gate, sentence, train, write_lines
 from tests.two_ranks import SMALL_MODEL
@@ -25,7 +26,6 @@ from tools.proofs.parity.measure import Trajectory, difference
 from tools.proofs.parity.model import Split, Way
 from tools.proofs.parity.reference import Task, trained
 from tools.proofs.parity.spread import spreads
-from tools.proofs.zygote import Zygote
 
 STEPS, WARMUP_STEPS, LEAST = 12, 4, 0.25
 HELD_OUT_SAMPLES = 5  # an evaluation's last batch is incomplete

@@ -16,6 +16,7 @@ import torch
 from harness.config.run_file import load_run_config
 from harness.data.batch import Batch
 from harness.errors import ConfigError
+from harness.launch.fork_server import Outcome, Zygote
 from harness.layout.shape import flops_per_unit
 from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
@@ -25,7 +26,6 @@ from harness.run.profiling import Profiler
 from harness.runfolder import RunFolder
 from tests.run.features import in_gate
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
-from tools.proofs.zygote import Outcome, Zygote
 
 STEPS = 8
 WINDOW = "profile.steps=3:6"

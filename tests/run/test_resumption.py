@@ -11,10 +11,10 @@ import pytest
 
 from harness.checkpoint.find import Store
 from harness.checkpoint.manifest import read_manifest
+from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.run.features import in_gate
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
-from tools.proofs.zygote import Outcome, Zygote
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 

@@ -12,6 +12,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.estimate.step_time.calibration import Site
+from harness.launch.fork_server import Zygote
 from harness.plan.command import parse_command, plan_from
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
@@ -19,7 +20,6 @@ from harness.run.step_clock import StepClock, seen_tokens
 from harness.runfolder import RunFolder
 from tests.run_tools import run_tool
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events, write_corpus
-from tools.proofs.zygote import Zygote
 
 SITE = Site(None, "fp32", 2, {"products": 1.5}, 3, 0.05)
 

@@ -18,12 +18,12 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.needles import DEPTHS, SAMPLES, needles
 from harness.data.spec import DataSpec
+from harness.launch.fork_server import Zygote
 from harness.run.evaluation import POSITIONS
 from harness.runfolder import RunFolder
 from tests.run.features import in_gate, sentence, train, write_lines
 from tests.two_ranks import SMALL_MODEL, events
 from tools.export_hf import main
-from tools.proofs.zygote import Zygote
 
 
 def data_of(run: RunFolder) -> Data:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ExitCode
+from harness.launch.fork_server import Outcome, Zygote
+from harness.launch.ranks import ON_CPU, REPOSITORY, environment, start
 from harness.runfolder import RunFolder
 from tools.acceptance.report import Check, readable
-from tools.proofs.ranks import ON_CPU, REPOSITORY, environment, start
-from tools.proofs.zygote import Outcome, Zygote
 
 NEEDS_CUDA = "needs CUDA"
 NEEDS_TWO = "needs two ranks"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError, version
 
+from harness.launch.ranks import REPOSITORY
 from tools.acceptance.bench import Bench, expect, tail
 from tools.acceptance.report import Check
-from tools.proofs.ranks import REPOSITORY
 
 _OPTIONAL = ("triton", "flash_attn", "liger_kernel", "bitsandbytes")
 _LIMIT_S = {"cuda": 80, "cpu": 600}

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.launch.ranks import ON_CPU, REPOSITORY, environment, free_port
 from tools.acceptance.bench import Bench, expect
 from tools.acceptance.meeting import AS_SLURM
 from tools.acceptance.report import readable
-from tools.proofs.ranks import ON_CPU, REPOSITORY, environment, free_port
 
 _MEETING = "tools.acceptance.meeting"
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.launch.ranks import REPOSITORY, environment
 from tools.acceptance.bench import Bench, Failed, Skipped, expect, tail
 from tools.acceptance.building import LOADED, SOURCE
-from tools.proofs.ranks import REPOSITORY, environment
 
 _ELEMENTS = 10_000_000
 _ALLOWED = 1e-6  # of a weight below 1, after three steps of 0.001

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.launch.ranks import REPOSITORY
 from tools.acceptance.bench import Bench, Failed, Skipped, expect
 from tools.benchmark_gpu import losses_apart
-from tools.proofs.ranks import REPOSITORY
 from tools.speed.cases import Case
 from tools.speed.launch import measured
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from typing import Any
 
+from harness.launch.ranks import REPOSITORY
 from tools.acceptance.bench import Bench, Failed, expect
 from tools.acceptance.report import readable
-from tools.proofs.ranks import REPOSITORY
 from tools.speed.cases import Case
 from tools.speed.launch import measured
 

@@ -8,8 +8,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from harness.launch.ranks import run_module
 from harness.layout.stages import bubble
-from tools.proofs.ranks import run_module
 
 MICRO_BATCHES = (4, 8, 16)
 

@@ -25,8 +25,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
+from harness.launch.ranks import run_module
 from tools.made_with import machine
-from tools.proofs.ranks import run_module
 
 RATIOS = {  # what: (over, what, the most it may be)
     "blocking save / DeepSpeed's": ("blocking", "plain", 1.1),

@@ -27,8 +27,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
+from harness.launch.ranks import ON_CPU, raise_errors, started
 from tools.made_with import machine, versions
-from tools.proofs.ranks import ON_CPU, raise_errors, started
 
 SEQ_LEN, ACCUMULATED = 128, 2  # tokens; micro-batches of one sample on each rank
 WARM_UP, TIMED = 4, 9  # steps; in its first three the harness compares its memory with the estimate

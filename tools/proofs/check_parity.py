@@ -28,6 +28,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
+from harness.launch.fork_server import Zygote
 from tools.proofs.jobs import Group, run_jobs
 from tools.proofs.matrix import (
     chosen,
@@ -41,7 +42,6 @@ from tools.proofs.models import LEARNED, learned
 from tools.proofs.parity.cells import Cell, Job, all_cells
 from tools.proofs.parity.covering import brief_cells, covering_cells
 from tools.proofs.parity.report import Row, markdown, self_test_markdown, terminal_line
-from tools.proofs.zygote import Zygote
 
 TOLERANCE_FACTOR = 5.0
 

@@ -19,12 +19,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[0] = str(REPOSITORY)
 
+from harness.launch.fork_server import Zygote
 from tools.proofs.matrix import chosen, matrix_arguments, refuse, same_versions, self_test_result
 from tools.proofs.streams.cells import CONTROLS, Cell, all_cells, covering_cells
 from tools.proofs.streams.report import made_with, markdown, terminal_line
 from tools.proofs.streams.trial import Failed, impossible, prepare, seen
 from tools.proofs.streams.verdict import Row
-from tools.proofs.zygote import Zygote
 
 
 def main() -> int:

@@ -20,9 +20,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import PATIENCE_S, raise_errors, run_module
 from harness.plan.swap_space import libaio_problems
-from tools.proofs.ranks import PATIENCE_S, raise_errors, run_module
-from tools.proofs.zygote import Zygote
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.corpus import find_corpus
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import REPOSITORY
 from harness.runfolder import RunFolder
-from tools.proofs.ranks import REPOSITORY
-from tools.proofs.zygote import Zygote
 
 SMALL_MODEL = (
     *("model.overrides.vocab_size=1024", "model.overrides.hidden_size=64"),

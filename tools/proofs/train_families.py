@@ -24,10 +24,10 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from harness.errors import ExitCode
+from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from tools.proofs.hybrids import HYBRIDS
 from tools.proofs.small_runs import functions, write_jsonl
-from tools.proofs.zygote import Zygote
 
 TOLERANCE = 1e-5
 """Of losses that differ in the order of sums alone."""

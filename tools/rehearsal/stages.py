@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.errors import ExitCode
+from harness.launch.ranks import REPOSITORY, Ranks, started
 from harness.runfolder import RunFolder
-from tools.proofs.ranks import REPOSITORY, Ranks, started
 from tools.rehearsal.compare import apart, by_step, differing, done_twice
 from tools.rehearsal.job import STEPS, Job
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from harness.config.assignments import COMMAND_LINE, did_you_mean, listed
 from harness.errors import ConfigError, worded
+from harness.launch.ranks import place_of
 from harness.layout.world import World
 from harness.plan.command import plan_from
 from harness.plan.plan import Plan
-from tools.proofs.ranks import place_of
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.launch import ranks as cpu_ranks
+from harness.launch.ranks import REPOSITORY, Ranks
 from harness.runfolder import RunFolder
-from tools.proofs import ranks as cpu_ranks
-from tools.proofs.ranks import REPOSITORY, Ranks
 from tools.sweeps.budget import Budget
 from tools.sweeps.lanes import lane_environment
 from tools.sweeps.record import Record, Used

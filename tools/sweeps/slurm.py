@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from harness.errors import ConfigError
+from harness.launch.ranks import REPOSITORY
 from harness.layout.world import World
-from tools.proofs.ranks import REPOSITORY
 from tools.sweeps.record import Record
 from tools.sweeps.spec import Sweep
 

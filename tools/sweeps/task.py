@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from harness.launch.ranks import REPOSITORY
 from harness.runfolder import RunFolder
-from tools.proofs.ranks import REPOSITORY
 from tools.sweeps.budget import Budget
 from tools.sweeps.running import Running, last_lines
 from tools.sweeps.slurm import slurm_world

@@ -7,11 +7,11 @@ import random
 import shutil
 from pathlib import Path
 
+from harness.launch.fork_server import Zygote
 from harness.plan.swap_space import libaio_problems
 from tools.proofs.models import LEARNED
 from tools.proofs.streams.cells import MEASURED, STEPS, Cell
 from tools.proofs.streams.worker import Job, Seen
-from tools.proofs.zygote import Zygote
 
 LIMIT_S = 1800.0
 VOCAB_SIZE = 512

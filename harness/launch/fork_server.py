@@ -1,9 +1,9 @@
 """Real runs of several ranks within two seconds: processes that have imported everything, forked.
 
-`python -m tools.proofs.zygote FD` reads a job per line, as `Zygote.run` writes it, forks its ranks,
-and answers on the file descriptor FD: their exit codes (-9 is a kill, None a rank that had to be
-ended), how long each took, the port where they met, and what they left behind. As `Zygote.start`
-writes it: the port and the processes, which it is asked for one by one from then on.
+`python -m harness.launch.fork_server FD` reads a job per line, as `Zygote.run` writes it, forks its
+ranks, and answers on the file descriptor FD: their exit codes (-9 is a kill, None a rank that had
+to be ended), how long each took, the port where they met, and what they left behind. As
+`Zygote.start` writes it: the port and the processes, which it is asked for one by one from then on.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from typing import Any
 
 import psutil
 
-from tools.proofs.forked import Forked
-from tools.proofs.ranks import (
+from harness.launch.ranks import (
     ON_CPU,
     REPOSITORY,
+    Forked,
     Ranks,
     environment,
     free_port,
@@ -88,7 +88,7 @@ class Zygote:
         variables = environment(env)
         variables["PYTHONPATH"] = python_path(variables.get("PYTHONPATH"))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tools.proofs.zygote", str(to_answer)],
+            [sys.executable, "-m", "harness.launch.fork_server", str(to_answer)],
             cwd=REPOSITORY,
             env=variables,
             stdin=subprocess.PIPE,

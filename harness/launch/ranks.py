@@ -15,14 +15,50 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.proofs.forked import Forked
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 PATIENCE_S = 30.0  # how long ranks may take to end once one has failed: they wait for it
 ENDING_S = 5.0  # how long a rank may take over a SIGTERM
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 ON_CPU = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+
+
+class Forked:
+    """As much of subprocess.Popen as a group of ranks needs."""
+
+    def __init__(self, pid: int, code_of: Callable[[int], int | None]) -> None:
+        """`code_of`: returns a process's exit code, once, when it has ended."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._code_of = code_of
+
+    def poll(self) -> int | None:
+        """Return the exit code, a signal's as a negative number; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._code_of(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code; raise subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -182,8 +218,8 @@ def _deferred(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in come:
-            signal.raise_signal(number)
+        for caught in come:
+            signal.raise_signal(caught)
 
 
 def run_module(
