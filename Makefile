@@ -47,7 +47,7 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python tools/proofs/library_size.py
+	$(VENV)/bin/python -m tests.sizes
 
 # Every page in a real browser, at the widths of a laptop and a phone, light and dark: look at them.
 pictures: setup

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.proofs.library_size import code_lines, rooms
+from tests.sizes import grown, sizes
 
 ROOT = Path(__file__).parents[1]
 
@@ -165,34 +165,16 @@ def test_no_file_is_named_like_another_module() -> None:
     assert not (violations := name_violations(ROOT / "harness")), "\n".join(violations)
 
 
-def test_every_code_line_is_counted_in_one_room(tmp_path: Path) -> None:
-    (tmp_path / "room").mkdir()
-    (tmp_path / "door.py").write_text('"""Doc."""\nx = 1\n')
-    (tmp_path / "room/noun.py").write_text("x = 1\n# why\ny = 2\n")
-    assert rooms(tmp_path) == {tmp_path.name: 1, f"{tmp_path.name}/room": 2}
-
-
-def test_explanation_is_free() -> None:
-    text = '''"""What this is.
-
-In several lines.
-"""
-
-# Why.
-NAMES = {
-    "a": 1,  # one
-
-}
-
-
-class C:
-    """Its purpose."""
-
-    field: str = """two
-lines"""
-    """What the field is."""
-'''
-    assert code_lines(text) == 6
+def test_a_room_that_grows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "harness/room").mkdir(parents=True)
+    (tmp_path / "harness/door.py").write_text("x = 1\n")
+    (tmp_path / "harness/room/noun.py").write_text("x = 1\n# why\ny = 2\n")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    now = sizes(tmp_path)
+    assert now == {"harness": (1, 1), "harness/room": (3, 1)}
+    assert grown(now, {"harness": [1, 1], "harness/room": [3, 1]}) == []
+    assert grown(now, {"harness": [1, 1]}) == ["harness/room: 3 lines, committed are 0"]
 
 
 def test_mypy_checks_the_whole_library() -> None:

@@ -1,0 +1,70 @@
+"""Lines and files of every room, beside what is committed in sizes.toml.
+
+python -m tests.sizes            # exit code 1 where a room has grown by more than 3 %
+python -m tests.sizes --write    # commit the new figures with the change that needs them
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+KEPT = Path(__file__).with_name("sizes.toml")
+MOST_GROWTH = 1.03
+# Lines and files to aim at.
+GOALS = {
+    "harness": (31_000, 180),
+    "tools": (12_500, 95),
+    "tests": (33_000, 200),
+    "docs": (3_500, 22),
+}
+
+
+def sizes(root: Path = ROOT) -> dict[str, tuple[int, int]]:
+    """Return lines and files, Python's and in docs/ Markdown's, of each room: a folder of harness/
+    and tools/, what lies beside these folders, and tests/ and docs/ as a whole.
+    """
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "harness/*.py", "tools/*.py", "tests/*.py", "docs/*.md"],
+        cwd=root, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    lines, files = Counter[str](), Counter[str]()
+    for name in filter(None, listed.stdout.split("\0")):
+        parts = Path(name).parts
+        room = "/".join(parts[:2]) if parts[0] in ("harness", "tools") and parts[2:] else parts[0]
+        if (root / name).is_file():
+            lines[room] += len((root / name).read_text(encoding="utf-8").splitlines())
+            files[room] += 1
+    return {room: (lines[room], files[room]) for room in sorted(lines)}
+
+
+def grown(now: dict[str, tuple[int, int]], kept: dict[str, list[int]]) -> list[str]:
+    """Return the rooms that are new or have more lines than is committed, and 3 % beyond."""
+    return [
+        f"{room}: {lines:,} lines, committed are {kept.get(room, [0])[0]:,}"
+        for room, (lines, _) in now.items()
+        if lines > MOST_GROWTH * kept.get(room, [0])[0]
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; return 1 if a room has grown."""
+    now = sizes()
+    if "--write" in argv:
+        KEPT.write_text("".join(f'"{room}" = [{a}, {b}]\n' for room, (a, b) in now.items()))
+    print(f"{'':10} {'lines':>8} {'files':>6} {'goal':>8} {'files':>6}")
+    for area, (most_lines, most_files) in GOALS.items():
+        rooms = [size for room, size in now.items() if room.split("/")[0] == area]
+        lines, files = (sum(column) for column in zip(*rooms, strict=True))
+        print(f"{area:10} {lines:8,} {files:6,} {most_lines:8,} {most_files:6,}")
+    problems = grown(now, tomllib.loads(KEPT.read_text()))
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
