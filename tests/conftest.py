@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import pytest
 # Before torch is imported, here or in what a test starts: the matrices of tests are so small that
 # its threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Under nohup hangups are ignored, by the ranks of tests, too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from harness.launch.fork_server import Zygote
 from tests.ranks import close_all

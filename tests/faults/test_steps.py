@@ -231,7 +231,7 @@ def test_what_a_step_read_is_shown_past_the_samples_left_out(
     assert first_sample_of(killed, 11, Curriculum(BATCH)) == 112
     command = [sys.executable, REPOSITORY / "tools" / "show_batch.py", run.path, "--step", "11"]
     ended = run_ranks(command, tmp_path, ranks=1).succeeded()
-    assert "step 11: samples 144 to 151" in ended.output
+    assert "step 11: windows 144 to 151" in ended.output
 
 
 @pytest.mark.gate("faults")
