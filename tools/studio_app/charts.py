@@ -50,10 +50,12 @@ def lines(
     """Return curves over one x axis; `limits` are horizontal lines with their labels."""
     series: list[dict[str, Any]] = []
     for place, curve in enumerate(curves):
-        colour = f"var(--{curve.colour or series_colour(place)})"
+        named = curve.colour or series_colour(place)
+        colour = f"var(--{named})"
         series.append(
             {
                 "name": curve.name,
+                "legend": named,
                 "type": "scatter" if curve.dots else "line",
                 "data": [[_short(a), _short(b)] for a, b in curve.points],
                 "showSymbol": len(curve.points) == 1,
@@ -71,7 +73,7 @@ def lines(
         if y.high is None:  # else a line above all points is not drawn
             tops = [value for curve in curves for _, value in curve.points]
             y = replace(y, high=_short(1.06 * max(*tops, *limits.values())))
-    return {**_base([curve.name for curve in curves], x.name), **_axes(x, y), "series": series}
+    return {**_base(x.name), **_axes(x, y), "series": series}
 
 
 def stacked(
@@ -87,10 +89,11 @@ def stacked(
     series: list[dict[str, Any]] = [
         {
             "name": name,
+            "legend": (named := (colours or {}).get(name) or series_colour(place)),
             "type": "bar",
             "data": [_short(size) for size in sizes],
             "itemStyle": {
-                "color": f"var(--{(colours or {}).get(name) or series_colour(place)})",
+                "color": f"var(--{named})",
                 "borderColor": "var(--surface)",
                 "borderWidth": 1,
             },
@@ -110,7 +113,7 @@ def stacked(
     axes = _axes(Axis("", "category"), y)
     axes["xAxis"]["data"] = list(categories)
     axes["xAxis"]["axisLabel"] |= {"interval": 0, "rotate": 35 if len(categories) > 6 else 0}
-    return {**_base(list(parts)), **axes, "series": series}
+    return {**_base(), **axes, "series": series}
 
 
 def heat(
@@ -138,7 +141,7 @@ def heat(
     axes = _axes(Axis(x_name, "category"), Axis(y_name, "category"))
     axes["xAxis"]["data"], axes["yAxis"]["data"] = list(columns), list(rows)
     return {
-        **_base([], x_name),
+        **_base(x_name),
         **axes,
         "tooltip": {**_TOOLTIP, "trigger": "item"},
         "series": [
@@ -162,29 +165,17 @@ _TOOLTIP = {
 }
 
 
-def _base(curves_named: Sequence[str], x_name: str = "") -> dict[str, Any]:
+def _base(x_name: str = "") -> dict[str, Any]:
     return {
         "animation": False,
         "grid": {
             "left": 8,
             "right": 18,
-            "top": 62 if len(curves_named) > 1 else 34,
+            "top": 34,
             "bottom": 34 if x_name else 8,
             "containLabel": True,
         },
-        "legend": {
-            "show": len(curves_named) > 1,
-            "icon": "roundRect",
-            "itemWidth": 14,
-            "itemHeight": 10,
-            "type": "scroll",
-            "top": 0,
-            "left": 0,
-            "textStyle": {"color": "var(--ink)"},
-            "pageTextStyle": {"color": "var(--ink)"},
-            "pageIconColor": "var(--ink)",
-            "inactiveColor": "var(--faint)",
-        },
+        "legend": {"show": False},
         "tooltip": _TOOLTIP,
         "aria": {"enabled": True},
     }

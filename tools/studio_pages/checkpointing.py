@@ -218,9 +218,6 @@ def _picture(inputs: Inputs, turns: list[Pass], now: int) -> str:
 PAGE = Page(
     slug="checkpointing",
     title="Gradient checkpointing",
-    group="Memory",
-    sees="The activations that each decoder layer keeps during one step, and the arithmetic that "
-    "is repeated where it keeps its input alone.",
     controls=(
         Choice("model", "Model", MODELS, "gpt2-124m"),
         Choice("way", "Checkpointing", _WAYS, _EVERY),

@@ -175,10 +175,6 @@ def _picture(now: AtStrictness, strictness: float) -> str:
 PAGE = Page(
     slug="cleaning",
     title="Cleaning data",
-    group="Data",
-    sees="Documents through six filters: the stricter they are, the less is left, the more of it "
-    "reads like prose, and the fewer different words it has. Python's own library, or any corpus "
-    "that tools/clean_data.py has cleaned into the folder of runs.",
     controls=(
         Choice("corpus", "Corpus", corpora, _OWN),
         Slider("strictness", "Strictness", STRICTNESS, 80, "%", plays=True),

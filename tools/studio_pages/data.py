@@ -175,9 +175,6 @@ def _bars(
 PAGE = Page(
     slug="data",
     title="Data parallelism",
-    group="Parallelism",
-    sees="One step of a small linear model on several GPUs: samples dealt out as train.py does it, "
-    "real gradients, added by an all-reduce, equal to those of one GPU that reads everything.",
     controls=(
         Slider("ranks", "GPUs", (1, 2, 3, 4, 6, 8), 4),
         Slider("samples", "Global batch", (8, 12, 16, 24, 32, 48), 16, "samples"),

@@ -232,9 +232,6 @@ def _picture(text: str, chosen: torch.Tensor, shares: torch.Tensor) -> str:
 PAGE = Page(
     slug="experts",
     title="Mixture of experts",
-    group="Parallelism",
-    sees="A mixture of 8 experts, really trained on Python's documentation while you wait: which "
-    "experts each byte of a text goes to, how evenly they are loaded, and what that saves.",
     controls=(
         Slider("top", "Experts of a byte", sorted(_TOPS), 2),
         Slider("balance", "Weight of the balancing loss", sorted(_BALANCES), 0.01),

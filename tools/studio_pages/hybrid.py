@@ -169,9 +169,6 @@ def _picture(grid: Grid, nodes: int, rank: int, group: set[int]) -> str:
 PAGE = Page(
     slug="hybrid",
     title="3D parallelism",
-    group="Parallelism",
-    sees="One step of a job that combines pipeline, data and tensor parallelism: who computes, who "
-    "waits, and who talks to whom at each moment; and where each rank sits and what it holds.",
     controls=(
         Choice("model", "Model", (_LLAMA_65B, *MODELS), _LLAMA_65B),
         GPU,

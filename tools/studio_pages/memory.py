@@ -106,9 +106,6 @@ def _components(estimate: Estimate) -> Table:
 PAGE = Page(
     slug="memory",
     title="GPU memory anatomy",
-    group="Memory",
-    sees="The bytes that the fullest GPU holds in each phase of a training step, by use, beside "
-    "the memory of the device.",
     controls=PLAN_CONTROLS,
     figures=figures,
     computed_by=("harness.plan.make.make_plan", "harness.estimate.timeline.estimate_memory"),

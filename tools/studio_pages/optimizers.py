@@ -264,9 +264,6 @@ def _levels(name: str) -> tuple[str, ...]:
 PAGE = Page(
     slug="optimizers",
     title="Optimizers",
-    group="Optimization",
-    sees="The steps that the real optimizers take over a surface of two weights with several "
-    "minima, from one start, and the memory that each needs for a model.",
     controls=(
         Choice("surface", "Surface", tuple(SURFACES), next(iter(SURFACES))),
         Choice("name", "Optimizer", (_ALL, *_NAMES), _ALL),

@@ -183,9 +183,6 @@ def _ranking(
 PAGE = Page(
     slug="plan",
     title="Plan a run",
-    group="Start",
-    sees="The plan that train.py would make: whether it fits, how long it takes, what each phase "
-    "of a step holds, and the command that starts it.",
     controls=_CONTROLS,
     figures=figures,
     computed_by=(

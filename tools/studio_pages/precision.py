@@ -188,9 +188,6 @@ def _described(name: str) -> tuple[str, ...]:
 PAGE = Page(
     slug="precision",
     title="Mixed precision",
-    group="Optimization",
-    sees="What fp32, bf16 and fp16 make of a number, of small updates, and of the real gradients "
-    "of a small Llama, and how a loss scale moves them into fp16's range.",
     controls=(
         Slider("scale", "Loss scale, power of two", tuple(range(25)), 0),
         Slider("tokens", "Size of the gradients", (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0), 0.01, "x"),

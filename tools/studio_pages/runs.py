@@ -236,9 +236,6 @@ def _others() -> list[str]:
 PAGE = Page(
     slug="runs",
     title="Runs",
-    group="Start",
-    sees="Every run of the folder: live curves of the chosen one beside its targets, another run "
-    "over it, its events, and what its ranks wrote. It is read again every few seconds.",
     controls=(
         Choice("run", "Run", _runs, _NEWEST),
         Choice("beside", "Beside it", _others, _NONE),

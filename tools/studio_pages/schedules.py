@@ -78,8 +78,6 @@ def _config(name: str, values: Values) -> OptimConfig:
 PAGE = Page(
     slug="schedules",
     title="Learning-rate schedules",
-    group="Optimization",
-    sees="The learning rate of every step under each schedule that train.py knows, overlaid.",
     controls=(
         Choice("schedule", "Schedule", (_ALL, *DECAYS), _ALL),
         Slider(

@@ -171,9 +171,6 @@ def _curve(count: int, flops: float) -> dict[str, object]:
 PAGE = Page(
     slug="sizes",
     title="Data-set sizes",
-    group="Data",
-    sees="A model and its tokens among published models, the loss that Chinchilla's fit predicts, "
-    "and the size that would have been best for the same arithmetic.",
     controls=(
         Choice("model", "Model", MODELS, "llama-3-8b"),
         Slider("tokens", "Tokens to train on", powers_of_two(1, 16384), 256, "billion"),

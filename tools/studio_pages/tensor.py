@@ -187,9 +187,6 @@ def _fill(
 PAGE = Page(
     slug="tensor",
     title="Tensor parallelism",
-    group="Parallelism",
-    sees="The two matrix products of an MLP divided over GPUs: really multiplied, the first by "
-    "columns without any exchange, the second by rows, whose results are added.",
     controls=(
         Slider("size", "Rows and columns of A and B", powers_of_two(256, 4096), 4096),
         Slider("ranks", "GPUs", (1, 2, 4, 8), 2),

@@ -162,9 +162,6 @@ def _picture(name: str, cut: list[str]) -> str:
 PAGE = Page(
     slug="tokenizers",
     title="Tokenizers compared",
-    group="Data",
-    sees="A text that you type, cut into tokens by four tokenizers; BPE is the one that train.py "
-    "trains by itself, here and now, on Python's own library.",
     controls=(
         Typed("text", "Text", _EXAMPLE, 1_000, lines=3),
         Slider("size", "Vocabulary", _SIZES, 2048, "pieces"),

@@ -182,8 +182,6 @@ def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu:
 PAGE = Page(
     slug="zero",
     title="ZeRO stages compared",
-    group="Memory",
-    sees="The memory that each ZeRO stage leaves on a GPU, and the bytes that it sends instead.",
     controls=(
         Choice("model", "Model", (_LLAMA_13B, *MODELS), _LLAMA_13B),
         GPU,
