@@ -22,6 +22,8 @@ class Line:
     dashed: bool = False
     dots: bool = False
     """Points alone."""
+    width: float = 2
+    """Pixels; where curves coincide, the first should be the widest."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Axis:
     scale: Scale = "value"
     low: float | None = None
     high: float | None = None
+    ends: bool = False
+    """The last label is shown, though it may be no round number."""
 
 
 def series_colour(place: int) -> str:
@@ -45,9 +49,11 @@ def lines(
     y: Axis,
     *,
     limits: Mapping[str, float] | None = None,
-    smooth: bool = False,
+    marks: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return curves over one x axis; `limits` are horizontal lines with their labels."""
+    """Return curves over one x axis; `limits` are horizontal lines with their labels, `marks`
+    upright ones.
+    """
     series: list[dict[str, Any]] = []
     for place, curve in enumerate(curves):
         named = curve.colour or series_colour(place)
@@ -60,16 +66,16 @@ def lines(
                 "data": [[_short(a), _short(b)] for a, b in curve.points],
                 "showSymbol": len(curve.points) == 1,
                 "symbolSize": 7,
-                "smooth": smooth,
-                "lineStyle": {"width": 2, "type": "dashed" if curve.dashed else "solid"},
+                "lineStyle": {"width": curve.width, "type": "dashed" if curve.dashed else "solid"},
                 "itemStyle": {"color": colour},
                 "color": colour,
                 "emphasis": {"disabled": True},
             }
         )
         series[-1]["lineStyle"]["color"] = colour
+    if series and (limits or marks):
+        series[0]["markLine"] = _limits(limits or {}, marks or {})
     if series and limits:
-        series[0]["markLine"] = _limits(limits)
         if y.high is None:  # else a line above all points is not drawn
             tops = [value for curve in curves for _, value in curve.points]
             y = replace(y, high=_short(1.06 * max(*tops, *limits.values())))
@@ -183,13 +189,20 @@ def _base(x_name: str = "") -> dict[str, Any]:
 
 def _axes(x: Axis, y: Axis) -> dict[str, Any]:
     return {
-        "xAxis": {**_axis(x), "nameLocation": "middle", "nameGap": 28},
+        "xAxis": _at_ends({**_axis(x), "nameLocation": "middle", "nameGap": 28}),
         "yAxis": {
             **_axis(y),
             "nameLocation": "end",
             "nameTextStyle": {"color": "var(--muted)", "align": "left"},
         },
     }
+
+
+def _at_ends(axis: dict[str, Any]) -> dict[str, Any]:
+    """Keep the last label of a horizontal axis within the picture."""
+    if axis["type"] != "category":
+        axis["axisLabel"] |= {"alignMaxLabel": "right"}
+    return axis
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
@@ -203,25 +216,29 @@ def _axis(axis: Axis) -> dict[str, Any]:
         "axisLabel": {
             "color": "var(--muted)",
             "hideOverlap": True,
-            "showMaxLabel": axis.scale == "category" or axis.high is None,
+            "showMaxLabel": axis.ends or axis.scale == "category" or axis.high is None,
         },
         "splitLine": {"show": axis.scale != "category", "lineStyle": {"color": "var(--grid)"}},
         **{name: bound for name, bound in bounds.items() if bound is not None},
     }
 
 
-def _limits(limits: Mapping[str, float]) -> dict[str, Any]:
+def _limits(limits: Mapping[str, float], marks: Mapping[str, float] = {}) -> dict[str, Any]:
     return {
         "symbol": "none",
         "silent": True,
         "data": [
             {
-                "yAxis": value,
+                axis: value,
                 "name": name,
-                "label": {"formatter": name, "color": "var(--bad)", "position": "insideEndTop"},
-                "lineStyle": {"color": "var(--bad)", "type": "dashed"},
+                "label": {"formatter": name, "color": f"var(--{colour})", "position": place},
+                "lineStyle": {"color": f"var(--{colour})", "type": "dashed"},
             }
-            for name, value in limits.items()
+            for axis, colour, place, lines in (
+                ("yAxis", "bad", "insideEndTop", limits),
+                ("xAxis", "good", "end", marks),
+            )
+            for name, value in lines.items()
         ],
     }
 

@@ -30,6 +30,7 @@ from tools.studio_app.page import (
     query_of,
     read_values,
 )
+from tools.studio_app.plans import in_words
 
 _STYLE = Path(__file__).with_name("look.css").read_text(encoding="utf-8")
 _FRAME_S = 0.9  # of an animation
@@ -256,9 +257,13 @@ def figures_of(page: Page, values: dict[str, Any]) -> list[Figure]:
     try:
         return page.figures(values)
     except ConfigError as error:
-        return [Note(f"These settings cannot be: {problem}", "bad") for problem in error.problems]
+        problems = error.problems
     except ValueError as error:
-        return [Note(f"These settings cannot be: {error}", "bad")]
+        problems = [str(error)]
+    return [
+        Note(f"These settings cannot be: {in_words(problem, page.controls)}", "bad")
+        for problem in problems
+    ]
 
 
 def _new(figure: Figure) -> Any:

@@ -38,7 +38,7 @@ def figures(values: Values) -> list[Figure]:
             "Learning rate over the run",
             lines(
                 [Line(name, points, places[name]) for name, points in curves.items()],
-                Axis("step", low=0, high=total),
+                Axis("step", low=0, high=total, ends=True),
                 Axis("rate", low=0),
             ),
             400,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import lru_cache
 from typing import NamedTuple
 
 from harness.layout.shape import Shape, flops_per_token, num_parameters
+from harness.plan.model_config import find_model_config
 from tools.studio_app.charts import Axis, Line, lines
 from tools.studio_app.page import (
     Chart,
@@ -20,7 +20,7 @@ from tools.studio_app.page import (
     Values,
     powers_of_two,
 )
-from tools.studio_app.plans import MODELS, ROOT
+from tools.studio_app.plans import MODELS, name_of
 
 _E, _A, _B, _ALPHA, _BETA = 1.69, 406.4, 410.7, 0.34, 0.28  # arXiv 2203.15556, equation 10
 _RATIO = 20
@@ -120,35 +120,32 @@ def optimum(flops: float) -> tuple[float, float]:
 
 @lru_cache
 def _shape(model: str) -> Shape:
-    path = ROOT / "harness/presets" / f"{model}.toml"
-    return Shape.from_hf(tomllib.loads(path.read_text(encoding="utf-8"))["config"])
+    return Shape.from_hf(find_model_config(name_of(model))[0])
 
 
 def _map(count: int, tokens: float) -> dict[str, object]:
     ratio = [(n, _RATIO * n) for n in (0.1, 1, 10, 100, 1000)]
-    points = [
-        Line(m.name, [(m.parameters / 1e9, m.tokens / 1e9)], "series-1", dots=True)
-        for m in PUBLISHED
-    ]
+    points = [(m.parameters / 1e9, m.tokens / 1e9) for m in PUBLISHED]
+    others = Line("published models", points, "series-1", dots=True)
     own = Line("this run", [(count / 1e9, tokens / 1e9)], "series-2", dots=True)
     line = Line(f"{_RATIO} tokens a parameter", ratio, "muted", dashed=True)
     options = lines(
-        [own, line, *points],
+        [own, line, others],
         Axis("parameters, billion", "log", low=0.1, high=3000),
         Axis("tokens, billion", "log", low=1),
     )
-    options["legend"]["data"] = [own.name, line.name]
-    options["tooltip"] = {**options["tooltip"], "trigger": "item"}
-    for curve in options["series"]:
-        if curve["type"] == "scatter":
-            curve["label"] = {
-                "show": True,
-                "formatter": "{a}",
-                "position": "right",
-                "color": "var(--muted)",
-                "fontSize": 11,
-            }
-            curve["labelLayout"] = {"hideOverlap": True}
+    options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}: {c}"}
+    shown = options["series"][2]
+    shown["data"] = [
+        {
+            "name": m.name,
+            "value": point,
+            "label": {"position": "left" if point[0] > 50 else "right"},
+        }
+        for m, point in zip(PUBLISHED, points, strict=True)
+    ]
+    shown["label"] = {"show": True, "formatter": "{b}", "color": "var(--muted)", "fontSize": 11}
+    shown["labelLayout"] = {"hideOverlap": True, "moveOverlap": "shiftY"}
     return options
 
 
