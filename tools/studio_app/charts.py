@@ -75,10 +75,9 @@ def lines(
         series[-1]["lineStyle"]["color"] = colour
     if series and (limits or marks):
         series[0]["markLine"] = _limits(limits or {}, marks or {})
-    if series and limits:
-        if y.high is None:  # else a line above all points is not drawn
-            tops = [value for curve in curves for _, value in curve.points]
-            y = replace(y, high=_short(1.06 * max(*tops, *limits.values())))
+    if series and limits and y.high is None:  # else a line above all points is not drawn
+        tops = [value for curve in curves for _, value in curve.points]
+        y = replace(y, high=_short(1.06 * max(*tops, *limits.values())))
     return {**_base(x.name), **_axes(x, y), "series": series}
 
 
