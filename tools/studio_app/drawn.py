@@ -23,8 +23,8 @@ _COPY = (
     '<button class="copy" onclick="navigator.clipboard.writeText('
     "this.parentElement.querySelector('pre').textContent)\">Copy</button>"
 )
-_LINES = 23
-"""Lines of a code that look.css shows at once."""
+_LINES, _ROWS = 23, 20
+"""Lines of a code, and rows of a table on a phone, that look.css shows at once, about."""
 
 
 def html_of(figure: Figure) -> str:
@@ -99,8 +99,14 @@ def home_of(pages: Sequence[Page]) -> str:
 def _code(text: str) -> str:
     """Text to copy; a sign where it is longer than its box."""
     count = text.count("\n") + 1
-    sign = f'<div class="sign">{count} lines: scroll down</div>' if count > _LINES else ""
+    sign = _sign(f"{count} lines", count > _LINES, count > _LINES / 2)
     return f'{_COPY}<pre class="code" tabindex="0">{escape(text)}</pre>{sign}'
+
+
+def _sign(text: str, is_cut: bool, is_cut_on_phones: bool) -> str:
+    """Say that a box has more than it shows."""
+    where = "" if is_cut else "on-phones"
+    return f'<div class="sign {where}">{text}: scroll down</div>' if is_cut_on_phones else ""
 
 
 def _card(title: str, content: str) -> str:
@@ -126,9 +132,10 @@ def _table(table: Table) -> str:
         if link is not None:
             cells[0] = f'<a href="{escape(link)}">{cells[0]}</a>'
         rows.append(f"<tr>{''.join(_cells(table.head, row, cells))}</tr>")
+    is_tall = len(rows) > _ROWS
     return (
-        f'<div class="scrolls"><table class="plain"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div class="scrolls {"tall" * is_tall}"><table class="plain">'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{_sign(f'{len(rows)} rows', False, is_tall)}"
     )
 
 

@@ -29,9 +29,9 @@ from tools.studio_app.plans import planned
 from tools.studio_app.svg import Svg
 
 _EXPERTS, _HIDDEN, _CONTEXT = 8, 32, 4
-_STEPS, _EVERY, _BATCH = 100, 10, 256
+_STEPS, _EVERY, _BATCH = 200, 20, 256
 _LR = 5e-3
-_TOPS, _BALANCES = (2, 1, 4), (0.01, 0.0, 1.0)  # the default first: they are trained in this order
+_TOPS, _BALANCES = (2, 1, 4), (0.1, 0.0, 0.01)  # the default first: they are trained in this order
 _WIDTH, _ROW, _LABEL, _COLUMNS = 760.0, 22.0, 80.0, 32
 _PRESETS = ("mixtral-8x7b", "qwen3-30b-a3b")
 _KINDS = {
@@ -141,7 +141,7 @@ def figures(values: Values) -> list[Figure]:
 
 @lru_cache(maxsize=32)
 def trained(top: int, balance: float) -> tuple[Snapshot, ...]:
-    """Train the mixture on Python's own documentation; return it before and after every 10 steps.
+    """Train the mixture on Python's own documentation; return it before and after every 20 steps.
 
     The loss is cross-entropy and `balance` x Switch's balancing loss, experts x sum of (share of
     tokens x mean probability) (arXiv 2101.03961, equation 4).
@@ -237,7 +237,7 @@ PAGE = Page(
     title="Mixture of experts",
     controls=(
         Slider("top", "Experts of a byte", sorted(_TOPS), 2),
-        Slider("balance", "Weight of the balancing loss", sorted(_BALANCES), 0.01),
+        Slider("balance", "Weight of the balancing loss", sorted(_BALANCES), 0.1),
         Slider("step", "After", tuple(range(0, _STEPS + 1, _EVERY)), _STEPS, "steps", plays=True),
         Choice("model", "Compare the arithmetic of", _PRESETS, _PRESETS[0]),
         Typed(
