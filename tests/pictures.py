@@ -21,6 +21,11 @@ from tests.browser import WIDTHS, Browser, missing
 from tests.report.runs import line_at, plan, write_run
 from tests.two_ranks import REPOSITORY, environment
 
+_DRAWN = """
+document.querySelector(".q-layout") ? document.querySelector(".figures .card, .figures .number")
+  : document.querySelector("svg, canvas, table")
+"""
+
 
 def main(out: Path, *names: str) -> int:
     """Write the pictures; a page with an error of the console, or wider than its window, fails."""
@@ -50,7 +55,7 @@ def _taken(browser: Browser, name: str, url: str, out: Path) -> Iterator[bool]:
     for width in WIDTHS:
         for dark in (False, True):
             page = browser.open(url, width, dark=dark)
-            page.wait_for("document.querySelector('.figures .card, svg:not(.q-icon), canvas')")
+            page.wait_for(_DRAWN)
             browser.listen(1.0)  # what is drawn after loading
             path = out / f"{name}-{width}{'-dark' * dark}.png"
             page.screenshot(path)

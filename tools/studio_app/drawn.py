@@ -135,7 +135,8 @@ def _table(table: Table) -> str:
     is_tall = len(rows) > _ROWS
     return (
         f'<div class="scrolls {"tall" * is_tall}"><table class="plain">'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{_sign(f'{len(rows)} rows', False, is_tall)}"
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        + _sign(f"{len(rows)} rows", False, is_tall)
     )
 
 
