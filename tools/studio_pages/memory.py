@@ -15,7 +15,7 @@ from tools.studio_app.plans import PLAN_CONTROLS, estimate_of, plan_of
 from tools.studio_app.svg import Svg
 
 _WIDTH, _BAR = 760.0, 70.0
-_GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_GPUS = (1, 4, 16, 64, 256, 1024)
 _NAMED = 60.0  # a narrower part has no room for its name
 
 
@@ -65,7 +65,7 @@ def by_phase(estimate: Estimate) -> dict[str, object]:
 def _by_gpus(values: Values) -> dict[str, object]:
     """The peak on other numbers of GPUs, all else equal; without those that cannot be planned."""
     points, device = [], 0
-    for gpus in _GPUS:
+    for gpus in sorted({*_GPUS, values["gpus"]}):
         try:
             estimate = estimate_of(plan_of({**values, "gpus": gpus}))
         except ConfigError:
