@@ -22,8 +22,9 @@ from tests.report.runs import line_at, plan, write_run
 from tests.two_ranks import REPOSITORY, environment
 
 _DRAWN = """
-document.querySelector(".q-layout") ? document.querySelector(".figures .card, .figures .number")
-  : document.querySelector("svg, canvas, table")
+!!document.querySelector(
+  document.querySelector(".q-layout") ? ".figures .card, .figures .number" : "svg, canvas, table"
+)
 """
 
 

@@ -117,7 +117,10 @@ def stacked(
         y = replace(y, high=_short(1.06 * max(*tops, *limits.values())))
     axes = _axes(Axis("", "category"), y)
     axes["xAxis"]["data"] = list(categories)
-    axes["xAxis"]["axisLabel"] |= {"interval": 0, "rotate": 35 if len(categories) > 6 else 0}
+    axes["xAxis"]["axisLabel"] |= {
+        "interval": "auto" if len(categories) > 12 else 0,
+        "rotate": 35 if sum(map(len, categories)) > 60 else 0,
+    }
     return {**_base(), **axes, "series": series}
 
 

@@ -88,7 +88,7 @@ def home_of(pages: Sequence[Page]) -> str:
     ):
         links = (
             f'<li><a href="/{page.slug}">{escape(page.title)}</a> '
-            f"{escape(LESSONS[page.slug].sees)}</li>"
+            f"{escape(LESSONS[page.slug].sees.partition('. ')[0].rstrip('.'))}.</li>"
             for page in members
         )
         about = f'<p class="note-text">{escape(ABOUT[group])}</p>'

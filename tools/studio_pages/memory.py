@@ -75,7 +75,12 @@ def _by_gpus(values: Values) -> dict[str, object]:
     now = [point for point in points if point[0] == values["gpus"]]
     curves = [Line("peak", points), Line("now", now, "series-2", dots=True)]
     limits = {f"device, {gib(device)}": device / GIB}
-    return lines(curves, Axis("GPUs", "log"), Axis("GiB", low=0), limits=limits)
+    return lines(
+        curves,
+        Axis("GPUs", "log", low=1, high=_GPUS[-1], ends=True),
+        Axis("GiB", low=0),
+        limits=limits,
+    )
 
 
 def _anatomy(estimate: Estimate) -> Drawing:

@@ -151,7 +151,7 @@ PAGE = Page(
     title="Pipeline parallelism",
     controls=(
         Slider("stages", "Stages", (2, 3, 4, 6, 8, 12, 16), 4),
-        Slider("batches", "Micro-batches", (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 4),
+        Slider("batches", "Micro-batches", (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 8),
         Choice("schedule", "Schedule", tuple(SCHEDULES), "1F1B"),
         Slider("chunks", "Chunks of a stage, if interleaved", (2, 3, 4), 2, "chunks"),
         Choice("model", "Work of a stage", (_EQUAL, *MODELS), _EQUAL),

@@ -34,21 +34,23 @@ class Published(NamedTuple):
     parameters: float
     tokens: float
     source: str
+    label: str = "right"
+    """The side of its point where its name has room."""
 
 
 PUBLISHED = (
-    Published("GPT-3", 175e9, 300e9, "arXiv 2005.14165"),
-    Published("Gopher", 280e9, 300e9, "arXiv 2112.11446"),
+    Published("GPT-3", 175e9, 300e9, "arXiv 2005.14165", "left"),
+    Published("Gopher", 280e9, 300e9, "arXiv 2112.11446", "top"),
     Published("MT-NLG", 530e9, 270e9, "arXiv 2201.11990"),
-    Published("Chinchilla", 70e9, 1.4e12, "arXiv 2203.15556"),
-    Published("OPT-175B", 175e9, 180e9, "arXiv 2205.01068"),
+    Published("Chinchilla", 70e9, 1.4e12, "arXiv 2203.15556", "right"),
+    Published("OPT-175B", 175e9, 180e9, "arXiv 2205.01068", "bottom"),
     Published("PaLM", 540e9, 780e9, "arXiv 2204.02311"),
     Published("Pythia-12B", 12e9, 300e9, "arXiv 2304.01373"),
     Published("LLaMA-7B", 6.7e9, 1e12, "arXiv 2302.13971"),
-    Published("LLaMA-65B", 65.2e9, 1.4e12, "arXiv 2302.13971"),
-    Published("Llama 2 70B", 70e9, 2e12, "arXiv 2307.09288"),
+    Published("LLaMA-65B", 65.2e9, 1.4e12, "arXiv 2302.13971", "left"),
+    Published("Llama 2 70B", 70e9, 2e12, "arXiv 2307.09288", "top"),
     Published("Llama 3 8B", 8e9, 15e12, "arXiv 2407.21783"),
-    Published("Llama 3.1 405B", 405e9, 15.6e12, "arXiv 2407.21783"),
+    Published("Llama 3.1 405B", 405e9, 15.6e12, "arXiv 2407.21783", "left"),
     Published("OLMo 2 7B", 7e9, 4e12, "arXiv 2501.00656"),
 )
 
@@ -137,15 +139,11 @@ def _map(count: int, tokens: float) -> dict[str, object]:
     options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}: {c}"}
     shown = options["series"][2]
     shown["data"] = [
-        {
-            "name": m.name,
-            "value": point,
-            "label": {"position": "left" if point[0] > 50 else "right"},
-        }
+        {"name": m.name, "value": point, "label": {"position": m.label}}
         for m, point in zip(PUBLISHED, points, strict=True)
     ]
     shown["label"] = {"show": True, "formatter": "{b}", "color": "var(--muted)", "fontSize": 11}
-    shown["labelLayout"] = {"hideOverlap": True, "moveOverlap": "shiftY"}
+    shown["labelLayout"] = {"hideOverlap": True}
     return options
 
 

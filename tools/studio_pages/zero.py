@@ -154,7 +154,7 @@ def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu:
         seconds.append(Traffic(*_each_step(staged, reductions(staged, machine))).total)
     rows = [
         (
-            str(stage),
+            f"ZeRO {stage}",
             f"{paper_bytes(inputs.parameters, stage, inputs.shards) / GIB:,.2f}",
             f"{estimate.worst.peak / GIB:,.2f}",
             estimate.worst.peak_phase,
