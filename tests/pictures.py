@@ -1,7 +1,8 @@
 """Screenshots of every page, for a person to look at: `python -m tests.pictures build/pictures`.
 
-Each at the widths of a laptop and of a phone, light and dark. Runs are those of runs/ where there
-are some, else one as a run leaves it, with every kind of chart and event.
+Each at the widths of a laptop and of a phone, light and dark; further arguments name pages, as in
+`studio-pipeline`. What the studio says in its terminal counts as an error. Runs are those of runs/
+where there are some, else one as a run leaves it, with every kind of chart and event.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from tests.browser import WIDTHS, Browser, missing
 from tests.report.runs import line_at, plan, write_run
 from tests.two_ranks import REPOSITORY, environment
 
+_DRAWN = """
+!!document.querySelector(
+  document.querySelector(".q-layout") ? ".figures .card, .figures .number" : "svg, canvas, table"
+)
+"""
 
-def main(out: Path) -> int:
+
+def main(out: Path, *names: str) -> int:
     """Write the pictures; a page with an error of the console, or wider than its window, fails."""
     if reason := missing():
         print(f"no picture: it {reason}", file=sys.stderr)
@@ -35,8 +42,12 @@ def main(out: Path) -> int:
                 from tools.studio_app.catalogue import PAGES
 
                 pages |= {f"studio-{page.slug}": f"{address}{page.slug}" for page in PAGES}
+                pages["studio-home"] = address
             for name, url in pages.items():
-                failures += sum(_taken(browser, name, url, out))
+                if not names or name in names:
+                    failures += sum(_taken(browser, name, url, out))
+        failures += len(said := (Path(scratch) / "said.txt").read_text())
+        print(said, end="", file=sys.stderr)
     return int(bool(failures))
 
 
@@ -45,7 +56,7 @@ def _taken(browser: Browser, name: str, url: str, out: Path) -> Iterator[bool]:
     for width in WIDTHS:
         for dark in (False, True):
             page = browser.open(url, width, dark=dark)
-            page.wait_for("document.querySelectorAll('svg, canvas, table').length")
+            page.wait_for(_DRAWN)
             browser.listen(1.0)  # what is drawn after loading
             path = out / f"{name}-{width}{'-dark' * dark}.png"
             page.screenshot(path)
@@ -112,9 +123,10 @@ def _studio(made: Path) -> Iterator[str]:
     runs = REPOSITORY / "runs"
     command = [sys.executable, str(REPOSITORY / "tools" / "studio.py"), "--port", "0"]
     command += ["--runs", str(runs if any(map(is_run, runs.glob("*"))) else made)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
-    )
+    with (made / "said.txt").open("w") as said:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment()
+        )
     try:
         assert process.stdout is not None
         yield process.stdout.readline().partition("studio: ")[2].strip()
@@ -124,4 +136,4 @@ def _studio(made: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -22,6 +22,12 @@ class Studio:
 
     address: str
     runs: Path
+    errors: Path
+    """What it writes to its terminal, beside its address."""
+
+    @property
+    def said(self) -> str:
+        return self.errors.read_text()
 
     @property
     def port(self) -> int:
@@ -33,19 +39,22 @@ def serving(runs: Path, *arguments: str) -> Iterator[Studio]:
     """`python tools/studio.py --port 0 arguments` in a folder of its own, ended afterwards."""
     command = [sys.executable, REPOSITORY / "tools/studio.py", "--cold"]
     command += ["--port", "0", "--runs", runs]
-    process = subprocess.Popen(
-        [*map(str, command), *arguments],
-        cwd=runs.parent,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    errors = runs.parent / "said.txt"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [*map(str, command), *arguments],
+            cwd=runs.parent,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
         address = re.fullmatch(r"studio: (http://\S+)\n", line)
         assert address, f"{line!r}, exit code {process.poll()}"
-        yield Studio(address[1], runs)
+        yield Studio(address[1], runs, errors)
     finally:
         process.terminate()
         process.wait(60)

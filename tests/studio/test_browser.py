@@ -49,6 +49,18 @@ def opened(browser: Browser, studio: Studio, path: str, **how: object) -> Tab:
     return tab
 
 
+CUT = """
+[...document.querySelectorAll(".figures .card, .figures .scrolls, .lesson, .basis")]
+  .filter((box) => box.scrollWidth > box.clientWidth + 1).map((box) => box.textContent.slice(0, 60))
+.concat([...document.querySelectorAll(".drawing svg text, .nicegui-echart svg text")]
+  .filter((text) => {
+    const inner = text.getBoundingClientRect(), outer = text.closest("svg").getBoundingClientRect();
+    return inner.width && (inner.left < outer.left - 2 || inner.right > outer.right + 2);
+  }).map((text) => text.textContent))
+"""
+"""What has no room: boxes whose content is wider, and words that leave their picture."""
+
+
 @pytest.mark.parametrize("page", rest_in_gate("pages", PAGES), ids=lambda page: page.slug)
 def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
     """At both widths, light and dark, from this machine alone."""
@@ -60,7 +72,8 @@ def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
             tab.color_scheme(dark)
             browser.listen(0.2)
             assert not tab.overflows, (width, dark)
-    tab.wait_for(SHOWN)
+        tab.wait_for(SHOWN)
+        assert tab.evaluate(CUT) == [], width
     figures = figures_of(slug)
     charts = tab.evaluate("document.querySelectorAll('.nicegui-echart svg').length")
     assert charts == sum(isinstance(figure, Chart) for figure in figures)
@@ -68,6 +81,7 @@ def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
     for name in page.computed_by:  # type: ignore[attr-defined]
         assert name in text
     assert tab.errors == []
+    assert studio.said == ""
     elsewhere = [url for url in tab.requests if not url.startswith((studio.address, "data:"))]
     assert [url for url in elsewhere if not url.startswith("ws://127.0.0.1")] == []
     tab.call("Page.close")
@@ -157,6 +171,18 @@ def test_colours_follow_the_readers_setting(browser: Browser, studio: Studio) ->
     tab.color_scheme(dark=True)
     browser.listen(0.3)
     assert (light, tab.evaluate(colour)) == ("rgb(246, 245, 242)", "rgb(15, 15, 14)")
+
+
+@pytest.mark.gate("pages")
+def test_the_home_page_leads_to_every_lesson(browser: Browser, studio: Studio) -> None:
+    tab = browser.open(studio.address)
+    for width in WIDTHS:
+        tab.resize(width)
+        browser.listen(0.2)
+        assert not tab.overflows, width
+    links = "[...document.querySelectorAll('.home a')].map((link) => link.getAttribute('href'))"
+    assert tab.evaluate(links) == [f"/{page.slug}" for page in PAGES]
+    assert tab.errors == []
 
 
 @pytest.mark.gate("pages")

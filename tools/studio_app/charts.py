@@ -22,6 +22,8 @@ class Line:
     dashed: bool = False
     dots: bool = False
     """Points alone."""
+    width: float = 2
+    """Pixels; where curves coincide, the first should be the widest."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Axis:
     scale: Scale = "value"
     low: float | None = None
     high: float | None = None
+    ends: bool = False
+    """The last label is shown, though it may be no round number."""
 
 
 def series_colour(place: int) -> str:
@@ -45,33 +49,36 @@ def lines(
     y: Axis,
     *,
     limits: Mapping[str, float] | None = None,
-    smooth: bool = False,
+    marks: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return curves over one x axis; `limits` are horizontal lines with their labels."""
+    """Return curves over one x axis; `limits` are horizontal lines with their labels, `marks`
+    upright ones.
+    """
     series: list[dict[str, Any]] = []
     for place, curve in enumerate(curves):
-        colour = f"var(--{curve.colour or series_colour(place)})"
+        named = curve.colour or series_colour(place)
+        colour = f"var(--{named})"
         series.append(
             {
                 "name": curve.name,
+                "legend": named,
                 "type": "scatter" if curve.dots else "line",
                 "data": [[_short(a), _short(b)] for a, b in curve.points],
                 "showSymbol": len(curve.points) == 1,
                 "symbolSize": 7,
-                "smooth": smooth,
-                "lineStyle": {"width": 2, "type": "dashed" if curve.dashed else "solid"},
+                "lineStyle": {"width": curve.width, "type": "dashed" if curve.dashed else "solid"},
                 "itemStyle": {"color": colour},
                 "color": colour,
                 "emphasis": {"disabled": True},
             }
         )
         series[-1]["lineStyle"]["color"] = colour
-    if series and limits:
-        series[0]["markLine"] = _limits(limits)
-        if y.high is None:  # else a line above all points is not drawn
-            tops = [value for curve in curves for _, value in curve.points]
-            y = replace(y, high=_short(1.06 * max(*tops, *limits.values())))
-    return {**_base([curve.name for curve in curves], x.name), **_axes(x, y), "series": series}
+    if series and (limits or marks):
+        series[0]["markLine"] = _limits(limits or {}, marks or {})
+    if series and limits and y.high is None:  # else a line above all points is not drawn
+        tops = [value for curve in curves for _, value in curve.points]
+        y = replace(y, high=_short(1.06 * max(*tops, *limits.values())))
+    return {**_base(x.name), **_axes(x, y), "series": series}
 
 
 def stacked(
@@ -87,10 +94,11 @@ def stacked(
     series: list[dict[str, Any]] = [
         {
             "name": name,
+            "legend": (named := (colours or {}).get(name) or series_colour(place)),
             "type": "bar",
             "data": [_short(size) for size in sizes],
             "itemStyle": {
-                "color": f"var(--{(colours or {}).get(name) or series_colour(place)})",
+                "color": f"var(--{named})",
                 "borderColor": "var(--surface)",
                 "borderWidth": 1,
             },
@@ -109,8 +117,11 @@ def stacked(
         y = replace(y, high=_short(1.06 * max(*tops, *limits.values())))
     axes = _axes(Axis("", "category"), y)
     axes["xAxis"]["data"] = list(categories)
-    axes["xAxis"]["axisLabel"] |= {"interval": 0, "rotate": 35 if len(categories) > 6 else 0}
-    return {**_base(list(parts)), **axes, "series": series}
+    axes["xAxis"]["axisLabel"] |= {
+        "interval": "auto" if len(categories) > 12 else 0,
+        "rotate": 35 if sum(map(len, categories)) > 60 else 0,
+    }
+    return {**_base(), **axes, "series": series}
 
 
 def heat(
@@ -138,7 +149,7 @@ def heat(
     axes = _axes(Axis(x_name, "category"), Axis(y_name, "category"))
     axes["xAxis"]["data"], axes["yAxis"]["data"] = list(columns), list(rows)
     return {
-        **_base([], x_name),
+        **_base(x_name),
         **axes,
         "tooltip": {**_TOOLTIP, "trigger": "item"},
         "series": [
@@ -162,29 +173,17 @@ _TOOLTIP = {
 }
 
 
-def _base(curves_named: Sequence[str], x_name: str = "") -> dict[str, Any]:
+def _base(x_name: str = "") -> dict[str, Any]:
     return {
         "animation": False,
         "grid": {
             "left": 8,
             "right": 18,
-            "top": 62 if len(curves_named) > 1 else 34,
+            "top": 34,
             "bottom": 34 if x_name else 8,
             "containLabel": True,
         },
-        "legend": {
-            "show": len(curves_named) > 1,
-            "icon": "roundRect",
-            "itemWidth": 14,
-            "itemHeight": 10,
-            "type": "scroll",
-            "top": 0,
-            "left": 0,
-            "textStyle": {"color": "var(--ink)"},
-            "pageTextStyle": {"color": "var(--ink)"},
-            "pageIconColor": "var(--ink)",
-            "inactiveColor": "var(--faint)",
-        },
+        "legend": {"show": False},
         "tooltip": _TOOLTIP,
         "aria": {"enabled": True},
     }
@@ -192,13 +191,20 @@ def _base(curves_named: Sequence[str], x_name: str = "") -> dict[str, Any]:
 
 def _axes(x: Axis, y: Axis) -> dict[str, Any]:
     return {
-        "xAxis": {**_axis(x), "nameLocation": "middle", "nameGap": 28},
+        "xAxis": _at_ends({**_axis(x), "nameLocation": "middle", "nameGap": 28}),
         "yAxis": {
             **_axis(y),
             "nameLocation": "end",
             "nameTextStyle": {"color": "var(--muted)", "align": "left"},
         },
     }
+
+
+def _at_ends(axis: dict[str, Any]) -> dict[str, Any]:
+    """Keep the last label of a horizontal axis within the picture."""
+    if axis["type"] != "category":
+        axis["axisLabel"] |= {"alignMaxLabel": "right"}
+    return axis
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
@@ -212,25 +218,29 @@ def _axis(axis: Axis) -> dict[str, Any]:
         "axisLabel": {
             "color": "var(--muted)",
             "hideOverlap": True,
-            "showMaxLabel": axis.scale == "category" or axis.high is None,
+            "showMaxLabel": axis.ends or axis.scale == "category" or axis.high is None,
         },
         "splitLine": {"show": axis.scale != "category", "lineStyle": {"color": "var(--grid)"}},
         **{name: bound for name, bound in bounds.items() if bound is not None},
     }
 
 
-def _limits(limits: Mapping[str, float]) -> dict[str, Any]:
+def _limits(limits: Mapping[str, float], marks: Mapping[str, float] = {}) -> dict[str, Any]:
     return {
         "symbol": "none",
         "silent": True,
         "data": [
             {
-                "yAxis": value,
+                axis: value,
                 "name": name,
-                "label": {"formatter": name, "color": "var(--bad)", "position": "insideEndTop"},
-                "lineStyle": {"color": "var(--bad)", "type": "dashed"},
+                "label": {"formatter": name, "color": f"var(--{colour})", "position": place},
+                "lineStyle": {"color": f"var(--{colour})", "type": "dashed"},
             }
-            for name, value in limits.items()
+            for axis, colour, place, lines in (
+                ("yAxis", "bad", "insideEndTop", limits),
+                ("xAxis", "good", "end", marks),
+            )
+            for name, value in lines.items()
         ],
     }
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import groupby
 
-from tools.studio_app.page import Code, Drawing, Figure, Links, Note, Numbers, Page, Table
+from tools.studio_app.catalogue import ABOUT, LESSONS, Lesson
+from tools.studio_app.page import (
+    Code,
+    Drawing,
+    Figure,
+    Legend,
+    Links,
+    Note,
+    Numbers,
+    Page,
+    Table,
+)
 
 _COPY = (
     '<button class="copy" onclick="navigator.clipboard.writeText('
     "this.parentElement.querySelector('pre').textContent)\">Copy</button>"
 )
+_LINES, _ROWS = 23, 20
+"""Lines of a code, and rows of a table on a phone, that look.css shows at once, about."""
 
 
 def html_of(figure: Figure) -> str:
@@ -18,15 +33,15 @@ def html_of(figure: Figure) -> str:
         case Numbers():
             return f'<div class="numbers">{"".join(map(_number, figure.numbers))}</div>'
         case Drawing():
-            return _card(figure.title, f'<div class="scrolls drawing">{figure.svg}</div>')
+            picture = f'<div class="drawing">{figure.svg}</div>'
+            return _card(figure.title, picture + legend_of(figure.legend))
         case Table():
             return _card(figure.title, _table(figure))
         case Links():
             links = (f'<a href="{escape(link)}">{escape(text)}</a>' for text, link in figure.links)
             return _card(figure.title, f'<p class="links">{"<br>".join(links)}</p>')
         case Code():
-            code = f'<pre class="code" tabindex="0">{escape(figure.text)}</pre>'
-            return _card(figure.title, _COPY + code)
+            return _card(figure.title, _code(figure.text))
         case Note():
             colour = figure.verdict or ""
             return (
@@ -48,6 +63,52 @@ def basis_of(page: Page) -> str:
     )
 
 
+def legend_of(legend: Legend) -> str:
+    """Return the colours of a picture or a chart, as many on a line as there is room for."""
+    parts = (
+        f'<span><i style="background:var(--{colour})"></i>{escape(text)}</span>'
+        for colour, text in legend
+    )
+    return f'<div class="legend">{"".join(parts)}</div>' if legend else ""
+
+
+def lesson_of(lesson: Lesson) -> str:
+    """Return the text beside the pictures of a page."""
+    titled = {"What you see": lesson.sees, "What to try": lesson.tries}
+    titled["In a real run"] = lesson.means
+    parts = (f"<p><b>{title}</b>{escape(text)}</p>" for title, text in titled.items())
+    return f'<div class="card lesson">{"".join(parts)}<div>{_code(lesson.command)}</div></div>'
+
+
+def home_of(pages: Sequence[Page]) -> str:
+    """Return the order of lessons: every page with what it shows."""
+    cards = []
+    for number, (group, members) in enumerate(
+        groupby(pages, key=lambda page: LESSONS[page.slug].group), 1
+    ):
+        links = (
+            f'<li><a href="/{page.slug}">{escape(page.title)}</a> '
+            f"{escape(LESSONS[page.slug].sees.partition('. ')[0].rstrip('.'))}.</li>"
+            for page in members
+        )
+        about = f'<p class="note-text">{escape(ABOUT[group])}</p>'
+        cards.append(_card(f"{number}. {group}", f'{about}<ul class="home">{"".join(links)}</ul>'))
+    return "".join(cards)
+
+
+def _code(text: str) -> str:
+    """Text to copy; a sign where it is longer than its box."""
+    count = text.count("\n") + 1
+    sign = _sign(f"{count} lines", count > _LINES, count > _LINES / 2)
+    return f'{_COPY}<pre class="code" tabindex="0">{escape(text)}</pre>{sign}'
+
+
+def _sign(text: str, is_cut: bool, is_cut_on_phones: bool) -> str:
+    """Say that a box has more than it shows."""
+    where = "" if is_cut else "on-phones"
+    return f'<div class="sign {where}">{text}: scroll down</div>' if is_cut_on_phones else ""
+
+
 def _card(title: str, content: str) -> str:
     return f'<div class="card"><h2>{escape(title)}</h2>{content}</div>'
 
@@ -62,6 +123,7 @@ def _number(number: object) -> str:
 
 
 def _table(table: Table) -> str:
+    """On a phone look.css makes a card of each row, with the heads as labels."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
     rows = []
     for place, row in enumerate(table.rows):
@@ -69,12 +131,17 @@ def _table(table: Table) -> str:
         link = table.links[place] if place < len(table.links) else None
         if link is not None:
             cells[0] = f'<a href="{escape(link)}">{cells[0]}</a>'
-        kinds = ["short" if len(cell) < 16 else "long" if len(cell) > 28 else "" for cell in row]
-        marked = (
-            f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, cells, strict=True)
-        )
-        rows.append(f"<tr>{''.join(marked)}</tr>")
+        rows.append(f"<tr>{''.join(_cells(table.head, row, cells))}</tr>")
+    is_tall = len(rows) > _ROWS
     return (
-        f'<div class="scrolls"><table class="plain"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div class="scrolls {"tall" * is_tall}"><table class="plain">'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        + _sign(f"{len(rows)} rows", False, is_tall)
     )
+
+
+def _cells(head: Sequence[str], row: Sequence[str], cells: Sequence[str]) -> Iterable[str]:
+    for name, text, cell in zip(head, row, cells, strict=True):
+        kind = "short" if len(text) < 16 else "long" if len(text) > 28 else ""
+        label = f' data-head="{escape(name)}"' if name and text else ""
+        yield f'<td class="{kind}"{label}>{cell}</td>'

@@ -101,13 +101,24 @@ class Chart:
     height: int = 340
     """Pixels."""
 
+    @property
+    def legend(self) -> Legend:
+        """The colours of its curves or bars, if there are several."""
+        names = {one["name"]: one["legend"] for one in self.options["series"] if "legend" in one}
+        return [(colour, name) for name, colour in names.items()] if len(names) > 1 else []
+
+
+Legend = Sequence[tuple[str, str]]
+"""(name of a colour of the palette, what it stands for), of a picture or a chart."""
+
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture as SVG (svg.py), which scrolls sideways where it has no room."""
+    """A picture as SVG (svg.py), as wide as its window."""
 
     title: str
     svg: str
+    legend: Legend = ()
 
 
 @dataclass(frozen=True)
@@ -152,12 +163,8 @@ class Page:
     """One page of the studio."""
 
     slug: str
-    """Its path."""
+    """Its path, its file, and its key in lessons.toml."""
     title: str
-    group: str
-    """The heading above its link."""
-    sees: str
-    """A sentence on what is seen."""
     controls: Sequence[Control]
     figures: Callable[[Values], list[Figure]]
     computed_by: Sequence[str]

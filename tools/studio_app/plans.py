@@ -6,7 +6,8 @@ Only presets and models/, never a path or a hub id: an address must not make the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from harness.errors import ConfigError
 from harness.estimate.hardware import GPUS
 from harness.estimate.timeline import Estimate
 from harness.layout.attention_table import ATTENTIONS
+from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.world import World
 from harness.plan.make import make_plan
@@ -26,9 +28,11 @@ from harness.plan.plan import Plan
 from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 
 ROOT = Path(__file__).resolve().parents[2]
-RECURRENT = {path.stem: path for path in sorted((ROOT / "tools/studio_app/models").glob("*.json"))}
-"""Models without a preset: an LSTM and a GRU."""
-MODELS = (*sorted(path.stem for path in (ROOT / "harness/presets").glob("*.toml")), *RECURRENT)
+_PUBLISHED_AS = {path.stem: path for path in (ROOT / "tools/studio_app/models").glob("*.json")}
+"""Models of papers without a preset: LLaMA-13B and 65B (arXiv 2302.13971, table 2)."""
+MODELS = tuple(
+    sorted([path.stem for path in (ROOT / "harness/presets").glob("*.toml")] + [*_PUBLISHED_AS])
+)
 JSONS = tuple(sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json")))
 PER_NODE = 8  # GPUs
 
@@ -52,6 +56,16 @@ _PUBLISHED = "as published"
 CONTEXT = Choice(
     "context", "Positions", (_PUBLISHED, *map(str, powers_of_two(4096, 1048576))), _PUBLISHED
 )
+OPTIMIZER = Choice("optimizer", "Optimizer", tuple(OPTIMIZERS), "adamw")
+_BF16 = "bf16.enabled=false"
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    "the JSON's": (),
+    "bf16": (_BF16.replace("false", "true"), "fp16.enabled=false"),
+    "fp16": (_BF16, "fp16.enabled=true"),
+    "fp32": (_BF16, "fp16.enabled=false"),
+}
+"""Changes of a DeepSpeed JSON, by precision."""
+PRECISION = Choice("precision", "Precision", tuple(PRECISIONS), "the JSON's")
 LORA = Slider("lora", "LoRA rank, 0: all is trained", (0, *powers_of_two(2, 256)), 0)
 PLAN_CONTROLS: tuple[Control, ...] = (
     MODEL,
@@ -67,14 +81,20 @@ PLAN_CONTROLS: tuple[Control, ...] = (
     MLP_TILES,
     ATTENTION,
     LORA,
+    OPTIMIZER,
+    PRECISION,
 )
 
-LLAMA_13B = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824}
-"""LLaMA-13B over a Llama preset (arXiv 2302.13971, table 2)."""
-LLAMA_13B |= {"num_attention_heads": 40, "num_key_value_heads": 40, "vocab_size": 32000}
-LLAMA_65B = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 22016}
-"""LLaMA-65B, from the same table."""
-LLAMA_65B |= {"num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 32000}
+_KEYS = {
+    "seq_len": "data.seq_len",
+    "micro_batch": "train.micro_batch",
+    "accumulation": "gradient_accumulation_steps",
+    "stages": "pipeline.stages",
+    "devices": "pipeline.stages",
+    "tensor": "tensor_parallel.autotp_size",
+    "optimizer": "optim.name",
+}
+"""Keys of a run that controls set, by their names; those of others are model.NAME."""
 
 
 def plan_of(values: Values, json_text: str = "") -> Plan:
@@ -92,6 +112,8 @@ def plan_of(values: Values, json_text: str = "") -> Plan:
         micro_batch=values["micro_batch"],
         accumulation=values["accumulation"],
         settings=settings_of(values),
+        changes=PRECISIONS[values["precision"]],
+        optimizer=values["optimizer"],
     )
 
 
@@ -117,7 +139,21 @@ def settings_of(values: Values) -> dict[str, Any]:
 
 def name_of(model: str) -> str:
     """Return the model.name of a page's model: a preset, or the path of a shipped config."""
-    return str(RECURRENT.get(model, model))
+    return str(_PUBLISHED_AS.get(model, model))
+
+
+def in_words(problem: str, controls: Sequence[Control]) -> str:
+    """Return a problem of a plan with the label of each control beside the key that it sets."""
+    for model, path in _PUBLISHED_AS.items():
+        problem = problem.replace(str(path), model)
+    for control in controls:
+        key = _KEYS.get(control.name, f"model.{control.name}")
+        name = f'"{control.label}" ({key})'
+        problem = re.sub(
+            rf"(?<![\w.]){re.escape(key)}(?![\w.])( is \S+ )\(default\)", rf"{key}\1here", problem
+        )
+        problem = re.sub(rf"(?<![\w.]){re.escape(key)}(?![\w.])", name, problem)
+    return problem
 
 
 def planned(
@@ -132,6 +168,7 @@ def planned(
     json_text: str = "",
     settings: Mapping[str, Any] | None = None,
     changes: tuple[str, ...] = (),
+    optimizer: str = "adamw",
 ) -> Plan:
     """Return the plan that train.py would make; `settings` are keys of the section `model`,
     `changes` key=value of the JSON.
@@ -154,6 +191,7 @@ def planned(
             "model": {"name": name_of(model), **(settings or {})},
             "data": {"seq_len": seq_len},
             "train": {"micro_batch": micro_batch},
+            "optim": {"name": optimizer},
         }
     )
     world = World(

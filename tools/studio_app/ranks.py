@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.layout.grid import Grid
@@ -9,11 +10,11 @@ from tools.layout.moments import Moment
 from tools.studio_app.plans import PER_NODE
 from tools.studio_app.svg import Svg
 
-_WIDTH, _NODE = 760.0, 96.0
-CELL = 52.0
+_WIDTH, _NODE, _IN_ONE_COLUMN = 760.0, 104.0, 4
+CELL = 60.0
 """Height of a rank's box."""
 _AFTER = {"gradients": "gradients", "optimizer": "optimizer", "weights": "weights"}
-_LEGEND = (
+MOMENTS = (
     ("activations", "forward"),
     ("gradients", "backward, gradients"),
     ("optimizer", "optimizer"),
@@ -41,19 +42,31 @@ class Cell:
         picture.rect(self.x + inset, self.y + inset, *size, colour, title=title)
 
     def write(
-        self, picture: Svg, first: str, second: str, bold: bool = False, fill: str = "on-colour"
+        self, picture: Svg, lines: Sequence[str], bold: bool = False, fill: str = "on-colour"
     ) -> None:
-        """Write two lines into it."""
-        x, y = self.middle, self.y
-        picture.text(x, y + 18, first, fill=fill, anchor="middle", bold=bold)
-        picture.text(x, y + 37, second, fill=fill, anchor="middle", size=10)
+        """Write lines into it, as large as there is room."""
+        room, each = self.width - 4, (CELL - 6) / len(lines)
+        for place, text in enumerate(lines):
+            y = self.y + 3 + each * (place + 0.5)
+            size = 13 if not place else 11
+            x = self.middle
+            picture.text(
+                x,
+                y,
+                text,
+                fill=fill,
+                anchor="middle",
+                bold=bold and not place,
+                size=size,
+                room=room,
+            )
 
 
-def nodes_picture(nodes: int, label: str, below: float = 0) -> tuple[Svg, list[Cell]]:
-    """Return a picture of nodes with room `below` them, and the place of each rank."""
-    columns = 2 if nodes > 1 else 1
+def nodes_picture(nodes: int, label: str) -> tuple[Svg, list[Cell]]:
+    """Return a picture of nodes, and the place of each rank."""
+    columns = 2 if nodes > _IN_ONE_COLUMN else 1
     width = _WIDTH / columns
-    picture = Svg(_WIDTH, -(-nodes // columns) * _NODE + below, label)
+    picture = Svg(_WIDTH, -(-nodes // columns) * _NODE, label)
     cells = []
     for node in range(nodes):
         left, top = node % columns * width, node // columns * _NODE
@@ -67,19 +80,20 @@ def nodes_picture(nodes: int, label: str, below: float = 0) -> tuple[Svg, list[C
 
 def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
     """Draw what every rank does at a moment of a step, and whom it talks to."""
-    picture, cells = nodes_picture(nodes, f"{moment.kind} of {grid.world_size} ranks", 26)
+    picture, cells = nodes_picture(nodes, f"{moment.kind} of {grid.world_size} ranks")
     for number, cell in enumerate(cells):
         stage = grid.coords(number).pipeline
         task = moment.work[stage]
         colour = _AFTER.get(moment.kind, "grid")
-        text = {"gradients": "sum", "optimizer": "step", "weights": "gather"}.get(moment.kind, "")
+        text = {"gradients": "adds", "optimizer": "steps", "weights": "gathers"}.get(
+            moment.kind, "waits"
+        )
         if task is not None:
             colour = "activations" if task[0] == "forward" else "gradients"
-            text = f"{task[0][0]}{task[1]}"
-        does = " ".join(map(str, task)) if task else text or "waits"
-        cell.fill(picture, colour, f"rank {number}, stage {stage}: {does}")
+            text = " ".join(map(str, task))
+        cell.fill(picture, colour, f"rank {number}, stage {stage}: {text}")
         ink = "muted" if colour == "grid" else "on-colour"
-        cell.write(picture, f"s{stage}", text, number == rank, ink)
+        cell.write(picture, (f"stage {stage}", text), number == rank, ink)
     if moment.kind == "sums":
         for group in grid.groups("tensor"):
             if moment.work[grid.coords(group[0]).pipeline] is not None:
@@ -93,10 +107,6 @@ def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
     peers = grid.group("pipeline", rank)
     for stage, to in moment.sends:
         _arrow(picture, cells[peers[stage]], cells[peers[to]])
-    top = picture.size[1] - 12
-    for place, (colour, text) in enumerate(_LEGEND):
-        picture.rect(place * 150 + 4, top - 6, 12, 12, colour)
-        picture.text(place * 150 + 21, top, text, size=12, fill="muted")
     return str(picture)
 
 

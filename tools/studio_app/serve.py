@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def serve(
     compute at once what takes seconds.
     """
     read_runs_of(runs)
+    warnings.filterwarnings("ignore", ".*reduce_op", FutureWarning)  # NiceGUI looks at all objects
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     add_pages(PAGES)
     app.get("/report", response_class=HTMLResponse)(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 from typing import Literal
 
@@ -48,11 +49,19 @@ class Svg:
         size: float = 13,
         anchor: Anchor = "start",
         bold: bool = False,
+        room: float = math.inf,
     ) -> None:
-        """A line of text; `y` is its middle."""
+        """A line of text; `y` is its middle, `room` the width that it must not exceed.
+
+        A phone shows the whole picture, and so larger text in it (--text of look.css).
+        """
+        most = room / max(1, len(text)) / (0.66 if bold else 0.6)
+        size_css = f"calc({size:g}px*var(--text,1))"
+        if most < math.inf:
+            size_css = f"min({size_css},{most:.1f}px)"
         self._parts.append(
             f'<text x="{x:.2f}" y="{y:.2f}" dominant-baseline="central" text-anchor="{anchor}" '
-            f'style="fill:{_colour(fill)};font-size:{size:g}px;'
+            f'style="fill:{_colour(fill)};font-size:{size_css};'
             f'font-weight:{600 if bold else 400}">{escape(text)}</text>'
         )
 

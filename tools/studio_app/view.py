@@ -16,7 +16,8 @@ from starlette.requests import Request
 
 from harness.errors import ConfigError
 from tools.look.palette import css
-from tools.studio_app.drawn import basis_of, html_of
+from tools.studio_app.catalogue import LESSONS
+from tools.studio_app.drawn import basis_of, home_of, html_of, legend_of, lesson_of
 from tools.studio_app.page import (
     Chart,
     Choice,
@@ -29,9 +30,16 @@ from tools.studio_app.page import (
     query_of,
     read_values,
 )
+from tools.studio_app.plans import in_words
 
 _STYLE = Path(__file__).with_name("look.css").read_text(encoding="utf-8")
 _FRAME_S = 0.9  # of an animation
+_HOME = """
+<h1 class="title">Training studio</h1>
+<p class="sees">Six groups of lessons on training large models, best read in this order. Every
+figure is computed by the functions that plan and train. Have a run already?
+<a href="/plan">Plan it</a>, <a href="/runs">watch it</a>, or <a href="/problems">mend it</a>.</p>
+"""
 _SCRIPT = """
 <script>
 // NiceGUI's chart may be made before its box has a width, and looks again only when that changes.
@@ -55,29 +63,35 @@ document.addEventListener("keydown", (event) => {
 
 
 def add_pages(pages: Sequence[Page]) -> None:
-    """Register every page with NiceGUI, the first one as the front page, too."""
+    """Register every page with NiceGUI, and the order of lessons as the front page."""
     for page in pages:
         handler = _handler(page, pages)
         ui.page(f"/{page.slug}", title=f"{page.title} | studio", response_timeout=600)(handler)
-    first = pages[0]
-    ui.page("/", title=f"{first.title} | studio", response_timeout=600)(_handler(first, pages))
+
+    def show_home() -> None:
+        _add_menu(None, pages)
+        ui.html(_HOME, sanitize=False).style("width:100%")
+        ui.html(home_of(pages), sanitize=False).classes("figures")
+
+    ui.page("/", title="Training studio")(show_home)
 
 
 def _handler(page: Page, pages: Sequence[Page]) -> Callable[[Request], Any]:
     async def show(request: Request) -> None:
-        ui.add_head_html(f"<style>{css()}{_STYLE}</style>{_SCRIPT}")
         _add_menu(page, pages)
         await PageView(page, dict(request.query_params)).show()
 
     return show
 
 
-def _add_menu(here: Page, pages: Sequence[Page]) -> None:
+def _add_menu(here: Page | None, pages: Sequence[Page]) -> None:
+    ui.add_head_html(f"<style>{css()}{_STYLE}</style>{_SCRIPT}")
     with (
-        ui.left_drawer(bordered=True).props("width=238 show-if-above") as drawer,
+        # With a value of its own, or NiceGUI asks each browser and waits 1 s for the answer.
+        ui.left_drawer(value=False, bordered=True).props("width=238 show-if-above") as drawer,
         ui.element("nav"),
     ):
-        for group, members in groupby(pages, key=lambda page: page.group):
+        for group, members in groupby(pages, key=lambda page: LESSONS[page.slug].group):
             ui.label(group).classes("menu-group")
             for page in members:
                 link = ui.link(page.title, f"/{page.slug}").classes("menu-link")
@@ -106,7 +120,7 @@ class PageView:
         """Build the page with its first figures."""
         page = self.page
         ui.html(page.title, sanitize=False, tag="h1").classes("title")
-        ui.html(page.sees, sanitize=False, tag="p").classes("sees")
+        ui.html(lesson_of(LESSONS[page.slug]), sanitize=False).style("width:100%")
         if page.controls:
             with ui.element("section").classes("card controls").props('aria-label="settings"'):
                 for control in page.controls:
@@ -119,7 +133,10 @@ class PageView:
             )
             copy.on("click", js_handler="() => navigator.clipboard.writeText(location.href)")
         ui.html(basis_of(page), sanitize=False).style("width:100%")
-        self._draw(await self._computed())
+        figures = await self._computed()
+        if ui.context.client.is_deleted:  # the browser did not wait for them
+            return
+        self._draw(figures)
         if page.every_s:
             ui.timer(page.every_s, self.refresh, immediate=False)
 
@@ -224,8 +241,9 @@ class PageView:
             return
         for figure, (_, element) in zip(figures, self._shown, strict=True):
             if isinstance(figure, Chart):
-                title, chart = element
+                title, chart, legend = element
                 title.set_content(escape(figure.title))
+                legend.set_content(legend_of(figure.legend))
                 if chart.options != figure.options:
                     chart.options.clear()
                     chart.options.update(figure.options)
@@ -239,9 +257,13 @@ def figures_of(page: Page, values: dict[str, Any]) -> list[Figure]:
     try:
         return page.figures(values)
     except ConfigError as error:
-        return [Note(f"These settings cannot be: {problem}", "bad") for problem in error.problems]
+        problems = error.problems
     except ValueError as error:
-        return [Note(f"These settings cannot be: {error}", "bad")]
+        problems = [str(error)]
+    return [
+        Note(f"These settings cannot be: {in_words(problem, page.controls)}", "bad")
+        for problem in problems
+    ]
 
 
 def _new(figure: Figure) -> Any:
@@ -249,9 +271,10 @@ def _new(figure: Figure) -> Any:
         return ui.html(html_of(figure), sanitize=False).style("width:100%;min-width:0")
     with ui.element("div").classes("card"):
         title = ui.html(escape(figure.title), sanitize=False, tag="h2")
+        legend = ui.html(legend_of(figure.legend), sanitize=False)
         chart = ui.echart(figure.options, renderer="svg")
         chart.style(f"width:100%;height:{figure.height}px")
-    return title, chart
+    return title, chart, legend
 
 
 def _with_unit(control: Slider, value: float) -> str:

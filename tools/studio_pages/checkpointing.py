@@ -44,6 +44,11 @@ from tools.studio_app.svg import Svg
 _EVERY = "every N-th layer"
 _WAYS = (*WAYS, REVERSIBLE, _EVERY)
 _WIDTH, _HEIGHT = 760.0, 150.0
+_LEGEND = (
+    ("activations", "held"),
+    ("gradients", "held, backward pass runs"),
+    ("grid", "thrown away, or done with"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def figures(values: Values) -> list[Figure]:
                 Number("In host memory", gib(_boundaries(inputs, "host")), "of a micro-batch"),
             ]
         ),
-        Drawing(_caption(chosen[now], way), _picture(inputs, chosen, now)),
+        Drawing(_caption(chosen[now], way), _picture(inputs, chosen, now), _LEGEND),
         Chart(
             "Activations held during one step, GiB",
             lines(
@@ -187,7 +192,7 @@ def _picture(inputs: Inputs, turns: list[Pass], now: int) -> str:
     """A column for each layer: what it holds now, within what it would hold whole."""
     turn, kept = turns[now], kept_bytes(inputs)
     wholes = [layer_activations(inputs, layer).total for layer in range(len(kept))]
-    picture = Svg(_WIDTH, _HEIGHT + 40, _caption(turn, inputs.checkpointing))
+    picture = Svg(_WIDTH, _HEIGHT + 24, _caption(turn, inputs.checkpointing))
     step, most = _WIDTH / len(kept), max(wholes)
     for layer, whole in enumerate(wholes):
         runs = layer == turn.layer and not turn.forward
@@ -202,25 +207,16 @@ def _picture(inputs: Inputs, turns: list[Pass], now: int) -> str:
         bold = layer == turn.layer
         if len(kept) <= 32 or layer % 4 == 0:
             middle = left + step * 0.38
-            picture.text(middle, _HEIGHT + 12, str(layer), anchor="middle", size=11, bold=bold)
-    for place, (colour, text) in enumerate(
-        (
-            ("activations", "held"),
-            ("gradients", "held, backward pass runs"),
-            ("grid", "thrown away, or done with"),
-        )
-    ):
-        picture.rect(place * 190, _HEIGHT + 24, 12, 12, colour)
-        picture.text(place * 190 + 17, _HEIGHT + 30, text, size=12, fill="muted")
+            picture.text(
+                middle, _HEIGHT + 12, str(layer), anchor="middle", size=11, bold=bold,
+                room=step * (1 if len(kept) <= 32 else 4),
+            )  # fmt: skip
     return str(picture)
 
 
 PAGE = Page(
     slug="checkpointing",
     title="Gradient checkpointing",
-    group="Memory",
-    sees="The activations that each decoder layer keeps during one step, and the arithmetic that "
-    "is repeated where it keeps its input alone.",
     controls=(
         Choice("model", "Model", MODELS, "gpt2-124m"),
         Choice("way", "Checkpointing", _WAYS, _EVERY),

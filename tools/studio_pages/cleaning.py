@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def figures(values: Values) -> list[Figure]:
         first = getattr(whole, read) or 1
         return Line(name, [(at.strictness, 100 * getattr(at, read) / first) for at in points])
 
+    scores = trade_off(points)
+    best = max(scores, key=lambda pair: pair[1])[0]
     counts = [
         (
             rule.name,
@@ -76,9 +79,11 @@ def figures(values: Values) -> list[Figure]:
                     curve("size", "characters"),
                     curve("quality", "quality"),
                     curve("diversity", "diversity"),
+                    Line("trade-off", [(at, 100 * score) for at, score in scores], dashed=True),
                 ],
                 Axis("strictness, %", low=0, high=100),
                 Axis("%", low=0),
+                marks={f"best: {best:g} %": best},
             ),
         ),
         Table(
@@ -96,6 +101,17 @@ def figures(values: Values) -> list[Figure]:
             300,
         ),
     ]
+
+
+def trade_off(points: Sequence[AtStrictness]) -> list[tuple[float, float]]:
+    """Return (strictness, harmonic mean of size and gain in quality, both from 0 to 1)."""
+    whole, most = points[0], max(at.quality for at in points)
+    scores = []
+    for at in points:
+        size = at.characters / (whole.characters or 1)
+        gain = (at.quality - whole.quality) / ((most - whole.quality) or 1)
+        scores.append((float(at.strictness), 2 * size * gain / ((size + gain) or 1)))
+    return scores
 
 
 def corpora() -> tuple[str, ...]:
@@ -124,7 +140,12 @@ def _recipe(report: Cleaning) -> list[Figure]:
 
 def _squares(now: AtStrictness) -> Drawing:
     return Drawing(
-        "Every document: kept, or the filter that rejects it", _picture(now, now.strictness)
+        "Every document: kept, or the filter that rejects it",
+        _picture(now, now.strictness),
+        [
+            ("activations", "kept"),
+            *((f"series-{n % 8 + 1}", rule.name) for n, rule in enumerate(FILTERS)),
+        ],
     )
 
 
@@ -152,33 +173,22 @@ def _picture(now: AtStrictness, strictness: float) -> str:
     each, columns = 15.0, 50
     everything = documents()
     rows = -(-len(everything) // columns)
-    picture = Svg(_WIDTH, rows * each + 44, f"{now.documents} of {len(everything)} documents kept")
+    picture = Svg(_WIDTH, rows * each, f"{now.documents} of {len(everything)} documents kept")
     names_of_rules = [rule.name for rule in FILTERS]
     for place, document in enumerate(everything):
         rule = first_rejecting(document, strictness)
-        is_kept = rule is None
         colour = "activations" if rule is None else f"series-{names_of_rules.index(rule) % 8 + 1}"
         why = "kept" if rule is None else f"rejected by {rule}"
         picture.rect(
             place % columns * each, place // columns * each, each - 2, each - 2, colour,
-            opacity=1 if is_kept else 0.35, title=f"{document.name}: {why}",
+            opacity=1 if rule is None else 0.5, title=f"{document.name}: {why}",
         )  # fmt: skip
-    names = [("activations", "kept", 1.0)]
-    names += [(f"series-{n % 8 + 1}", rule.name, 0.35) for n, rule in enumerate(FILTERS)]
-    for place, (colour, text, opacity) in enumerate(names):
-        left, top = place * 108, rows * each + 16
-        picture.rect(left, top, 12, 12, colour, opacity=opacity)
-        picture.text(left + 16, top + 6, text, size=11.5, fill="muted")
     return str(picture)
 
 
 PAGE = Page(
     slug="cleaning",
     title="Cleaning data",
-    group="Data",
-    sees="Documents through six filters: the stricter they are, the less is left, the more of it "
-    "reads like prose, and the fewer different words it has. Python's own library, or any corpus "
-    "that tools/clean_data.py has cleaned into the folder of runs.",
     controls=(
         Choice("corpus", "Corpus", corpora, _OWN),
         Slider("strictness", "Strictness", STRICTNESS, 80, "%", plays=True),
@@ -192,7 +202,8 @@ PAGE = Page(
     formula="A document is kept if every measure is on the right side of its threshold, which goes "
     "linearly from its loosest to its strictest value. The filters are none of a recipe's, after "
     "Gopher's rules; tools/clean_data.py counts the same on your corpus, as it was read. "
-    "Quality here is the share of words common in prose.",
+    "Quality here is the share of words common in prose. Trade-off: the harmonic mean of size and "
+    "the gain in quality, from 0 without filters to 1 at its best.",
     sources=(
         ("Gopher, arXiv 2112.11446, table A1", "https://arxiv.org/abs/2112.11446"),
         ("FineWeb, arXiv 2406.17557", "https://arxiv.org/abs/2406.17557"),

@@ -15,7 +15,7 @@ from tools.studio_app.svg import Svg
 
 _FEATURES = 6
 _LR = 0.1
-_WIDTH, _CARD, _PER_ROW = 760.0, 150.0, 4
+_WIDTH, _CARD, _PER_ROW = 760.0, 150.0, 2
 _FRAMES = (
     "every GPU has the same weights",
     "every GPU reads samples of its own",
@@ -138,15 +138,18 @@ def _picture(step: Step, frame: int) -> str:
         picture.text(left + 14, top + 16, f"GPU {number}", size=13, bold=True)
         if frame >= 1:
             picture.text(
-                left + 62, top + 16, f"{len(rank.samples)} samples, {rank.tokens} tokens",
-                size=10.5, fill="muted",
+                left + width - 14, top + 16, f"{len(rank.samples)} samples, {rank.tokens} tokens",
+                size=12, fill="muted", anchor="end", room=width - 120,
             )  # fmt: skip
             for place, sample in enumerate(rank.samples[:12]):
                 x = left + 12 + place * (width - 24) / 12
                 picture.rect(x, top + 28, (width - 24) / 12 - 2, 16, "activations")
                 middle = x + (width - 24) / 24 - 1
                 text = str(sample)
-                picture.text(middle, top + 36, text, size=9, fill="on-colour", anchor="middle")
+                room = (width - 24) / 12 - 2
+                picture.text(
+                    middle, top + 36, text, size=11, fill="on-colour", anchor="middle", room=room
+                )
         weights = step.before if frame < 4 else step.before - _LR * step.reduced
         _bars(picture, weights, "weights", left + 12, top + 88, width - 24, most)
         if frame in (2, 3):
@@ -175,9 +178,6 @@ def _bars(
 PAGE = Page(
     slug="data",
     title="Data parallelism",
-    group="Parallelism",
-    sees="One step of a small linear model on several GPUs: samples dealt out as train.py does it, "
-    "real gradients, added by an all-reduce, equal to those of one GPU that reads everything.",
     controls=(
         Slider("ranks", "GPUs", (1, 2, 3, 4, 6, 8), 4),
         Slider("samples", "Global batch", (8, 12, 16, 24, 32, 48), 16, "samples"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,10 +29,10 @@ from tools.studio_app.plans import planned
 from tools.studio_app.svg import Svg
 
 _EXPERTS, _HIDDEN, _CONTEXT = 8, 32, 4
-_STEPS, _EVERY, _BATCH = 100, 10, 256
+_STEPS, _EVERY, _BATCH = 200, 20, 256
 _LR = 5e-3
-_TOPS, _BALANCES = (2, 1, 4), (0.01, 0.0, 1.0)  # the default first: they are trained in this order
-_WIDTH, _ROW = 760.0, 26.0
+_TOPS, _BALANCES = (2, 1, 4), (0.1, 0.0, 0.01)  # the default first: they are trained in this order
+_WIDTH, _ROW, _LABEL, _COLUMNS = 760.0, 22.0, 80.0, 32
 _PRESETS = ("mixtral-8x7b", "qwen3-30b-a3b")
 _KINDS = {
     "small letters": str.islower,
@@ -140,7 +141,7 @@ def figures(values: Values) -> list[Figure]:
 
 @lru_cache(maxsize=32)
 def trained(top: int, balance: float) -> tuple[Snapshot, ...]:
-    """Train the mixture on Python's own documentation; return it before and after every 10 steps.
+    """Train the mixture on Python's own documentation; return it before and after every 20 steps.
 
     The loss is cross-entropy and `balance` x Switch's balancing loss, experts x sum of (share of
     tokens x mean probability) (arXiv 2101.03961, equation 4).
@@ -207,21 +208,23 @@ def _by_kind(text: str, chosen: torch.Tensor) -> tuple[list[str], list[list[floa
 
 
 def _picture(text: str, chosen: torch.Tensor, shares: torch.Tensor) -> str:
-    """A column for each of the first bytes, a row for each expert."""
-    letters = [chr(byte) if 32 < byte < 127 else "·" for byte in text.encode()][:60]
-    height = _EXPERTS * _ROW
-    picture = Svg(_WIDTH, height + 34, "The experts of each byte")
-    label, each = 66.0, (_WIDTH - 66.0) / max(len(letters), 20)
-    for expert in range(_EXPERTS):
-        y = 30 + expert * _ROW
-        picture.text(0, y + _ROW / 2, f"expert {expert}", size=12, fill="muted")
-        picture.line([(label, y + _ROW), (_WIDTH, y + _ROW)], "grid", width=1)
+    """A column for each of the first bytes, a row for each expert; below them the other half."""
+    letters = [chr(byte) if 32 < byte < 127 else "·" for byte in text.encode()][: 2 * _COLUMNS]
+    height = _EXPERTS * _ROW + 34
+    lines = -(-len(letters) // _COLUMNS)
+    picture = Svg(_WIDTH, lines * height, "The experts of each byte")
+    each = (_WIDTH - _LABEL) / _COLUMNS
+    for line, expert in itertools.product(range(lines), range(_EXPERTS)):
+        y = line * height + 30 + expert * _ROW
+        name = f"expert {expert}"
+        picture.text(0, y + _ROW / 2, name, size=12, fill="muted", room=_LABEL - 6)
+        picture.line([(_LABEL, y + _ROW), (_WIDTH, y + _ROW)], "grid", width=1)
     for place, letter in enumerate(letters):
-        x = label + place * each
-        picture.text(x + each / 2, 14, letter, anchor="middle", size=13)
+        x, top = _LABEL + place % _COLUMNS * each, place // _COLUMNS * height
+        picture.text(x + each / 2, top + 14, letter, anchor="middle", size=13, room=each)
         pairs = zip(chosen[place].tolist(), shares[place].tolist(), strict=True)
         for expert, share in pairs:
-            y = 30 + expert * _ROW
+            y = top + 30 + expert * _ROW
             title = f"{letter}: {share:.0%} by expert {expert}"
             colour = f"series-{expert + 1}"
             opacity = 0.25 + 0.75 * share
@@ -232,12 +235,9 @@ def _picture(text: str, chosen: torch.Tensor, shares: torch.Tensor) -> str:
 PAGE = Page(
     slug="experts",
     title="Mixture of experts",
-    group="Parallelism",
-    sees="A mixture of 8 experts, really trained on Python's documentation while you wait: which "
-    "experts each byte of a text goes to, how evenly they are loaded, and what that saves.",
     controls=(
         Slider("top", "Experts of a byte", sorted(_TOPS), 2),
-        Slider("balance", "Weight of the balancing loss", sorted(_BALANCES), 0.01),
+        Slider("balance", "Weight of the balancing loss", sorted(_BALANCES), 0.1),
         Slider("step", "After", tuple(range(0, _STEPS + 1, _EVERY)), _STEPS, "steps", plays=True),
         Choice("model", "Compare the arithmetic of", _PRESETS, _PRESETS[0]),
         Typed(

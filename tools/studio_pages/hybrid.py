@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from harness.estimate.step_time.step import TERMS, StepTime
 from harness.estimate.units import GIB
 from harness.layout.grid import Axis as GridAxis
@@ -26,8 +28,8 @@ from tools.studio_app.page import (
 )
 from tools.studio_app.plans import (
     ACCUMULATION,
+    CONTEXT,
     GPU,
-    LLAMA_65B,
     MICRO_BATCH,
     MODELS,
     PER_NODE,
@@ -36,12 +38,11 @@ from tools.studio_app.plans import (
     planned,
     settings_of,
 )
-from tools.studio_app.ranks import CELL, moment_picture, nodes_picture
+from tools.studio_app.ranks import CELL, MOMENTS, moment_picture, nodes_picture
 
 _AXES: tuple[GridAxis, ...] = ("tensor", "data", "pipeline")
-_LLAMA_65B = "llama-65b"
 _CAPTIONS = {
-    "passes": "Passes: each stage computes a micro-batch, forward (f) or backward (b), or waits",
+    "passes": "Passes: each stage computes a micro-batch, forward or backward, or waits",
     "sums": "In each layer of them, ranks of a tensor group add up their parts (the bars)",
     "sends": "Hidden states go on to the next stage, gradients back; arrows: the rank's group",
     "gradients": "Data ranks add up the gradients of all micro-batches; the line: the rank's group",
@@ -59,17 +60,15 @@ def figures(values: Values) -> list[Figure]:
     """Return the ranks on their nodes, a rank's groups, and the memory of each stage."""
     stages, tensor, nodes = values["stages"], values["tensor"], values["nodes"]
     grid = Grid(nodes * PER_NODE, pipeline=stages, tensor=tensor)
-    is_llama = values["model"] == _LLAMA_65B
-    overrides = {"overrides": LLAMA_65B} if is_llama else {}
     plan = planned(
-        model="llama-3-70b" if is_llama else values["model"],
+        model=values["model"],
         ds_json="3d",
         gpu=values["gpu"],
         gpus=grid.world_size,
         seq_len=values["seq_len"],
         micro_batch=values["micro_batch"],
         accumulation=values["accumulation"],
-        settings={**overrides, **settings_of(values)},
+        settings=settings_of(values),
         changes=(f"pipeline.stages={stages}", f"tensor_parallel.autotp_size={tensor}"),
     )
     rank = min(values["rank"], grid.world_size - 1)
@@ -99,12 +98,12 @@ def figures(values: Values) -> list[Figure]:
                 Number("A step", f"{step.seconds:,.2f} s", f"{_waits(step):.0%} waiting"),
             ]
         ),
-        Drawing(_CAPTIONS[turns[now].kind], moment_picture(grid, nodes, rank, turns[now])),
+        Drawing(_CAPTIONS[turns[now].kind], moment_picture(grid, nodes, rank, turns[now]), MOMENTS),
         Chart("Where a step's time goes, seconds", _spent(step), 240),
         Drawing(
-            f"{nodes} nodes of {PER_NODE} GPUs: colours are pipeline stages, numbers are ranks; "
-            f"framed: rank {rank} and its {axis} group",
+            f"{nodes} nodes of {PER_NODE} GPUs; framed: rank {rank} and its {axis} group",
             _picture(grid, nodes, rank, set(group)),
+            [(series_colour(stage % 8), f"stage {stage}") for stage in range(stages)],
         ),
         Chart(
             "The fullest GPU of each stage at its peak, GiB",
@@ -162,23 +161,22 @@ def _picture(grid: Grid, nodes: int, rank: int, group: set[int]) -> str:
         colour = series_colour(here.pipeline % 8)
         title = f"rank {number}: pipeline {here.pipeline}, data {here.data}, tensor {here.tensor}"
         cell.fill(picture, colour, title, inset)
-        cell.write(picture, str(number), f"d{here.data} t{here.tensor}", bold=number == rank)
+        lines = (f"rank {number}", f"data {here.data}", f"tensor {here.tensor}")
+        cell.write(picture, lines, bold=number == rank)
     return str(picture)
 
 
 PAGE = Page(
     slug="hybrid",
     title="3D parallelism",
-    group="Parallelism",
-    sees="One step of a job that combines pipeline, data and tensor parallelism: who computes, who "
-    "waits, and who talks to whom at each moment; and where each rank sits and what it holds.",
     controls=(
-        Choice("model", "Model", (_LLAMA_65B, *MODELS), _LLAMA_65B),
+        Choice("model", "Model", MODELS, "llama-65b"),
         GPU,
         Slider("nodes", "Nodes", (1, 2, 4, 8, 16), 4, "of 8 GPUs"),
         Slider("stages", "Pipeline stages", (2, 4, 8, 16), 4),
         Slider("tensor", "Tensor parallel", (1, 2, 4, 8), 4, "GPUs", "GPU"),
-        SEQ_LEN,
+        replace(SEQ_LEN, default=2048),
+        CONTEXT,
         MICRO_BATCH,
         ACCUMULATION,
         Choice("checkpointing", "Checkpointing", ("none", "selective", "full"), "full"),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from harness.errors import ConfigError
 from harness.estimate.held import PHASES
 from harness.estimate.timeline import Estimate
 from harness.estimate.units import GIB
 from harness.report.components import group_of
 from tools.look.palette import COMPONENTS
-from tools.studio_app.charts import Axis, stacked
+from tools.studio_app.charts import Axis, Line, lines, stacked
 from tools.studio_app.memory import VERDICTS, gib, grouped_gib
 from tools.studio_app.page import Chart, Drawing, Figure, Number, Numbers, Page, Table, Values
 from tools.studio_app.plans import PLAN_CONTROLS, estimate_of, plan_of
 from tools.studio_app.svg import Svg
 
 _WIDTH, _BAR = 760.0, 70.0
+_GPUS = (1, 4, 16, 64, 256, 1024)
 _NAMED = 60.0  # a narrower part has no room for its name
 
 
@@ -22,8 +24,9 @@ def figures(values: Values) -> list[Figure]:
     estimate = estimate_of(plan_of(values))
     return [
         Numbers(numbers_of(estimate)),
-        Drawing(f"The fullest GPU in {estimate.worst.peak_phase}, to scale", _anatomy(estimate)),
+        _anatomy(estimate),
         Chart("Memory in each phase of a step, GiB", by_phase(estimate), 380),
+        Chart("The fullest GPU at its peak over the number of GPUs, GiB", _by_gpus(values)),
         _components(estimate),
     ]
 
@@ -59,35 +62,57 @@ def by_phase(estimate: Estimate) -> dict[str, object]:
     )
 
 
-def _anatomy(estimate: Estimate) -> str:
+def _by_gpus(values: Values) -> dict[str, object]:
+    """The peak on other numbers of GPUs, all else equal; without those that cannot be planned."""
+    points, device = [], 0
+    for gpus in sorted({*_GPUS, values["gpus"]}):
+        try:
+            estimate = estimate_of(plan_of({**values, "gpus": gpus}))
+        except ConfigError:
+            continue
+        device = estimate.device_bytes or 0
+        points.append((gpus, estimate.worst.peak / GIB))
+    now = [point for point in points if point[0] == values["gpus"]]
+    curves = [Line("peak", points), Line("now", now, "series-2", dots=True)]
+    limits = {f"device, {gib(device)}": device / GIB}
+    return lines(
+        curves,
+        Axis("GPUs", "log", low=1, high=_GPUS[-1], ends=True),
+        Axis("GiB", low=0),
+        limits=limits,
+    )
+
+
+def _anatomy(estimate: Estimate) -> Drawing:
     """The device as a box, with the six groups in it."""
     worst = estimate.worst
     groups = grouped_gib(worst.phase(worst.peak_phase))
     device = (estimate.device_bytes or 0) / GIB
     whole = max(device, sum(groups.values()))
     label = ", ".join(f"{name} {size:.2f} GiB" for name, size in groups.items())
-    picture = Svg(_WIDTH, _BAR + 74, f"Memory at the peak: {label}")
+    picture = Svg(_WIDTH, _BAR + 62, f"Memory at the peak: {label}")
     picture.rect(0, 26, _WIDTH * device / whole, _BAR, "surface", stroke="muted")
     left = 0.0
     for name, size in groups.items():
         width = _WIDTH * size / whole
         picture.rect(left, 26, width, _BAR, name, title=f"{name}: {size:.2f} GiB")
         if width >= _NAMED:
-            middle = left + width / 2
-            picture.text(middle, 52, name, fill="on-colour", anchor="middle", size=12, bold=True)
-            picture.text(middle, 70, f"{size:.2f}", fill="on-colour", anchor="middle", size=12)
+            middle, text = left + width / 2, f"{size:.2f}"
+            ink = "on-colour"
+            picture.text(
+                middle, 50, name, fill=ink, anchor="middle", size=12, bold=True, room=width
+            )
+            picture.text(middle, 72, text, fill=ink, anchor="middle", size=12, room=width)
         left += width
     free = device - sum(groups.values())
     at = _WIDTH * device / whole
     if device:
         picture.line([(at - 1, 18), (at - 1, 34 + _BAR)], "bad", width=2)
-        picture.text(at - 4, 9, f"device {device:.0f} GiB", fill="bad", anchor="end", size=12)
+        picture.text(at - 4, 10, f"device {device:.0f} GiB", fill="bad", anchor="end", size=12)
     text = f"{free:.2f} GiB free" if free >= 0 else f"{-free:.2f} GiB too much"
-    picture.text(0, 44 + _BAR, f"{sum(groups.values()):.2f} GiB in tensors; {text}", fill="muted")
-    for place, name in enumerate(COMPONENTS):
-        picture.rect(place * 122, 58 + _BAR, 12, 12, name)
-        picture.text(place * 122 + 17, 64 + _BAR, f"{name} {groups[name]:.1f}", size=12)
-    return str(picture)
+    picture.text(0, 48 + _BAR, f"{sum(groups.values()):.2f} GiB in tensors; {text}", fill="muted")
+    legend = [(name, f"{name} {groups[name]:.1f}") for name in COMPONENTS]
+    return Drawing(f"The fullest GPU in {worst.peak_phase}, to scale", str(picture), legend)
 
 
 def _components(estimate: Estimate) -> Table:
@@ -106,9 +131,6 @@ def _components(estimate: Estimate) -> Table:
 PAGE = Page(
     slug="memory",
     title="GPU memory anatomy",
-    group="Memory",
-    sees="The bytes that the fullest GPU holds in each phase of a training step, by use, beside "
-    "the memory of the device.",
     controls=PLAN_CONTROLS,
     figures=figures,
     computed_by=("harness.plan.make.make_plan", "harness.estimate.timeline.estimate_memory"),

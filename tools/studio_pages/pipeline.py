@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from harness.layout.stages import Work, bubble, schedule
+from harness.layout.stages import bubble
+from tools.layout.schedules import SCHEDULES, interleaved, most_kept
 from tools.layout.timing import Span, spans, stage_work, waiting
 from tools.studio_app.charts import Axis, stacked
 from tools.studio_app.page import (
@@ -16,41 +15,72 @@ from tools.studio_app.page import (
     Numbers,
     Page,
     Slider,
+    Table,
     Values,
 )
 from tools.studio_app.plans import MODELS, planned
 from tools.studio_app.svg import Svg
 
-_ONE_F_ONE_B, _GPIPE = "1F1B", "GPipe"
 _EQUAL = "equally fast stages"
 _WIDTH, _ROW = 760.0, 34.0
-_LABEL = 62.0
+_LABEL = 74.0
+_COLOURS = {
+    "forward": "weights",
+    "backward": "gradients",
+    "inputs": "gradients",
+    "weights": "optimizer",
+}
+_LEGEND = (
+    ("weights", "forward; paler: later chunks"),
+    ("gradients", "backward, or its part for the inputs"),
+    ("optimizer", "backward for the weights (zero-bubble)"),
+    ("grid", "waiting"),
+)
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return one step of every stage up to a place in it, and what both schedules cost."""
-    stages, batches = values["stages"], values["batches"]
+    """Return one step of every stage up to a place in it, and what all schedules cost."""
+    stages, batches, name = values["stages"], values["batches"], values["schedule"]
     work = _work(values["model"], stages)
-    rows = {_ONE_F_ONE_B: schedule(stages, batches), _GPIPE: gpipe(stages, batches)}
-    placed = {name: spans(grid, work) for name, grid in rows.items()}
-    chosen = placed[values["schedule"]]
-    most = {name: [peak_in_flight(row) for row in grid] for name, grid in rows.items()}
-    end = max(span.end for span in chosen)
+    chunks = {
+        each: values["chunks"] if make is interleaved else 1 for each, make in SCHEDULES.items()
+    }
+    orders = {
+        each: make(stages, batches, chunks[each])
+        for each, make in SCHEDULES.items()
+        if make is not interleaved or each == name or not batches % stages
+    }
+    placed = {each: spans(rows, work, chunks[each]) for each, rows in orders.items()}
+    most = {each: [most_kept(row, chunks[each]) for row in orders[each]] for each in orders}
+    chosen = placed[name]
+    rows = [
+        (
+            each,
+            f"{waiting(found):.1%}",
+            f"{_step(found, work, batches):.2f} x",
+            f"{max(most[each]):.3g}",
+            "yes" if each == "1F1B" else "no: drawn for comparison",
+        )
+        for each, found in placed.items()
+    ]
     return [
         Numbers(
             [
-                Number("Bubble, formula", f"{bubble(stages, batches):.1%}", "equally fast stages"),
-                Number("Waiting", f"{waiting(chosen):.1%}", f"of the step, {values['schedule']}"),
-                *(
-                    Number(f"{name} keeps", f"{max(counts)}", "micro-batches' activations at most")
-                    for name, counts in most.items()
-                ),
-                Number("Step", f"{end / (sum(map(sum, work)) * batches):.2f} x", "of one GPU's"),
+                Number("Bubble, formula", f"{bubble(stages, batches):.1%}", "1F1B, equal stages"),
+                Number("Waiting", f"{waiting(chosen):.1%}", f"of the step, {name}"),
+                Number("Keeps", f"{max(most[name]):.3g}", "micro-batches' activations at most"),
+                Number("Step", f"{_step(chosen, work, batches):.2f} x", "of even work, no waiting"),
             ]
         ),
         Drawing(
-            f"{values['schedule']}, {stages} stages, {batches} micro-batches",
+            f"{name}, {stages} stages, {batches} micro-batches",
             _picture(chosen, stages, values["progress"] / 100),
+            _LEGEND,
+        ),
+        Table(
+            "All schedules",
+            ("schedule", "waiting", "step, of even work", "keeps at most", "DeepSpeed runs it"),
+            rows,
         ),
         Chart(
             "Micro-batches whose activations a stage keeps at most",
@@ -60,29 +90,9 @@ def figures(values: Values) -> list[Figure]:
     ]
 
 
-def gpipe(stages: int, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
-    """Return the work of each stage at each tick under GPipe (arXiv 1811.06965, figure 2c): all
-    forward passes, then all backward passes, the last micro-batch first.
-    """
-    half = micro_batches + stages - 1
-    rows: list[list[Work]] = []
-    for stage in range(stages):
-        row: list[Work] = [None] * (2 * half)
-        for batch in range(micro_batches):
-            row[stage + batch] = ("forward", batch)
-            row[half + stages - 1 - stage + micro_batches - 1 - batch] = ("backward", batch)
-        rows.append(row)
-    return tuple(map(tuple, rows))
-
-
-def peak_in_flight(row: Sequence[Work]) -> int:
-    """Return the micro-batches whose forward pass is done and backward pass is not, at most."""
-    count, most = 0, 0
-    for task in row:
-        if task is not None:
-            count += 1 if task[0] == "forward" else -1
-            most = max(most, count)
-    return most
+def _step(placed: list[Span], work: list[tuple[float, float]], batches: int) -> float:
+    """The length of a step over that of stages that share its work evenly and never wait."""
+    return max(span.end for span in placed) * len(work) / (sum(map(sum, work)) * batches)
 
 
 def _work(model: str, stages: int) -> list[tuple[float, float]]:
@@ -109,42 +119,41 @@ def _picture(placed: list[Span], stages: int, progress: float) -> str:
     end = max(span.end for span in placed)
     now, scale = progress * end, (_WIDTH - _LABEL) / end
     height = stages * _ROW
-    picture = Svg(_WIDTH, height + 44, f"Work of {stages} stages over one step")
+    picture = Svg(_WIDTH, height, f"Work of {stages} stages over one step")
     for stage in range(stages):
-        picture.text(0, stage * _ROW + _ROW / 2, f"stage {stage}", size=12)
+        middle = stage * _ROW + _ROW / 2
+        picture.text(0, middle, f"stage {stage}", size=12, room=_LABEL - 6)
         picture.rect(_LABEL, stage * _ROW + 3, _WIDTH - _LABEL, _ROW - 6, "grid", radius=0)
     for span in placed:
         if span.begin >= now:
             continue
         width = (min(span.end, now) - span.begin) * scale
         left, top = _LABEL + span.begin * scale, span.stage * _ROW + 3
-        colour = "weights" if span.kind == "forward" else "gradients"
-        text = f"{span.kind} pass of micro-batch {span.micro_batch}"
-        picture.rect(left, top, width, _ROW - 6, colour, stroke="surface", title=text)
-        if width > 11:
-            middle = left + width / 2
-            number = str(span.micro_batch)
-            y = top + (_ROW - 6) / 2
-            picture.text(middle, y, number, fill="on-colour", anchor="middle", size=12)
+        kind = {"inputs": "gradients of inputs", "weights": "gradients of weights"}.get(
+            span.kind, f"{span.kind} pass"
+        )
+        text = f"{kind}, micro-batch {span.micro_batch}, chunk {span.chunk}"
+        picture.rect(
+            left, top, width, _ROW - 6, _COLOURS[span.kind],
+            stroke="surface", title=text, opacity=1 - 0.16 * span.chunk,
+        )  # fmt: skip
+        number = str(span.micro_batch)
+        if width > 7:
+            middle, y = left + width / 2, top + (_ROW - 6) / 2
+            picture.text(middle, y, number, fill="on-colour", anchor="middle", size=12, room=width)
     at = _LABEL + now * scale
     picture.line([(at, 0), (at, height)], "ink", width=1.5)
-    legend = (("weights", "forward"), ("gradients", "backward"), ("grid", "waiting"))
-    for place, (colour, name) in enumerate(legend):
-        picture.rect(_LABEL + place * 110, height + 16, 12, 12, colour)
-        picture.text(_LABEL + place * 110 + 17, height + 22, name, size=12, fill="muted")
     return str(picture)
 
 
 PAGE = Page(
     slug="pipeline",
     title="Pipeline parallelism",
-    group="Parallelism",
-    sees="One optimizer step of a pipelined model: each row is a stage, each number a micro-batch, "
-    "grey is waiting (the bubble). DeepSpeed runs 1F1B; GPipe is drawn for comparison.",
     controls=(
         Slider("stages", "Stages", (2, 3, 4, 6, 8, 12, 16), 4),
-        Slider("batches", "Micro-batches", (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 4),
-        Choice("schedule", "Schedule", (_ONE_F_ONE_B, _GPIPE), _ONE_F_ONE_B),
+        Slider("batches", "Micro-batches", (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 8),
+        Choice("schedule", "Schedule", tuple(SCHEDULES), "1F1B"),
+        Slider("chunks", "Chunks of a stage, if interleaved", (2, 3, 4), 2, "chunks"),
         Choice("model", "Work of a stage", (_EQUAL, *MODELS), _EQUAL),
         Slider("progress", "Place in the step", tuple(range(0, 101, 4)), 100, "%", plays=True),
     ),
@@ -152,15 +161,20 @@ PAGE = Page(
     computed_by=(
         "harness.layout.stages.schedule",
         "harness.layout.stages.bubble",
+        "tools.layout.schedules.interleaved",
+        "tools.layout.schedules.zero_bubble",
         "tools.layout.timing.spans",
         "tools.layout.timing.waiting",
-        "tools.studio_pages.pipeline.gpipe",
     ),
-    formula="Bubble = (p - 1) / (m + p - 1) for p equally fast stages and m micro-batches. A "
-    "backward pass takes twice as long as a forward pass; sending takes no time here. 1F1B keeps "
-    "min(p - stage, m) micro-batches, GPipe all m.",
+    formula="Waiting over work is (p - 1) / m for p equally fast stages and m micro-batches under "
+    "1F1B and GPipe, (p - 1) / (v m) with v interleaved chunks, and under ZB-H1 a third of 1F1B's "
+    "where forward pass and both parts of the backward pass take equally long, as here; the share "
+    "of the step is (p - 1) / (m + p - 1) under 1F1B. Sending takes no time. 1F1B keeps "
+    "min(p - stage, m) micro-batches, GPipe all m, interleaved p + (p - 1) / v, ZB-H1 p.",
     sources=(
         ("GPipe, arXiv 1811.06965, section 2.3", "https://arxiv.org/abs/1811.06965"),
         ("PipeDream-Flush (1F1B), arXiv 2006.09503", "https://arxiv.org/abs/2006.09503"),
+        ("Narayanan et al. (interleaved), arXiv 2104.04473", "https://arxiv.org/abs/2104.04473"),
+        ("Qi et al. (zero-bubble), arXiv 2401.10241", "https://arxiv.org/abs/2401.10241"),
     ),
 )

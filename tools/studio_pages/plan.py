@@ -35,7 +35,10 @@ from tools.studio_app.page import (
     powers_of_two,
 )
 from tools.studio_app.plans import (
+    OPTIMIZER,
+    PER_NODE,
     PLAN_CONTROLS,
+    PRECISIONS,
     ROOT,
     estimate_of,
     name_of,
@@ -86,17 +89,25 @@ def figures(values: Values) -> list[Figure]:
 
 
 def command(values: Values) -> str:
-    """Return the command that starts this run on its cluster."""
+    """Return the command that starts this run: by Slurm where it needs several nodes."""
     json_name = "own" if values["own_json"].strip() else values["json"]
     model = Path(name_of(values["model"]))
     if model.is_absolute():
         model = model.relative_to(ROOT)
+    gpus = values["gpus"]
+    start = f"deepspeed --num_gpus {gpus} harness/train.py"
+    if gpus > PER_NODE:
+        nodes = f"--nodes={gpus // PER_NODE} --gpus-per-node={PER_NODE}"
+        start = f"sbatch {nodes} slurm/train.sbatch"
     parts = [
-        f"deepspeed harness/train.py --deepspeed ds_configs/{json_name}.json",
+        f"{start} --deepspeed ds_configs/{json_name}.json",
         f"model.name={model} data.seq_len={values['seq_len']}",
-        f"train.micro_batch={values['micro_batch']}",
+        f"train.tokens={values['tokens']}e9 train.micro_batch={values['micro_batch']}",
         f"ds.gradient_accumulation_steps={values['accumulation']}",
+        *(f"ds.{change}" for change in PRECISIONS[values["precision"]]),
     ]
+    if values["optimizer"] != OPTIMIZER.default:
+        parts.append(f"optim.name={values['optimizer']}")
     parts += [f"model.{key}={value}" for key, value in _flat(settings_of(values))]
     return " \\\n  ".join(parts)
 
@@ -183,9 +194,6 @@ def _ranking(
 PAGE = Page(
     slug="plan",
     title="Plan a run",
-    group="Start",
-    sees="The plan that train.py would make: whether it fits, how long it takes, what each phase "
-    "of a step holds, and the command that starts it.",
     controls=_CONTROLS,
     figures=figures,
     computed_by=(

@@ -198,9 +198,6 @@ def _matches(problem: Problem, search: str) -> bool:
 PAGE = Page(
     slug="problems",
     title="Problems and remedies",
-    group="Start",
-    sees="What goes wrong in training, how it shows, which events of a run tell of it, and what "
-    "helps, searchable, with the runs of the folder in which it was seen.",
     controls=(Typed("search", "Search, as in: spike, memory, fp16, hang", "", 100),),
     figures=figures,
     computed_by=(

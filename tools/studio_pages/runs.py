@@ -39,11 +39,12 @@ _COLOURS: dict[str, Verdict] = {
     "failed": "bad",
     "diverged": "bad",
 }
+_MAIN, _EVERY = "the main ones", "all"
 _CHARTS = (
     ("Loss, nats per token", ("loss", "eval_loss"), "value"),
     ("Gradient norm before clipping", ("grad_norm",), "log"),
-    ("Learning rate", ("learning_rate",), "value"),
     ("Tokens per second, all ranks", ("tokens_per_s",), "value"),
+    ("Learning rate", ("learning_rate",), "value"),
     ("Memory held at most, GiB", ("peak_allocated_gib",), "value"),
     ("Weights: norm", ("param_norm",), "value"),
     ("Update over weight", ("update_ratio",), "log"),
@@ -67,7 +68,7 @@ def figures(values: Values) -> list[Figure]:
             f"{run.name}, whole",
             (("The report of this run: memory, time, samples, plan, advice", _report(run.name)),),
         ),
-        *_charts(shown, values["x"]),
+        *_charts(shown, values["x"])[: 3 if values["curves"] == _MAIN else None],
         *([_differences(shown)] if len(shown) > 1 else []),
         _events(run),
         *(Code(f"{run.name}/{name}, its end", text) for name, text in logs(run.name)),
@@ -236,13 +237,11 @@ def _others() -> list[str]:
 PAGE = Page(
     slug="runs",
     title="Runs",
-    group="Start",
-    sees="Every run of the folder: live curves of the chosen one beside its targets, another run "
-    "over it, its events, and what its ranks wrote. It is read again every few seconds.",
     controls=(
         Choice("run", "Run", _runs, _NEWEST),
         Choice("beside", "Beside it", _others, _NONE),
         Choice("x", "Against", tuple(_X), "steps"),
+        Choice("curves", "Curves", (_MAIN, _EVERY), _MAIN),
     ),
     figures=figures,
     computed_by=(

@@ -38,7 +38,7 @@ def figures(values: Values) -> list[Figure]:
             "Learning rate over the run",
             lines(
                 [Line(name, points, places[name]) for name, points in curves.items()],
-                Axis("step", low=0, high=total),
+                Axis("step", low=0, high=total, ends=True),
                 Axis("rate", low=0),
             ),
             400,
@@ -78,8 +78,6 @@ def _config(name: str, values: Values) -> OptimConfig:
 PAGE = Page(
     slug="schedules",
     title="Learning-rate schedules",
-    group="Optimization",
-    sees="The learning rate of every step under each schedule that train.py knows, overlaid.",
     controls=(
         Choice("schedule", "Schedule", (_ALL, *DECAYS), _ALL),
         Slider(

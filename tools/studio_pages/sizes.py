@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import lru_cache
 from typing import NamedTuple
 
 from harness.layout.shape import Shape, flops_per_token, num_parameters
+from harness.plan.model_config import find_model_config
 from tools.studio_app.charts import Axis, Line, lines
 from tools.studio_app.page import (
     Chart,
@@ -20,7 +20,7 @@ from tools.studio_app.page import (
     Values,
     powers_of_two,
 )
-from tools.studio_app.plans import MODELS, ROOT
+from tools.studio_app.plans import MODELS, name_of
 
 _E, _A, _B, _ALPHA, _BETA = 1.69, 406.4, 410.7, 0.34, 0.28  # arXiv 2203.15556, equation 10
 _RATIO = 20
@@ -34,21 +34,23 @@ class Published(NamedTuple):
     parameters: float
     tokens: float
     source: str
+    label: str = "right"
+    """The side of its point where its name has room."""
 
 
 PUBLISHED = (
-    Published("GPT-3", 175e9, 300e9, "arXiv 2005.14165"),
-    Published("Gopher", 280e9, 300e9, "arXiv 2112.11446"),
+    Published("GPT-3", 175e9, 300e9, "arXiv 2005.14165", "left"),
+    Published("Gopher", 280e9, 300e9, "arXiv 2112.11446", "top"),
     Published("MT-NLG", 530e9, 270e9, "arXiv 2201.11990"),
-    Published("Chinchilla", 70e9, 1.4e12, "arXiv 2203.15556"),
-    Published("OPT-175B", 175e9, 180e9, "arXiv 2205.01068"),
+    Published("Chinchilla", 70e9, 1.4e12, "arXiv 2203.15556", "right"),
+    Published("OPT-175B", 175e9, 180e9, "arXiv 2205.01068", "bottom"),
     Published("PaLM", 540e9, 780e9, "arXiv 2204.02311"),
     Published("Pythia-12B", 12e9, 300e9, "arXiv 2304.01373"),
     Published("LLaMA-7B", 6.7e9, 1e12, "arXiv 2302.13971"),
-    Published("LLaMA-65B", 65.2e9, 1.4e12, "arXiv 2302.13971"),
-    Published("Llama 2 70B", 70e9, 2e12, "arXiv 2307.09288"),
+    Published("LLaMA-65B", 65.2e9, 1.4e12, "arXiv 2302.13971", "left"),
+    Published("Llama 2 70B", 70e9, 2e12, "arXiv 2307.09288", "top"),
     Published("Llama 3 8B", 8e9, 15e12, "arXiv 2407.21783"),
-    Published("Llama 3.1 405B", 405e9, 15.6e12, "arXiv 2407.21783"),
+    Published("Llama 3.1 405B", 405e9, 15.6e12, "arXiv 2407.21783", "left"),
     Published("OLMo 2 7B", 7e9, 4e12, "arXiv 2501.00656"),
 )
 
@@ -120,35 +122,28 @@ def optimum(flops: float) -> tuple[float, float]:
 
 @lru_cache
 def _shape(model: str) -> Shape:
-    path = ROOT / "harness/presets" / f"{model}.toml"
-    return Shape.from_hf(tomllib.loads(path.read_text(encoding="utf-8"))["config"])
+    return Shape.from_hf(find_model_config(name_of(model))[0])
 
 
 def _map(count: int, tokens: float) -> dict[str, object]:
     ratio = [(n, _RATIO * n) for n in (0.1, 1, 10, 100, 1000)]
-    points = [
-        Line(m.name, [(m.parameters / 1e9, m.tokens / 1e9)], "series-1", dots=True)
-        for m in PUBLISHED
-    ]
+    points = [(m.parameters / 1e9, m.tokens / 1e9) for m in PUBLISHED]
+    others = Line("published models", points, "series-1", dots=True)
     own = Line("this run", [(count / 1e9, tokens / 1e9)], "series-2", dots=True)
     line = Line(f"{_RATIO} tokens a parameter", ratio, "muted", dashed=True)
     options = lines(
-        [own, line, *points],
+        [own, line, others],
         Axis("parameters, billion", "log", low=0.1, high=3000),
         Axis("tokens, billion", "log", low=1),
     )
-    options["legend"]["data"] = [own.name, line.name]
-    options["tooltip"] = {**options["tooltip"], "trigger": "item"}
-    for curve in options["series"]:
-        if curve["type"] == "scatter":
-            curve["label"] = {
-                "show": True,
-                "formatter": "{a}",
-                "position": "right",
-                "color": "var(--muted)",
-                "fontSize": 11,
-            }
-            curve["labelLayout"] = {"hideOverlap": True}
+    options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}: {c}"}
+    shown = options["series"][2]
+    shown["data"] = [
+        {"name": m.name, "value": point, "label": {"position": m.label}}
+        for m, point in zip(PUBLISHED, points, strict=True)
+    ]
+    shown["label"] = {"show": True, "formatter": "{b}", "color": "var(--muted)", "fontSize": 11}
+    shown["labelLayout"] = {"hideOverlap": True}
     return options
 
 
@@ -171,9 +166,6 @@ def _curve(count: int, flops: float) -> dict[str, object]:
 PAGE = Page(
     slug="sizes",
     title="Data-set sizes",
-    group="Data",
-    sees="A model and its tokens among published models, the loss that Chinchilla's fit predicts, "
-    "and the size that would have been best for the same arithmetic.",
     controls=(
         Choice("model", "Model", MODELS, "llama-3-8b"),
         Slider("tokens", "Tokens to train on", powers_of_two(1, 16384), 256, "billion"),

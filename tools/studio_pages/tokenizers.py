@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from html import escape
 from typing import Any
 
 from harness.data.corpus import find_corpus
 from harness.data.tokenizer import SPACE, spm_model, to_backend, wrap
-from tools.studio_app.charts import Axis, series_colour, stacked
+from tools.studio_app.charts import Axis, Line, lines, series_colour, stacked
 from tools.studio_app.page import (
     Chart,
     Drawing,
@@ -21,12 +22,10 @@ from tools.studio_app.page import (
     Typed,
     Values,
 )
-from tools.studio_app.svg import Svg
 
 _SIZES = (512, 1024, 2048, 4096)
 _CHARACTERS = 200_000
 """Of Python's own library, for training; the harness's own tokenizer learns from all of it."""
-_WIDTH, _CHAR, _LINE = 760.0, 8.2, 25.0
 _EXAMPLE = (
     "def tokenize(text):\n    return [piece for piece in text.split()]  # 12,345 naïve tokens"
 )
@@ -60,10 +59,7 @@ def figures(values: Values) -> list[Figure]:
                 for name, cut in made.items()
             ]
         ),
-        *(
-            Drawing(f"{name}: {len(cut)} tokens", _picture(name, cut[:160]))
-            for name, cut in made.items()
-        ),
+        *(Drawing(f"{name}: {len(cut)} tokens", _picture(cut[:160])) for name, cut in made.items()),
         Table(
             "Side by side",
             ("tokenizer", "vocabulary", "tokens", "bytes a token", "embedding, million weights"),
@@ -82,7 +78,34 @@ def figures(values: Values) -> list[Figure]:
             ),
             280,
         ),
+        _arithmetic(text, values["hidden"]),
     ]
+
+
+def operations(kind: str, size: int, text: str, hidden: int) -> float:
+    """Return the million multiplications of a model for a byte of a text: 12 x width^2 weights in
+    each of width / 128 layers, and vocabulary x width in the head.
+    """
+    weights = 12 * hidden**3 / 128 + size * hidden
+    return weights * len(trained(kind, size)(text)) / len(text.encode()) / 1e6
+
+
+def _arithmetic(text: str, hidden: int) -> Chart:
+    curves = {
+        kind: [(size, operations(kind, size, text, hidden)) for size in _SIZES]
+        for kind in ("BPE", "unigram")
+    }
+    best = min(curves["BPE"], key=lambda point: point[1])[0]
+    return Chart(
+        f"Million multiplications for a byte of this text; best for BPE: {best:,} pieces",
+        lines(
+            [Line(kind, points) for kind, points in curves.items()],
+            Axis("vocabulary", "log", low=_SIZES[0], high=_SIZES[-1], ends=True),
+            Axis("millions", low=0),
+            marks={"best": best},
+        ),
+        280,
+    )
 
 
 def pieces(text: str, size: int) -> dict[str, list[str]]:
@@ -140,31 +163,19 @@ def _sentences() -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _picture(name: str, cut: list[str]) -> str:
-    """The tokens as boxes in a row, wrapped."""
-    places, x, y = [], 0.0, 0.0
-    for token in cut:
+def _picture(cut: list[str]) -> str:
+    """The tokens as boxes, as many on a line as there is room for."""
+    boxes = []
+    for number, token in enumerate(cut):
         shown = token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
-        width = max(14.0, _CHAR * len(shown) + 6)
-        if x + width > _WIDTH:
-            x, y = 0.0, y + _LINE
-        places.append((x, y, width, shown))
-        x += width + 2
-    picture = Svg(_WIDTH, y + _LINE, f"{name}: {' | '.join(cut)}"[:400])
-    for number, (left, top, width, shown) in enumerate(places):
         colour = series_colour(number % 2 * 3)
-        picture.rect(left, top, width, _LINE - 4, colour, radius=4, title=f"token {number}")
-        middle = top + (_LINE - 4) / 2
-        picture.text(left + width / 2, middle, shown, fill="on-colour", anchor="middle", size=12.5)
-    return str(picture)
+        boxes.append(f'<span style="background:var(--{colour})">{escape(shown)}</span>')
+    return f'<div class="tokens">{"".join(boxes)}</div>'
 
 
 PAGE = Page(
     slug="tokenizers",
     title="Tokenizers compared",
-    group="Data",
-    sees="A text that you type, cut into tokens by four tokenizers; BPE is the one that train.py "
-    "trains by itself, here and now, on Python's own library.",
     controls=(
         Typed("text", "Text", _EXAMPLE, 1_000, lines=3),
         Slider("size", "Vocabulary", _SIZES, 2048, "pieces"),
@@ -178,7 +189,8 @@ PAGE = Page(
     ),
     formula="BPE joins the most frequent pair of pieces again and again; unigram keeps the pieces "
     "that make the text most probable. A larger vocabulary makes fewer tokens of a text, and more "
-    "weights: vocabulary x width in the embedding, and as many in the head.",
+    "weights: vocabulary x width in the embedding, and as many in the head. Arithmetic of a byte: "
+    "tokens a byte x (12 width^2 in each of width / 128 layers + vocabulary x width).",
     sources=(
         ("BPE, Sennrich et al., arXiv 1508.07909", "https://arxiv.org/abs/1508.07909"),
         ("Unigram, Kudo, arXiv 1804.10959", "https://arxiv.org/abs/1804.10959"),

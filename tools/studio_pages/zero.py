@@ -30,8 +30,8 @@ from tools.studio_app.page import (
 from tools.studio_app.plans import (
     ACCUMULATION,
     CHECKPOINTING,
+    CONTEXT,
     GPU,
-    LLAMA_13B,
     MICRO_BATCH,
     MODELS,
     SEQ_LEN,
@@ -48,7 +48,6 @@ _ONE_BYTE_A_SECOND = replace(
 )
 _STAGES = range(4)
 _DIVIDES = ("nothing", "optimizer states", "gradients, too", "weights, too")
-_LLAMA_13B = "llama-13b"
 
 
 @dataclass(frozen=True)
@@ -126,17 +125,15 @@ def _each_step(inputs: Inputs, each: Reductions) -> tuple[float, float]:
 
 
 def _inputs(values: Values) -> tuple[Inputs, int]:
-    is_llama = values["model"] == _LLAMA_13B
-    overrides = {"overrides": LLAMA_13B} if is_llama else {}
     plan = planned(
-        model="llama-3-8b" if is_llama else values["model"],
+        model=values["model"],
         ds_json="zero1",
         gpu=values["gpu"],
         gpus=values["gpus"],
         seq_len=values["seq_len"],
         micro_batch=values["micro_batch"],
         accumulation=values["accumulation"],
-        settings={**overrides, **settings_of(values)},
+        settings=settings_of(values),
     )
     estimate = estimate_of(plan)
     return estimate.inputs, estimate.device_bytes or 0
@@ -157,7 +154,7 @@ def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu:
         seconds.append(Traffic(*_each_step(staged, reductions(staged, machine))).total)
     rows = [
         (
-            str(stage),
+            f"ZeRO {stage}",
             f"{paper_bytes(inputs.parameters, stage, inputs.shards) / GIB:,.2f}",
             f"{estimate.worst.peak / GIB:,.2f}",
             estimate.worst.peak_phase,
@@ -182,13 +179,12 @@ def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu:
 PAGE = Page(
     slug="zero",
     title="ZeRO stages compared",
-    group="Memory",
-    sees="The memory that each ZeRO stage leaves on a GPU, and the bytes that it sends instead.",
     controls=(
-        Choice("model", "Model", (_LLAMA_13B, *MODELS), _LLAMA_13B),
+        Choice("model", "Model", MODELS, "llama-13b"),
         GPU,
         Slider("gpus", "GPUs", powers_of_two(1, 1024), 8),
-        SEQ_LEN,
+        replace(SEQ_LEN, default=2048),
+        CONTEXT,
         MICRO_BATCH,
         ACCUMULATION,
         CHECKPOINTING,
