@@ -73,6 +73,21 @@ DATA: dict[str, Callable[[Path], Any]] = {
         *({"prompt": TEXT, "completion": " a word", "weight": weight} for weight in (0, 1)),
         times=60,
     ),
+    "rows marked by false": lambda here: lines(
+        here / "a.jsonl",
+        *({"prompt": TEXT, "completion": " a word", "train": of} for of in (False, True)),
+        times=60,
+    ),
+    "bad examples": lambda here: lines(
+        here / "a.jsonl",
+        *({"prompt": TEXT, "completion": " a word", "label": of} for of in (False, True)),
+        times=60,
+    ),
+    "a preference behind turns": lambda here: lines(
+        here / "a.jsonl",
+        {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]},
+        times=60,
+    ),
     "two forms": lambda here: lines(
         here / "a.jsonl", {"text": TEXT, "question": "a?", "answer": "b"}, times=30
     ),
@@ -151,6 +166,13 @@ ROWS: list[tuple[str, str, str]] = [
     ("a column of another name", PATH, "data.columns.text=body names the text"),
     ("columns of unknown names", PATH, "name those to read by data.columns"),
     ("rows marked as not learned", LONG, "as in data.where.weight=1"),
+    ("rows marked by false", LONG, "as in data.where.train=True"),
+    ("bad examples", LONG, "as in data.where.label=True"),
+    (
+        "a preference behind turns",
+        f"{LONG} data.template=chatml",
+        'data.columns={prompt="conversations", completion="chosen"} learns chosen alone',
+    ),
     ("texts", f"{PATH} train.epochs=1", "lower train.global_batch (now 48), or raise train.epochs"),
     ("two forms", PATH, "name those to read, as in data.columns="),
     ("splits to train on", f"{SMALL} data.path=$here/d", "name one, as in data.split=train_a"),

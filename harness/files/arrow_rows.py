@@ -54,7 +54,7 @@ def records_of(
             for first in range(0, batch.num_rows, _ROWS_AT_ONCE):
                 for row in batch.slice(first, _ROWS_AT_ONCE).to_pylist():
                     number += 1
-                    yield number, _without_null(row)
+                    yield number, {key: _without_null(item) for key, item in row.items()}
     except unreadable() as error:
         message = " ".join(str(error).split())
         bad_lines.add(file, f"it is damaged or truncated after row {number}: {message}")
@@ -103,7 +103,7 @@ def why_not(file: Path, is_named: bool) -> str:
 
 
 def _without_null(value: Any) -> Any:
-    """Return a row without nulls in its objects: all rows of a column have the same keys."""
+    """Return a value without nulls in its objects: those of a column have the same keys."""
     if isinstance(value, dict):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

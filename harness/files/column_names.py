@@ -8,6 +8,8 @@ from collections.abc import Mapping
 _QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem", "source", "user")
 # Of a preference: the answer to learn, and within the name of the one that must not be.
 _CHOSEN, _REJECTED = "chosen", "reject"
+_INPUTS = ("input", "context")
+"""Columns beside an instruction of Alpaca's form, and of Dolly's."""
 _ANSWERS = (
     *("answer", "response", "completion", "output", "solution", "target", "reply"),
     *("summary", "assistant", _CHOSEN),
@@ -33,6 +35,11 @@ def naming(record: Mapping[str, object]) -> str:
     answers = _like(texts, _ANSWERS)
     if len(turns) == 1 and not answers:
         return f": {example({'messages': turns[0]})} names the turns"
+    if "instruction" in texts and not turns and len(answers) == 1:
+        names = ["instruction", *(key for key in _INPUTS if key in texts)][:2]
+        columns = dict(zip(("instruction", "input"), names, strict=False))
+        columns["output"] = answers[0]
+        return f": {example(columns)} learns {answers[0]} alone, as a chat"
     names = turns + answers if len(turns) == 1 else turns or texts
     if pair := _pair(names):
         question, answer = pair

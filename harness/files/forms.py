@@ -11,7 +11,7 @@ from harness.files.column_names import example, naming
 from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, Spans, pieces_of
 from harness.files.tool_calls import parsed
-from harness.files.turns import MARKS, Turn, are_turns, pairs_of, turns_of
+from harness.files.turns import ASSISTANT, MARKS, Turn, are_turns, pairs_of, turns_of
 
 Document = Chat | Ids | Iterator[Piece]
 Column = Literal[
@@ -43,6 +43,8 @@ Column = Literal[
 Values = Mapping[str, Any]
 _NOT_LEARNED = -100
 """The label of a token that is read alone, as everywhere."""
+_TAGS, _CHOSEN = ("label", "kto_tag"), "chosen"
+"""Columns that are false where an answer is a bad example, and of a preference the good one."""
 _MASKS: tuple[Column, ...] = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns that are 1 for a token to learn; one that lacks it in any of them is read alone."""
 
@@ -167,6 +169,7 @@ def _completed(row: Values) -> Chat:
 
 
 _OF_CHATS: tuple[Column, ...] = ("history", "system", "tools", "functions")
+_TURNS: set[Column] = {"messages", "conversations", "conversation"}
 _TEXT_PAIR = Form(("prompt", "completion"), _completion)
 _TURNS_PAIR = Form(("prompt", "completion"), _completed, _OF_CHATS[1:])
 FORMS = (
@@ -197,12 +200,14 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
     """
     if not isinstance(record, dict):
         raise ValueError(f"must be an object, not {type(record).__name__}")
-    columns = columns or {name: name for name in get_args(Column) if name in record}
+    columns = columns or _own_names(record)
     form = _form_of(record, columns)
     if missing := [columns[name] for name in form.needs if columns[name] not in record]:
         raise ValueError(f"lacks {', '.join(missing)} (data.columns); it has {', '.join(record)}")
     names = [name for name in (*form.needs, *form.may) if name in columns]
     try:
+        if record.get(_CHOSEN) and {*form.needs} <= _TURNS:
+            _require_answer(record[columns[form.needs[0]]], columns[form.needs[0]])
         document = form.document({name: record.get(columns[name]) for name in names})
     except RecursionError:
         raise ValueError("is nested too deeply") from None
@@ -217,14 +222,36 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
     return document, [*notes, *(document.notes if isinstance(document, Chat) else ())]
 
 
+def _own_names(record: Mapping[str, object]) -> dict[str, str]:
+    """Return the columns that a record has under their own names, without those that are null if
+    the others make a document: a table of several forms has all columns in each row.
+    """
+    names = {name: name for name in get_args(Column) if name in record}
+    filled = {name: name for name in names if record[name] is not None}
+    return filled if any(filled.keys() >= {*form.needs} for form in FORMS) else names
+
+
+def _require_answer(turns: object, column: str) -> None:
+    """Raise ValueError for a preference whose conversation ends before the answer."""
+    role = turns_of(turns, column)[-1].message["role"]
+    if role != ASSISTANT:
+        columns = example({"prompt": column, "completion": _CHOSEN})
+        raise ValueError(
+            f"has {column} that end with a turn of the {role}, and the answer in {_CHOSEN}: "
+            f"{columns} learns {_CHOSEN} alone"
+        )
+
+
 def _require_learned(record: Mapping[str, object], used: set[str]) -> None:
     """Raise ValueError for a row whose own column says that it is not to be learned."""
-    for key in MARKS:
-        if key not in used and record.get(key) in (0, "0"):  # False, too
-            value = record[key]
+    whys = dict.fromkeys(MARKS, "which is read of turns, not of rows")
+    whys |= dict.fromkeys(_TAGS, "an answer that is not to be learned")
+    for key, why in whys.items():
+        value = record.get(key)
+        if key not in used and (value is False or (key in MARKS and value in (0, "0"))):
             raise ValueError(
-                f"has {key}={value!r}, which is read of turns, not of rows: remove the column, or "
-                f"leave such rows out by data.where, as in data.where.{key}=1"
+                f"has {key}={value!r}, {why}: remove the column, or leave such rows out by "
+                f"data.where, as in data.where.{key}={type(value)(1)}"
             )
 
 
@@ -260,7 +287,3 @@ def problem_of_columns(columns: Mapping[str, str]) -> str | None:
     if columns and len(forms) != 1:
         return f"must name {WANTED}; it names {', '.join(columns)}"
     return None
-
-
-def _example(names: tuple[str, ...]) -> str:
-    return f"data.columns={{{', '.join(f'{name}={name!r}' for name in names)}}}".replace("'", '"')

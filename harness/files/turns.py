@@ -65,7 +65,7 @@ def are_turns(value: object) -> bool:
 
 def turns_of(value: object, key: str) -> list[Turn]:
     """Return the turns of a column: an array of turns, of questions with their answers, an object
-    of arrays as datasets writes it, or any of these as JSON text. Raises ValueError.
+    of arrays as datasets writes it, a single turn, or any of these as JSON text. Raises ValueError.
     """
     value, was = parsed(value), value
     if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
@@ -75,6 +75,8 @@ def turns_of(value: object, key: str) -> list[Turn]:
             raise ValueError(f"{key} is an object of arrays that differ in length: {each}")
         rows = zip(*value.values(), strict=True)
         value = [dict(zip(value, row, strict=True)) for row in rows]
+    if isinstance(value, dict) and not value.keys().isdisjoint(("role", "from")):
+        value = [value]
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         raise ValueError(
             f"{key} is text that should be turns, but is no JSON: {_why_no_json(value)}"

@@ -30,8 +30,14 @@ _ELSEWHERE = {
     "dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled instead",
     "torch_dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled instead",
     "quantization_config": "weights are trained in full (see model.lora.quantize): remove it",
+    "attn_implementation": "set model.attention instead",
+    "_attn_implementation": "set model.attention instead",
+    "use_cache": "training keeps no cache, and an export would be served without one: remove it",
     "architectures": "the class is that of model_type: set model.overrides.model_type instead",
 }
+
+_SERVED = ("use_cache", True)
+"""What an export may need whose source was saved without."""
 
 
 def overridden(
@@ -137,11 +143,11 @@ def _unread(
     if own is not None and own.isdisjoint({_PARTIAL, "rotary_pct"}):  # of gpt_neox
         reached = reached - {_PARTIAL}
     for key in run.model.overrides:
-        if key == "model_type" or (own is not None and key in own | dropouts | reached):
-            continue
         named, keys = f"{_named(key, run)} ", (key,)
-        if key in _ELSEWHERE:
+        if key in _ELSEWHERE and (key, run.model.overrides[key]) != _SERVED:
             yield keys, f"{named}changes nothing: {_ELSEWHERE[key]}"
+        elif key == "model_type" or (own is not None and key in own | dropouts | reached):
+            continue
         elif own is None:
             if key not in {*config, *every_key()}:
                 near = did_you_mean(key, {*config, *every_key()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,16 @@ def test_a_run_reads_what_transformers_gives(tmp_path: Path, style: str) -> None
     assert (batch.labels != -100).sum() == data.train.targets_in(0, data.train.samples)
     assert 0 < (batch.labels != -100).sum() < batch.labels.numel()
     assert batch.position_ids is not None  # conversations do not see each other
+
+
+@style
+def test_an_end_that_pads_too_is_learned(style: str) -> None:
+    tokenizer = deepcopy(tokenizer_of_style(style))
+    for turns in chats(5, tools=True):
+        expected = encoded(tokenizer, Chat(turns, TOOLS))
+        for pad in (None, tokenizer.eos_token, STYLES[style].end):
+            tokenizer.pad_token = pad
+            assert encoded(tokenizer, Chat(turns, TOOLS)) == expected
 
 
 def opened(path: Path, tmp_path: Path, **options: Any) -> Data:

@@ -305,6 +305,10 @@ READING: list[Refusal] = [
     ("a.json", cut(json.dumps(RECORDS).encode()), "it is no whole JSON array: "),
     ("a.parquet", cut(as_parquet(RECORDS)), "it is damaged or truncated after row 0: Parquet"),
     ("a.arrow", cut(as_arrow(RECORDS)), "it is damaged or truncated after row "),
+    *(
+        (name, write([RECORDS[0], {"text": None}]), f"{name}:2: text must be a string, not NoneTy")
+        for name, write in (("a.parquet", as_parquet), ("a.arrow", as_arrow))
+    ),
     ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is no CSV: a quote that begins a column"),
     ("a.csv", b'text,id\na,1\n"b,2\nc,3\n', "it is no CSV: nothing closes the quote of line 3"),
     ("a.csv", b"text,id\nfine,1\nalso \xe9,2\n", "a.csv:3: is no UTF-8 text (of Latin-1, iconv"),

@@ -72,6 +72,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     "turns of text": (messages({"role": "user", "text": "1 + 2?"}, A), Chat([Q, A])),
     "content beside null": (messages({**Q, "value": None, "text": None}, A), Chat([Q, A])),
     "conversation": ({"conversation": [Q, A]}, Chat([Q, A])),
+    "a row of a table with columns of other forms": (
+        {"text": None, "prompt": None, "messages": [Q, A], "label": None},
+        Chat([Q, A]),
+    ),
     "pairs": (
         {
             "conversation": [
@@ -410,6 +414,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         for key, value in (("weight", 0), ("weight", "0"), ("train", False))
         for row in ({"instruction": "1 + 2?", "output": "3"}, {"prompt": "1", "completion": "2"})
     },
+    **{
+        f"a bad example by {key}": (
+            {"prompt": [Q], "completion": [A], key: False},
+            f"has {key}=False, an answer that is not to be learned",
+        )
+        for key in ("label", "kto_tag")
+    },
+    "null alone": ({"prompt": "1", "completion": None}, "completion must be a string, not None"),
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids, but 1 labels"),
     "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
@@ -464,6 +476,22 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
     "a preference of prompts of turns": (
         {"prompt": [Q], "chosen": [A], "rejected": [A2]},
         'data.columns={prompt="prompt", completion="chosen"} learns chosen alone',
+    ),
+    "a preference behind a conversation": (
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "4"}},
+        'data.columns={prompt="conversations", completion="chosen"} learns chosen alone',
+    ),
+    "a preference behind turns with answers": (
+        {"messages": [Q, A, Q], "chosen": "3", "rejected": "4"},
+        'data.columns={prompt="messages", completion="chosen"} learns chosen alone',
+    ),
+    "a preference of Alpaca's": (
+        {"instruction": "1 + 2?", "input": "", "chosen": "3", "rejected": "4"},
+        'data.columns={instruction="instruction", input="input", output="chosen"} learns chosen',
+    ),
+    "Dolly's": (
+        {"instruction": "1 + 2?", "context": "Add.", "response": "3", "category": "open_qa"},
+        'data.columns={instruction="instruction", input="context", output="response"}',
     ),
     "a preference without a prompt": (
         {"chosen": "Human: 1 + 2? Assistant: 3", "rejected": "Human: 1 + 2? Assistant: 4"},

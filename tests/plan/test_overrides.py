@@ -134,6 +134,8 @@ def test_layers_that_rotate_by_their_kind_are_overridden_by_it(tmp_path: Path) -
          "cohere2_moe models do not read it: set model.overrides.rope_parameters"),
         ({"torch_dtype": "float32"}, ["torch_dtype=bfloat16"], "set bf16.enabled or fp16.enabled"),
         ({"architectures": ["A"]}, ["architectures=[B]"], "set model.overrides.model_type"),
+        ({}, ["attn_implementation=sdpa"], "changes nothing: set model.attention instead"),
+        ({}, ["use_cache=false"], "changes nothing: training keeps no cache, and an export would"),
         ({}, ["quantization_config={quant_method='fp8'}"], "see model.lora.quantize"),
         (QWEN, ["sliding_window=8"],
          "model.overrides.use_sliding_window=true and model.overrides.max_window_layers=0, too"),
