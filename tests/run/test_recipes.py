@@ -17,7 +17,7 @@ import pytest
 
 from harness.plan.model_config import find_model_config
 from harness.runfolder import RunFolder
-from tests.data.chat_tokenizers import TOOLS
+from tests.data.chat_tokenizers import TOOLS, tokenizer_of
 from tests.plan.plans import Planner
 from tests.run.features import sentence, write_lines
 from tests.two_ranks import REPOSITORY, SMALL_MODEL
@@ -82,10 +82,10 @@ class Small:
 _SMALL = " ".join(SMALL_MODEL)
 _SHORT = "data.seq_len=64 train.global_batch=8 train.micro_batch=4 optim.lr=0.01 optim.warmup_steps=10"
 SMALL = {
-    "chat": Small(),
-    "lora": Small(),
-    "qlora": Small(),
-    "tools": Small(),
+    "chat": Small("data.seq_len=256"),
+    "lora": Small("data.seq_len=256"),
+    "qlora": Small("data.seq_len=256"),
+    "tools": Small("data.seq_len=512"),
     "continued": Small("data.seq_len=64 train.global_batch=8 train.epochs=1 optim.lr=3e-3"),
     "long_context": Small(
         "model.overrides.max_position_embeddings=64 model.context=256 data.seq_len=256"
@@ -164,25 +164,26 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def weights(zygote: Zygote, corpora: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The export of a small model that knows words and numbers, but no question."""
-    path, draw = tmp_path_factory.mktemp("weights") / "run", random.Random(1)
+def weights(zygote: Zygote, corpora: Path) -> Path:
+    """The export of a small model that knows words and numbers, but no question and no call."""
+    draw, run = random.Random(1), corpora / "weights"
     texts = [
         {"text": f"{sentence(draw, 3, 9)}: {draw.randrange(100)}, {draw.randrange(100)}. " * 4}
         for _ in range(400)
     ]
-    before = write_lines(corpora / "before.jsonl", texts)
+    tokenizer_of("chatml").save_pretrained(corpora / "tokenizer")
     words = (
-        *(*SMALL_MODEL, *_SHORT.split(), "train.steps=100", "data.vocab_size=512", "eval.every=0"),
-        *("model.overrides.max_position_embeddings=4096", "log.report=false", "sample.tokens=0"),
-        *(f"data.path={before}", f"data.cache_dir={corpora / 'cache'}", "ds.bf16.enabled=false"),
+        *(*SMALL_MODEL, *_SHORT.split(), *QUIET, "train.steps=100", "eval.every=0"),
+        *("model.overrides.max_position_embeddings=4096", "model.overrides.vocab_size=600"),
+        *(f"data.tokenizer={corpora / 'tokenizer'}", f"data.cache_dir={corpora / 'cache'}"),
+        *(f"data.path={write_lines(corpora / 'before.jsonl', texts)}", "save.export=true"),
     )
     json_path = REPOSITORY / "ds_configs" / "zero1.json"
     ended = zygote.run(
-        [f"--deepspeed={json_path}", *words, f"run.dir={path}"], path.with_name("logs"), ranks=1
+        [f"--deepspeed={json_path}", *words, f"run.dir={run}"], corpora / "logs", ranks=1
     )
     assert ended.codes == [0], ended.output
-    return path / "export"
+    return run / "export"
 
 
 @pytest.mark.parametrize("name", RECIPES)
