@@ -1,10 +1,9 @@
-"""The recipes of docs/recipes/: short, listed in the README, planned for their GPUs, and each trained
-on small data to the loss that its first line states.
+"""The recipes of docs/recipes/: short, listed in the README, planned for the GPUs that they are
+meant for, and each trained on small data to the loss that its first line states.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shlex
@@ -17,7 +16,7 @@ import pytest
 
 from harness.plan.model_config import find_model_config
 from harness.runfolder import RunFolder
-from tests.data.chat_tokenizers import TOOLS, tokenizer_of
+from tests.data.chat_tokenizers import tokenizer_of
 from tests.plan.plans import Planner
 from tests.run.features import sentence, write_lines
 from tests.two_ranks import REPOSITORY, SMALL_MODEL
@@ -80,42 +79,48 @@ class Small:
 
 
 _SMALL = " ".join(SMALL_MODEL)
-_SHORT = "data.seq_len=64 train.global_batch=8 train.micro_batch=4 optim.lr=0.01 optim.warmup_steps=10"
+_SHORT = (
+    "data.seq_len=64 train.global_batch=8 train.micro_batch=4 optim.lr=0.01 optim.warmup_steps=10"
+)
 SMALL = {
     "chat": Small("data.seq_len=256"),
     "lora": Small("data.seq_len=256"),
     "qlora": Small("data.seq_len=256"),
-    "tools": Small("data.seq_len=512"),
-    "continued": Small("data.seq_len=64 train.global_batch=8 train.epochs=1 optim.lr=3e-3"),
+    "tools": Small("data.seq_len=256"),
+    "continued": Small("data.seq_len=128 train.global_batch=8 train.micro_batch=4 optim.lr=3e-3"),
     "long_context": Small(
         "model.overrides.max_position_embeddings=64 model.context=256 data.seq_len=256"
         " train.global_batch=4 train.steps=60 optim.lr=3e-3 ds.sequence_parallel_size=2"
     ),
-    "scratch": Small(f"{_SMALL} {_SHORT} train.steps=150 data.vocab_size=512"),
+    "scratch": Small(f"{_SMALL} {_SHORT} train.steps=120 data.vocab_size=512"),
     "moe": Small(
-        f"{_SMALL} {_SHORT} train.steps=150 data.vocab_size=512 model.overrides.num_experts=8"
+        f"{_SMALL} {_SHORT} train.steps=100 data.vocab_size=512 model.overrides.num_experts=8"
         " model.overrides.num_experts_per_tok=2 model.overrides.moe_intermediate_size=64"
         " ds.expert_parallel.autoep_size=2"
     ),
     "recurrent": Small(
-        f"{_SHORT} data.vocab_size=512 model.overrides.vocab_size=512 model.overrides.hidden_size=64"
-        " model.overrides.recurrent_size=96 model.overrides.num_hidden_layers=2 train.epochs=4"
+        f"{_SHORT} data.vocab_size=512 train.epochs=2 model.overrides.vocab_size=512"
+        " model.overrides.hidden_size=64 model.overrides.recurrent_size=96"
+        " model.overrides.num_hidden_layers=2"
     ),
     "3d": Small(f"{_SMALL} {_SHORT} train.steps=100 data.vocab_size=512", ranks=8),
 }
+
+
+_NUMBERS = {"a": "number", "b": "number"}
+_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": _NUMBERS}}]
 
 
 def _sums() -> Iterable[tuple[int, int]]:
     return ((a, b) for a in range(20) for b in range(15))
 
 
-def _texts(count: int, form: str) -> list[dict[str, Any]]:
-    """Return documents of sums, written in a form."""
+def _texts() -> Iterable[dict[str, Any]]:
+    """Yield documents of eight questions, each with its answer."""
     draw = random.Random(0)
-    drawn = [[(draw.randrange(50), draw.randrange(50)) for _ in range(8)] for _ in range(count)]
-    return [
-        {"text": " ".join(form.format(a=a, b=b, c=a + b) for a, b in pairs)} for pairs in drawn
-    ]
+    for _ in range(400):
+        pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(8)]
+        yield {"text": " ".join(f"what is {a} plus {b}? it is {a + b}." for a, b in pairs)}
 
 
 def _turns(a: int, b: int) -> list[dict[str, Any]]:
@@ -157,26 +162,30 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpora")
     write_lines(folder / "chats.jsonl", ({"messages": _turns(a, b)} for a, b in _sums()))
     write_lines(
-        folder / "calls.jsonl", ({"messages": _calls(a, b), "tools": TOOLS} for a, b in _sums())
+        folder / "calls.jsonl", ({"messages": _calls(a, b), "tools": _TOOLS} for a, b in _sums())
     )
-    write_lines(folder / "corpus.jsonl", _texts(400, "what is {a} plus {b}? it is {c}."))
+    write_lines(folder / "corpus.jsonl", _texts())
     return folder
 
 
 @pytest.fixture(scope="module")
 def weights(zygote: Zygote, corpora: Path) -> Path:
-    """The export of a small model that knows words and numbers, but no question and no call."""
+    """The export of a small model that has read chats of other words and numbers."""
     draw, run = random.Random(1), corpora / "weights"
-    texts = [
-        {"text": f"{sentence(draw, 3, 9)}: {draw.randrange(100)}, {draw.randrange(100)}. " * 4}
-        for _ in range(400)
-    ]
+
+    def turn(role: str) -> dict[str, str]:
+        words = [*sentence(draw, 3, 9).split(), *(str(draw.randrange(100)) for _ in range(2))]
+        draw.shuffle(words)
+        return {"role": role, "content": " ".join(words)}
+
+    chats = [{"messages": [turn("user"), turn("assistant")]} for _ in range(400)]
     tokenizer_of("chatml").save_pretrained(corpora / "tokenizer")
     words = (
         *(*SMALL_MODEL, *_SHORT.split(), *QUIET, "train.steps=100", "eval.every=0"),
         *("model.overrides.max_position_embeddings=4096", "model.overrides.vocab_size=600"),
         *(f"data.tokenizer={corpora / 'tokenizer'}", f"data.cache_dir={corpora / 'cache'}"),
-        *(f"data.path={write_lines(corpora / 'before.jsonl', texts)}", "save.export=true"),
+        *(f"data.path={write_lines(corpora / 'before.jsonl', chats)}", "save.export=true"),
+        *("data.learn=all", "data.packing=stream"),
     )
     json_path = REPOSITORY / "ds_configs" / "zero1.json"
     ended = zygote.run(
@@ -227,9 +236,7 @@ def test_a_recipe_reaches_the_loss_that_its_first_line_states(
         *(*_words(recipe, corpora, str(weights)), *small.words.split(), *QUIET),
         *(f"data.cache_dir={corpora / 'cache'}", f"run.dir={run.path}"),
     )
-    ended = zygote.run(
-        [*words], tmp_path / "logs", ranks=small.ranks, limit_s=1500, cwd=REPOSITORY
-    )
+    ended = zygote.run([*words], tmp_path / "logs", ranks=small.ranks, limit_s=1500, cwd=REPOSITORY)
     assert ended.codes == [0] * small.ranks, ended.output
     reached = [line["eval_loss"] for line in run.read_metrics() if "eval_loss" in line]
     first, last = recipe.losses
