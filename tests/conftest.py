@@ -16,8 +16,6 @@ import pytest
 # Before torch is imported, here or in what a test starts: the matrices of tests are so small that
 # its threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under nohup hangups are ignored, by the ranks of tests, too.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from harness.launch.fork_server import Zygote
 from tests.ranks import close_all
@@ -46,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup ranks would ignore it, too
     record = config.getoption("--record")
     if record and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(record))

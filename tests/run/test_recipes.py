@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from harness.launch.fork_server import Zygote
 from harness.plan.model_config import find_model_config
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.plan.plans import Planner
 from tests.run.features import sentence, write_lines
 from tests.two_ranks import REPOSITORY, SMALL_MODEL
-from tools.proofs.zygote import Zygote
 
 FOLDER = REPOSITORY / "docs" / "recipes"
 README = (REPOSITORY / "README.md").read_text()
