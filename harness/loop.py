@@ -7,17 +7,21 @@ from contextlib import closing, nullcontext
 from harness.engine.processes import leave
 from harness.errors import CannotSave, ExitCode, RunStopped
 from harness.run.build import build
-from harness.run.checkpointing import save_if_due
 from harness.run.evaluation import evaluate
 from harness.run.finish import finish
-from harness.run.first_step import before_first_step
 from harness.run.live_memory import is_out_of_memory
 from harness.run.noting import explain_out_of_memory
 from harness.run.reporting import evaluate_at_start, log_or_evaluate
 from harness.run.run import Run
-from harness.run.saving import finish_save
-from harness.run.stepping import next_step, take_step
-from harness.run.verdict import ask, carry_out, end_early_at_start
+from harness.run.saving import finish_save, save_if_due
+from harness.run.step import (
+    ask,
+    before_first_step,
+    carry_out,
+    end_early_at_start,
+    next_step,
+    take_step,
+)
 from harness.runfolder import Outcome
 
 __all__ = ["Run", "build", "evaluate", "train"]

@@ -189,7 +189,7 @@ NOT_FOLLOWED = {
         "data/cache.py",
         "data/pair.py",
         "data/tokenizer.py: names no eos_token",
-        "run/kept_sample.py",
+        "run/resumption.py",
     ),
     "of the machine or its network: disks, memory, compilers, the hub, GPUs": (
         "plan/model_config.py: the hub cannot be reached",
@@ -220,7 +220,7 @@ NOT_FOLLOWED = {
         "run/settle_data.py: start again, or set data.date=",
         "run/settle_data.py: give every node the same files",
     ),
-    "of what steps do": ("engine/skip.py", "run/verdict.py"),
+    "of what steps do": ("engine/skip.py", "run/step.py"),
     "needs another tokenizer than any that is here": (
         "run/settle_data.py: set data.tokenizer to the one that they were trained with",
     ),

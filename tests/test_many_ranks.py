@@ -25,9 +25,8 @@ from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.guard import replicas
-from harness.guard.pulse import Limits, Pulse
 from harness.guard.signals import groups_of
-from harness.guard.watchdog import Watchdog
+from harness.guard.watchdog import Limits, Pulse, Watchdog
 from harness.layout.box import Part
 from harness.run import resumption
 from harness.runfolder import RunFolder

@@ -1,8 +1,13 @@
-"""Signals become one decision of all ranks, at a step boundary."""
+"""Stops that all ranks agree on: signals, and the time that is left of a job."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -104,3 +109,54 @@ def groups_of(rank: int, ranks: int) -> list[list[int]]:
         return [[*range(ranks)]] if ranks > 1 else []
     first = rank - rank % columns
     return [[*range(first, first + columns)], [*range(rank % columns, ranks, columns)]]
+
+
+_SLOW_DISK = 50e6  # bytes/s per rank that any disk should reach; a guess
+_MARGIN_S = 15.0  # for leaving the process group, and for the batch script to requeue the job
+
+
+class TimeLeft:
+    """The time until this process must have ended; unlimited if `limit_s` is None.
+
+    `save_bytes`: bytes that each rank writes in a save, used until a save was timed.
+    """
+
+    def __init__(self, limit_s: float | None, save_bytes: float) -> None:
+        self._end = None if limit_s is None else time.monotonic() + limit_s
+        self._first_save_s = save_bytes / _SLOW_DISK
+
+    @property
+    def seconds(self) -> float | None:
+        """Remaining seconds; None if unlimited."""
+        return None if self._end is None else self._end - time.monotonic()
+
+    def is_last_step(self, step_s: float | None, save_s: float | None) -> bool:
+        """Return True if another step, then the step in which all ranks learn of the stop, then a
+        save would end too late. `step_s`, `save_s`: the longest so far.
+        """
+        left_s = self.seconds
+        needed = 2 * (step_s or 0.0) + 1.5 * (save_s or self._first_save_s) + _MARGIN_S
+        return left_s is not None and left_s < needed
+
+
+def slurm_seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return the seconds left to this process's Slurm job; None without a job or a limit."""
+    if "SLURM_JOB_END_TIME" in environ:  # Slurm 23.02 and later
+        return float(environ["SLURM_JOB_END_TIME"]) - time.time()
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    command = ["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%L"]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return as_seconds(process.stdout.strip())
+
+
+def as_seconds(text: str) -> float | None:
+    """Return Slurm's [days-][[hours:]minutes:]seconds in seconds; None for other text."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,13 +1,4 @@
-"""Detects that the ranks stopped making progress, reports which one blocks them, and ends them.
-
-    RUN/heartbeats/
-      rank-00003.json    written by each rank while it runs: phase, step, since when
-      rank-00003.stacks  every thread's Python stack, once a hang was detected
-      hang.json          the report, by the rank that detected it first; the others read it and end
-
-A phase that takes too long (guard/pulse.py) does not blame its own rank: the rank that blocks the
-others is the one that is behind, or that no longer writes.
-"""
+"""Hangs: the pulse of a rank, who holds the others up, and the end of a run that stands still."""
 
 from __future__ import annotations
 
@@ -20,12 +11,156 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from harness.errors import ExitCode
-from harness.guard.hang_report import Report, judge, place_of
-from harness.guard.pulse import Pulse
+
+_ENOUGH = 3  # durations; the first ones include compiling, allocating, filling caches
+_REMEMBERED = 32
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of progress. `count`: number of earlier beats, equal on all ranks at one place of
+    the loop.
+    """
+
+    phase: str
+    step: int
+    count: int
+    since: float  # time.monotonic()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without progress after which a rank counts as hanging.
+
+    `first_s` for a phase with fewer than three durations; then `factor` times the longest of the
+    last ones, but at least `floor_s`.
+    """
+
+    floor_s: float
+    factor: float
+    first_s: float
+
+
+class Pulse:
+    """Written by the training thread at the begin of each phase; other threads only read."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.beat = Beat("set-up", 0, 0, time.monotonic())
+        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+
+    def __call__(self, phase: str, step: int) -> None:
+        """Begin `phase`, and end the one before."""
+        now, before = time.monotonic(), self.beat
+        self._seconds[before.phase].append(now - before.since)
+        self.beat = Beat(phase, step, before.count + 1, now)
+
+    def longest_s(self, phase: str) -> float | None:
+        """Return the longest of a phase's last durations; None before the first."""
+        return max(self._seconds[phase], default=None) if phase in self._seconds else None
+
+    def limit_s(self, phase: str) -> float:
+        """Return the seconds after which a phase counts as hanging."""
+        durations = self._seconds.get(phase, ())
+        if len(durations) < _ENOUGH:
+            return self.limits.first_s
+        return max(self.limits.floor_s, self.limits.factor * max(durations))
+
+
+_LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
+
+Report = dict[str, Any]
+
+
+def judge(
+    before: list[Report],
+    after: list[Report],
+    why: str,
+    rank: int,
+    place: Callable[[int], str] = lambda rank: "",
+) -> Report:
+    """Return a report on the ranks that hold the others up, from two readings of all heartbeats.
+
+    `silent`: ranks that no longer write: stopped, gone with their node, or blocked outside Python.
+    `behind`: if all write, the ranks that have made less progress. If both are empty, all wait at
+    the same place for the network, a device or a disk. `place`: text that follows the number of a
+    rank that is named.
+    """
+    silent = [
+        now["rank"]
+        for then, now in zip(before, after, strict=True)
+        if now["rank"] != rank and now.get("tick") == then.get("tick") and "at" not in now
+    ]
+    is_silent = {*silent}
+    talking = [beat for beat in after if beat["rank"] not in is_silent]
+    furthest = max(beat["count"] for beat in talking)
+    behind = [beat["rank"] for beat in talking if beat["count"] < furthest]
+    held_up_by = silent or behind
+    lines = [f"hang: {why} (guard.hang_*)"]
+    lines += [f"  {_named(after[n], place)}: stopped, gone, or held outside Python" for n in silent]
+    lines += [
+        f"  {_named(after[n], place)}, for {after[n]['seconds']:.0f} s is behind" for n in behind
+    ]
+    named, places = {*silent, *behind}, defaultdict[str, list[int]](list)
+    for beat in after:
+        if beat["rank"] not in named:
+            places[_place(beat)].append(beat["rank"])
+    if not held_up_by:
+        lines.append("  no rank is behind: all wait for the network, a device or a disk")
+    for text, ranks in places.items():
+        lines.append(f"  {len(ranks)} ranks ({ranges(ranks)}) {text}")
+    return {
+        "message": "\n".join(lines),
+        "held_up_by": held_up_by,
+        "silent": silent,
+        "behind": behind,
+        "ranks": after,
+    }
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return a thread's place: its innermost line in this library, and the call it waits in."""
+    innermost, own = frame, frame
+    while own is not None and not own.f_code.co_filename.startswith(_LIBRARY):
+        own = own.f_back
+    places = [_line(f) for f in dict.fromkeys((own, innermost)) if f is not None]
+    return " in ".join(reversed(places))
+
+
+def _line(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _place(beat: Report) -> str:
+    if "phase" not in beat:
+        return "never wrote"
+    return f"in '{beat['phase']}' of step {beat['step']}, {beat.get('at', '')}".rstrip(", ")
+
+
+def _named(beat: Report, place: Callable[[int], str]) -> str:
+    process = f" on {beat['host']} (process {beat['pid']})" if "host" in beat else ""
+    return f"rank {beat['rank']}{place(beat['rank'])}{process}, {_place(beat)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text: [0, 1, 2, 5] -> "0-2, 5"."""
+    edges: list[list[int]] = []
+    for number in numbers:
+        if edges and number == edges[-1][-1] + 1:
+            edges[-1][1:] = [number]
+        else:
+            edges.append([number])
+    return ", ".join("-".join(map(str, pair)) for pair in edges)
+
 
 # A heartbeat is a handful of metadata operations on the file system of the run folder, which all
 # jobs share: few a second, as long as each rank still writes every 5 s. A report waits for two.

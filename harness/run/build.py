@@ -1,4 +1,4 @@
-"""Builds a run from a Plan: everything that the loop needs, on this rank."""
+"""From a plan to a run that is ready to train."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.export import export_problem
+from harness.checkpoint.export import export_problem, replacing, sweep
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.data.build import build_data
 from harness.data.data import Data
+from harness.data.kept_tokenizer import save_generation, save_tokenizer
 from harness.data.spec import DataSpec
 from harness.engine.api import Engine
 from harness.engine.processes import alarm, join
@@ -24,33 +25,95 @@ from harness.estimate.fit import shortages_here
 from harness.estimate.host import checkpoint_bytes
 from harness.guard.alarm import Failure
 from harness.guard.judge import Judge
-from harness.guard.pulse import Limits, Pulse
-from harness.guard.signals import StopGuard
+from harness.guard.signals import StopGuard, TimeLeft, slurm_seconds_left
 from harness.guard.stop_request import StopAsked, StopRequest
-from harness.guard.time_left import TimeLeft, slurm_seconds_left
-from harness.guard.watchdog import Watchdog
+from harness.guard.watchdog import Limits, Pulse, Watchdog
 from harness.plan.changes import takes
 from harness.plan.counted import with_least_batch
 from harness.plan.plan import Plan
 from harness.plan.swap_space import swap_problems
 from harness.plan.text import row, summary
 from harness.plan.vocabulary import with_rows_for
-from harness.run.begin import begin
 from harness.run.live_memory import MemoryCheck
-from harness.run.meter import Meter
-from harness.run.open_folder import open_folder
+from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
 from harness.run.pages import Pages
-from harness.run.plan_record import plan_record
-from harness.run.progress import Progress
-from harness.run.resumption import find_beginning
+from harness.run.plan_record import open_folder, plan_record
+from harness.run.progress import Progress, clock
+from harness.run.resumption import Beginning, find_beginning, load_into
 from harness.run.run import Profiler, Run
+from harness.run.sampling import question_of, show_sample
+from harness.run.saving import check_probe
 from harness.run.settle_data import settle_data
-from harness.run.source_losses import SourceLosses
-from harness.run.step_clock import StepClock
 from harness.run.trackers import Trackers
-from harness.run.weights import WeightChange
 from harness.runfolder import RunFolder
 from harness.steps import Steps
+
+
+def begin(
+    run: Run,
+    record: dict[str, Any],
+    events: list[dict[str, Any]],
+    beginning: Beginning,
+) -> None:
+    """Record the run, and load the checkpoint that it begins with. Collective."""
+    if run.is_writer:
+        run.folder.write_plan(record)
+    for event in events:
+        run.event(**event)
+    run.progress.say(f"run folder {run.folder.path}")
+    if (left_s := run.time_left.seconds) is not None:
+        run.event("time_limit", seconds_left=left_s)
+        run.progress.say(f"time limit in {clock(left_s)}: saved and ended before")
+    for damage in beginning.damages:
+        run.event("damaged_record", message=damage)
+        run.progress.say(f"not needed, not used: {damage}")
+    for problem in beginning.problems:
+        run.event("unusable_checkpoint", message=problem)
+        run.progress.say(f"not used: {problem}")
+    if run.is_writer and not run.folder.tokenizer_dir.exists():  # so that exports need no data
+        parent = None
+        if beginning.checkpoint is not None:
+            parent = RunFolder(beginning.checkpoint.path.parents[1]).tokenizer_dir
+        sweep(run.folder.tokenizer_dir, alone=True)  # after a kill while it was written
+        with replacing(run.folder.tokenizer_dir) as unfinished:
+            save_tokenizer(run.data.tokenizer, unfinished)
+            save_generation(run.engine.module, unfinished, parent)
+    _load(run, beginning)
+    if run.is_writer:
+        run.trackers.open(run.plan.config.log, run.folder, record, run.state.step)
+
+
+def _load(run: Run, beginning: Beginning) -> None:
+    """Load the checkpoint that the run begins with, if there is one. Collective."""
+    checkpoint, kind = beginning.checkpoint, beginning.kind
+    if checkpoint is None:
+        if run.plan.config.model.init_from is not None and question_of(run):
+            show_sample(run, "sample before training")
+        if run.folder.attempt > 1:
+            run.event("began_again", message="no checkpoint was saved before")
+            run.progress.say("no checkpoint was saved yet: begins at step 0 again")
+        return
+    load_into(run.engine, checkpoint, weights_only=kind == "weights")
+    check_probe(run.engine, checkpoint, run.plan)
+    if kind != "weights":
+        run.steps.move(checkpoint.state)
+        watch = dict(checkpoint.manifest.watch)
+        if kind == "branched":  # to try something else, with as much patience
+            watch.pop("patience", None)
+        run.judge.restore(watch)
+        run.held_out_nats = checkpoint.manifest.held_out_loss
+    run.event(
+        kind,
+        step=run.state.step,
+        path=str(checkpoint.path),
+        manifest=checkpoint.manifest.checksum,
+        changes=beginning.changes,
+    )
+    step, source = checkpoint.state.step, checkpoint.path.parents[1]
+    if kind == "weights":
+        run.progress.say(f"begins with the weights of step {step:,} of {source}")
+    else:
+        run.progress.say(f"{kind} {checkpoint.path.name} of {run.steps.total} steps")
 
 
 def _give_up(rank: int) -> None:

@@ -51,7 +51,7 @@ from harness.models.loss import forward
 from harness.models.new_rows import add_rows, vocabulary_of
 from harness.models.quantized import of_description, round_linear_maps
 from harness.models.skeleton import DTYPES, hf_config, skeleton, tied_names
-from harness.run.probe import TOLERANCES, stored_probe, texts_of
+from harness.run.saving import TOLERANCES, stored_probe, texts_of
 from harness.runfolder import RunFolder
 
 _MOST_GENERATION_BYTES = 2**24

@@ -1,18 +1,27 @@
-"""Metrics of the steps: measured, reduced over ranks."""
+"""What is measured for a line of metrics.jsonl: rates, losses by source, experts, weights."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint.fragment import WEIGHT
+from harness.config.ds_keys import offloaded_to
+from harness.data.batch import on_device
+from harness.data.batches import Stream
+from harness.data.padded import Padded
+from harness.engine.api import Engine
 from harness.estimate.hardware import known_gpu
+from harness.estimate.step_time.step import TERMS, StepTime
 from harness.estimate.units import GIB
 from harness.layout.attention_table import seen_by
 from harness.layout.shape import Shape, flops_per_token
+from harness.plan.duration import step_time
 from harness.plan.plan import Plan
 from harness.steps import Step
 
@@ -120,3 +129,164 @@ def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
     of_sources = [name for name in line if name.startswith(("loss/", "eval_loss/"))]
     shown = [name for name in (*names, *of_sources) if line.get(name) is not None]
     return [(f"train/{name}", line[name], line["samples"]) for name in shown]
+
+
+class SourceLosses:
+    """Target tokens of each source since the last metrics line, and their mean loss."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._targets = [0] * len(names)
+
+    def step_taken(self, targets: Sequence[int]) -> None:
+        """Count the targets of an optimizer step, also of one that is then skipped."""
+        self._targets = [sum(both) for both in zip(self._targets, targets, strict=True)]
+
+    def taken(self, sums: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return loss/NAME, in nats and on the device, of the steps since the last call.
+
+        `sums`: the summed losses of the same steps, of all ranks; None: of a run without sources. A
+        source without a target in these steps has no loss.
+        """
+        if sums is None:
+            return {}
+        means = {
+            f"loss/{name}": sums[number] / targets
+            for number, (name, targets) in enumerate(zip(self.names, self._targets, strict=True))
+            if targets
+        }
+        self._targets = [0] * len(self.names)
+        return means
+
+
+def expert_load(tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Return scalars, on the device, of (layers, experts) tokens sent to each expert; none without
+    any.
+
+    `expert_load_max`: tokens of the busiest expert over the mean of its layer, of the worst layer:
+    1 if all are equal, the number of experts if one has all. `expert_load_entropy`: of a layer's
+    shares, over that of equal ones; the mean over layers: 1 if all are equal, 0 if one has all.
+    """
+    if tokens is None:
+        return {}
+    shares = tokens.double() / tokens.sum(1, keepdim=True).clamp(min=1)
+    experts = tokens.shape[1]
+    entropy = torch.special.entr(shares).sum(1).mean() / math.log(experts)
+    return {"expert_load_max": shares.max() * experts, "expert_load_entropy": entropy}
+
+
+TOLERANCE = 0.1
+_STARTING = 1
+"""Metrics lines of a process that are left out: memory is allocated, kernels are loaded."""
+_LARGE = 0.1
+"""Share of a step from which on a term is named."""
+
+
+_LOOKED_AT = 32
+"""Samples whose documents are looked at."""
+
+
+def seen_tokens(stream: Stream) -> float | None:
+    """Return the tokens that one attends to on average within its document, itself among them, in
+    the first samples; None where rows are not divided into documents, or steps differ.
+    """
+    if not stream.document_mask or isinstance(stream, Padded):
+        return None
+    count = _LOOKED_AT if stream.length is None else min(_LOOKED_AT, stream.length)
+    positions = stream.batch(0, count).position_ids
+    return None if positions is None else round(float(positions.double().mean()) + 1, 1)
+
+
+class StepClock:
+    """Compares the second metrics line of a process with the plan's estimate: once."""
+
+    def __init__(self, plan: Plan, seen_tokens: float | None = None) -> None:
+        self.predicted: StepTime | None = step_time(plan, seen_tokens=seen_tokens)
+        self._lines = 0
+
+    def count_line(self) -> None:
+        """Count a metrics line."""
+        self._lines += 1
+
+    @property
+    def compares(self) -> bool:
+        """True for the metrics line to compare, if there is an estimate."""
+        return self.predicted is not None and self._lines == _STARTING + 1
+
+    def text(self, seconds: float, data_seconds: float) -> str:
+        """Return both times in one line, and which terms may be off if they differ."""
+        assert self.predicted is not None, "there is an estimate"
+        step = self.predicted
+        error = step.seconds / seconds - 1
+        text = f"{seconds:.3g} s a step, predicted {error:+z.1%} ({step.machine.evidence} rates)"
+        if abs(error) <= TOLERANCE:
+            return text
+        terms = sorted(step.terms.items(), key=lambda term: -term[1])
+        large = [
+            f"{TERMS[name]} {value:.3g} s"
+            for name, value in terms
+            if value >= _LARGE * step.seconds
+        ]
+        why = f"{text} (!): predicted were {', '.join(large)}"
+        if error < 0 and data_seconds >= _LARGE * seconds:
+            why += f"; {data_seconds:.3g} s waited for data, which is not predicted"
+        return why
+
+
+SAMPLED = 2**20
+"""Weights of a rank of which the change is measured, evenly distributed; all of fewer."""
+
+
+class WeightChange:
+    """Measures single steps: the norm of all weights, and that of their change over it.
+
+    Nothing waits for the device. A copy of all weights would not fit where the plan is tight: the
+    change is that of every n-th weight. Weights on NVMe are not read for this.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._on_nvme = offloaded_to(engine.plan.deepspeed, "optimizer") == "nvme"
+        self._step = 0
+        self._before: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def step_begins(self, step: int) -> None:
+        """Keep what a step will change."""
+        if not self._on_nvme:
+            self._step, self._before = step, _sample(self._weights())
+
+    @torch.no_grad()
+    def taken(self, step: int) -> dict[str, torch.Tensor]:
+        """Return `param_norm` and `update_ratio`, on the device, after a step that was announced;
+        otherwise nothing. Collective.
+        """
+        before, self._before = self._before, []
+        if step != self._step:
+            return {}
+        weights = self._weights()
+        changes = [new - old for new, old in zip(_sample(weights), before, strict=True)]
+        norms = [_norm(tensors) for tensors in (weights, changes, before)]
+        squares = torch.stack([on_device(norm, self._engine.device) for norm in norms]).square()
+        squares[1:] *= _stride(weights)
+        dist.all_reduce(squares)
+        norm, change, whole = squares.sqrt()
+        return {"param_norm": norm, "update_ratio": change / whole}
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [fragment.tensors[WEIGHT] for fragment in self._engine.fragments(states=False)]
+
+
+def _stride(weights: list[torch.Tensor]) -> int:
+    return max(1, sum(weight.numel() for weight in weights) // SAMPLED)
+
+
+def _sample(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return every n-th element of each, copied, in fp32."""
+    stride = _stride(weights)
+    return [weight[::stride].to(torch.float32, copy=True) for weight in weights]
+
+
+def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    return torch.nn.utils.get_total_norm(norms).double()

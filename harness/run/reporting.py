@@ -13,11 +13,10 @@ from harness.run.evaluation import (
     evaluate_old,
     evaluate_sets,
 )
-from harness.run.expert_load import expert_load
-from harness.run.meter import monitor_events
+from harness.run.meter import expert_load, monitor_events
 from harness.run.noting import note_memory, note_time
 from harness.run.run import Run, is_due
-from harness.run.stepping import look_for_spike
+from harness.run.step import look_for_spike
 from harness.steps import Step
 
 

@@ -1,8 +1,11 @@
-"""The beginning of a run: step 0, or the newest usable checkpoint of this run or another one."""
+"""What a run goes on from: its checkpoint, its plan, and its data as they were."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,18 @@ import torch.distributed as dist
 from harness.checkpoint.find import Checkpoint, checkpoint_of, is_run, newest_usable
 from harness.checkpoint.meeting import first_problem, told
 from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
+from harness.checkpoint.store import fsync
 from harness.config.run_config import run_and_step
+from harness.data.batches import Stream
+from harness.data.packing import Document
+from harness.data.reservoir import reservoir, write_documents
+from harness.data.tokenizer import tokenizer_hash
 from harness.engine.api import Engine
 from harness.errors import ConfigError, NoCheckpoint, Unusable
+from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, kept_facts
 from harness.files.records import Unreadable
 from harness.plan.plan import Plan
+from harness.run.run import Run
 from harness.runfolder import RunFolder
 
 
@@ -165,3 +175,77 @@ def _has_sections(plan: dict[str, Any]) -> bool:
     if not all(isinstance(section, dict) for section in sections):
         return False
     return isinstance(ds.get("bf16", {}), dict)
+
+
+MOST_TOKENS = 1 << 23
+"""Tokens of either side that are kept at most."""
+
+
+def keep_sample(run: Run) -> None:
+    """Write the sample of all that was read so far, on rank 0; an event says if that fails."""
+    if not (run.plan.config.data.reservoir and run.state.samples):
+        return
+    run.pulse("save", run.state.step)  # on all ranks: the hang report compares their counts
+    if not run.is_writer:
+        return
+    folder = run.folder.reservoir_dir
+    try:
+        _write(run, folder)
+    except (OSError, ConfigError) as error:
+        message = f"no sample of the data was kept in {folder}: {error}"
+        run.event("sample_not_kept", step=run.state.step, message=message)
+        run.progress.say(message)
+    run.meter.restart()
+
+
+def _write(run: Run, folder: Path) -> None:
+    """Write the folder anew, and put it in the place of the last one.
+
+    Raises ConfigError if that is of other data (resume.allow=data_fingerprint), which it may be all
+    that is left of.
+    """
+    unfinished, replaced = (folder.with_name(f".{of}-{folder.name}") for of in ("new", "old"))
+    if replaced.exists() and not folder.exists():  # killed between the two renames
+        replaced.rename(folder)
+    data, seen = run.data, run.state.samples
+    key = f"{run.plan.config.train.seed}:{data.fingerprint}"
+    if folder.exists() and kept_facts(folder).get("of") != key:
+        raise ConfigError("it holds a sample of other data, read before: move it to keep another")
+    for path in (unfinished, replaced):
+        shutil.rmtree(path, ignore_errors=True)
+    unfinished.mkdir()
+    if data.mixture() is None:  # after an epoch the same documents come again
+        seen = min(seen, data.train.samples)
+    config, most = run.plan.config, max(1, MOST_TOKENS // (run.plan.config.data.seq_len + 1))
+    kept = reservoir(min(config.data.reservoir, most), seen, key).tolist()
+    held_out = range(min(config.eval.samples, most, data.held_out.samples))
+    facts: dict[str, Any] = {"of": key, "tokenizer": tokenizer_hash(data.tokenizer)}
+    for side, stream, samples in (
+        (TRAIN, data.train, kept),
+        (HELD_OUT, data.held_out, held_out),
+    ):
+        facts[f"{side}_tokens"] = _write_side(unfinished / side, stream, samples, data.vocab_size)
+    (unfinished / FACTS).write_text(json.dumps(facts))
+    for path in unfinished.iterdir():
+        fsync(path)
+    if folder.exists():
+        folder.rename(replaced)
+    unfinished.rename(folder)
+    fsync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _write_side(
+    prefix: Path, stream: Stream, samples: Iterable[int], vocab_size: int
+) -> int | None:
+    """Write samples as a .bin/.idx pair; return the tokens of each, None if they differ."""
+    sizes = set[int]()
+
+    def documents() -> Iterator[Document]:
+        for index in samples:
+            of_sample = stream.documents_of(index)
+            sizes.add(sum(len(ids) for ids, _ in of_sample))
+            yield from of_sample
+
+    write_documents(prefix, vocab_size, documents())
+    return sizes.pop() if len(sizes) == 1 else None

@@ -17,20 +17,15 @@ from harness.engine.api import Engine
 from harness.errors import CannotSave, ExitCode
 from harness.guard.alarm import Failure
 from harness.guard.judge import Judge
-from harness.guard.pulse import Pulse
-from harness.guard.signals import StopGuard
-from harness.guard.time_left import TimeLeft
-from harness.guard.watchdog import Watchdog
+from harness.guard.signals import StopGuard, TimeLeft
+from harness.guard.watchdog import Pulse, Watchdog
 from harness.layout.share import Purpose
 from harness.plan.plan import Plan
 from harness.run.live_memory import MemoryCheck
-from harness.run.meter import Meter
+from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
 from harness.run.pages import Pages
 from harness.run.progress import Progress
-from harness.run.source_losses import SourceLosses
-from harness.run.step_clock import StepClock
 from harness.run.trackers import Trackers
-from harness.run.weights import WeightChange
 from harness.runfolder import Outcome, RunFolder
 from harness.steps import Steps
 

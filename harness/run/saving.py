@@ -1,15 +1,124 @@
-"""Saves a run's checkpoints."""
+"""Saves: when they are due, what goes into a checkpoint, and the probe that proves a resume."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
+import torch
+
+from harness.checkpoint.find import Checkpoint
 from harness.checkpoint.manifest import Manifest
+from harness.checkpoint.meeting import gathered, told
 from harness.checkpoint.save import Saved
+from harness.data.batch import Batch
+from harness.data.data import Data
+from harness.engine.api import Engine, Replica
+from harness.errors import ExitCode, NoCheckpoint
+from harness.guard.judge import Verdict
+from harness.guard.replicas import ReplicasDiffer, checksums, largest_difference, outside_majority
+from harness.layout.grid import Grid
 from harness.models.adapters import adapters_of
 from harness.models.quantized import described
-from harness.run.probe import as_tensors, loss_of, probe_batch
-from harness.run.run import Run
+from harness.plan.plan import Plan
+from harness.run.resumption import keep_sample
+from harness.run.run import Run, is_due
+
+SAMPLES = 8  # a forward pass of one micro-batch on most layouts
+# Relative tolerance of the loss: wider than rounding between layouts in the parity gate, narrower
+# than the effect of one lost layer.
+TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
+
+
+def probe_batch(data: Data) -> Batch:
+    """Return the first held-out samples; with a carried state, those of one text."""
+    return data.held_out.first(SAMPLES)
+
+
+def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return a batch as the tensors that a checkpoint stores."""
+    tensors = {"input_ids": batch.input_ids, "labels": batch.labels}
+    if batch.position_ids is not None:
+        tensors["position_ids"] = batch.position_ids
+    if batch.goes_on is not None:
+        tensors["goes_on"] = batch.goes_on.long()
+    return tensors
+
+
+def stored_probe(checkpoint: Checkpoint) -> Batch:
+    """Return the probe batch that a checkpoint stores."""
+    tensors = checkpoint.probe()
+    ids, labels, positions = (tensors.get(n) for n in ("input_ids", "labels", "position_ids"))
+    assert ids is not None, "a probe has tokens"
+    assert labels is not None, "and targets"
+    if "goes_on" not in tensors:
+        return Batch(ids, labels, positions)
+    goes_on, windows = tensors["goes_on"].bool(), torch.arange(len(labels))
+    return Batch(ids, labels, positions, windows=windows, goes_on=goes_on)
+
+
+def texts_of(probe: Batch) -> Iterator[Batch]:
+    """Yield the rows of a probe batch one by one, those of one text as one long row: what a model
+    computes that carries no state.
+    """
+    begins, rows = torch.ones(len(probe.labels), dtype=torch.bool), len(probe.labels)
+    if probe.goes_on is not None:
+        begins = ~probe.goes_on
+    starts = [0, *(row for row in range(1, rows) if begins[row]), rows]
+    for start, end in itertools.pairwise(starts):
+        parts = (probe.input_ids, probe.labels, probe.position_ids)
+        ids, labels, positions = (
+            None if part is None else part[start:end].reshape(1, -1) for part in parts
+        )
+        assert ids is not None, "a probe has tokens"
+        assert labels is not None, "and targets"
+        yield Batch(ids, labels, positions)
+
+
+def loss_of(engine: Engine, batch: Batch) -> float | None:
+    """Return the mean loss in nats over a batch's targets, None without any. Collective.
+
+    All data ranks run equally often: padding samples are masked out. Samples of one text are
+    computed one after the other.
+    """
+    plan, samples, parts = engine.plan, len(batch.labels), list[Batch]()
+    at_once = samples if batch.goes_on is None else 1
+    for start in plan.share.starts(at_once, plan.micro_batch):
+        rows = torch.arange(start, start + plan.micro_batch)
+        for first in range(0, samples, at_once):
+            places = first + rows % at_once
+            labels = batch.labels[places].clone()
+            labels[rows >= at_once] = -100
+            others = (batch.position_ids, batch.windows, batch.goes_on)
+            positions, windows, goes_on = (None if t is None else t[places] for t in others)
+            ids = batch.input_ids[places]
+            parts.append(Batch(ids, labels, positions, windows=windows, goes_on=goes_on))
+    loss, tokens = engine.sum_over_ranks(engine.eval_batch(parts)).tolist()
+    return loss / tokens if tokens else None
+
+
+def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
+    """Compare the probe's loss with the one that the loaded checkpoint recorded. Collective.
+
+    Raises NoCheckpoint with both numbers if they differ.
+    """
+    expected = checkpoint.manifest.probe_loss
+    if expected is None or "probe" in plan.config.resume.allow:
+        return
+    batch = stored_probe(checkpoint)
+    loss = loss_of(engine, batch)
+    tolerance = max(TOLERANCES[plan.precision], TOLERANCES[checkpoint.manifest.precision])
+    if loss is None or (math.isnan(loss) and math.isnan(expected)):
+        return
+    if not math.isclose(loss, expected, rel_tol=tolerance):
+        raise NoCheckpoint(
+            f"{checkpoint.path} was saved with a loss of {expected:.7g} on its probe batch, but it "
+            f"is {loss:.7g} here (relative tolerance {tolerance:g}): this is not the model that "
+            "was saved, or other versions compute otherwise; resume.allow=probe goes on anyway"
+        )
 
 
 def save(run: Run, background: bool = False) -> None:
@@ -75,3 +184,118 @@ def _record(run: Run, saved: Saved) -> None:
                 ("save/bytes_per_s", per_s, samples),
             ]
         )
+
+
+# Largest relative difference of an undivided weight over tensor-parallel ranks on GPUs: each
+# computes its gradient itself, and may sum in another order. On CPUs there is none.
+ROUNDING = 1e-2
+
+
+def check_replicas(run: Run, saves: bool) -> None:
+    """Compare the replicas if a check is due, and before every save. Collective.
+
+    Raises ReplicasDiffer with the ranks and the weights.
+    """
+    every = run.plan.config.guard.replicas_every
+    if not every or run.plan.world.world_size == 1 or not (saves or is_due(run.state.step, every)):
+        return
+    result = told(_together(gathered(_compared(run))))
+    if result.drifted:
+        run.event("replicas_drift", step=run.state.step, apart_by_parameter=result.drifted)
+    different = result.differing
+    if not different:
+        if result.weights:
+            run.event("replicas_equal", step=run.state.step, tensors=result.weights)
+        return
+    run.event("replicas_differ", step=run.state.step, ranks_by_parameter=different)
+    finish_save(run)  # they were equal when it began
+    newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
+    owners = f"rank {', '.join(f'{rank}{run.plan.grid.described(rank)}' for rank in ranks)}"
+    if name in result.undecided:
+        owners += " (among which there is no majority)"
+    advice = "No checkpoint predates it: begin the run again"
+    if newest:
+        advice = f"{newest[0].name} predates it: start again from there"
+    raise ReplicasDiffer(
+        f"after step {run.state.step} ranks differ in {len(different)} weights that should be the "
+        f"same, {name} on {owners}: faulty memory or links there. {advice}"
+    )
+
+
+@dataclass
+class _Compared:
+    """Differences that one rank, or all of them together, have found."""
+
+    weights: int = 0
+    differing: dict[str, list[int]] = field(default_factory=dict)
+    """The ranks that hold another than most, by the weight's name."""
+    undecided: set[str] = field(default_factory=set)
+    """Names of those without a majority."""
+    drifted: dict[str, float] = field(default_factory=dict)
+    """Relative differences that are rounding."""
+
+
+def _together(results: Iterable[_Compared]) -> _Compared:
+    whole = _Compared()
+    for result in results:
+        whole.weights = max(whole.weights, result.weights)
+        whole.undecided |= result.undecided
+        whole.drifted |= result.drifted
+        for name, ranks in result.differing.items():
+            whole.differing[name] = sorted({*ranks, *whole.differing.get(name, ())})
+    return whole
+
+
+def _compared(run: Run) -> _Compared:
+    """Compare what this rank holds alike with others. Collective."""
+    engine = run.engine
+    replicas = list(engine.replicated())
+    sums = checksums((r.tensor for r in replicas), engine.group_of("stage"), engine.device)
+    of_holders = [
+        (replica, {rank: of_rank[rank] for rank in replica.ranks})
+        for replica, of_rank in zip(replicas, sums, strict=True)
+    ]
+    for name, weight, group in engine.tied():
+        (of_rank,) = checksums([weight], group, engine.device)
+        of_holders.append((Replica(name, weight, tuple(of_rank), False), of_rank))
+    result = _Compared(len(of_holders))
+    for replica, of_rank in of_holders:
+        if len({*of_rank.values()}) == 1:
+            continue
+        if _may_drift(run.plan.grid, engine.device.type, replica, of_rank):
+            apart = largest_difference(replica.tensor, engine.group_of("tensor"), engine.device)
+            if apart <= ROUNDING:
+                result.drifted[replica.name] = apart
+                continue
+        ranks = outside_majority(of_rank)
+        result.differing[replica.name] = ranks
+        if len(ranks) == len(of_rank):
+            result.undecided.add(replica.name)
+    return result
+
+
+def _may_drift(grid: Grid, device: str, replica: Replica, of_rank: Mapping[int, int]) -> bool:
+    """Return whether an undivided weight differs between tensor-parallel ranks alone, on a device
+    that rounds differently from time to time. The same on all ranks that hold it.
+    """
+    if device == "cpu" or grid.tensor == 1 or not replica.is_whole:
+        return False
+    values = {(grid.coords(rank).tensor, value) for rank, value in of_rank.items()}
+    return len(values) == len({tensor for tensor, _ in values})
+
+
+def save_if_due(run: Run, verdict: Verdict) -> None:
+    """Save if a save is due or the run ends; never before a rollback or after a divergence.
+
+    Collective. Raises RunStopped (cannot save), and ReplicasDiffer before a save.
+    """
+    if verdict.kind == "roll back" or verdict.code == ExitCode.DIVERGED:
+        return
+    if verdict.is_written:
+        finish_save(run)
+    ends = verdict.kind != "go on" or not run.steps.are_left
+    saves = ends or is_due(run.state.step, run.plan.config.save.every)
+    check_replicas(run, saves)
+    if saves:
+        save(run, background=run.plan.config.save.async_ and not ends)
+        keep_sample(run)

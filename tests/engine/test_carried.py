@@ -26,8 +26,8 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from harness.run.evaluation import mean_losses
-from harness.run.probe import loss_of, texts_of
 from harness.run.run import Run
+from harness.run.saving import loss_of, texts_of
 from tests.engine.engines import cells, engine_of, fp16, gathered, plan_of, stage, written
 from tests.engine.small import SEQ_LEN, run_config
 from tests.engine.streams import (

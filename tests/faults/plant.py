@@ -166,8 +166,8 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
     from harness.data import batches
     from harness.engine import build
     from harness.engine.zero import ZeroEngine
-    from harness.run import begin, checkpointing, finish, reporting, saving
     from harness.run import build as run_build
+    from harness.run import finish, reporting, saving
     from harness.runfolder import RunFolder
 
     def inside_a_file(act: Callable[[], None]) -> None:
@@ -239,8 +239,8 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "before the engine": call(build, "build_engine"),
         "before the folder": call(run_build, "open_folder"),
         "before the plan": call(RunFolder, "write_plan"),
-        "keeping the tokenizer": call(begin, "replacing"),
-        "within the tokenizer": call(begin, "save_tokenizer", "after"),
+        "keeping the tokenizer": call(run_build, "replacing"),
+        "within the tokenizer": call(run_build, "save_tokenizer", "after"),
         "a line of metrics": call(RunFolder, "append_metrics"),
         "recording a save": call(saving, "_record"),
         "after the folder": call(store.Store, "make_unfinished", "after"),
@@ -258,7 +258,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "in an evaluation": call(reporting, "evaluate_by_position"),
         "before a save": call(saving, "probe_batch"),
         "exporting": call(finish, "export"),
-        "comparing replicas": call(checkpointing, "check_replicas"),
+        "comparing replicas": call(saving, "check_replicas"),
         "reading a step's batches": call(batches, "share_of_rank"),
     }
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import Any
 
-from harness.guard.hang_report import judge, place_of
+from harness.guard.watchdog import judge, place_of
 from harness.layout.grid import Grid
 from tests.two_ranks import wait_for
 

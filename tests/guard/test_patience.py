@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from harness.guard.patience import Patience
+from harness.guard.judge import Patience
 
 
 def test_it_is_over_after_so_many_evaluations_without_a_better_one() -> None:

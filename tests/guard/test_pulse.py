@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.guard import pulse as module
-from harness.guard.pulse import Limits, Pulse
+from harness.guard import watchdog as module
+from harness.guard.watchdog import Limits, Pulse
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.guard.spikes import SpikeDetector
+from harness.guard.judge import SpikeDetector
 
 Curve = list[tuple[float, float]]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.guard import time_left as module
-from harness.guard.time_left import TimeLeft, as_seconds, slurm_seconds_left
+from harness.guard import signals as module
+from harness.guard.signals import TimeLeft, as_seconds, slurm_seconds_left
 
 
 @pytest.mark.parametrize(

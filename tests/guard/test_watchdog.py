@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 
 from harness.checkpoint.manifest import TrainState
-from harness.guard.pulse import Limits, Pulse
-from harness.guard.watchdog import Watchdog
+from harness.guard.watchdog import Limits, Pulse, Watchdog
 from harness.run.run import Run
 from harness.runfolder import RunFolder
 from tests.two_ranks import wait_for

@@ -26,7 +26,7 @@ from harness.data.spec import DataSpec
 from harness.errors import ExitCode
 from harness.models.as_trained import attend_as_trained
 from harness.models.loss import forward
-from harness.run.probe import stored_probe, texts_of
+from harness.run.saving import stored_probe, texts_of
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import chats, tokenizer_of
 from tests.run.features import FEATURES, LAYOUTS, Feature, Runs, in_gate

@@ -21,8 +21,7 @@ from harness.layout.shape import flops_per_unit
 from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.make import make_plan
-from harness.run.flops import flop_counter, flop_table
-from harness.run.profiling import Profiler
+from harness.run.profiling import Profiler, flop_counter, flop_table
 from harness.runfolder import RunFolder
 from tests.run.features import in_gate
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events

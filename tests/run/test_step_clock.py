@@ -16,7 +16,7 @@ from harness.launch.fork_server import Zygote
 from harness.plan.command import parse_command, plan_from
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
-from harness.run.step_clock import StepClock, seen_tokens
+from harness.run.meter import StepClock, seen_tokens
 from harness.runfolder import RunFolder
 from tests.run_tools import run_tool
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events, write_corpus

@@ -237,7 +237,7 @@ CHANGES: dict[str, tuple[str, str, Callable[[Callable[..., Any]], Callable[..., 
         _twice,
     ),
     "experts": (
-        "harness.run.expert_load.expert_load",
+        "harness.run.meter.expert_load",
         "tools.studio_pages.experts.expert_load",
         lambda function: lambda counts: {name: 2 * n for name, n in function(counts).items()},
     ),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 from harness.errors import ExitCode
-from harness.guard.hang_report import ranges
+from harness.guard.watchdog import ranges
 
 Verdict = Literal["ok", "warn", "FAIL"]
 K = TypeVar("K", bound=Hashable)

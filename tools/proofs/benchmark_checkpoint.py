@@ -140,7 +140,7 @@ class Bench:
         import torch
 
         from harness.checkpoint.manifest import Manifest, TrainState
-        from harness.run.probe import SAMPLES
+        from harness.run.saving import SAMPLES
 
         plan, scalars = self.engine.plan, self.engine.scalars()
         about = {"deepspeed": plan.deepspeed}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from harness.layout.shape import active_parameters, num_parameters
-from harness.run.expert_load import expert_load
+from harness.run.meter import expert_load
 from tools.studio_app.charts import Axis, Line, heat, lines, stacked
 from tools.studio_app.page import (
     Chart,
@@ -248,7 +248,7 @@ PAGE = Page(
     computed_by=(
         "tools.studio_pages.experts.trained",
         "tools.studio_pages.experts.routed",
-        "harness.run.expert_load.expert_load",
+        "harness.run.meter.expert_load",
         "harness.layout.shape.active_parameters",
     ),
     formula="Out = sum over the top experts of softmax(their router scores) x expert(in). "

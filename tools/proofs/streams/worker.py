@@ -73,8 +73,8 @@ def main(argv: list[str]) -> int:
     from harness.engine.deepspeed_0_19 import settlements
     from harness.engine.pipeline import PipelineEngine
     from harness.engine.zero import ZeroEngine
-    from harness.guard.spikes import Spike
-    from harness.run import build, reporting, stepping
+    from harness.guard.judge import Spike
+    from harness.run import build, reporting, step
     from tools.proofs.streams.simulated import Device, simulated
 
     devices: list[Device] = []
@@ -110,11 +110,11 @@ def main(argv: list[str]) -> int:
         spike = look(run, number, *args)
         return Spike("loss", 1.0, 0.0, 0.1) if number == DISCARDED and job.discards else spike
 
-    join, taken, look = build.join, loop.next_step, stepping.look_for_spike
+    join, taken, look = build.join, loop.next_step, step.look_for_spike
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(build, "join", joined))
         stack.enter_context(mock.patch.object(loop, "next_step", next_step))
-        stack.enter_context(mock.patch.object(stepping, "look_for_spike", judged))
+        stack.enter_context(mock.patch.object(step, "look_for_spike", judged))
         if not job.synchronizes:
             stack.enter_context(mock.patch.object(settlements, "settle_gradients"))
         for owner, name, phase in (
