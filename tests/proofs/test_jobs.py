@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from harness.launch.ranks import ON_CPU
-from tools.proofs.check_parity import train
 from tools.proofs.jobs import Group, run_jobs
+from tools.proofs.models import LEARNED
 from tools.proofs.parity.cells import Cell, Job, nvme_cells
 from tools.proofs.parity.measure import Trajectory
 
@@ -28,8 +29,10 @@ def test_ranks_of_their_own_do_what_forks_do(tmp_path: Path) -> None:
     """As on GPUs, which no fork can use."""
     job = Job(Cell("llama", "zero1", "fp32", 4, 1))
     for name, env in (("forked", None), ("own", ON_CPU)):
-        (tmp_path / name).mkdir()
-        train([job], tmp_path / name, env)
+        out = tmp_path / name
+        out.mkdir()
+        (out / "llama.config.json").write_text(json.dumps(LEARNED["llama"]))
+        run_jobs("parity", [job], out, lambda job: Group(0, job.cell.ranks), env)
     forked, own = (Trajectory.load(tmp_path / name / job.cell.name) for name in ("forked", "own"))
     assert own.losses == forked.losses
     (tmp_path / "own" / "llama.config.json").unlink()

@@ -101,7 +101,7 @@ def trajectory(**changes: object) -> Trajectory:
     return Trajectory(**{**values, **changes})
 
 
-@pytest.mark.slow("nine engines and plain loops of 10 steps")
+@pytest.mark.slow("nine engines and plain loops of 20 steps")
 def test_the_layout_changes_nothing_that_is_learned(
     zygote: Zygote, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,7 +109,7 @@ def test_the_layout_changes_nothing_that_is_learned(
     assert f"{len(brief_cells())} cells, 0 differ" in capfd.readouterr().out
 
 
-@pytest.mark.slow("six engines and plain loops of 10 steps")
+@pytest.mark.slow("six engines and plain loops of 20 steps")
 def test_three_planted_defects_are_caught(
     zygote: Zygote, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@
 
 A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),
 every parameter's gradient at step 0, the weights' change after one plain SGD step, loss and
-gradient norm of 10 AdamW steps, and the held-out loss after them. A cell's tolerance is 5 times the
+gradient norm of 20 AdamW steps, and the held-out loss after them. A cell's tolerance is 5 times the
 spread of the plain loop against itself when only the order of its sums changes: over the quickest
 of the orders where it is within that, over further ones where it is not; with --full, over all.
 With --cells or --defects, the page that --markdown names keeps its other lines.

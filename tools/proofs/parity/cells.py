@@ -22,7 +22,7 @@ from tools.proofs.models import (
     WIDE,
 )
 
-STEPS = 10
+STEPS = 20
 ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """Layouts that are compared with every other value."""
 FEW = ("zeropp", "zero2_bf16_states", "zero3_bf16_states", "compiled_zero3", "compiled_zero1")

@@ -53,7 +53,7 @@ def markdown(rows: Iterable[Row], cells: Iterable[Cell] = (), page: str = "") ->
         "NaN.",
         "",
         "| model | layout | precision | accum | ranks | initial loss | gradient | SGD change"
-        + " | loss, 10 steps | norm, 10 steps | held-out loss | verdict |",
+        + " | loss, 20 steps | norm, 20 steps | held-out loss | verdict |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     table = []

@@ -74,7 +74,7 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
 
 
 def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> Trajectory:
-    """Gradients and one SGD step with one engine; 10 AdamW steps and an evaluation with another."""
+    """Gradients and one SGD step with one engine; 20 AdamW steps and an evaluation with another."""
     from tools.proofs.engines import build_engine
 
     if cell.how.compiled:
