@@ -17,15 +17,11 @@ from pathlib import Path
 from harness.report.compare import compare_page_of
 from harness.report.page import page_of
 from harness.report.recorded import is_run, read
-from tests.browser import WIDTHS, Browser, missing
+from tests.browser import SHOWN, WIDTHS, Browser, missing
 from tests.report.runs import line_at, plan, write_run
 from tests.two_ranks import REPOSITORY, environment
 
-_DRAWN = """
-!!document.querySelector(
-  document.querySelector(".q-layout") ? ".figures .card, .figures .number" : "svg, canvas, table"
-)
-"""
+_DRAWN = f"document.querySelector('.q-layout') ? {SHOWN} : !!document.querySelector('svg, table')"
 
 
 def main(out: Path, *names: str) -> int:

@@ -10,7 +10,7 @@ from html import unescape
 
 import pytest
 
-from tests.browser import PATIENCE_S, WIDTHS, Browser, needs_browser
+from tests.browser import PATIENCE_S, SHOWN, WIDTHS, Browser, needs_browser
 from tests.browser import Page as Tab
 from tests.studio.conftest import Studio
 from tests.studio.test_pages import figures_of, number
@@ -21,14 +21,6 @@ from tools.studio_app.page import Chart, Figure, Slider, format_value
 from tools.studio_app.page import Page as StudioPage
 
 pytestmark = needs_browser
-SHOWN = """
-!!document.querySelector(".figures .card, .figures .number") &&
-[...document.querySelectorAll(".nicegui-echart")].every((chart) => {
-  const drawn = chart.querySelector("svg");
-  return drawn?.querySelector("path") &&
-    Math.abs(drawn.getAttribute("width") - chart.clientWidth) < 3;
-})
-"""
 
 
 @pytest.fixture(scope="module")

@@ -503,6 +503,40 @@ def test_a_schedule_uses_nothing_before_it_is_there(name: str) -> None:
             assert ends.get((span.kind, place + 1, batch), 0) <= span.begin
 
 
+def test_the_best_trade_offs_are_marked() -> None:
+    from tools.studio_pages.cleaning import cleaned, trade_off
+    from tools.studio_pages.tokenizers import operations
+
+    marks = {
+        slug: [
+            line["xAxis"]
+            for figure in figures_of(slug)
+            if isinstance(figure, Chart)
+            for line in figure.options["series"][0].get("markLine", {}).get("data", ())
+        ]
+        for slug in ("cleaning", "tokenizers")
+    }
+    scores = trade_off([cleaned(strictness) for strictness in range(0, 101, 5)])
+    assert marks["cleaning"] == [max(scores, key=lambda pair: pair[1])[0]]
+    text = read_values(BY_SLUG["tokenizers"].controls, {})["text"]
+    sizes = (512, 1024, 2048, 4096)
+    assert marks["tokenizers"] == [min(sizes, key=lambda n: operations("BPE", n, text, 4096))]
+
+
+@pytest.mark.gate("pages")
+def test_experts_are_balanced_within_the_shown_steps() -> None:
+    """And are not without the balancing loss."""
+    assert float(number(figures_of("experts"), "Busiest expert").split()[0]) < 1.5
+    assert float(number(figures_of("experts", balance="0"), "Busiest expert").split()[0]) > 2
+
+
+def test_the_last_step_of_a_schedule_has_its_label() -> None:
+    chart = figures_of("schedules", steps="300")[0]
+    assert isinstance(chart, Chart)
+    assert chart.options["xAxis"]["max"] == 300
+    assert chart.options["xAxis"]["axisLabel"]["showMaxLabel"]
+
+
 def test_one_micro_batch_is_on_one_device_at_a_time() -> None:
     way = [number(figures_of("layers", progress=str(at)), "Now") for at in range(0, 101, 4)]
     there = ["device 0", "device 1", "device 2", "device 3"]

@@ -119,7 +119,7 @@ def stacked(
     axes["xAxis"]["data"] = list(categories)
     axes["xAxis"]["axisLabel"] |= {
         "interval": "auto" if len(categories) > 12 else 0,
-        "rotate": 35 if sum(map(len, categories)) > 60 else 0,
+        "rotate": 55 if sum(map(len, categories)) > 60 else 0,
     }
     return {**_base(), **axes, "series": series}
 
