@@ -19,10 +19,11 @@ from harness.plan.model_config import find_model_config
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.plan.plans import Planner
-from tests.run.features import sentence, write_lines
+from tests.run.features import write_lines
 from tests.two_ranks import REPOSITORY, SMALL_MODEL
 
 FOLDER = REPOSITORY / "docs" / "recipes"
+LIMIT_S = 1500.0
 README = (REPOSITORY / "README.md").read_text()
 # In fp32, the same precision on every machine.
 QUIET = (
@@ -90,7 +91,8 @@ SMALL = {
     "continued": Small("data.seq_len=128 train.global_batch=8 train.micro_batch=4 optim.lr=3e-3"),
     "long_context": Small(
         "model.overrides.max_position_embeddings=64 model.context=256 data.seq_len=256"
-        " train.global_batch=4 train.steps=60 optim.lr=3e-3 ds.sequence_parallel_size=2"
+        " train.global_batch=4 train.micro_batch=4 train.steps=60 optim.lr=3e-3"
+        " ds.sequence_parallel_size=2"
     ),
     "scratch": Small(f"{_SMALL} {_SHORT} train.steps=120 data.vocab_size=512"),
     "moe": Small(
@@ -170,15 +172,16 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(zygote: Zygote, corpora: Path) -> Path:
-    """The export of a small model that has read chats of other words and numbers."""
+    """The export of a small model that has read chats of these words and numbers, in any order."""
     draw, run = random.Random(1), corpora / "weights"
 
-    def turn(role: str) -> dict[str, str]:
-        words = [*sentence(draw, 3, 9).split(), *(str(draw.randrange(100)) for _ in range(2))]
-        draw.shuffle(words)
-        return {"role": role, "content": " ".join(words)}
+    def turn(role: str, end: str) -> dict[str, str]:
+        words = [
+            draw.choice(("what", "is", "plus", "it", str(draw.randrange(50)))) for _ in range(8)
+        ]
+        return {"role": role, "content": " ".join(words) + end}
 
-    chats = [{"messages": [turn("user"), turn("assistant")]} for _ in range(400)]
+    chats = [{"messages": [turn("user", "?"), turn("assistant", ".")]} for _ in range(400)]
     tokenizer_of("chatml").save_pretrained(corpora / "tokenizer")
     words = (
         *(*SMALL_MODEL, *_SHORT.split(), *QUIET, "train.steps=100", "eval.every=0"),
@@ -189,7 +192,10 @@ def weights(zygote: Zygote, corpora: Path) -> Path:
     )
     json_path = REPOSITORY / "ds_configs" / "zero1.json"
     ended = zygote.run(
-        [f"--deepspeed={json_path}", *words, f"run.dir={run}"], corpora / "logs", ranks=1
+        [f"--deepspeed={json_path}", *words, f"run.dir={run}"],
+        corpora / "logs",
+        ranks=1,
+        limit_s=LIMIT_S,
     )
     assert ended.codes == [0], ended.output
     return run / "export"
@@ -203,9 +209,9 @@ def test_a_recipe_is_short_and_a_row_of_the_readme(name: str) -> None:
     assert options["--config"] == f"docs/recipes/{name}.toml"
     json_name = options["--deepspeed"].removeprefix("ds_configs/")
     (row,) = re.findall(rf"^\| .*\]\(docs/recipes/{name}\.toml\).*$", README, re.MULTILINE)
-    first, last = recipe.losses
     assert f"`{json_name}`" in row
-    assert row.endswith(f" | {first:g} → {last:g} |")
+    ((first, last),) = re.findall(r"\| ([\d.]+) → ([\d.]+) \|$", row)
+    assert (float(first), float(last)) == recipe.losses
     keys = [word.partition("=")[0] for word in recipe.command[4:]]
     assert [key for key in keys if key not in ("data.path", "data.template")] == (
         ["model.init_from"] if "`model.init_from`" in row else []
@@ -236,7 +242,9 @@ def test_a_recipe_reaches_the_loss_that_its_first_line_states(
         *(*_words(recipe, corpora, str(weights)), *small.words.split(), *QUIET),
         *(f"data.cache_dir={corpora / 'cache'}", f"run.dir={run.path}"),
     )
-    ended = zygote.run([*words], tmp_path / "logs", ranks=small.ranks, limit_s=1500, cwd=REPOSITORY)
+    ended = zygote.run(
+        [*words], tmp_path / "logs", ranks=small.ranks, limit_s=LIMIT_S, cwd=REPOSITORY
+    )
     assert ended.codes == [0] * small.ranks, ended.output
     reached = [line["eval_loss"] for line in run.read_metrics() if "eval_loss" in line]
     first, last = recipe.losses
