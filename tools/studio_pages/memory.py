@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from harness.errors import ConfigError
 from harness.estimate.held import PHASES
 from harness.estimate.timeline import Estimate
@@ -15,7 +17,7 @@ from tools.studio_app.plans import PLAN_CONTROLS, estimate_of, plan_of
 from tools.studio_app.svg import Svg
 
 _WIDTH, _BAR = 760.0, 70.0
-_GPUS = (1, 4, 16, 64, 256, 1024)
+_GPUS = (1, 4, 16, 64, 1024)
 _NAMED = 60.0  # a narrower part has no room for its name
 
 
@@ -26,7 +28,9 @@ def figures(values: Values) -> list[Figure]:
         Numbers(numbers_of(estimate)),
         _anatomy(estimate),
         Chart("Memory in each phase of a step, GiB", by_phase(estimate), 380),
-        Chart("The fullest GPU at its peak over the number of GPUs, GiB", _by_gpus(values)),
+        Chart(
+            "The fullest GPU at its peak over the number of GPUs, GiB", _by_gpus(values, estimate)
+        ),
         _components(estimate),
     ]
 
@@ -62,18 +66,17 @@ def by_phase(estimate: Estimate) -> dict[str, object]:
     )
 
 
-def _by_gpus(values: Values) -> dict[str, object]:
+def _by_gpus(values: Values, now: Estimate) -> dict[str, object]:
     """The peak on other numbers of GPUs, all else equal; without those that cannot be planned."""
-    points, device = [], 0
-    for gpus in sorted({*_GPUS, values["gpus"]}):
-        try:
-            estimate = estimate_of(plan_of({**values, "gpus": gpus}))
-        except ConfigError:
-            continue
-        device = estimate.device_bytes or 0
-        points.append((gpus, estimate.worst.peak / GIB))
-    now = [point for point in points if point[0] == values["gpus"]]
-    curves = [Line("peak", points), Line("now", now, "series-2", dots=True)]
+    peaks = {values["gpus"]: now.worst.peak / GIB}
+    for gpus in _GPUS:
+        if gpus not in peaks:
+            with suppress(ConfigError):
+                other = estimate_of(plan_of({**values, "gpus": gpus}))
+                peaks[gpus] = other.worst.peak / GIB
+    here = (values["gpus"], peaks[values["gpus"]])
+    curves = [Line("peak", sorted(peaks.items())), Line("now", [here], "series-2", dots=True)]
+    device = now.device_bytes or 0
     limits = {f"device, {gib(device)}": device / GIB}
     return lines(
         curves,
