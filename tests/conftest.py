@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -44,7 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup ranks would ignore it, too
     record = config.getoption("--record")
     if record and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(record))

@@ -34,8 +34,9 @@ def length_events(config: RunConfig, steps: int) -> list[Event]:
         events.append({"kind": "unfinished_warmup", "message": message})
     length = "train.epochs" if train.epochs is not None else "train.tokens"
     if steps < FEW_STEPS and train.steps is None:  # else somebody asked for so many
+        count = "1 step" if steps == 1 else f"{steps:,} steps"
         message = (
-            f"the run takes only {steps:,} steps, and each moves a weight by about the learning "
+            f"the run takes only {count}, and each moves a weight by about the learning "
             f"rate: lower train.global_batch (now {train.global_batch:,}), or raise {length}"
         )
         events.append({"kind": "few_steps", "message": message})

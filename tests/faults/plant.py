@@ -27,6 +27,8 @@ from tests.faults.spoil import spoil
 
 def plant(fault: dict[str, Any], rank: int) -> None:
     """Wrap what `fault` names, on the rank that it names; what it spoils, on all."""
+    if fault.get("do") == "hup":
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ranks ignore
     if "spoil" in fault:
         spoil(fault["spoil"])
         return
