@@ -336,11 +336,11 @@ def test_rungs_that_a_step_has_no_time_for_are_skipped(
 
     monkeypatch.setattr(speed, "measured", measured)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    bench = Bench(tmp_path, tmp_path, 2, "cuda", limit_s=85, began=0.0)
+    bench = Bench(tmp_path, tmp_path, 2, "cuda", limit_s=75, began=0.0)
     speed.look(bench)
     late = [check.name for check in bench.checks if check.verdict == "skipped"]
-    assert late == ["ZeRO 3, leaf modules"]
-    assert [json_name for json_name, *_ in tried] == ["zero1"] * 7 + ["zero3"]
+    assert late == ["ZeRO 3"]
+    assert [json_name for json_name, *_ in tried] == ["zero1"] * 7
     assert tried[5][1]["ds.timers.throughput.enabled"] == "true"
     assert "ds.timers.throughput.enabled" not in tried[6][1]  # which is not kept
     assert tried[6][2] == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}

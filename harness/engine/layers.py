@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from deepspeed.utils import set_z3_leaf_modules
+from deepspeed.utils import set_z3_leaf_module, set_z3_leaf_modules
 from transformers import PreTrainedModel
 
 from harness.errors import ConfigError
@@ -14,6 +14,7 @@ from harness.models.pieces import decoder_layers
 from harness.models.recompute import checkpoint_layers
 from harness.models.reversible import reverse_layers
 from harness.models.tiles import tile_mlps
+from harness.plan.memory import gathers_layers
 from harness.plan.plan import Plan
 
 
@@ -26,16 +27,22 @@ def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | N
             drop_layers(drawn, rate)
     if plan.config.model.kernels == "liger":
         use_liger(model)
-    _recompute(plan, model)
+    as_a_whole = gathers_layers(plan)
+    _recompute(plan, model, as_a_whole)
+    _, layers = decoder_layers(model)
+    if as_a_whole:
+        for layer in layers:
+            set_z3_leaf_module(layer, True)
     if plan.config.model.compile:
-        _compile(model, plan.zero_stage)
+        for layer in layers:  # each for itself: alike, they are compiled once
+            layer.forward = torch.compile(layer.forward)
 
 
-def _recompute(plan: Plan, model: PreTrainedModel) -> None:
+def _recompute(plan: Plan, model: PreTrainedModel, as_a_whole: bool) -> None:
     """Let layers and MLPs compute again, for their backward pass, what they do not keep.
 
-    Under ZeRO-3 an MLP in tiles is gathered as a whole: hooks on the modules in it would gather
-    every weight once for each tile.
+    Under ZeRO-3 an MLP in tiles is gathered as a whole, if not its layer: hooks on the modules in
+    it would gather every weight once for each tile.
     """
     run = plan.config.model
     if plan.checkpointing == REVERSIBLE:
@@ -47,18 +54,5 @@ def _recompute(plan: Plan, model: PreTrainedModel) -> None:
             mlps = tile_mlps(model, run.mlp_tiles)
         except ValueError as error:
             raise ConfigError(f"model.mlp_tiles={run.mlp_tiles}: {error}: use 1") from error
-        if plan.zero_stage == 3:
+        if plan.zero_stage == 3 and not as_a_whole:
             set_z3_leaf_modules(model, list(mlps))
-
-
-def _compile(model: PreTrainedModel, zero_stage: int) -> None:
-    """Compile every decoder layer for itself: alike, they are compiled once, and fast.
-
-    Under ZeRO-3 a layer is gathered as a whole then: hooks on the modules in it would break it into
-    two dozen graphs.
-    """
-    _, layers = decoder_layers(model)
-    if zero_stage == 3:
-        set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward)

@@ -56,6 +56,8 @@ def set_environment(world: World) -> None:
     os.environ["LOCAL_RANK"] = str(world.local_rank)
     if world.accelerator == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for devices, and talks
+        # Without it DeepSpeed runs `numactl` at each reduction of ZeRO 3 (CPU_Accelerator).
+        os.environ["LOCAL_SIZE"] = str(world.local_world_size)
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks that share a machine share its cores; torch would give all cores to each.
             cores = len(os.sched_getaffinity(0))

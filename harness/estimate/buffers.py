@@ -61,10 +61,15 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
     if zero.stage == 2:
         made = inputs.element_bytes * largest
         yield Held("gradient being made", made, BACKWARD, "read")
-    # Offload takes the norms as gradients arrive.
-    taken = BACKWARD if offload else frozenset({"norm"})
     part = min(largest, inputs.sharded_parameters)
-    yield Held("norm in fp64", _NORM * part, taken, "read")
+    if not offload:
+        yield Held("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
+        return
+    # Offload takes the norms as gradients arrive: the embedding's when activations are gone.
+    yield Held("norm in fp64", _NORM * part, frozenset({"backward_last"}), "read")
+    early = max((t.numel for t in inputs.trained_tensors if t.kind != "embedding"), default=0)
+    part = min(early, inputs.sharded_parameters)
+    yield Held("norm in fp64", _NORM * part, frozenset({"backward_first"}), "read")
 
 
 def _bucket3(inputs: Inputs) -> Iterator[Held]:
@@ -84,7 +89,9 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
     if inputs.comm_bytes != inputs.element_bytes:  # in another type before that
         copied += max(min(bucket, inputs.trained), largest)
     yield Held("communication copy", inputs.comm_bytes * copied, BACKWARD, "read")
-    yield Held("gradient being made", inputs.element_bytes * largest, BACKWARD, "read")
+    # Those of a layer that is gathered as a whole are reduced when it has given its input's.
+    made = max(largest, inputs.layer_elements) if inputs.gathers_layers else largest
+    yield Held("gradient being made", inputs.element_bytes * made, BACKWARD, "read")
     part = max(
         piece(max(tensor.numel for tensor in group), inputs.shards_of(group))
         for group in inputs.groups()
@@ -112,7 +119,7 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
     backward every element is passed twice, so half of that distance stays gathered
     (partitioned_param_coordinator.py, __params_to_release).
     """
-    if inputs.zero.stage != 3:
+    if inputs.zero.stage != 3 or _has_all(inputs):
         return []
     zero, element = inputs.zero, inputs.element_bytes
     units = [
@@ -121,9 +128,11 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
     ]
     total, largest = sum(map(sum, units)), max(map(_largest, units))
     module = max(map(_largest, units[1:-1]), default=0)
-    if inputs.mlp_tiles > 1:  # then an MLP is gathered as a whole
-        module = max(module, max(map(matrix_elements, inputs.shape.body.layers)))
     prefetched = min(total, zero.prefetch_bucket + module) if zero.prefetch_bucket else 0
+    if inputs.gathers_layers:
+        module = inputs.layer_elements
+    elif inputs.mlp_tiles > 1:  # then an MLP is gathered as a whole
+        module = max(module, max(map(matrix_elements, inputs.shape.body.layers)))
     working = min(total, module + prefetched)
     turn = min(total, max(largest, zero.max_reuse_distance // 2 + module) + prefetched)
     if total <= zero.max_reuse_distance // 2:
@@ -146,6 +155,13 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
         )
         if part.bytes
     ]
+
+
+def _has_all(inputs: Inputs) -> bool:
+    """True if a rank's shard is the whole weight, on the device: it is used as it lies there
+    (partition_parameters.py, NoGatherHandle).
+    """
+    return inputs.shards == 1 and inputs.zero.offload_param == "device"
 
 
 def dequantized_weights(inputs: Inputs) -> list[Held]:

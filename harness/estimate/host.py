@@ -27,8 +27,9 @@ def process(inputs: Inputs) -> list[Held]:
     size = PROCESS_HOST + (CUDA_HOST if is_cuda else 0)
     parts = [Held("process", size, ALWAYS, "guessed", "host")]
     if is_cuda:
-        workspace = int(generation_of(inputs.gpu).workspace * _MIB)
-        parts.append(Held("cuBLAS workspace", workspace, STEPPED, "read"))
+        # A handle of each thread that multiplies: the one that runs forward, and autograd's.
+        workspaces = 2 * int(generation_of(inputs.gpu).workspace * _MIB)
+        parts.append(Held("cuBLAS workspaces", workspaces, STEPPED, "measured"))
     return parts
 
 

@@ -23,7 +23,7 @@ from harness.layout.grid import Grid
 from harness.layout.loss_chunk import loss_chunk
 from harness.layout.optimizer_table import GroupRule, is_frozen
 from harness.layout.quantization import Quantization
-from harness.layout.recompute import Checkpointing, is_checkpointed
+from harness.layout.recompute import REVERSIBLE, Checkpointing, is_checkpointed
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, in_flight, stage_shape
 from harness.layout.tensors import Tensor
@@ -128,6 +128,28 @@ class Inputs:
     def fused(self) -> bool:
         """True if operations are fused, by kernels or by the compiler."""
         return self.liger or self.compiled
+
+    @property
+    def gathers_layers(self) -> bool:
+        """True if ZeRO 3 gathers a decoder layer, and reduces its gradients, as a whole: module by
+        module the host takes twice as long (docs/performance.md).
+
+        Not where DeepSpeed may not hold two such layers, and not where gradients of a layer's
+        weights may come after those of its input: of reversible layers, beside frozen weights.
+        """
+        if self.zero.stage != 3 or self.checkpointing == REVERSIBLE or self.trace is not None:
+            return False
+        if self.compiled:  # hooks on its modules would break a layer's graph
+            return True
+        if self.adapters or self.rules or self.zero.has_leaves:
+            return False
+        return 2 * self.layer_elements <= self.zero.max_live
+
+    @property
+    def layer_elements(self) -> int:
+        """Elements of the largest decoder layer."""
+        layers = self.shape.body.layers
+        return max(sum(tensor.numel for tensor in layer) for layer in layers)
 
     @property
     def layers_by(self) -> str:

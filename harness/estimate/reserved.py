@@ -40,6 +40,8 @@ _GATHERED = frozenset({"gathered parameters", "prefetch copy"})
 """Allocated on the stream of ZeRO 3's gathers (partitioned_param_coordinator.py)."""
 _REDUCED = frozenset({"communication copy"})
 """Allocated on the stream of reductions, if those overlap the backward pass."""
+_OFFLOADED = _REDUCED | {"norm in fp64", "gradients"}
+"""The same of ZeRO 2 with the optimizer on the host."""
 
 
 def reserved_bytes(inputs: Inputs, parts: Iterable[Held], expandable: bool) -> int:
@@ -156,10 +158,13 @@ class _Tape:
         return [size for p in kept for size in self._cut(p.component, p.bytes // layers) if size]
 
     def _stream(self, component: str) -> str:
-        overlaps = self._inputs.zero.overlap_comm
-        if component in _GATHERED and overlaps:
+        zero = self._inputs.zero
+        if not zero.overlap_comm:
+            return ""
+        if component in _GATHERED:
             return "gathers"
-        return "reductions" if component in _REDUCED and overlaps else ""
+        offloads = zero.stage == 2 and zero.offload_optimizer != "device"
+        return "reductions" if component in (_OFFLOADED if offloads else _REDUCED) else ""
 
     def _pieces(self, parts: Iterable[Held], phase: str) -> _Pieces:
         pieces: _Pieces = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.estimate.held import ALWAYS, BACKWARD, FP32, STEPPED, Held, Place
+from harness.estimate.held import ALWAYS, BACKWARD, FP32, STEPPED, Evidence, Held, Place
 from harness.estimate.inputs import Inputs
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.layout.optimizer_table import OPTIMIZERS
@@ -106,8 +106,20 @@ def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
     """Whole gradients: there from the first micro-batch's backward to the step."""
     lives = frozenset({"backward_last", "cast", "step"}) | _REDUCED
     yield Held("gradients", size, lives, "measured")
+    yield _before_layers(inputs, size, "measured")
+
+
+def _before_layers(inputs: Inputs, size: int, evidence: Evidence) -> Held:
+    """Whole gradients while most activations are there: all of them from the second micro-batch
+    on, in the first that of the output layer. A tied one is the embedding's, too.
+    """
     if inputs.accumulates:
-        yield Held("gradients", size, _FORWARD | {"backward_first"}, "measured")
+        return Held("gradients", size, _FORWARD | {"backward_first"}, evidence)
+    head = [t.numel for t in inputs.trained_tensors if t.kind == "head"]
+    if not head:
+        head = [t.numel for t in inputs.trained_tensors if t.kind == "embedding"][:1]
+    share = sum(head) / inputs.trained if inputs.has_head else 0.0
+    return Held("gradients", int(share * size), frozenset({"backward_first"}), evidence)
 
 
 def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
@@ -191,8 +203,7 @@ def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[Held]:
     """Stage 1 keeps whole gradients until the boundary, and over all micro-batches."""
     size = inputs.sum_bytes * inputs.trained
     yield Held("gradients", size, frozenset({"backward_last", "reduce"}), "measured")
-    if inputs.accumulates:
-        yield Held("gradients", size, _FORWARD | {"backward_first"}, "read")
+    yield _before_layers(inputs, size, "read")
     if _widened(inputs):
         # Only parameters of this rank's shard drop their sum; the others' stay, in the bucket or,
         # where they are larger than it, by themselves, until the step.

@@ -26,6 +26,10 @@ class ZeroSettings:
     prefetch_bucket: int
     persistence_threshold: int
     max_reuse_distance: int
+    max_live: int
+    """stage3_max_live_parameters: elements that are gathered at most."""
+    has_leaves: bool
+    """True if the JSON says which modules are gathered as a whole."""
     sub_group_size: int
     secondary_ranks: int
     """zero_hpz_partition_size: ranks over which a second copy of the weights is spread."""
@@ -75,6 +79,9 @@ class ZeroSettings:
             prefetch_bucket=int(zero("stage3_prefetch_bucket_size")),
             persistence_threshold=int(zero("stage3_param_persistence_threshold")),
             max_reuse_distance=int(zero("stage3_max_reuse_distance")),
+            max_live=int(zero("stage3_max_live_parameters")),
+            has_leaves=bool(zero("stage3_module_granularity_threshold"))
+            or value("zero_optimization.leaf_module") is not None,
             sub_group_size=int(zero("sub_group_size")),
             secondary_ranks=int(zero("zero_hpz_partition_size")),
             pins=any(

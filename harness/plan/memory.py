@@ -34,6 +34,12 @@ def estimate(plan: Plan) -> Estimate | None:
     return estimate_memory(inputs, int(gpu.memory_gib * GIB) if gpu else None)
 
 
+def gathers_layers(plan: Plan) -> bool:
+    """Return whether ZeRO 3 takes a decoder layer as a whole (Inputs.gathers_layers)."""
+    inputs = memory_inputs(plan)
+    return inputs is not None and inputs.of_stage(0).gathers_layers
+
+
 def traced_inputs(plan: Plan) -> Inputs:
     """Return the inputs of an unknown architecture, from its own class. Raises Untraceable."""
     model = plan.config.model

@@ -6,8 +6,18 @@ from harness.plan.draft import Draft
 
 
 def note_nodes(draft: Draft) -> None:
-    """Add an event for each axis whose neighbours are not all on one node."""
+    """Add an event for each axis whose neighbours are not all on one node, and for ZeRO 3 on a GPU
+    alone.
+    """
     grid, local = draft.grid, draft.world.local_world_size
+    alone = grid.world_size == 1 and draft.world.accelerator == "cuda"
+    offload = draft.ds.value("zero_optimization.offload_param.device")
+    if alone and offload in (None, "none") and draft.ds.value("zero_optimization.stage") == 3:
+        draft.note(
+            "alone",
+            "ZeRO 3 divides nothing on one GPU, and a step took a quarter longer there than under "
+            "ZeRO 1: set ds.zero_optimization.stage=1 (docs/performance.md)",
+        )
     if local >= grid.world_size:
         return
     # The ranks of a group, and how many of them lie between two that follow each other in it.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine import processes
+from harness.layout.world import World
 from tests.tiers import rest_in_gate
 from tests.two_ranks import REPOSITORY, environment, run_ranks
 
@@ -105,6 +106,18 @@ def test_every_group_waits_longer_than_the_watchdog(
     env = {"PYTHONPATH": str(REPOSITORY)}
     ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
     assert ended.output.splitlines()[-1] == f"{patience_s} {patience_s}"
+
+
+def test_deepspeed_counts_ranks_on_the_cpu_without_a_process_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.utils import numa
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(numa, "get_numa_cores", None)
+    processes.set_environment(World(world_size=2, local_world_size=2, launcher="torch"))
+    assert CPU_Accelerator().device_count() == 2
 
 
 def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from harness.estimate.states import model_states, optimizer_class
 from harness.estimate.timeline import estimate_memory
 from harness.estimate.units import GIB
 from harness.estimate.zero_settings import ZeroSettings
+from harness.layout.adapters import Adapters
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.tensors import Tensor
@@ -47,6 +48,27 @@ def test_the_papers_table_one(stage, gigabytes):
 def test_the_papers_gpt2_needs_24_gigabytes():
     """The same paper, section 3: 1.5B parameters, at least 24 GB of model states."""
     assert paper_bytes(1_500_000_000, 0, 1) / 1e9 == pytest.approx(24.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({}, True),
+        ({"stage": 2}, False),
+        ({"stage3_max_live_parameters": 900_000}, False),  # a layer has 467,328
+        ({"stage3_module_granularity_threshold": 1}, False),
+        ({"checkpointing": "reversible"}, False),
+    ],
+)
+def test_zero_3_takes_layers_as_a_whole_but_where_it_may_not(changes, whole):
+    run = inputs(**{"stage": 3, **changes})
+    assert run.gathers_layers is whole
+    assert not replace(run, adapters=Adapters(4)).gathers_layers
+
+
+def test_a_rank_alone_gathers_nothing():
+    (rank,) = estimate_memory(inputs(stage=3, ranks=1)).ranks
+    assert "gathered parameters" not in {part.component for part in rank.parts}
 
 
 # Bytes per parameter between steps on two ranks, buckets left out, as measured with DeepSpeed

@@ -23,7 +23,6 @@ _RUNGS = {
     "cuda": ("sdpa", "flash", "fused optimizer", "liger", "compile"),
     "cpu": ("eager", "sdpa"),
 }
-_ZERO = "ds.zero_optimization"
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,6 @@ BESIDE = {
     "with DeepSpeed's timers": Beside({"ds.timers.throughput.enabled": "true"}),
     "without expandable segments": Beside(env={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
     "ZeRO 3": Beside(json="zero3"),
-    # Of this model's layers, each of which is then gathered at once; docs/performance.md.
-    "ZeRO 3, leaf modules": Beside(
-        {f"{_ZERO}.stage3_module_granularity_threshold": "6000000"}, "zero3"
-    ),
 }
 _STEPS = {"cuda": (3, 12), "cpu": (1, 2)}
 

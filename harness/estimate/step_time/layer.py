@@ -33,8 +33,13 @@ LOGIT_BYTES = 26
 """Bytes moved for each logit: cast to fp32, log-softmax, its gradient, cast back."""
 STEP_SECONDS = 5.0e-6
 """Of one token's step in cuDNN's kernels of a recurrent cell, at least: nobody measured it here."""
-LAUNCH_SECONDS = 3.0e-4
-"""Of the host for a layer's forward pass; as much again and a half for the backward pass."""
+LAUNCH_SECONDS = 1.6e-3
+"""Of the host for a Llama layer's forward pass; as much again and a half for the backward pass:
+4.0 ms in all on a virtual machine with an H200, 17 microseconds for each of 240 kernels
+(tests/estimate/measured_h200.toml, models of 4 and 16 layers)."""
+HOOK_SECONDS = {True: (4.0e-3, 0.0), False: (6.9e-3, 6.4e-3)}
+"""Of the host for the hooks of ZeRO 3 beside them, forward and backward, in the same runs: where a
+layer is gathered as a whole, and where it is module by module."""
 FUSED_LAUNCH = 0.4
 
 
@@ -111,7 +116,14 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     moved *= FUSED if inputs.compiled else 1.0
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
     dequantized = _dequantized(inputs, tensors) / machine.memory_rate
-    launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
+    launch = LAUNCH_SECONDS * (FUSED_LAUNCH if inputs.fused else 1.0)
+    hooks = (0.0, 0.0)
+    if inputs.zero.stage == 3 and machine.is_asynchronous:
+        hooks = HOOK_SECONDS[inputs.gathers_layers]
+    before, after = (
+        machine.launch_scale * (times * launch + own)
+        for times, own in zip((1.0, 1.5), hooks, strict=True)
+    )
     forward = Seconds(
         products,
         attention,
@@ -124,7 +136,7 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
         serial,
         moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1] + dequantized,
     )
-    return Passes(_launched(forward, launch, machine), _launched(backward, 1.5 * launch, machine))
+    return Passes(_launched(forward, before, machine), _launched(backward, after, machine))
 
 
 def head_passes(inputs: Inputs, machine: Machine) -> Passes:

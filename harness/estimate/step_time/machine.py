@@ -161,7 +161,7 @@ def cpu_machine(ranks: int, cores: int) -> Machine:
         network_latency=2e-4 / share,
         host_memory_rate=5e9 * share,
         host_link_rate=5e9 * share,
-        launch_scale=10.0 / share,
+        launch_scale=2.0 / share,
         step_seconds=5e-3 / share,
         gathered_layer_seconds=2e-3 / share,
         is_asynchronous=False,

@@ -35,6 +35,7 @@ WAITS = {  # operations whose result or size the host needs
     "aten::_local_scalar_dense": "value",
     "aten::equal": "value",
     "aten::is_nonzero": "value",
+    "aten::masked_fill_.Tensor": "value",  # seen on an H200
     "aten::nonzero": "size",
     "aten::masked_select": "size",
     "aten::_unique2": "size",
