@@ -13,10 +13,10 @@ from harness.estimate.units import GIB
 
 # A rank that has imported torch, transformers and deepspeed, before any weight.
 PROCESS_HOST = int(0.5 * GIB)
-# What CUDA adds to it: 0.9 GiB with kernels that are loaded when needed (torch 2.10 with CUDA 12.8,
-# huggingface.co/owensong/Inflect-Micro-v2, discussion 6: 0.48 GB imported, 1.43 GB at work), and
-# 1.7 GiB with all of them, as a driver or CUDA_MODULE_LOADING may have it (torch issue 12873).
-CUDA_HOST = int(1.3 * GIB)
+# What CUDA adds to it: a process that trains 5 million parameters has 2.2 GiB on an H200 (torch
+# 2.11, CUDA 13); with all kernels loaded, as a driver or CUDA_MODULE_LOADING may have it, it is
+# 0.8 GiB more (torch issue 12873).
+CUDA_HOST = int(1.7 * GIB)
 _MIB = 2**20
 CHECKPOINT_COPY = "checkpoint copy"
 
@@ -25,7 +25,7 @@ def process(inputs: Inputs) -> list[Held]:
     """Memory of a rank's process before any tensor; on a GPU what its libraries allocate."""
     is_cuda = inputs.accelerator == "cuda"
     size = PROCESS_HOST + (CUDA_HOST if is_cuda else 0)
-    parts = [Held("process", size, ALWAYS, "guessed", "host")]
+    parts = [Held("process", size, ALWAYS, "measured" if is_cuda else "guessed", "host")]
     if is_cuda:
         # A handle of each thread that multiplies: the one that runs forward, and autograd's.
         workspaces = 2 * int(generation_of(inputs.gpu).workspace * _MIB)

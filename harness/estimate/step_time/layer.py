@@ -37,9 +37,6 @@ LAUNCH_SECONDS = 1.6e-3
 """Of the host for a Llama layer's forward pass; as much again and a half for the backward pass:
 4.0 ms in all on a virtual machine with an H200, 17 microseconds for each of 240 kernels
 (tests/estimate/measured_h200.toml, models of 4 and 16 layers)."""
-HOOK_SECONDS = {True: (4.0e-3, 0.0), False: (6.9e-3, 6.4e-3)}
-"""Of the host for the hooks of ZeRO 3 beside them, forward and backward, in the same runs: where a
-layer is gathered as a whole, and where it is module by module."""
 FUSED_LAUNCH = 0.4
 
 
@@ -54,6 +51,8 @@ class Seconds:
     elements: float = 0.0
     launches: float = 0.0
     """Beyond the GPU's own work: the host launches kernels more slowly than they run."""
+    idle: float = 0.0
+    """Of the host in layers, while the GPU is at work; of nobody's time, and in no sum."""
 
     @property
     def total(self) -> float:
@@ -68,6 +67,7 @@ class Seconds:
             self.serial * factor,
             self.elements * factor,
             self.launches * factor,
+            self.idle * factor,
         )
 
     def __add__(self, other: Seconds) -> Seconds:
@@ -77,6 +77,7 @@ class Seconds:
             self.serial + other.serial,
             self.elements + other.elements,
             self.launches + other.launches,
+            self.idle + other.idle,
         )
 
 
@@ -116,14 +117,7 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     moved *= FUSED if inputs.compiled else 1.0
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
     dequantized = _dequantized(inputs, tensors) / machine.memory_rate
-    launch = LAUNCH_SECONDS * (FUSED_LAUNCH if inputs.fused else 1.0)
-    hooks = (0.0, 0.0)
-    if inputs.zero.stage == 3 and machine.is_asynchronous:
-        hooks = HOOK_SECONDS[inputs.gathers_layers]
-    before, after = (
-        machine.launch_scale * (times * launch + own)
-        for times, own in zip((1.0, 1.5), hooks, strict=True)
-    )
+    launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
     forward = Seconds(
         products,
         attention,
@@ -136,7 +130,7 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
         serial,
         moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1] + dequantized,
     )
-    return Passes(_launched(forward, before, machine), _launched(backward, after, machine))
+    return Passes(_launched(forward, launch, machine), _launched(backward, 1.5 * launch, machine))
 
 
 def head_passes(inputs: Inputs, machine: Machine) -> Passes:
@@ -175,8 +169,10 @@ def _backward_products(inputs: Inputs) -> int:
 
 
 def _launched(seconds: Seconds, launch: float, machine: Machine) -> Seconds:
-    shown = launch if not machine.is_asynchronous else max(0.0, launch - seconds.total)
-    return replace(seconds, launches=shown)
+    if not machine.is_asynchronous:
+        return replace(seconds, launches=launch)
+    busy = seconds.total
+    return replace(seconds, launches=max(0.0, launch - busy), idle=max(0.0, busy - launch))
 
 
 def is_serial(tensor: Tensor) -> bool:

@@ -27,6 +27,10 @@ from harness.layout.attention_table import seen_by
 from harness.layout.recompute import is_checkpointed, runs_again
 from harness.layout.shape import flops_per_token
 
+HOOK_SECONDS = {True: (4.0e-3, 0.0), False: (6.9e-3, 6.4e-3)}
+"""Of the host for ZeRO 3's hooks on a Llama layer beside its launches, forward and backward: where
+a layer is gathered as a whole, and where it is module by module; measured as LAUNCH_SECONDS."""
+
 TERMS = {
     "products": "matrix products",
     "attention": "attention",
@@ -130,6 +134,8 @@ class Computed:
     """Of forward and backward pass, and of what is computed again."""
     backward: float
     """Of the backward pass, and of what is computed again."""
+    idle: tuple[float, float]
+    """Of the host in the layers' forward and backward passes, while the GPU is at work."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,8 @@ class Synchronised:
 
     reductions: Reductions
     optimizer: float
+    hooks: tuple[float, float]
+    """Of the host for ZeRO 3's hooks in a micro-batch, forward and backward."""
 
 
 def computed(
@@ -155,12 +163,19 @@ def computed(
     both = passes.forward + passes.backward
     again = passes.again.total
     terms = {**vars(both), "again": again, **vars(exchanged)}
-    return Computed(terms, both.total + again, passes.backward.total + again)
+    idle = passes.forward.idle, passes.backward.idle
+    del terms["idle"]
+    return Computed(terms, both.total + again, passes.backward.total + again, idle)
 
 
 def synchronised(inputs: Inputs, machine: Machine) -> Synchronised:
     """Return the seconds of ZeRO and the optimizer on the pipeline stage that `inputs` is."""
-    return Synchronised(reductions(inputs, machine), optimizer_seconds(inputs, machine))
+    hooks = 0.0, 0.0
+    if inputs.zero.stage == 3 and machine.is_asynchronous:
+        layers = inputs.shape.num_layers * machine.launch_scale
+        forward, backward = HOOK_SECONDS[inputs.gathers_layers]
+        hooks = layers * forward, layers * backward
+    return Synchronised(reductions(inputs, machine), optimizer_seconds(inputs, machine), hooks)
 
 
 def step_terms(
@@ -172,9 +187,13 @@ def step_terms(
     """Return the seconds of a step by key of TERMS: the pipeline waits for its slowest stage."""
     overlaps = overlap_comm and machine.is_asynchronous
     shown = [_not_hidden(work, each.reductions, overlaps) for work, each in stages]
+    hooks = [
+        sum(max(0.0, own - idle) for own, idle in zip(each.hooks, work.idle, strict=True))
+        for work, each in stages
+    ]
     seconds = [
-        sum(work.terms.values()) + weights + gradients
-        for (work, _), (weights, gradients, _) in zip(stages, shown, strict=True)
+        sum(work.terms.values()) + weights + gradients + own
+        for (work, _), (weights, gradients, _), own in zip(stages, shown, hooks, strict=True)
     ]
     slowest = max(range(len(stages)), key=lambda stage: seconds[stage])
     once = [
@@ -183,6 +202,7 @@ def step_terms(
     ]
     final = max(range(len(stages)), key=lambda stage: once[stage])
     terms = {name: micro_batches * value for name, value in stages[slowest][0].terms.items()}
+    terms["launches"] += micro_batches * hooks[slowest]
     terms["weights"] = micro_batches * shown[slowest][0] + stages[final][1].reductions.updated
     terms["gradients"] = micro_batches * shown[slowest][1] + shown[final][2]
     terms["optimizer"] = stages[final][1].optimizer

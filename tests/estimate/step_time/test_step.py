@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from harness.estimate.inputs import Inputs
-from harness.estimate.step_time.machine import machine_of, measured
-from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
+from harness.estimate.step_time.machine import Machine, machine_of, measured
+from harness.estimate.step_time.step import HOOK_SECONDS, TERMS, StepTime, estimate_time
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape, flops_per_token
@@ -18,7 +18,7 @@ from harness.layout.stages import split_evenly
 from harness.plan.model_config import find_model_config
 from tests.estimate.defaults import default_value
 
-MACHINE = machine_of("h100-80", 8, "bf16")
+MACHINE = replace(machine_of("h100-80", 8, "bf16"), launch_scale=0.2)  # of a quick host
 
 
 def run(model: str = "llama-1b", **changes: Any) -> Inputs:
@@ -67,6 +67,18 @@ def test_recomputation_costs_a_forward_pass() -> None:
     assert 0.2 < full.terms["again"] / full.seconds < 0.27
     assert 0 < selective.terms["again"] < full.terms["again"]
     assert timed().terms["again"] > 0  # logits in chunks are computed twice
+
+
+def test_hooks_of_zero_3_are_hidden_as_far_as_the_host_is_idle() -> None:
+    slow = replace(MACHINE, launch_scale=1.0)
+
+    def launches(machine: Machine, micro_batch: int = 1, **changes: Any) -> float:
+        return estimate_time(run(micro_batch=micro_batch, **changes), machine).terms["launches"]
+
+    hooks = 4 * 16 * HOOK_SECONDS[True][0]
+    assert launches(slow) == pytest.approx(launches(slow, stage=2) + hooks)  # the host has no rest
+    assert launches(slow, 2, stage=2) < launches(slow, 2) < hooks
+    assert launches(MACHINE, 2) == 0
 
 
 def test_every_term_has_the_evidence_of_its_rates() -> None:
