@@ -16,7 +16,7 @@ def note_nodes(draft: Draft) -> None:
         draft.note(
             "alone",
             "ZeRO 3 divides nothing on one GPU, and a step took a quarter longer there than under "
-            "ZeRO 1: set ds.zero_optimization.stage=1 (docs/performance.md)",
+            "ZeRO 1: set ds.zero_optimization.stage=1",
         )
     if local >= grid.world_size:
         return
