@@ -13,6 +13,8 @@ from harness.models.skeleton import hf_config
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.engine.small import MODEL
 from tests.run_tools import run_tool
+from tools.chat import _printer as printer_of
+from tools.chat import end_of_turn
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,22 @@ def test_lines_are_answered_until_the_end(exported: Path) -> None:
     answers = talk(exported, "--tokens=4", said="what is this?\n\nand this?\n")
     assert len(answers.splitlines()) >= 2
     assert "<|im_end|>" not in answers
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_end_of_a_turn_is_not_shown(special: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the marker of the template is a text of several tokens, as for a base model."""
+    tokenizer = tokenizer_of("chatml" if special else "phi")
+    tokenizer.chat_template = tokenizer_of("chatml").chat_template
+    end = end_of_turn(tokenizer)
+    assert end == "<|im_end|>"
+    printer = printer_of(tokenizer, end)
+    ids = tokenizer("ab <|im_end|>", add_special_tokens=False)["input_ids"]
+    printer.put(torch.tensor([[0]]))  # the prompt
+    for token in ids:
+        printer.put(torch.tensor([token]))
+    printer.end()
+    assert capsys.readouterr().out.strip() == "ab"
 
 
 @pytest.mark.gate("tools")

@@ -92,7 +92,6 @@ class Speaker:
     def answer(self, prompt: str, arguments: argparse.Namespace) -> None:
         """Print the answer to a prompt as it is made."""
         import torch
-        from transformers import TextStreamer
 
         if not self.turns and arguments.system:
             self.turns.append({"role": "system", "content": arguments.system})
@@ -102,16 +101,19 @@ class Speaker:
         drawn: dict[str, Any] = {"do_sample": False}
         if arguments.temperature > 0:
             drawn = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0}
+        end = end_of_turn(self.tokenizer)
         with self.within(), torch.no_grad():
             made = self.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=arguments.tokens,
                 pad_token_id=self.tokenizer.eos_token_id,
-                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                streamer=_printer(self.tokenizer, end),
+                **({"stop_strings": [end], "tokenizer": self.tokenizer} if end else {}),
                 **drawn,
             )
         text = self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        text = text.partition(end)[0] if end else text
         self.turns.append({"role": "assistant", "content": text.strip()})
 
     def _ids(self, prompt: str) -> Any:
@@ -126,6 +128,37 @@ class Speaker:
         return self.tokenizer.apply_chat_template(
             self.turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]
+
+
+def end_of_turn(tokenizer: Any) -> str:
+    """Return the text that a chat template writes behind an answer, such as <|im_end|>; "" for a
+    template that writes none, or one without a template.
+    """
+    if tokenizer.chat_template is None:
+        return ""
+    answer = "an answer"
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)[2].strip()
+
+
+def _printer(tokenizer: Any, end: str) -> Any:
+    """Return a streamer that prints an answer as it is made, up to the end of the turn. Where that
+    is no special token of the tokenizer, its text comes in pieces.
+    """
+    from transformers import TextStreamer
+
+    class Printer(TextStreamer):  # type: ignore[misc]
+        waiting = ""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            text = self.waiting + text
+            held = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
+            if stream_end:
+                text, held = text.removesuffix(end), 0
+            self.waiting = text[len(text) - held :]
+            super().on_finalized_text(text[: len(text) - held], stream_end)
+
+    return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
