@@ -243,6 +243,11 @@ def text_of(content: object) -> str:
 
 _TEXTS = ("text", "input_text", "output_text")
 _PART_THOUGHTS = ("thinking", "reasoning")
+_INSTEAD = {  # of Anthropic's parts
+    "tool_use": ": write the call beside content, "
+    '"tool_calls": [{"function": {"name": ..., "arguments": {...}}}]',
+    "tool_result": ': write a turn of its own, {"role": "tool", "content": ...}',
+}
 
 
 def _is_thought(part: object) -> bool:
@@ -252,7 +257,7 @@ def _is_thought(part: object) -> bool:
 def _text_of_part(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type_of(part)
     if not isinstance(part, dict) or kind not in (*_TEXTS, *_PART_THOUGHTS):
-        raise ValueError(f"a turn has a part that is no text, but {kind}")
+        raise ValueError(f"a turn has a part that is no text, but {kind}{_INSTEAD.get(kind, '')}")
     key = next((key for key in ("text", kind) if key in part), None)
     if key is None:
         raise ValueError(f"a turn has a part without a text; it has {list(part)}")

@@ -436,6 +436,8 @@ RAISING = "{{ raise_exception('no ' + messages[0].role + ' here') }}"
         ([USER, {"role": "bot", "content": "b"}], None, "has the role 'bot', which is none of"),
         ([USER, {"role": "assistant", "content": 3}], None, "must be a string, not int"),
         ([USER, {"role": "assistant", "content": [{"type": "image"}]}], None, "but image"),
+        ([USER, {"role": "assistant", "content": [{"type": "tool_use"}]}], None, '"tool_calls": '),
+        ([{"role": "user", "content": [{"type": "tool_result"}]}], None, '{"role": "tool"'),
         ([USER, {**BOT, "tool_calls": [3]}], None, "a tool call must be an object, not int"),
         (
             [USER, {**BOT, "tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]}],
