@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.checkpoint.manifest import TrainState
-from harness.config.curriculum import Slice
+from harness.config.batch import Slice
 from harness.data.batch import Batch
 from harness.data.batches import StepData, Stream
 from harness.plan.plan import Plan

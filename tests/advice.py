@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.config.ds_keys import ds_keys
+from harness.config.ds_json import ds_keys
 from harness.config.run_config import RunConfig
 
 VERBS = (

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from harness.data.indexed import write_indexed
+from harness.data.pair import write_indexed
 from tools.proofs.models import LEARNED
 
 TEXT = "the model reads a long question and answers it in a word or two"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.config.ds_keys import value_of
+from harness.config.ds_json import value_of
 
 DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 _SIZES = ("pipeline.stages", "tensor_parallel.autotp_size", "sequence_parallel_size")

@@ -22,8 +22,7 @@ from harness.data.corpus import find_corpus
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import train_tokenizer
 from harness.errors import ConfigError
-from harness.estimate.changes import helpful_changes
-from harness.estimate.fit import changes_that_help
+from harness.estimate.fit import changes_that_help, helpful_changes
 from harness.plan.changes import takes
 from harness.plan.plan import Event, Plan
 from harness.plan.weights import weight_file_problems
@@ -169,7 +168,7 @@ def test_no_key_is_advised_that_is_set_already(speaker: Speaker) -> None:
 NOT_FOLLOWED = {
     "an option of the command line, which the parser or the reader of its file answers": (
         "config/ds_file.py: there is no DeepSpeed JSON",
-        "config/foreign.py",
+        "config/ds_file.py",
         "config/run_file.py: there is no run config",
         "plan/command.py",
     ),
@@ -178,13 +177,13 @@ NOT_FOLLOWED = {
         "plan/weights.py: holds an adapter",
         "plan/weights.py: holds shares of a distributed save",
         "plan/weights.py: is a link to",
-        "files/advice.py",
+        "files/first_bytes.py",
         "files/chat.py: move that turn into the completion",
         "files/corpus_files.py: or move it elsewhere",
         "files/corpus_files.py: give a file",
         "files/records.py",
         "files/tensor_header.py",
-        "files/tool_calls.py",
+        "files/turns.py",
         "files/turns.py",
         "data/cache.py",
         "data/pair.py",
@@ -194,7 +193,7 @@ NOT_FOLLOWED = {
     "of the machine or its network: disks, memory, compilers, the hub, GPUs": (
         "plan/model_config.py: the hub cannot be reached",
         "plan/optimizer.py: add pinned_max_cached_size_mb",
-        "plan/swap_space.py",
+        "plan/machine.py",
         "data/tokenizer.py: there is no such folder, the local cache",
         "estimate/fit.py",
         "engine/build.py: install a C++ compiler",
@@ -202,7 +201,7 @@ NOT_FOLLOWED = {
     ),
     "needs the folder of a run (tests/checkpoint/test_resume.py follows resume.allow)": (
         "files/folder_lock.py",
-        "plan/vocabulary.py: whose checkpoints have",
+        "plan/model.py: whose checkpoints have",
         "data/spec.py: whose sample was read with another tokenizer",
         "checkpoint",
         "run/build.py: save.export",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.data.special_ids import SpecialIds
+from harness.data.tokenizer_files import SpecialIds
 from harness.models.skeleton import hf_config
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.engine.small import MODEL

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.checkpoint.find import checkpoint_of
+from harness.checkpoint.store import checkpoint_of
 from harness.errors import ConfigError
 from harness.run.exporting import ExportDiffers, ExportOptions, attention_of_run, export
 from harness.runfolder import RunFolder

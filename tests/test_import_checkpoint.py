@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint.find import checkpoint_of
+from harness.checkpoint.store import checkpoint_of
 from harness.runfolder import RunFolder
 from tests.engine.small import MODEL
 from tests.two_ranks import REPOSITORY, SMALL_MODEL, run_ranks, train_command

@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.checkpoint import find, meeting
-from harness.checkpoint.fragment import Fragment
+from harness.checkpoint import meeting, store
+from harness.checkpoint.index import Fragment
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
@@ -83,8 +83,8 @@ class Costs:
 
     def _checkpoints(self, folder: Path) -> None:
         """Save three times, so that one is removed; then verify."""
-        store = Store(folder / "checkpoints")
-        savers = [Saver(store, rank, Retention(last=2)) for rank in range(self.ranks)]
+        kept = Store(folder / "checkpoints")
+        savers = [Saver(kept, rank, Retention(last=2)) for rank in range(self.ranks)]
 
         def save(step: int, rank: int) -> None:
             fragments = [*self._fragments(rank)]
@@ -94,9 +94,9 @@ class Costs:
         for step in (1, 2):
             Group(self.ranks).run(lambda rank, step=step: save(step, rank), meeting)
         self._measure("a save", lambda rank: save(3, rank))
-        path = store.at(3)
-        self._measure("verification", lambda rank: find.verified(path), find)
-        checkpoint = find.Checkpoint(path, find.read_manifest(path, check_sizes=False))
+        path = kept.at(3)
+        self._measure("verification", lambda rank: store.verified(path), store)
+        checkpoint = store.Checkpoint(path, store.read_manifest(path, check_sizes=False))
 
         def load(rank: int) -> None:
             if rank > 1:  # threads share the memory of open files, which ranks do not

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from harness.errors import ConfigError
+from harness.estimate.held import GIB
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import estimate_memory
-from harness.estimate.units import GIB
 from harness.plan.command import Command, plan_from
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate

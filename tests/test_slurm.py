@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.layout.port import slurm_port
+from harness.layout.world import slurm_port
 from harness.runfolder import RunFolder
 from tests.private_slurm import CannotStart, PrivateSlurm
 from tests.sweeps.launched import write_sweep

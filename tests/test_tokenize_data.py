@@ -16,7 +16,7 @@ from harness.config.run_file import load_run_config
 from harness.data import shards, source
 from harness.data.build import build_data
 from harness.data.data import Data
-from harness.data.indexed import IndexedTokens
+from harness.data.pair import IndexedTokens
 from harness.data.spec import DataSpec
 from harness.errors import ExitCode
 from harness.layout.world import World

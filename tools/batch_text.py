@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from harness.config.curriculum import Curriculum
+from harness.config.batch import Curriculum
 from harness.data.batch import Batch
 from harness.data.batches import Sample
 from harness.data.data import Data

@@ -171,7 +171,7 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
     if (folder / ADAPTERS).is_file():
         from peft import PeftModel
 
-        from harness.models.new_rows import add_rows, rows_of_adapters
+        from harness.models.initialize import add_rows, rows_of_adapters
 
         source = json.loads((folder / ADAPTERS).read_text())["base_model_name_or_path"]
         base = opened(source, remote, folder)

@@ -26,13 +26,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.config.batch import MAX_DEFAULT_MICRO_BATCH
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.activations import saved_for_backward
+from harness.estimate.held import GIB
 from harness.estimate.timeline import Estimate
-from harness.estimate.units import GIB
 from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
-from harness.plan.memory import traced_inputs
+from harness.plan.memory import Untraceable, traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
-from harness.plan.traced import Untraceable
 from harness.terminal import columns, say
 from tools.figure import write_plot
 from tools.look.titles import titles

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.checkpoint.find import checkpoint_of
-from harness.config.bounds import MAX_INTEGER
+from harness.checkpoint.store import checkpoint_of
+from harness.config.assignments import MAX_INTEGER
 from harness.config.run_config import run_and_step
 from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_disk
 from harness.files.paths import option_path

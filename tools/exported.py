@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.layout.adapters import DESCRIPTION
 from harness.layout.as_trained import ATTENTION
-from harness.layout.quantization import DESCRIPTION
 from harness.runfolder import RunFolder
 
 ADAPTERS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -22,11 +22,10 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.export import replacing
-from harness.checkpoint.files import Written, write_bytes, write_fragments
-from harness.checkpoint.find import verified
 from harness.checkpoint.index import INDEX, Entry, from_index, to_index
 from harness.checkpoint.manifest import MANIFEST, Manifest, TrainState
-from harness.checkpoint.store import Store
+from harness.checkpoint.store import Store, verified
+from harness.checkpoint.tensor_file import Written, write_bytes, write_fragments
 from harness.data.tokenizer_files import copy_tokenizer
 from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
 from harness.files.paths import option_path

@@ -9,7 +9,7 @@ from harness.config.ds_file import PREFIX, load_ds_json
 from harness.errors import ConfigError
 from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
-from harness.plan.other_machine import cluster
+from harness.plan.machine import cluster
 from harness.plan.pipeline import num_stages
 from harness.plan.plan import Plan
 from tools.figure import plot_problems

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.files import Written
 from harness.checkpoint.index import INDEX, Index, from_index, is_divided
+from harness.checkpoint.tensor_file import Written
 from harness.errors import Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table

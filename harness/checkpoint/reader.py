@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint.fragment import WEIGHT
-from harness.checkpoint.index import Entry, Index
+from harness.checkpoint.index import WEIGHT, Entry, Index
 from harness.checkpoint.tensor_file import TensorReader
 from harness.errors import Unusable
 from harness.layout.box import Overlap, Part, Piece, overlaps

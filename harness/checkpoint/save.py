@@ -14,15 +14,19 @@ from typing import Any
 import torch
 from safetensors.torch import save as to_safetensors
 
-from harness.checkpoint.files import Written, start_hashing, write_bytes, write_fragments
-from harness.checkpoint.fragment import Fragment
-from harness.checkpoint.host_copies import HostCopies
-from harness.checkpoint.index import INDEX, is_divided, merged, to_index
+from harness.checkpoint.index import INDEX, Fragment, is_divided, merged, to_index
 from harness.checkpoint.manifest import DIVIDED, MANIFEST, PROBE, Manifest
 from harness.checkpoint.meeting import gathered, told
 from harness.checkpoint.store import Retention, Store
+from harness.checkpoint.tensor_file import (
+    HostCopies,
+    Written,
+    start_hashing,
+    write_bytes,
+    write_fragments,
+)
 from harness.errors import ExitCode, RunStopped
-from harness.estimate.units import as_size
+from harness.estimate.held import as_size
 
 
 @dataclass(frozen=True)

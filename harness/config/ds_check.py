@@ -1,4 +1,4 @@
-"""Checks the keys of a DeepSpeed JSON at every level against those that DeepSpeed knows.
+"""Checks of a DeepSpeed JSON: the keys that DeepSpeed knows, and the rules of ds_refused.toml.
 
 DeepSpeed itself ignores unknown keys at most levels; here they are errors. Aliases of a key are
 accepted. Comments, removed sections that are switched off, and keys that never did anything are
@@ -11,14 +11,59 @@ import functools
 import math
 import operator
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import COMMAND_LINE, NAMED_AT_ONCE, did_you_mean, flat, listed
-from harness.config.ds_json import DsJson
-from harness.config.ds_keys import AUTO, ds_keys
+from harness.config.ds_json import AUTO, DsJson, default_of, ds_keys
 from harness.errors import Problems, worded
+
+_REFUSED_FILE = Path(__file__).with_name("ds_refused.toml")
+
+Rule = Mapping[str, Any]
+
+
+@functools.cache
+def rules() -> list[Rule]:
+    """Return the rules; the file documents their keys."""
+    table: list[Rule] = tomllib.loads(_REFUSED_FILE.read_text(encoding="utf-8"))["rule"]
+    return table
+
+
+def apply_changes(ds: DsJson, accelerator: str = "cuda") -> None:
+    """Apply every rule that changes a key's value, or leaves keys out."""
+    for rule in rules():
+        if "left_out" in rule and _applies(rule, ds, accelerator):
+            for key in rule["left_out"]:
+                if ds.literal(key) not in (None, default_of(key)):
+                    ds.remove(key, rule["why"])
+        if "instead" in rule and _applies(rule, ds, accelerator):
+            ds.set(rule["key"], rule["instead"], rule["why"])
+
+
+def refusals(ds: DsJson, accelerator: str = "cuda") -> Iterator[Rule]:
+    """Yield the rules that refuse a JSON whose keys are known and whose precision is decided."""
+    for rule in rules():
+        if not rule.keys() & {"instead", "left_out"} and _applies(rule, ds, accelerator):
+            yield rule
+
+
+def _applies(rule: Rule, ds: DsJson, accelerator: str) -> bool:
+    """Return True if a rule's conditions hold, none of them about a key that was rejected."""
+    required, unless = rule.get("when", {}), rule.get("unless", {})
+    return (
+        rule.get("on", accelerator) == accelerator
+        and not required.keys() & ds.rejected
+        and all(_is_among(ds, key, values) for key, values in required.items())
+        and not any(_is_among(ds, key, values) for key, values in unless.items())
+    )
+
+
+def _is_among(ds: DsJson, key: str, values: list[Any]) -> bool:
+    value = ds.value(key)
+    return ("null" if value is None else value) in values
+
 
 _LEFTOVERS_FILE = Path(__file__).with_name("ds_leftovers.toml")
 _COMMENTS = ("_", "//", "#")

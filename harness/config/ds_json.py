@@ -1,14 +1,89 @@
-"""The DeepSpeed JSON in the making: the user's values, their origins, and every change since."""
+"""The DeepSpeed JSON in the making: the keys that DeepSpeed knows, values, origins and changes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
-from typing import Any
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 from harness.config.assignments import COMMAND_LINE, assign, flat, listed
-from harness.config.ds_keys import AUTO, literal, value_of
-from harness.config.ds_names import use_first_names
+
+AUTO = "auto"
+_KEYS_FILE = Path(__file__).with_name("ds_keys.json")
+
+
+@functools.cache
+def ds_keys() -> dict[str, Any]:
+    """Return the table of tools/proofs/generate_ds_keys.py: {"keys": ...} of sections and keys."""
+    table: dict[str, Any] = json.loads(_KEYS_FILE.read_text(encoding="utf-8"))
+    return table
+
+
+def literal(ds: Mapping[str, Any], key: str) -> Any:
+    """Return the JSON's own value of a dotted key, None if it is absent, null or "auto"."""
+    value: Any = ds
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return None if value == AUTO else value
+
+
+def value_of(ds: Mapping[str, Any], key: str) -> Any:
+    """Return the value that DeepSpeed will see: the JSON's literal, or its own default.
+
+    A section that is absent counts as one with all defaults. Raises KeyError for an unknown key.
+    """
+    node = ds_keys()
+    for name in key.split("."):
+        node = node["keys"][name]
+    value = literal(ds, key)
+    return node.get("default") if value is None else value
+
+
+def default_of(key: str) -> Any:
+    """Return DeepSpeed's default of a dotted key; None of a section, or one that it has not."""
+    node: Mapping[str, Any] = ds_keys()
+    for name in key.split("."):
+        node = node.get("keys", {}).get(name, {})
+    return node.get("default")
+
+
+def offloaded_to(ds: Mapping[str, Any], part: Literal["optimizer", "param"]) -> str:
+    """Return the device of the optimizer's states or of the weights; "none" for ZeRO's own."""
+    return str(value_of(ds, f"zero_optimization.offload_{part}.device"))
+
+
+def use_first_names(ds: dict[str, Any], name: str) -> list[str]:
+    """Rename every key to its first name, in place; return the problems of a JSON called `name`."""
+    return list(_use_first_names(ds, ds_keys(), "", name))
+
+
+def first_name(key: str) -> str:
+    """Return a dotted key under its first name."""
+    node, names = ds_keys(), []
+    for name in key.split("."):
+        first = node.get("keys", {}).get(name, {}).get("same_as", name)
+        node = node.get("keys", {}).get(first, {})
+        names.append(first)
+    return ".".join(names)
+
+
+def _use_first_names(
+    values: dict[str, Any], section: Mapping[str, Any], prefix: str, file: str
+) -> Iterator[str]:
+    for name, value in list(values.items()):
+        first = section["keys"].get(name, {}).get("same_as", name)
+        node = section["keys"].get(first, {})
+        if first != name:
+            del values[name]
+            if first in values:
+                yield f"{prefix}{first} and {prefix}{name} ({file}) are one key: keep one of them"
+            values.setdefault(first, value)
+        if "keys" in node and isinstance(value, dict):
+            yield from _use_first_names(value, node, f"{prefix}{first}.", file)
+
 
 Event = dict[str, Any]
 _ABSENT = object()

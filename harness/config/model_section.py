@@ -22,9 +22,8 @@ from harness.config.sections import (
     Section,
     Text,
 )
-from harness.layout.adapters import Adapters
+from harness.layout.adapters import Adapters, Kind, Quantization
 from harness.layout.attention_table import ATTENTIONS
-from harness.layout.quantization import Kind, Quantization
 from harness.layout.recompute import WAYS, Checkpointing
 
 

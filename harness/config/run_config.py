@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from harness.config.batch import Curriculum
 from harness.config.conduct_sections import (
     EvalConfig,
     GuardConfig,
@@ -27,7 +28,6 @@ from harness.config.conduct_sections import (
     SampleConfig,
     SaveConfig,
 )
-from harness.config.curriculum import Curriculum
 from harness.config.data_section import DataConfig
 from harness.config.model_section import ModelConfig
 from harness.config.optim_and_schedule import OptimConfig

@@ -14,14 +14,16 @@ from pydantic_core import ErrorDetails
 
 from harness.config.assignments import (
     COMMAND_LINE,
+    MAX_FILE_BYTES,
     NAMED_AT_ONCE,
     assign_all,
+    beyond_bounds,
     did_you_mean,
     flat,
     listed,
+    parsed_toml,
 )
-from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds, parsed_toml
-from harness.config.foreign import foreign_config, top_level_keys
+from harness.config.ds_file import foreign_config, top_level_keys
 from harness.config.run_config import RunConfig, known_keys, origin_of
 from harness.config.sections import LENGTHS
 from harness.errors import ConfigError, worded

@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from harness.config.curriculum import Curriculum
+from harness.config.batch import Curriculum
 from harness.files.paths import expanded_path
 
 # At most one of these keys may be set.

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness.config.curriculum import Curriculum, Slice
+from harness.config.batch import Curriculum, Slice
 from harness.data.batch import Batch
 from harness.data.order import window_of
 from harness.data.packing import Document, Packed, Span
 from harness.data.whole import WholeWindows
-from harness.layout.share import starts_of
+from harness.layout.grid import starts_of
 
 Item = TypeVar("Item")
 

@@ -11,10 +11,9 @@ from harness.data.cache import Report
 from harness.data.contiguous import Contiguous, HeldOutText
 from harness.data.data import Data
 from harness.data.fingerprint import joined, order_key
+from harness.data.mix_order import epoch_with_old, first_shares, mix_order
 from harness.data.mixture import Mixture
-from harness.data.padded import Padded
-from harness.data.pools import Pools
-from harness.data.shares import epoch_with_old, first_shares, mix_order
+from harness.data.padded import Padded, Pools
 from harness.data.source import Source, cached_fingerprint_of, open_source
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import tokenizer_hash

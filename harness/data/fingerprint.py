@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.token_file import TokenFile
+from harness.data.token_files import TokenFile
 
 # Files up to this size are hashed whole, about as fast as they are read; of larger files the size,
 # the modification time and SAMPLED_BLOCKS blocks are hashed.

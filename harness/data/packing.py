@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.masks import Masks
+from harness.data.pair import Masks
 from harness.data.split import Split
-from harness.data.token_file import TokenFile
+from harness.data.token_files import TokenFile
 from harness.errors import ConfigError
 
 IGNORED = -100  # the label that torch's cross entropy skips

@@ -1,20 +1,24 @@
-"""A .bin/.idx pair: its header, and its index read a block at a time.
+"""Tokens on disk: Megatron's PREFIX.bin (ids) and PREFIX.idx (documents), and masks.
 
 No memory map: what building an index reads of 10 million documents would stay in a rank's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.token_file import TokenFile
+from harness.data.cache import cached_array, damaged
+from harness.data.token_files import TokenFile, TokenFiles
 from harness.errors import ConfigError
-from harness.files.token_index import HEADER, TYPES, read_header
+from harness.files.token_index import HEADER, MAGIC, TYPES, read_header
 
 BLOCK = 1 << 18
 """Sequences or documents at a time."""
@@ -148,3 +152,234 @@ class Pair:
                 f"{path} is {'truncated' if num_bytes < expected else 'too long'}: {num_bytes} "
                 f"bytes, where {self.idx_path.name} describes {expected}"
             )
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The masked runs of a .bin in ascending order; (runs + 1,) each, memory maps.
+
+    The first run is empty, at place 0, so that every place has a run at or before it. Without a
+    masked token it is the only one.
+    """
+
+    starts: NDArray[np.int64]
+    """Place of each run's first token in the .bin."""
+    stops: NDArray[np.int64]
+    """Place behind each run's last token."""
+    totals: NDArray[np.int64]
+    """Masked tokens in this run and all before."""
+
+    def at(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return True for each masked place in the .bin, of any shape; fast if the rows ascend."""
+        return places < self.stops[self._run_of(places)]
+
+    def before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of masked tokens before each place in the .bin, of any shape."""
+        runs = self._run_of(places)
+        left: NDArray[np.int64] = np.maximum(self.stops[runs] - places, 0)
+        return self.totals[runs] - left
+
+    def _run_of(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the last run that begins at or before each place."""
+        runs: NDArray[np.int64] = np.searchsorted(self.starts, places, side="right") - 1
+        return runs
+
+
+NO_MASKS = Masks(*np.zeros((3, 1), dtype=np.int64))
+
+
+class MaskWriter:
+    """Collects the masked runs of documents, which are added in order; 16 bytes per run."""
+
+    def __init__(self) -> None:
+        self._starts, self._stops = array("q", [0]), array("q", [0])
+        self._tokens = 0
+
+    def add(self, count: int, *, masked: bool) -> None:
+        """Add the next tokens of the .bin."""
+        count = max(0, count)
+        if masked and count:
+            if self._stops[-1] == self._tokens and len(self._stops) > 1:
+                self._stops[-1] += count
+            else:
+                self._starts.append(self._tokens)
+                self._stops.append(self._tokens + count)
+        self._tokens += count
+
+    def add_learned(self, count: int, learned: list[tuple[int, int]]) -> None:
+        """Add the next tokens of the .bin, all masked but for ascending runs (start, stop)."""
+        at = 0
+        for start, stop in learned:
+            self.add(start - at, masked=True)
+            at = max(start, at)  # a token may stand for the end of a run and the start of another
+            self.add(stop - at, masked=False)
+            at = max(stop, at)
+        self.add(count - at, masked=True)
+
+    def save(self, path: Path) -> None:
+        """Write the runs for load_masks."""
+        starts, stops = (np.asarray(column) for column in (self._starts, self._stops))
+        np.save(path, np.stack([starts, stops, np.cumsum(stops - starts)]))
+
+
+def join_masks(parts: Iterable[tuple[Masks, int]], path: Path) -> None:
+    """Write the runs of consecutive parts of a .bin, each with its number of tokens, as one file:
+    that of a single MaskWriter.
+    """
+    columns, before = [np.zeros((2, 0), dtype=np.int64)], 0
+    for masks, tokens in parts:
+        columns.append(np.stack([masks.starts[1:], masks.stops[1:]]) + before)
+        before += tokens
+    starts, stops = np.concatenate(columns, axis=1)
+    is_apart = stops[:-1] != starts[1:]  # a run may go on in the next part
+    if starts.size:
+        starts, stops = starts[np.r_[True, is_apart]], stops[np.r_[is_apart, True]]
+    starts, stops = np.r_[0, starts], np.r_[0, stops]
+    np.save(path, np.stack([starts, stops, np.cumsum(stops - starts)]))
+
+
+def load_masks(path: Path) -> Masks:
+    """Open the file of a MaskWriter in a finished folder. Raises ConfigError if it is damaged."""
+    columns = cached_array(path, np.dtype("i8"), rows=3)
+    if not columns.size:
+        raise damaged(path, f"it holds {columns.shape} {columns.dtype}")
+    return Masks(*columns)
+
+
+_UINT16, _INT32 = 6, 4
+_COPIED_BYTES = 1 << 24
+
+
+class IndexedTokens:
+    """One or more .bin/.idx pairs, of which the documents follow each other.
+
+    Opening checks the headers and the sizes of all files, and raises ConfigError with the sizes in
+    bytes.
+    """
+
+    def __init__(self, *prefixes: str | Path) -> None:
+        try:
+            self._pairs = [Pair(prefix) for prefix in prefixes]
+        except OSError as error:
+            raise ConfigError(
+                f"data.path: cannot read {error.filename}: {error.strerror}"
+            ) from error
+        first = self._pairs[0]
+        if other := next((pair for pair in self._pairs if pair.dtype != first.dtype), None):
+            raise ConfigError(
+                f"data.path: {first.bin_path} holds {first.dtype.name}, {other.bin_path} "
+                f"{other.dtype.name}: all pairs of a folder need one type, so write one of them "
+                "anew, or name both in data.mix"
+            )
+        files = [(pair.bin_path, pair.bin_bytes) for pair in self._pairs]
+        self.ids = TokenFiles(files, first.dtype) if files[1:] else first.ids()
+        self.bin_bytes = self.ids.num_bytes
+        self.documents = sum(pair.header.bounds - 1 for pair in self._pairs)
+        more = f" and {len(files) - 1:,} more" if files[1:] else ""
+        self.name = f"{first.bin_path}{more}"
+        """The .bin, for messages."""
+
+    def sizes(self) -> list[tuple[Path, int, int]]:
+        """Return the .bin of each pair, its documents and its tokens."""
+        return [(pair.bin_path, pair.header.bounds - 1, pair.tokens) for pair in self._pairs]
+
+    def modified_ns(self) -> str:
+        """Return the times of modification of all .bin. Raises OSError."""
+        return "-".join(str(pair.bin_path.stat().st_mtime_ns) for pair in self._pairs)
+
+    def starts(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the bounds of the documents in the .bin, in ids, a block at a time: (n + 1,) of n
+        documents, of which the first is the last of the block before.
+
+        Raises ConfigError unless an index describes consecutive documents without gaps.
+        """
+        base = 0
+        for pair in self._pairs:
+            for block in pair.starts():
+                yield block + base
+            base += pair.tokens
+
+    def document_starts(self) -> NDArray[np.int64]:
+        """Return the (documents + 1,) bounds of all of starts()."""
+        return np.concatenate([np.zeros(1, np.int64), *(block[1:] for block in self.starts())])
+
+    def index_blocks(self) -> Iterator[bytes]:
+        """Yield the .idx that a single pair with all documents would have."""
+        headers = [pair.header for pair in self._pairs]
+        sequences = sum(header.sequences for header in headers)
+        yield HEADER.pack(MAGIC, 1, headers[0].code, sequences, self.documents + 1)
+        yield from (block.tobytes() for pair in self._pairs for block in pair.column("sizes"))
+        base = 0
+        for pair in self._pairs:
+            yield from ((block + base).tobytes() for block in pair.column("offsets"))
+            base += pair.bin_bytes
+        base = 0
+        for number, pair in enumerate(self._pairs):
+            yield from ((of + base).tobytes() for of in pair.column("bounds", int(number > 0)))
+            base += pair.header.sequences
+
+    def place_of(self, place: int) -> tuple[Path, int, int]:
+        """Return the .bin of an id, and the document there and its offset in that."""
+        pair = self._pairs[0]
+        if isinstance(self.ids, TokenFiles):
+            number = self.ids.file_of(place)
+            pair, place = self._pairs[number], place - self.ids.firsts[number]
+        before = 0
+        for block in pair.starts():
+            if place < block[-1]:
+                document = int(np.searchsorted(block, place, side="right")) - 1
+                return pair.bin_path, before + document, place - int(block[document])
+            before += len(block) - 1
+        raise AssertionError(f"{pair.bin_path} has no id {place}")
+
+
+def write_indexed(
+    prefix: Path, vocab_size: int, sequences: Iterable[tuple[Sequence[int], bool]]
+) -> None:
+    """Write (ids, True at the end of a document) as a .bin/.idx pair, as a stream.
+
+    The ids are uint16 below 65,500 of them, as in Megatron-LM, otherwise int32. Only 12 bytes per
+    sequence are held in memory.
+    """
+    code = _UINT16 if vocab_size < 65500 else _INT32
+    dtype = np.dtype(TYPES[code])
+    sizes, bounds = array("i"), array("q", [0])
+    with Path(f"{prefix}.bin").open("wb") as file:
+        for ids, ends_document in sequences:
+            file.write(np.array(ids, dtype=dtype).tobytes())
+            sizes.append(len(ids))
+            if ends_document:
+                bounds.append(len(sizes))
+    _write_index(Path(f"{prefix}.idx"), code, np.asarray(sizes), np.asarray(bounds))
+
+
+def _write_index(
+    path: Path, code: int, sizes: NDArray[np.integer], bounds: NDArray[np.integer]
+) -> None:
+    itemsize = np.dtype(TYPES[code]).itemsize
+    offsets = np.r_[0, np.cumsum(sizes, dtype=np.int64)[:-1]] * itemsize
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(bounds)))
+        for column, width in ((sizes, "<i4"), (offsets, "<i8"), (bounds, "<i8")):
+            file.write(np.asarray(column, dtype=width).tobytes())
+
+
+def join_indexed(parts: Sequence[Path], prefix: Path) -> None:
+    """Write the pairs of consecutive parts of a corpus as one: that of a single write_indexed.
+
+    A part may be empty. Raises OSError.
+    """
+    codes, sizes, bounds, sequences = set(), [], [np.zeros(1, dtype="<i8")], 0
+    with Path(f"{prefix}.bin").open("wb") as joined:
+        for part in parts:
+            with Path(f"{part}.bin").open("rb") as file:
+                shutil.copyfileobj(file, joined, _COPIED_BYTES)
+            index = Path(f"{part}.idx").read_bytes()
+            *_, code, count, documents = HEADER.unpack_from(index)
+            codes.add(code)
+            sizes.append(np.frombuffer(index, "<i4", count, HEADER.size))
+            ends = np.frombuffer(index, "<i8", documents, HEADER.size + 12 * count)[1:]
+            bounds.append(ends + sequences)
+            sequences += count
+    assert len(codes) == 1, "one vocabulary, one width"
+    _write_index(Path(f"{prefix}.idx"), codes.pop(), np.concatenate(sizes), np.concatenate(bounds))

@@ -16,11 +16,9 @@ from harness.data.cache import Report, damaged
 from harness.data.corpus import Corpus
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.fingerprint import combined, first_outside, survey
-from harness.data.indexed import IndexedTokens, write_indexed
-from harness.data.masks import NO_MASKS, Masks, MaskWriter
-from harness.data.pair import BLOCK
+from harness.data.pair import BLOCK, NO_MASKS, IndexedTokens, Masks, MaskWriter, write_indexed
 from harness.data.split import stores_separator, write_splits
-from harness.data.token_bounds import ANY_LENGTH, TokenBounds
+from harness.data.token_files import ANY_LENGTH, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, Unusable, shortened
 from harness.files.data_format import SKIP, BadLines

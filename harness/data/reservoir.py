@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.indexed import write_indexed
-from harness.data.masks import MaskWriter
 from harness.data.order import mix, round_keys
 from harness.data.packing import Document
+from harness.data.pair import MaskWriter, write_indexed
 from harness.files.kept_sample import masks_of
 
 _BLOCK = 1024  # numbers drawn at once

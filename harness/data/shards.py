@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from harness.data.cache import Report, fill_once
 from harness.data.corpus import Corpus
 from harness.data.encoding import HowEncoded
-from harness.data.indexed import join_indexed
-from harness.data.masks import Masks, join_masks, load_masks
+from harness.data.pair import Masks, join_indexed, join_masks, load_masks
 from harness.data.prepare import (
     MASKS,
     TOKENS,

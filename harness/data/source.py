@@ -15,9 +15,8 @@ from harness.data.cache import Report, build_once, cache_key
 from harness.data.corpus import Corpus, find_corpus
 from harness.data.encoding import HowEncoded
 from harness.data.fingerprint import order_key
-from harness.data.indexed import IndexedTokens
-from harness.data.masks import NO_MASKS, Masks, load_masks
 from harness.data.packing import Packed
+from harness.data.pair import NO_MASKS, IndexedTokens, Masks, load_masks
 from harness.data.prepare import (
     FORMAT,
     MASKS,
@@ -35,7 +34,7 @@ from harness.data.prepare import (
 from harness.data.rendering import writes_date
 from harness.data.spec import DataSpec
 from harness.data.split import SIDES, load_split
-from harness.data.token_bounds import ANY_LENGTH, LeftOut, TokenBounds
+from harness.data.token_files import ANY_LENGTH, LeftOut, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.data.whole import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.errors import ConfigError

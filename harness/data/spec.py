@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.config.data_section import REHEARSED, DataConfig
 from harness.config.run_config import RunConfig, run_and_step
-from harness.data.token_bounds import TokenBounds
+from harness.data.token_files import TokenBounds
 from harness.errors import ConfigError
 from harness.files.kept_sample import HELD_OUT, TRAIN, kept_facts, kept_sample
 from harness.runfolder import RunFolder

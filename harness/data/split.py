@@ -9,13 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.array_file import ArrayFile
 from harness.data.cache import cached_array
-from harness.data.indexed import IndexedTokens
-from harness.data.masks import Masks
 from harness.data.order import mix
-from harness.data.pair import BLOCK
-from harness.data.token_bounds import ANY_LENGTH, LeftOut, TokenBounds
+from harness.data.pair import BLOCK, IndexedTokens, Masks
+from harness.data.token_files import ANY_LENGTH, ArrayFile, LeftOut, TokenBounds
 from harness.errors import ConfigError
 
 SIDES = ("train", "held_out")

@@ -1,17 +1,183 @@
-"""The ids of several .bin, read as if they were one."""
+"""Token ids in files: written a block at a time, and read as if they were one.
+
+Nothing is mapped: a mapped file that is truncated or cannot be read while a run trains on it kills
+the process (SIGBUS) without a message; a short read is an error that names file and sizes.
+"""
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.token_file import TokenFile
+from harness.errors import ConfigError
+
+
+class ArrayFile:
+    """A .npy of (n,) or (rows, n); of each row the next values are appended. Zeros at first."""
+
+    def __init__(self, path: Path, dtype: str, *shape: int) -> None:
+        self._dtype = np.dtype(dtype)
+        mapped = np.lib.format.open_memmap(path, mode="w+", dtype=self._dtype, shape=shape)
+        begin: int = mapped.offset
+        rows = shape[0] if shape[1:] else 1
+        self._at = [begin + row * shape[-1] * self._dtype.itemsize for row in range(rows)]
+        self._file = path.open("r+b")
+
+    def append(self, values: NDArray[Any], row: int = 0) -> None:
+        """Write the next values of a row."""
+        block = np.ascontiguousarray(values, dtype=self._dtype)
+        self._file.seek(self._at[row])
+        self._file.write(block.data)
+        self._at[row] += block.nbytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+# Largest gap between two places, in ids, that one system call reads across.
+_GAP = 4096
+BLOCK_BYTES = 1 << 23
+
+
+class TokenFile:
+    """A .bin of `num_bytes` bytes of one integer type, open for reading."""
+
+    def __init__(self, path: Path, dtype: np.dtype[np.integer], num_bytes: int) -> None:
+        self.path, self.dtype, self.num_bytes = path, dtype, num_bytes
+        self._file = path.open("rb", buffering=0)
+
+    def __len__(self) -> int:
+        """Return the number of ids in the file."""
+        return self.num_bytes // self.dtype.itemsize
+
+    def read(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ids at places in the file, of any shape; fast if the rows ascend.
+
+        Raises ConfigError if the file's size has changed since it was opened.
+        """
+        self._require_size()
+        rows = places.reshape(-1, places.shape[-1])
+        if (rows[:, 1:] - rows[:, :-1] == 1).all():  # as most windows are
+            ids = np.empty(rows.shape, self.dtype)
+            for row, first in zip(ids, rows[:, 0].tolist(), strict=True):
+                self._fill(row, first)
+        else:
+            ids = self._scattered(places.ravel())
+        return ids.astype(np.int64).reshape(places.shape)
+
+    def _scattered(self, places: NDArray[np.int64]) -> NDArray[np.integer]:
+        """Return the ids at (n,) places, with one read per ascending run without large gaps."""
+        steps = np.diff(places)
+        firsts = np.r_[0, np.flatnonzero((steps < 0) | (steps > _GAP)) + 1]
+        counts = np.diff(firsts, append=len(places))
+        lows = places[firsts]
+        lengths = places[firsts + counts - 1] + 1 - lows
+        begins = np.cumsum(lengths) - lengths
+        ids = np.empty(int(lengths.sum()), self.dtype)
+        for begin, length, low in zip(
+            begins.tolist(), lengths.tolist(), lows.tolist(), strict=True
+        ):
+            self._fill(ids[begin : begin + length], low)
+        picked: NDArray[np.integer] = ids[places + np.repeat(begins - lows, counts)]
+        return picked
+
+    def blocks(self) -> Iterator[NDArray[np.integer]]:
+        """Yield all ids in order, BLOCK_BYTES at a time."""
+        at_once = BLOCK_BYTES // self.dtype.itemsize
+        for first in range(0, len(self), at_once):
+            yield self.block(first, min(at_once, len(self) - first))
+
+    def block(self, first: int, count: int) -> NDArray[np.integer]:
+        """Return `count` ids from `first` on, in the file's type."""
+        ids = np.empty(count, self.dtype)
+        self._fill(ids, first)
+        return ids
+
+    def _fill(self, ids: NDArray[np.integer], first: int) -> None:
+        left, offset = ids.data.cast("B"), first * self.dtype.itemsize
+        while left:
+            try:
+                count = os.preadv(self._file.fileno(), [left], offset)
+            except OSError as error:
+                raise ConfigError(
+                    f"data.path: cannot read {self.path} at byte {offset}: {error.strerror}"
+                ) from error
+            if not count:
+                self._require_size()
+                raise ConfigError(f"data.path: {self.path} has no byte {offset}")
+            left, offset = left[count:], offset + count
+
+    def _require_size(self) -> None:
+        """Raise ConfigError if the size changed; every read checks, so all ranks end together."""
+        num_bytes = os.fstat(self._file.fileno()).st_size
+        if num_bytes != self.num_bytes:
+            raise ConfigError(
+                f"data.path: {self.path} was changed while the run reads it: it has {num_bytes} "
+                f"bytes, {self.num_bytes} when it was opened; restore it and start the run again"
+            )
+
+
+@dataclass(frozen=True)
+class TokenBounds:
+    """Tokens of the documents that are read, with the separator that ends each."""
+
+    least: int | None = None
+    most: int | None = None
+
+    def outside(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which documents are shorter, and which are longer."""
+        none = np.zeros(len(lengths), dtype=bool)
+        return (
+            none if self.least is None else lengths < self.least,
+            none if self.most is None else lengths > self.most,
+        )
+
+    def text(self) -> str:
+        """Return the bounds as text; "" without any."""
+        parts = [
+            f"data.{key}={value}"
+            for key, value in (("min_tokens", self.least), ("max_tokens", self.most))
+            if value is not None
+        ]
+        return ", ".join(parts)
+
+
+ANY_LENGTH = TokenBounds()
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Numbers of documents that are not read."""
+
+    shorter: int = 0
+    longer: int = 0
+
+    def __add__(self, other: LeftOut) -> LeftOut:
+        return LeftOut(self.shorter + other.shorter, self.longer + other.longer)
+
+    def text(self, bounds: TokenBounds) -> str:
+        """Return the counts as text; "" where all documents are read."""
+        parts = [
+            f"{count:,} {what} than {bound:,} tokens"
+            for count, what, bound in (
+                (self.shorter, "shorter", bounds.least), (self.longer, "longer", bounds.most),
+            )
+            if count
+        ]  # fmt: skip
+        return " and ".join(parts)
+
 
 _MOST_OPEN = 128  # shells let a process open 1024 files
 

@@ -1,10 +1,17 @@
-"""Copies a tokenizer's files out of a folder, without links, code and other files."""
+"""A tokenizer's files, as a run keeps them, and its special ids."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from sentencepiece import sentencepiece_model_pb2 as sentencepiece_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from harness.data.tokenizer import SENTENCEPIECE, SPACE, write_tokenizer
 from harness.errors import Unusable
 from harness.files.regular_file import open_regular
 
@@ -54,3 +61,128 @@ def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[str]:
         with file, (folder / path.name).open("xb") as copy:
             shutil.copyfileobj(file, copy)
     return left
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer's files, with the SentencePiece model that it came from, if any.
+
+    Converters to other formats (llama.cpp's) read the pieces' scores only from that file.
+    """
+    write_tokenizer(tokenizer, folder)
+    source = getattr(tokenizer, "vocab_file", None)
+    if source and Path(source).is_file() and not (folder / SENTENCEPIECE).exists():
+        model = Path(source).read_bytes()
+        if has_pieces_of(tokenizer, model):
+            (folder / SENTENCEPIECE).write_bytes(model)
+
+
+def save_generation(model: PreTrainedModel, folder: Path, parent: Path | None) -> None:
+    """Write the generation config that came with a model's weights, if any, beside the tokenizer.
+
+    `parent`: the same folder of the run whose checkpoint the weights come from.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is not None and not config._from_model_config:
+        config.to_json_file(folder / GENERATION)
+    elif parent is not None and (parent / GENERATION).is_file():
+        shutil.copyfile(parent / GENERATION, folder / GENERATION)
+
+
+def has_pieces_of(tokenizer: PreTrainedTokenizerBase, model: bytes) -> bool:
+    """Return True if `model` is a SentencePiece model whose pieces have the tokenizer's ids."""
+    proto: Any = sentencepiece_model  # its classes are made at run time
+    try:
+        pieces = proto.ModelProto.FromString(model).pieces
+    except Exception:  # protobuf's DecodeError, whose module depends on its implementation
+        return False
+    ids = tokenizer.get_vocab()
+    # A tokenizer trained here writes spaces as spaces, all others as SentencePiece's character.
+    return bool(pieces) and all(
+        number in (ids.get(piece.piece), ids.get(piece.piece.replace(SPACE, " ")))
+        for number, piece in enumerate(pieces)
+    )
+
+
+def brings_code(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the tokenizer's class came with its files: it needs trust_remote_code."""
+    return type(tokenizer).__module__.startswith("transformers_modules.")
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """A tokenizer's special ids; `special` holds all ids that are not text."""
+
+    bos: int | None
+    eos: int
+    pad: int | None
+    unk: int | None
+    special: frozenset[int]
+    end_of_turn: int | None = None
+    """Last token of an assistant's turn in the chat template."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
+        """Return the special ids of a tokenizer."""
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        special = {*tokenizer.all_special_ids, *(number for number, t in added if t.special)}
+        return cls(
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+            tokenizer.unk_token_id,
+            frozenset(special),
+            _end_of_turn(tokenizer),
+        )
+
+    def in_place_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the three values for a config.json or generation_config.json.
+
+        Presets have the ids of the published model's tokenizer; with another tokenizer generation
+        would stop at the wrong tokens. A value of the config stays if the tokenizer has none, and
+        so do further eos ids (ends of turns in a chat), if they are special ids of this tokenizer
+        too. The end of a turn in the tokenizer's chat template is always one.
+        """
+        listed = config.get("eos_token_id")
+        ends = [end for end in listed if self._fits(end)] if isinstance(listed, list) else []
+        if self.eos not in ends:
+            ends.insert(0, self.eos)
+        if self.end_of_turn is not None and self.end_of_turn not in ends:
+            ends.append(self.end_of_turn)
+        return {
+            "bos_token_id": self._or_config(self.bos, config.get("bos_token_id")),
+            "eos_token_id": ends if len(ends) > 1 else self.eos,
+            "pad_token_id": self._or_config(self.pad, config.get("pad_token_id")),
+        }
+
+    def _or_config(self, own: int | None, config_id: Any) -> int | None:
+        return config_id if own is None and self._fits(config_id) else own
+
+    def _fits(self, config_id: Any) -> bool:
+        return isinstance(config_id, int) and config_id in self.special and config_id != self.unk
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token with which the assistant's turn ends in the chat template: the one behind
+    what it says, or the next role's if the template writes none there.
+    """
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "therefore"}]
+    for more in ([], [{"role": "user", "content": "so?"}]):
+        try:
+            text = str(tokenizer.apply_chat_template([*turns, *more], tokenize=False))
+        except Exception:  # a template may raise anything
+            return None
+        _, separator, behind = text.rpartition("therefore")
+        if separator and behind.strip():
+            return _last_of_first(tokenizer.get_added_vocab(), behind.lstrip())
+    return None
+
+
+def _last_of_first(tokens: Mapping[str, int], text: str) -> int | None:
+    """Return the last of the tokens with which a text begins, one behind the other."""
+    last = None
+    while begun := [token for token in tokens if text.startswith(token)]:
+        last = max(begun, key=len)
+        text = text[len(last) :]
+    return None if last is None else tokens[last]

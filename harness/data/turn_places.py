@@ -1,6 +1,6 @@
 """Finds the assistant's turns in a rendered conversation, whatever a template makes of them.
 
-The conversation is rendered a second time with marks in its texts (text_marks.py). Without them
+The conversation is rendered a second time with marks in its texts (rendering.py). Without them
 this must be the first rendering again, so each mark says where its text stands. A turn begins
 behind what a prompt writes behind the text before it, and ends with what the template writes behind
 the turn's own text. Both are taken from renderings of the conversation up to there, and found again
@@ -13,15 +13,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.data.rendering import Arguments, ChatTemplate, with_arguments
-from harness.data.text_marks import (
+from harness.data.rendering import (
     ARGUMENT,
     NAME,
     SAID,
     THOUGHT_OF,
+    Arguments,
+    ChatTemplate,
     Marks,
     Placed,
     last_common,
+    with_arguments,
 )
 from harness.files.chat import Chat
 from harness.files.turns import ASSISTANT, Message

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from harness.checkpoint.fragment import Fragment
+from harness.checkpoint.index import Fragment
 from harness.data.batch import Batch
 from harness.layout.box import Part
-from harness.layout.share import Purpose
+from harness.layout.grid import Purpose
 from harness.plan.plan import Plan
 
 # Decides, alike on all ranks, from this rank's part of the loss and the norm to leave a step out.

@@ -12,30 +12,38 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.config.ds_keys import offloaded_to
+from harness.config.ds_json import offloaded_to
 from harness.engine import operators, swap
-from harness.engine.adapters import adapt
 from harness.engine.allocators import set_allocators
 from harness.engine.deepspeed_0_19.experts import expert_groups
 from harness.engine.deepspeed_0_19.internals import inner_optimizer
 from harness.engine.empty import empty_model
-from harness.engine.float32 import float32_products
+from harness.engine.fragments import note_copies
 from harness.engine.groups import make_groups
-from harness.engine.layers import change_layers
-from harness.engine.matrices import Matrices
+from harness.engine.layers import adapt, change_layers
 from harness.engine.module import build_module
-from harness.engine.our_optimizers import Orthogonalizing, our_optimizer
-from harness.engine.parts import note_copies
+from harness.engine.optimizers import Matrices, Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together, share_cores
 from harness.engine.zero import ZeroEngine
+from harness.layout.grid import Purpose, Share
 from harness.layout.optimizer_table import Parameter, is_frozen, optimizer_groups
-from harness.layout.share import Purpose, Share
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.logits import Operations, operations_on_logits
 from harness.models.skeleton import described_parameters
 from harness.plan.machine import missing_for_cpu_adam
 from harness.plan.plan import Plan
+
+_KEY = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+
+
+def float32_products() -> dict[str, Any]:
+    """Return the event that says in what products of fp32 are computed; nothing is changed."""
+    if torch.get_float32_matmul_precision() == "highest":
+        message = f"products of fp32 are computed in fp32; {_KEY}=1 in the environment takes TF32"
+    else:
+        message = f"products of fp32 are rounded to TF32 ({_KEY}, or this program's own setting)"
+    return {"kind": "float32_products", "message": message}
 
 
 def build_engine(

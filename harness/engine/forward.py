@@ -1,22 +1,118 @@
-"""The forward pass of one micro-batch, from its tokens to its loss."""
+"""The forward pass of one micro-batch, from its tokens to its loss, and carried states."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
+from harness.checkpoint.index import Fragment
 from harness.data.batch import Batch, on_device
-from harness.engine.carried import CarriedStates
+from harness.engine.api import Fill, Kinds
+from harness.layout.box import Part
 from harness.models.by_source import recording
+from harness.models.carried import WINDOWS, Window
 from harness.models.loss import forward
 from harness.models.sequence import DividedRows
 from harness.plan.plan import Plan
+
+_STATES, _WINDOWS = "carried.states", "carried.windows"
+
+
+class CarriedStates:
+    """The state of each row of this rank's micro-batches, and the window that it lies behind.
+
+    A row keeps its place in the global batch from step to step, and so its rank and micro-batch; in
+    a checkpoint it is numbered by that place, for any layout.
+    """
+
+    def __init__(self, plan: Plan, model: PreTrainedModel, device: torch.device) -> None:
+        self._rows = plan.global_batch
+        self._firsts = plan.share.starts(plan.global_batch, plan.micro_batch)
+        self._window, self._config = WINDOWS[model.config.model_type], model.config
+        self._dtype = model.dtype
+        shape = len(self._firsts), plan.micro_batch
+        numbers = self._window.numbers(self._config)
+        self._states = torch.zeros(*shape, numbers, dtype=torch.float32, device=device)
+        self._windows = torch.full(shape, -1)
+        """Of the text, on the host; -1: none."""
+        self._evaluated: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Windows, and the states behind them, of the micro-batch that was evaluated last."""
+
+    def before(self, number: int, batch: Batch) -> Window:
+        """Return the window of a step's micro-batch of that number. It begins with the states
+        behind the windows before its own, within the same documents; with zeros in other rows.
+
+        A state that is not finite is none: it would spoil all windows to come.
+        """
+        self._evaluated = None  # its memory is needed again
+        return self._begun(batch, self._windows[number], self._states[number])
+
+    def keep(self, number: int, batch: Batch, window: Window) -> None:
+        """Keep the states behind the window of a micro-batch."""
+        assert batch.windows is not None, "training reads contiguous streams"
+        self._states[number] = window.after
+        self._windows[number] = batch.windows
+
+    def before_evaluated(self, batch: Batch) -> Window:
+        """Return the window of a micro-batch that is evaluated. It begins, as `before` says, with
+        the states behind the micro-batch evaluated before it. Those of training stay as they are.
+        """
+        rows = len(batch.labels)
+        if self._evaluated is None or len(self._evaluated[0]) != rows:
+            shape = (rows, *self._states.shape[2:])
+            self._evaluated = torch.full((rows,), -1), self._states.new_zeros(shape)
+        return self._begun(batch, *self._evaluated)
+
+    def keep_evaluated(self, batch: Batch, window: Window) -> None:
+        """Keep the states behind the window of a micro-batch that was evaluated."""
+        assert batch.windows is not None, "other samples begin with zeros"
+        self._evaluated = batch.windows, window.after.float()
+
+    def _begun(self, batch: Batch, windows: torch.Tensor, states: torch.Tensor) -> Window:
+        """Return the window of a micro-batch behind other windows and their states."""
+        assert batch.windows is not None, "states are carried over contiguous streams"
+        assert batch.goes_on is not None, "these know where documents begin"
+        goes_on = batch.goes_on & (windows + 1 == batch.windows)
+        kept = on_device(goes_on, states.device) & states.isfinite().all(1)
+        return self._window(self._config, states.where(kept[:, None], 0), self._dtype)
+
+    def fragments(self) -> list[Fragment]:
+        """Return the states of this rank's rows, as views of live memory."""
+        return [
+            Fragment(name, part, offset, {self._kind: tensor})
+            for name, part, offset, tensor in self._pieces()
+        ]
+
+    def restore(self, fill: Fill, kinds: Kinds) -> None:
+        """Fill the states; zeros where none were saved, or those of another number of rows."""
+        for name, part, offset, tensor in self._pieces():
+            if self._kind in kinds(name):
+                fill(name, self._kind, offset, tensor, part)
+            else:
+                tensor.fill_(-1 if name == _WINDOWS else 0)
+
+    @property
+    def _kind(self) -> str:
+        """Kind of the tensors in a checkpoint: states of other rows are others."""
+        return f"of_{self._rows}_rows"
+
+    def _pieces(self) -> list[tuple[str, Part, int, torch.Tensor]]:
+        """Return (name, whole, offset, elements) of each micro-batch's states and windows."""
+        pieces = []
+        for name, tensors in ((_STATES, self._states), (_WINDOWS, self._windows)):
+            of_row = tuple(tensors.shape[2:])
+            part = Part.of((self._rows, *of_row))
+            for first, own in zip(self._firsts, tensors, strict=True):
+                pieces.append((name, part, first * prod(of_row), own.view(-1)))
+        return pieces
 
 
 class ForwardPass:

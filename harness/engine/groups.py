@@ -6,8 +6,11 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from harness.layout.share import Purpose, Share
+from harness.engine.fragments import local_gradients, part_of
+from harness.guard.replicas import largest_difference
+from harness.layout.grid import Purpose, Share
 from harness.models.initialize import Send
 
 
@@ -93,3 +96,21 @@ def sender(share: Share) -> Send | None:
         dist.broadcast(tensor.view(torch.uint8), ranks[owner], group=group)
 
     return send
+
+
+def gradients_apart(
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, float]:
+    """Return by how much the gradients of undivided parameters differ over the ranks of `group`, of
+    the largest element; NaN where one is not finite. Collective.
+
+    They differ where a plan to divide tensors forgets that a rank computes only a part of one.
+    Valid between the last backward of a step and the step itself.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    apart = {}
+    for parameter, gradient in local_gradients(module):
+        if not part_of(parameter).is_whole or not gradient.numel():
+            continue
+        apart[names[id(parameter)]] = largest_difference(gradient, group, device)
+    return apart

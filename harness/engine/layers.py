@@ -1,4 +1,4 @@
-"""Changes of a model's layers that a plan asks for: left out, fused, computed again, compiled."""
+"""Changes of a model's layers: adapters, left out, fused, computed again, compiled."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import torch
 from deepspeed.utils import set_z3_leaf_module, set_z3_leaf_modules
 from transformers import PreTrainedModel
 
+from harness.engine.deepspeed_0_19 import internals
+from harness.engine.fragments import note_given
 from harness.errors import ConfigError
+from harness.layout.optimizer_table import Parameter
 from harness.layout.recompute import REVERSIBLE
-from harness.models.depth import drop_layers
-from harness.models.kernels import use_liger
+from harness.models.adapters import add_adapters
+from harness.models.layer_changes import drop_layers, tile_mlps, use_liger
 from harness.models.pieces import decoder_layers
 from harness.models.recompute import checkpoint_layers
 from harness.models.reversible import reverse_layers
-from harness.models.tiles import tile_mlps
 from harness.plan.memory import gathers_layers
 from harness.plan.plan import Plan
 
@@ -56,3 +58,19 @@ def _recompute(plan: Plan, model: PreTrainedModel, as_a_whole: bool) -> None:
             raise ConfigError(f"model.mlp_tiles={run.mlp_tiles}: {error}: use 1") from error
         if plan.zero_stage == 3 and not as_a_whole:
             set_z3_leaf_modules(model, list(mlps))
+
+
+def adapt(model: PreTrainedModel, plan: Plan, parameters: list[Parameter]) -> list[Parameter]:
+    """Put the plan's adapters into a model, in place, and freeze the rest; return what decides the
+    optimizer groups of all that is trained: the model's `parameters` without adapters. Collective.
+    """
+    lora = plan.config.model.lora
+    if lora.rank is None:
+        return parameters
+    trained = add_adapters(model, lora, plan.config.train.seed, parameters)
+    note_given(model)
+    partitioned = [p for p in model.parameters() if internals.is_partitioned(p)]
+    if partitioned:
+        made = [p for p in model.parameters() if not internals.is_partitioned(p)]
+        internals.partition_like(partitioned[0], [p for p in made if p.requires_grad])
+    return trained

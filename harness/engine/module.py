@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.expert import Experts
+from harness.engine.fragments import cutter
 from harness.engine.groups import Groups, ModelParallelUnit, make_groups
-from harness.engine.parts import cutter
 from harness.engine.stages import build_stage
 from harness.engine.tensor import divide_forward
 from harness.engine.whole import build_whole
 from harness.layout.tensor import TensorPlan
-from harness.models.quantized import quantize_linear_maps
+from harness.models.adapters import quantize_linear_maps
 from harness.models.stage import Stage
 from harness.plan.plan import Plan
 

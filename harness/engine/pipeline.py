@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.data.batch import Batch, on_device
-from harness.engine.deepspeed_0_19 import gradients, internals, settlements
-from harness.engine.parts import is_copy
+from harness.engine.deepspeed_0_19 import gradients, internals
+from harness.engine.fragments import is_copy
 from harness.engine.skip import poisoned
 from harness.engine.zero import ZeroEngine
 from harness.models.by_source import recording
@@ -80,7 +80,7 @@ class PipelineEngine(ZeroEngine):
 
         self._expect(len(batches))
         self._run(_WithoutStep(internals.train_schedule(self.engine)), batches, finish)
-        settlements.settle_gradients(self.engine)
+        gradients.settle_gradients(self.engine)
         return total
 
     @torch.no_grad()

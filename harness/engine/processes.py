@@ -22,8 +22,7 @@ from torch.distributed import distributed_c10d
 from harness.checkpoint import meeting
 from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_full_disk
 from harness.guard.alarm import Alarm, Failure, exit_now
-from harness.layout.port import is_free, slurm_port
-from harness.layout.world import World
+from harness.layout.world import World, is_free, slurm_port
 from harness.plan.machine import ninja_folder
 from harness.terminal import say
 

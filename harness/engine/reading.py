@@ -19,7 +19,7 @@ from transformers.utils import logging
 from harness.engine.empty import attention_of
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
-from harness.models.new_rows import with_rows
+from harness.models.initialize import with_rows
 from harness.models.pieces import Piece, decoder_layers, pieces
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems

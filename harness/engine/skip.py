@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from harness.engine.api import Judge
-from harness.engine.deepspeed_0_19 import gradients, settlements
+from harness.engine.deepspeed_0_19 import gradients
 from harness.errors import ExitCode, RunStopped
 
 
@@ -53,13 +53,13 @@ def step_or_skip(engine: Any, step: Callable[[], None], skips: bool) -> None:
         with gradients.discarding(engine) if skips else contextlib.nullcontext():
             step()
     except Exception as error:
-        if not settlements.is_minimum_loss_scale(error):
+        if not gradients.is_minimum_loss_scale(error):
             raise
         with gradients.discarding(engine):
             step()  # which was left half done
         raise RunStopped(ExitCode.DIVERGED, _diagnosis(engine)) from error
     finally:
-        settlements.drop_skipped_gradients(engine)
+        gradients.drop_skipped_gradients(engine)
 
 
 def _diagnosis(engine: Any) -> str:

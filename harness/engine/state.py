@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
+from harness.checkpoint.index import BUFFER, WEIGHT, Fragment
 from harness.engine import eight_bit, swap
 from harness.engine.api import Fill, Kinds, Scalars
-from harness.engine.deepspeed_0_19 import internals, settlements
-from harness.engine.parts import is_copy, is_given, part_of
+from harness.engine.deepspeed_0_19 import gradients, internals
+from harness.engine.fragments import is_copy, is_given, part_of
 from harness.layout.box import Part
-from harness.layout.share import Share
+from harness.layout.grid import Share
 
 _STEP = "step"
 # Adafactor's means over rows and columns, and the dimension that they are taken over.
@@ -160,7 +160,7 @@ def restore_scalars(engine: Any, saved: Scalars) -> None:
     internals.write_counters(engine, saved["counters"])
     internals.write_loss_scaling(engine, saved["loss_scaling"])
     set_steps(inner, saved["optimizer"].get(_STEP))
-    settlements.replay_adam_steps(engine.optimizer)
+    gradients.replay_adam_steps(engine.optimizer)
 
 
 def set_steps(inner: torch.optim.Optimizer, count: float | None) -> None:

@@ -17,9 +17,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from harness.layout import tensor as styles
-from harness.layout.share import Share
+from harness.layout.grid import Share
 from harness.layout.tensor import TensorPlan
-from harness.models.divided_dropout import draw_by_place
+from harness.models.attention import draw_by_place
 from harness.models.exchange import added, copied, joined, sliced, summed
 from harness.models.vocabulary_loss import Vocabulary
 

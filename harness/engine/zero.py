@@ -10,18 +10,17 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from harness.checkpoint.fragment import Fragment
+from harness.checkpoint.index import Fragment
 from harness.data.batch import Batch
 from harness.engine import fragments, skip, state, swap
-from harness.engine.agreement import gradients_apart
 from harness.engine.api import Fill, Judge, Kinds, Replica, Scalars, StepResult
-from harness.engine.deepspeed_0_19 import gradients, internals, settlements
+from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.expert import Experts
 from harness.engine.forward import ForwardPass
-from harness.engine.groups import Groups, ModelParallelUnit
-from harness.engine.parts import assembled, part_of
+from harness.engine.fragments import assembled, part_of
+from harness.engine.groups import Groups, ModelParallelUnit, gradients_apart
 from harness.layout.box import Part
-from harness.layout.share import Purpose
+from harness.layout.grid import Purpose
 from harness.models.by_source import recording
 from harness.plan.plan import Plan
 
@@ -91,7 +90,7 @@ class ZeroEngine:
             self.engine.backward(skip.poisoned(share) * self._averaged_over, scale_wrt_gas=False)
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
-        settlements.settle_gradients(self.engine)
+        gradients.settle_gradients(self.engine)
         return total
 
     def apply(self, lr: float, skips: bool = False) -> float | torch.Tensor:
@@ -109,7 +108,7 @@ class ZeroEngine:
         if norm is not None and limit is not None:
             fragments.clip_by_value(self._held, limit * self.loss_scale, norm)
         skip.step_or_skip(self.engine, self._step, skips)
-        settlements.gather_after_writing(self.engine)
+        gradients.gather_after_writing(self.engine)
         return self.engine.get_global_grad_norm() if norm is None else norm
 
     def grad_norm(self) -> torch.Tensor:
@@ -279,7 +278,7 @@ class ZeroEngine:
     def refresh_weights(self) -> None:
         """Compute with what `restore` has filled; collective."""
         state.refresh_weights(self.engine)
-        settlements.gather_after_writing(self.engine)
+        gradients.gather_after_writing(self.engine)
 
     def scalars(self) -> Scalars:
         """Counters, loss scaling and the optimizer's steps; the same on all ranks."""

@@ -6,10 +6,19 @@ guessed at, `activation_evidence` says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from harness.estimate.held import BACKWARD, BEFORE_BACKWARD, FP32, STEPPED, Evidence, Held, Place
-from harness.estimate.inputs import Inputs
+from harness.estimate.held import (
+    ALWAYS,
+    BACKWARD,
+    BEFORE_BACKWARD,
+    FP32,
+    STEPPED,
+    Evidence,
+    Held,
+    Place,
+)
+from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Inputs
 from harness.estimate.layer_bytes import (
     Layer,
     dense_mlp,
@@ -19,10 +28,21 @@ from harness.estimate.layer_bytes import (
     rms_norm,
     writes_scores,
 )
-from harness.estimate.layer_trace import BY_REFERENCE, WITH_KERNELS
 from harness.estimate.logits import INDEX, log_softmax, logits
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.recompute import REVERSIBLE, is_checkpointed
+
+
+def carried_states(inputs: Inputs) -> Iterator[Held]:
+    """Yield the states of all rows of a rank, fp32, and of the window that is computed those before
+    and behind it (harness/engine/forward.py).
+    """
+    if not inputs.carried_numbers:
+        return
+    window = FP32 * inputs.carried_numbers * inputs.micro_batch
+    yield Held("carried states", window * inputs.grad_accum, ALWAYS - {"build"}, "measured")
+    yield Held("carried states of a window", 2 * window, frozenset({"forward", "loss"}), "read")
+
 
 _FORWARD, _FIRST, _LAST = map(frozenset, (["forward"], ["backward_first"], ["backward_last"]))
 _IN_LAYERS = _FORWARD | BACKWARD
@@ -60,7 +80,7 @@ def activations(
     kept = [(_kept(inputs, each[0], layers[each[0]]), len(each)) for each in kinds]
     for name, place in {key: None for sizes, _ in kept for key in sizes}:
         total = sum(sizes.get((name, place), 0) * count for sizes, count in kept)
-        if place == "host":  # which is kept from step to step (models/host_copies.py)
+        if place == "host":  # which is kept from step to step (models/recompute.py)
             parts.append(Held(name, batches * total, STEPPED, evidence, place))
             continue
         parts.append(Held(name, batches * total, BEFORE_BACKWARD, evidence, place))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from harness.estimate.inputs import Inputs
-from harness.layout.division import tensor_problems
-from harness.layout.exclusions import KEYS, apart_problems
-from harness.layout.sequence import sequence_problems
+from harness.layout.exclusions import KEYS, apart_problems, sequence_problems
+from harness.layout.tensor import tensor_problems
 
 
 def division_problems(inputs: Inputs) -> list[str]:

@@ -1,9 +1,33 @@
-"""The unit that memory is counted in: bytes of a component, and the phases that it lives in."""
+"""The units of an estimate: bytes of a component in the phases that it lives in, and intervals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+GIB = 2**30
+
+
+def as_size(size: float) -> str:
+    """Bytes in GiB, or in MiB where that would be less than one: a small disk is not 0.00 GiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.2f} MiB"
+
+
+class Interval(NamedTuple):
+    """Bytes, at least and at most."""
+
+    low: int
+    high: int
+
+    def plus(self, other: Interval) -> Interval:
+        """Return the sum of two sizes that have nothing to do with each other."""
+        return Interval(self.low + other.low, self.high + other.high)
+
+    @property
+    def middle(self) -> float:
+        """The mean of both ends."""
+        return (self.low + self.high) / 2
+
 
 Evidence = Literal["measured", "traced", "read", "published", "guessed"]
 """measured: equal to live bytes of real runs; traced: to what autograd saves of the real model;

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from harness.estimate.driver import generation_of
-from harness.estimate.held import ALWAYS, FP32, STEPPED, Held
+from harness.estimate.held import ALWAYS, FP32, GIB, STEPPED, Held
 from harness.estimate.inputs import Inputs
 from harness.estimate.partition import sub_groups
 from harness.estimate.states import master_bytes, moment_bytes
-from harness.estimate.units import GIB
 
 # A rank that has imported torch, transformers and deepspeed, before any weight.
 PROCESS_HOST = int(0.5 * GIB)
@@ -116,7 +115,7 @@ def _power_of_two(size: int) -> int:
 
 
 def checkpoint_bytes(inputs: Inputs) -> int:
-    """Bytes of a checkpoint's tensors: master weights and moments (checkpoint/files.py)."""
+    """Bytes of a checkpoint's tensors: master weights and moments (checkpoint/tensor_file.py)."""
     moments = moment_bytes(inputs)
     if inputs.zero.optimizer == "adamw8bit":  # two codes, two scales for every element
         moments = 2 * (1 + 4)

@@ -7,26 +7,40 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from harness.estimate.layer_trace import LayerTrace
-from harness.estimate.parameter_groups import (
+from harness.estimate.partition import (
+    Flat,
     is_of_experts,
     parameter_groups,
     quantized_elements,
     trained_tensors,
 )
-from harness.estimate.partition import Flat
 from harness.estimate.zero_settings import ZeroSettings
-from harness.layout.adapters import Adapters
-from harness.layout.division import divides_vocabulary, tensor_shard
+from harness.layout.adapters import Adapters, Quantization
 from harness.layout.expert import expert_shard
 from harness.layout.grid import Grid
-from harness.layout.loss_chunk import loss_chunk
 from harness.layout.optimizer_table import GroupRule, is_frozen
-from harness.layout.quantization import Quantization
-from harness.layout.recompute import REVERSIBLE, Checkpointing, is_checkpointed
-from harness.layout.shape import Shape
+from harness.layout.recompute import REVERSIBLE, Checkpointing, is_checkpointed, loss_chunk
+from harness.layout.shape import Shape, Tensor
 from harness.layout.stages import Bounds, in_flight, stage_shape
-from harness.layout.tensors import Tensor
+from harness.layout.tensor import divides_vocabulary, tensor_shard
+
+Way = Literal["traced", "traced through reference code", "traced with kernels"]
+"""How layers were traced that carry a state: through transformers' reference code, or as if with
+the kernels of another package, from what their sources keep (models/state_kernels.py)."""
+BY_REFERENCE: Way = "traced through reference code"
+WITH_KERNELS: Way = "traced with kernels"
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """Traced bytes that are kept of a token."""
+
+    layers: tuple[float, ...]
+    """Of each of the model's layers."""
+    outside: float = 0.0
+    """Outside the layers, all logits included."""
+    way: Way = "traced"
+
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -264,7 +278,7 @@ class Inputs:
         return [t for t in self.shape.tensors() if is_frozen(t.name, rules)] if rules else []
 
     def groups(self) -> list[list[Tensor]]:
-        """The parameter groups of the optimizer (parameter_groups.py)."""
+        """The parameter groups of the optimizer (partition.py)."""
         muon, divided = self.zero.optimizer == "muon", self.grid.expert > 1
         return parameter_groups(self.shape, self.rules, self.adapters, muon, divided)
 

@@ -11,7 +11,7 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.logits import INDEX
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.expert import EXPERTS
-from harness.layout.tensors import Tensor
+from harness.layout.shape import Tensor
 
 # Tensors as wide as the MLP that an activation function and the product after it keep.  gelu_new is
 # written out in Python: x, its cube's argument, tanh, and two factors.

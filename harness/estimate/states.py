@@ -8,7 +8,7 @@ from harness.estimate.held import ALWAYS, BACKWARD, FP32, STEPPED, Evidence, Hel
 from harness.estimate.inputs import Inputs
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.layout.optimizer_table import OPTIMIZERS
-from harness.layout.tensors import Tensor
+from harness.layout.shape import Tensor
 
 _READY = frozenset({"gradients_ready", "norm"})
 _REDUCED = _READY | {"reduce"}
@@ -85,7 +85,7 @@ def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
 def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
     """Temporaries of an optimizer's arithmetic beside the `largest` tensor that it steps.
 
-    torch's Adam holds a root and a quotient unless it is fused, ours (engine/our_optimizers.py) one
+    torch's Adam holds a root and a quotient unless it is fused, ours (engine/optimizers.py) one
     update; DeepSpeed's nothing. Adagrad holds a decayed gradient and a root; Muon an update, and
     two whole matrices in bf16; 8-bit Adam on a CPU its moments unpacked.
     """

@@ -13,8 +13,7 @@ from functools import lru_cache
 
 from harness.estimate.inputs import Inputs
 from harness.layout.expert import EXPERTS
-from harness.layout.shape import Shape
-from harness.layout.tensors import Tensor
+from harness.layout.shape import Shape, Tensor
 
 KEPT_ELEMENTS = 5e8
 """ZeRO 3 keeps a model of so many elements between its forward and backward pass

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from harness.files.data_card import NAME as CARD
-from harness.files.data_card import is_card
+from harness.files.splits import NAME as CARD
+from harness.files.splits import is_card
 
 _INFOS = ("dataset_infos.json", "dataset_info.json")
 _FOR_READERS = re.compile(

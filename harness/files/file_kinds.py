@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from harness.files import formats
-from harness.files.advice import BY_SUFFIX
 from harness.files.data_format import DataFormat
-from harness.files.first_bytes import GET_LFS, is_lfs_pointer, why_not_text
+from harness.files.first_bytes import BY_SUFFIX, GET_LFS, is_lfs_pointer, why_not_text
 
 # "binary" files in a folder are left out; "data" files are refused everywhere.
 FileKind = Literal["documents", "data", "binary"]

@@ -13,9 +13,8 @@ from typing import Any
 
 from harness.layout.box import Range, share_of
 from harness.layout.families import compared_families, family_of
-from harness.layout.plans import expert_plan
-from harness.layout.shape import Shape
-from harness.layout.tensors import Tensor
+from harness.layout.shape import Shape, Tensor
+from harness.layout.tensor import expert_plan
 
 _DIVIDED, _MODULE = "grouped_gemm", "ep_dispatch_experts"
 EXPERTS = "experts"

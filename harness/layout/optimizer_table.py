@@ -25,7 +25,7 @@ class Optimizer:
     momentum: float = 0.0
     """optim.momentum, where it is not given."""
     by_deepspeed: bool = False
-    """Built and compiled by DeepSpeed; else by engine/our_optimizers.py, on top of torch."""
+    """Built and compiled by DeepSpeed; else by engine/optimizers.py, on top of torch."""
     layouts: str = "any"
     """any; unoffloaded: not with its states on the host; whole: ZeRO 0 alone, in fp32."""
     package: str | None = None

@@ -1,11 +1,10 @@
-"""Activations that are computed again: which decoder layers do so, and what it costs."""
+"""What is computed again: which decoder layers, and logits a part of the vocabulary at a time."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from harness.layout.shape import Shape, flops_per_unit
-from harness.layout.tensors import Tensor
+from harness.layout.shape import Shape, Tensor, flops_per_unit
 
 WAYS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 REVERSIBLE: Literal["reversible"] = "reversible"
@@ -59,3 +58,25 @@ def flops_again(
 def matrix_elements(layer: tuple[Tensor, ...]) -> int:
     """Return the elements of the matrices of a layer's dense MLP."""
     return sum(t.numel for t in layer if t.kind == "mlp" and len(t.shape) == 2)
+
+
+_FP32 = 4  # bytes
+MOST_WHOLE_BYTES = 2**30
+"""The largest fp32 logits of a rank's micro-batch that are held whole; the loss needs three times
+as much in its backward pass."""
+CHUNK_BYTES = 2**28
+"""fp32 logits of a chunk: small beside a layer's activations of as many tokens, and products still
+large enough for a GPU. A chunk's logits are computed twice, a third of the head's work more."""
+_MULTIPLE = 128  # columns, as matrix products like them
+
+
+def loss_chunk(wanted: int | None, vocab_size: int, tokens: int) -> int:
+    """Return how many entries of a rank's vocabulary a chunk has; 0 where all are taken at once.
+
+    `wanted`: model.loss_chunk. `tokens`: of a micro-batch on the rank.
+    """
+    if wanted is not None:
+        return wanted
+    if _FP32 * vocab_size * tokens <= MOST_WHOLE_BYTES:
+        return 0
+    return max(1, CHUNK_BYTES // (_FP32 * tokens * _MULTIPLE)) * _MULTIPLE

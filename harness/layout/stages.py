@@ -15,8 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from harness.layout.recompute import Checkpointing, flops_again
-from harness.layout.shape import Shape, flops_per_unit, num_parameters
-from harness.layout.tensors import Body
+from harness.layout.shape import Body, Shape, flops_per_unit, num_parameters
 
 Bounds = tuple[int, ...]
 Work = tuple[Literal["forward", "backward"], int] | None

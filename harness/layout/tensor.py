@@ -1,5 +1,10 @@
 """Tensor parallelism: which rows, columns or experts' widths of each weight a rank holds.
 
+tools/proofs/generate_plans.py writes that file.
+
+Modules are named within the base model, "layers.*.mlp.up_proj" being that of every layer; the head
+is in no plan.  Modules that a config leaves out may be named: a dense model's plan lists experts.
+
 A style says how a module is divided: transformers' own plans name one for each (plans.json), rows
 of families.toml where there is no plan or a better one.  Shapes alone decide the cuts, so the table
 serves building, checkpoints and the estimate.
@@ -7,14 +12,73 @@ serves building, checkpoints and the estimate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
-from harness.layout.box import Range, share_of, share_of_fused
-from harness.layout.families import family_of
-from harness.layout.plans import tensor_plan
-from harness.layout.sizes import Keys, kv_heads
+from harness.layout.box import Part, Range, share_of, share_of_fused
+from harness.layout.families import Keys, family_of, kv_heads
+from harness.layout.shape import Shape, Tensor
+
+Ends = tuple[list[str], list[str]]
+"""Names of a module's inputs, and of its outputs."""
+
+
+def tensor_plan(model_type: str) -> dict[str, str] | None:
+    """Return the style in which tensor-parallel ranks divide each module, such as "colwise"."""
+    return _plan("tensor", model_type)
+
+
+def expert_plan(model_type: str) -> dict[str, str] | None:
+    """Return the style in which expert-parallel ranks divide each module: "grouped_gemm"."""
+    return _plan("expert", model_type)
+
+
+def pipeline_plan(model_type: str) -> dict[str, Ends] | None:
+    """Return the inputs and outputs of the modules between which a pipeline is cut, in order."""
+    plan = _plan("pipeline", model_type)
+    return plan and {module: (takes, returns) for module, (takes, returns) in plan.items()}
+
+
+def without_sdpa(model_type: str) -> bool:
+    """Return whether transformers refuses torch's attention for a decoder."""
+    return model_type in _table()["without_sdpa"]
+
+
+def keys_read(model_type: str) -> frozenset[str] | None:
+    """Return the keys of a config.json that change a decoder or its export."""
+    table = _table()
+    entries = (e["plan"].split() for e in table["keys"] if model_type in e["families"])
+    signed = next(entries, None)
+    if signed is None:
+        return None
+    more, fewer = ({key[1:] for key in signed if key[0] == sign} for sign in "+-")
+    return frozenset({*table["most_keys"]} - fewer | more)
+
+
+def every_key() -> frozenset[str]:
+    """Return the keys of a config.json that any decoder reads."""
+    table = _table()
+    more = {key[1:] for entry in table["keys"] for key in entry["plan"].split() if key[0] == "+"}
+    return frozenset({*table["most_keys"], *more})
+
+
+def _plan(kind: str, model_type: str) -> dict[str, Any] | None:
+    """Return a copy of the plan, None if transformers has none."""
+    entries = (e["plan"] for e in _table()[kind] if model_type in e["families"])
+    plan: dict[str, Any] | None = next(entries, None)
+    return None if plan is None else dict(plan)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    path = Path(__file__).with_name("plans.json")
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return table
+
 
 Ranges = tuple[Range, ...]
 
@@ -196,3 +260,84 @@ def _even(
             f"divided over {places} tensor-parallel ranks"
         )
     return share_of_fused(blocks, place, places)
+
+
+@lru_cache(maxsize=64)
+def plan_of(shape: Shape) -> TensorPlan:
+    """Return the plan of a model by its shape. Raises ValueError if its family has none."""
+    return TensorPlan.make(shape.model_type, shape.num_heads, shape.num_kv_heads, shape.vocab_size)
+
+
+def tensor_problems(shape: Shape, places: int, ranks: int | None = None) -> list[str]:
+    """Return the reason why so many ranks cannot divide a model, and the numbers that can.
+
+    `ranks`: that the other axes leave, which these numbers must divide, too; None for `places`.
+    """
+    problems = list(_problems(shape, places))
+    if not problems:
+        return []
+    ranks = ranks or places
+    most = max(places, shape.num_heads)
+    legal = [n for n in range(1, most + 1) if not (ranks % n or any(_problems(shape, n)))]
+    more = f" (and {len(problems) - 1} like it)" if len(problems) > 1 else ""
+    return [f"{problems[0]}{more}: use {' or '.join(map(str, legal))}"]
+
+
+def _problems(shape: Shape, places: int) -> Iterator[str]:
+    if places == 1:
+        return
+    try:
+        plan = plan_of(shape)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from plan.problems(places)
+    for tensor in shape.tensors():
+        try:
+            plan.cut(tensor.name, tensor.shape, 0, places)
+        except ValueError as error:
+            yield str(error)
+
+
+@lru_cache(maxsize=64)
+def tensor_shard(shape: Shape, ranks: int) -> Shape:
+    """Return the part of a model on each of `ranks` tensor-parallel ranks."""
+    if ranks == 1:
+        return shape
+    plan, body = plan_of(shape), shape.body
+
+    def cut(tensor: Tensor, prefix: str = "") -> Tensor:
+        part = Part.of(tensor.shape)
+        for dimension, ranges in plan.cut(prefix + tensor.name, tensor.shape, 0, ranks).items():
+            part = part.cut(dimension, ranges)
+        return replace(tensor, shape=part.shape)
+
+    # Layers that are alike are one object, before and after; their numbers decide nothing.
+    kinds = {id(layer): layer for layer in body.layers}
+    parts = {
+        kind: tuple(cut(tensor, f"{body.layer_prefix}0.") for tensor in layer)
+        for kind, layer in kinds.items()
+    }
+    layers = tuple(parts[id(layer)] for layer in body.layers)
+    heads = ranks if plan.divides_attention else 1
+    return replace(
+        shape,
+        num_heads=shape.num_heads // heads,
+        num_kv_heads=max(1, shape.num_kv_heads // heads),
+        intermediate_size=shape.intermediate_size // ranks,
+        expert_size=shape.expert_size // ranks,
+        vocab_size=shape.vocab_size // ranks
+        if plan.divides_vocabulary(ranks)
+        else shape.vocab_size,
+        body=replace(
+            body,
+            before=tuple(map(cut, body.before)),
+            layers=layers,
+            after=tuple(map(cut, body.after)),
+        ),
+    )
+
+
+def divides_vocabulary(shape: Shape, ranks: int) -> bool:
+    """Return True if each of `ranks` tensor-parallel ranks has a part of the logits alone."""
+    return ranks > 1 and plan_of(shape).divides_vocabulary(ranks)

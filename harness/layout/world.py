@@ -1,4 +1,4 @@
-"""The rank of this process and the number of all, read from the launcher's environment."""
+"""The rank of this process and the number of all, and the port at which they meet."""
 
 from __future__ import annotations
 
@@ -6,11 +6,50 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+_FIRST, _COUNT = 20000, 10000  # below those that Linux gives to outgoing connections
+_PER_JOB, _PER_RESTART = 101, 13  # steps of jobs that share a node do not meet at one port
+
+
+def slurm_port(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the port that all ranks of a step compute alike, another one for each job, restart
+    and step: what failed at a port that was taken succeeds when it is started again.
+    """
+    job, restart, step = (
+        int(environ.get(name, "0"))
+        for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    )
+    return _FIRST + (_PER_JOB * job + _PER_RESTART * restart + step) % _COUNT
+
+
+def free_port(first: int) -> int:
+    """Return `first`, or the next port that nobody listens on here.
+
+    Raises OSError where there is none.
+    """
+    for number in range(_COUNT):
+        port = _FIRST + (first - _FIRST + number) % _COUNT
+        if is_free(port):
+            return port
+    raise OSError(f"no port from {_FIRST} to {_FIRST + _COUNT - 1} is free")
+
+
+def is_free(port: int) -> bool:
+    """Return whether torch's store could listen on `port` here: on all interfaces, as it does."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        with socket.create_server(("", port), family=family, dualstack_ipv6=both):
+            return True
+    except OSError:
+        return False
+
 
 NVIDIA_CONTROL = Path("/dev/nvidiactl")
 NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")

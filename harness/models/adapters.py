@@ -1,9 +1,9 @@
-"""Adapters of low rank beside a decoder's linear maps, by peft; everything else is frozen."""
+"""Adapters of low rank (LoRA) beside frozen weights, which may be in 4 bits (QLoRA)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,113 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harness.config.model_section import LoraConfig
-from harness.layout.adapters import NAME, module_of
+from harness.layout.adapters import BLOCK, NAME, Quantization, module_of
 from harness.layout.optimizer_table import Parameter
 from harness.models.pieces import decoder_layers
+
+
+def quantize_linear_maps(
+    empty: PreTrainedModel, quantization: Quantization
+) -> Callable[[str, torch.Tensor], nn.Parameter]:
+    """Let the linear maps of a skeleton's decoder layers compute with quantized weights, in place;
+    return what makes a parameter of each weight that is read: of theirs its codes and scales.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    settings: dict[str, Any] = {
+        "compress_statistics": quantization.doubles,
+        "quant_type": quantization.kind,
+    }
+    sources = dict(_linear_maps(empty))
+    for name, source in sources.items():
+        inputs, outputs = _sides(source)
+        has_bias = source.bias is not None
+        made = Linear4bit(inputs, outputs, has_bias, empty.dtype, device="meta", **settings)
+        # On CPUs with bf16 instructions its first evaluation would pack the weight anew, scales in
+        # bf16, after which nothing has a gradient any more.
+        made.support_avx512bf16_for_cpu = False
+        # As they are read, until they are quantized.
+        made.weight, made.bias = source.weight.requires_grad_(False), source.bias
+        empty.set_submodule(name, made)
+
+    def quantized(name: str, whole: torch.Tensor) -> nn.Parameter:
+        source = sources.get(name.removesuffix(".weight"))
+        if source is None:
+            return nn.Parameter(whole)
+        values = _upright(source, whole).contiguous()
+        made: Any = Params4bit(values, requires_grad=False, blocksize=BLOCK, **settings)
+        parameter: nn.Parameter = made.to(whole.device)  # which quantizes
+        return parameter
+
+    return quantized
+
+
+@torch.no_grad()
+def round_linear_maps(
+    model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype
+) -> None:
+    """Give the weights of a model's linear maps the values that they are computed with after they
+    were quantized in a run of precision `dtype`; in place.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for _, module in _linear_maps(model):
+        values = _upright(module, module.weight).to(dtype).contiguous()
+        codes, state = quantize_4bit(
+            values,
+            blocksize=BLOCK,
+            compress_statistics=quantization.doubles,
+            quant_type=quantization.kind,
+        )
+        module.weight.copy_(_upright(module, dequantize_4bit(codes, state)))
+
+
+def described(model: PreTrainedModel, quantization: Quantization) -> dict[str, Any]:
+    """Return the quantization as transformers' config.json describes it: what BitsAndBytesConfig
+    reads, so that `from_pretrained` quantizes the same weights alike.
+    """
+    layers, _ = decoder_layers(model)
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not name.startswith(f"{layers}.")
+    ]
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": quantization.kind,
+        "bnb_4bit_use_double_quant": quantization.doubles,
+        "bnb_4bit_compute_dtype": str(model.dtype).removeprefix("torch."),
+        "llm_int8_skip_modules": outside,
+    }
+
+
+def of_description(description: dict[str, Any]) -> Quantization:
+    """Return the quantization that `described` wrote."""
+    kind = description["bnb_4bit_quant_type"]
+    return Quantization(kind, description["bnb_4bit_use_double_quant"])
+
+
+def _linear_maps(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Yield (name, module) of the linear maps in a model's decoder layers, but for those that
+    compute something else, as routers do.
+    """
+    prefix, layers = decoder_layers(model)
+    for name, module in [*layers.named_modules()]:
+        if type(module) in (nn.Linear, Conv1D):
+            yield f"{prefix}.{name}", module
+
+
+def _sides(module: Any) -> tuple[int, int]:
+    """Return the inputs and outputs of a linear map."""
+    outputs, inputs = _upright(module, module.weight).shape
+    return inputs, outputs
+
+
+def _upright(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as (outputs, inputs), or an upright one as the module has it."""
+    return weight.T if isinstance(module, Conv1D) else weight
+
 
 _LINEAR = (nn.Linear, Conv1D)
 

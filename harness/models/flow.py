@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.models.documents import separating
+from harness.models.attention import separating
 from harness.models.pieces import decoder_layers, pieces
 
 

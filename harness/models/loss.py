@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from harness.models.attention import separating
 from harness.models.by_source import is_recording, record
 from harness.models.chunked_loss import ChunkedLoss
-from harness.models.documents import separating
 from harness.models.sequence import DividedRows
 from harness.models.stage import balancing_of, counted_tokens
 
@@ -98,7 +98,7 @@ def losses(
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * float(model.config.router_aux_loss_coef)
-    if outputs.logits is None:  # models/kernels.py
+    if outputs.logits is None:  # models/layer_changes.py
         return outputs.loss.float(), auxiliary
     if chunked is not None:
         return chunked.taken(outputs.logits), auxiliary

@@ -1,4 +1,4 @@
-"""Activation checkpointing of decoder layers: the backward pass computes again what it needs.
+"""Activation checkpointing of decoder layers, and activations that wait on the host.
 
 A checkpointed layer keeps its input. With `selective` it also keeps the results of all products
 with a weight (mm, addmm, grouped experts) and of fused attention: these cost the arithmetic, and
@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,11 +32,68 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from harness.layout.recompute import Checkpointing, is_checkpointed
-from harness.models.divided_dropout import ATTENTION_DROPOUTS
+from harness.models.attention import ATTENTION_DROPOUTS
 from harness.models.flow import StandIn
-from harness.models.host_copies import Buffers, HostCopy
 from harness.models.keeping import keeps_none
 from harness.models.pieces import decoder_layers
+from harness.models.reversible import Streams
+
+
+class Buffers:
+    """Host memory of one model's copies, kept from step to step.
+
+    Page-locking memory takes milliseconds for each 10 MB, and the device waits for it, as it does
+    when such memory is given back (CUDA C++ Programming Guide, "Implicit Synchronization"); torch
+    keeps none of the larger blocks (engine/allocators.py).
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []  # by size
+        self._returned: list[torch.Tensor] = []  # by whichever thread ended the last use
+
+    def take(self, size: int, pinned: bool) -> torch.Tensor:
+        """Return at least (size,) uint8: the smallest that is free, or a new one for the largest.
+
+        Steps of shorter sequences use what longer ones have left.
+        """
+        while self._returned:
+            insort(self._free, self._returned.pop(), key=torch.Tensor.numel)
+        place = bisect_left(self._free, size, key=torch.Tensor.numel)
+        if place < len(self._free):
+            return self._free.pop(place)
+        if self._free:
+            self._free.pop()
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back, for copies that are launched from now on."""
+        self._returned.append(buffer)
+
+
+class HostCopy:
+    """A tensor's copy in host memory, pinned where the tensor is on a GPU.
+
+    Both copies run in the device's own order and nothing waits for them on the host: the device
+    copies out before it reuses the memory, and back before it reads; the next copy out into the
+    same buffer comes after both. On a CPU these are real copies, too, so that a run without GPU
+    proves that the right one comes back.
+    """
+
+    def __init__(self, tensor: torch.Tensor, buffers: Buffers) -> None:
+        self._device, self._buffers = tensor.device, buffers
+        self._buffer = buffers.take(tensor.nbytes, tensor.is_cuda)
+        like = torch.empty_like(tensor, device="meta")  # dense, in the tensor's own order
+        own = self._buffer[: tensor.nbytes].view(tensor.dtype)
+        self.copy = own.as_strided(like.shape, like.stride())
+        self.copy.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    def back(self) -> torch.Tensor:
+        """Return the tensor on its device."""
+        return self.copy.to(self._device, non_blocking=True, copy=True)
+
+    def __del__(self) -> None:
+        self._buffers.give(self._buffer)
+
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "bitsandbytes::gemm_4bit")
 
@@ -157,3 +217,51 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+class Saved:
+    """The storages that were saved, each once; alive, so that no other gets the id of one."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that was not counted before."""
+        self._storages[storage._cdata] = storage
+
+    @property
+    def bytes(self) -> int:
+        """All of them together."""
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+def _of_checkpoints() -> Iterator[torch.Tensor]:
+    """Yield the tensors that checkpointed layers keep out of autograd's sight."""
+    for thing in gc.get_objects():
+        if type(thing) is HostCopy:
+            yield thing.copy
+        elif type(thing) is Streams:
+            yield from thing.kept or ()
+        elif type(thing) is Reuse:
+            yield from (x for x in tree_leaves([*thing.results]) if isinstance(x, torch.Tensor))
+
+
+@contextmanager
+def saved_by(model: nn.Module) -> Iterator[Saved]:
+    """Notes what a forward pass of `model` saves in the body, parameters and buffers left out; its
+    loss has to outlive the body. Real tensors and fake ones.
+    """
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    saved, before = Saved(), {id(tensor) for tensor in _of_checkpoints()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved.add(storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield saved
+    for tensor in _of_checkpoints():
+        if id(tensor) not in before:
+            saved.add(tensor.untyped_storage())

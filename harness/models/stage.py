@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from harness.layout.families import SIZE_KEYS
-from harness.models.documents import separating
+from harness.models.attention import separating
 from harness.models.flow import Flow, StandIn
 from harness.models.pieces import decoder_layers, pieces
 

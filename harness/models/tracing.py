@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from harness.estimate.layer_trace import BY_REFERENCE, WITH_KERNELS, Way
+from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Way
 from harness.models import state_kernels
 from harness.models.loss import forward
 from harness.models.pieces import decoder_layers
-from harness.models.saved import saved_by
+from harness.models.recompute import saved_by
 from harness.models.skeleton import DTYPES, hf_config
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")

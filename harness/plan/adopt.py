@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.assignments import assign, did_you_mean, flat
-from harness.config.ds_json import DsJson
-from harness.config.ds_keys import AUTO, ds_keys
+from harness.config.ds_json import AUTO, DsJson, ds_keys
 from harness.config.run_config import RunConfig
 from harness.config.run_file import validated
 from harness.errors import ConfigError

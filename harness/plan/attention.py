@@ -10,8 +10,8 @@ from typing import Any
 from harness.estimate.hardware import Precision, known_gpu
 from harness.layout.attention_table import ATTENTIONS, SIZES
 from harness.layout.families import family_of
-from harness.layout.plans import without_sdpa
 from harness.layout.shape import Shape
+from harness.layout.tensor import without_sdpa
 from harness.layout.world import World
 from harness.plan.draft import Draft
 from harness.plan.memory import estimate

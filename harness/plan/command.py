@@ -18,8 +18,8 @@ from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.files.paths import expanded_path
 from harness.layout.world import World
+from harness.plan.machine import cluster
 from harness.plan.make import make_plan, refuse
-from harness.plan.other_machine import cluster
 from harness.plan.plan import Plan
 from harness.terminal import say
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from harness.config.assignments import COUNTED, IMPLIED
 from harness.config.batch import Batch
-from harness.config.ds_keys import literal
+from harness.config.ds_json import literal
 from harness.config.sections import TrainConfig
 from harness.plan.fine_tuning import DOCS, batch_is_open, batch_unit
 from harness.plan.memory import estimate
+from harness.plan.model import WHOLE, note_whole_vocabulary
 from harness.plan.pipeline import BUBBLE, bubble_events, by_memory
 from harness.plan.plan import Plan
-from harness.plan.vocabulary import WHOLE, note_whole_vocabulary
 
 LEAST_STEPS = 100
 """Optimizer steps that batch and epochs are chosen for: Adam moves a weight by about its learning

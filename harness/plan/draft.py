@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.config.batch import Batch
-from harness.config.curriculum import Curriculum
+from harness.config.batch import Batch, Curriculum
 from harness.config.ds_json import DsJson, Event
 from harness.config.run_config import RunConfig, known_keys
 from harness.errors import Problems

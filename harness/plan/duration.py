@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.estimate.hardware import known_gpu
-from harness.estimate.step_time.beside import DISK_GB_PER_S, Beside
 from harness.estimate.step_time.calibration import Site
-from harness.estimate.step_time.job import DAY, HOUR, Job
+from harness.estimate.step_time.job import DAY, DISK_GB_PER_S, HOUR, Beside, Job
 from harness.estimate.step_time.machine import Machine, machine_of, measured
 from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
 from harness.plan.draft import Draft

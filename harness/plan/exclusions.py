@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from harness.layout.exclusions import apart_problems
 from harness.plan.draft import Draft
-from harness.plan.expert import asked_experts
+from harness.plan.parallelism import asked_experts
 from harness.plan.plan import NOT_TRAINED
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.config.assignments import IMPLIED, KEPT, NOT_ASKED, assign
-from harness.config.ds_keys import literal
+from harness.config.ds_json import literal
 from harness.config.optim_and_schedule import OptimConfig
 from harness.config.run_config import RunConfig
 from harness.config.run_file import validated

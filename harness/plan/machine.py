@@ -1,4 +1,4 @@
-"""Compilers that this machine lacks."""
+"""What a machine lacks for a plan: compilers, room for states on NVMe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+
+from harness.config.ds_json import literal, offloaded_to
+from harness.errors import ConfigError
+from harness.estimate.hardware import find_gpu
+from harness.estimate.held import GIB
+from harness.layout.world import World
+from harness.plan.plan import Plan
 
 
 def missing_for_cpu_adam() -> str | None:
@@ -48,3 +57,82 @@ def ninja_folder() -> str | None:
 
 def _has_ninja() -> bool:
     return (ninja_folder() or shutil.which("ninja")) is not None
+
+
+USUAL_NODE = 8
+"""GPUs of a node where nobody says."""
+
+
+def cluster(
+    gpus: int, gpus_per_node: int | None, gpu: str | None, kernels: Sequence[str] = ()
+) -> World:
+    """Return nodes of GPUs by name. Raises ConfigError with every problem of the numbers.
+
+    `kernels`: those of STATE_KERNELS that are installed there.
+    """
+    problems = []
+    if gpu is not None:
+        try:
+            find_gpu(gpu)
+        except ValueError as error:
+            problems.append(f"--gpu: {error}")
+    for flag, size in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
+        if size is not None and size < 1:
+            problems.append(f"{flag} is {size}: it must be at least 1")
+    per_node = min(gpus_per_node or USUAL_NODE, gpus)
+    if not problems and gpus > per_node and gpus % per_node:
+        problems.append(
+            f"--gpus {gpus} do not fill nodes of {per_node}: use another, or --gpus-per-node"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return World(
+        world_size=gpus,
+        local_world_size=per_node,
+        accelerator="cuda",
+        gpu=gpu,
+        kernels=tuple(kernels),
+    )
+
+
+_KEY = "zero_optimization.offload_optimizer"
+_USES_AIO = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }\n"
+
+
+def swap_problems(plan: Plan) -> list[str]:
+    """Return the problems of this machine with offloading to NVMe; none for a run that does not."""
+    if offloaded_to(plan.deepspeed, "optimizer") != "nvme":
+        return []
+    folder = Path(str(literal(plan.deepspeed, f"{_KEY}.nvme_path")))
+    needed = plan.estimate.nvme_bytes_per_node if plan.estimate else 0
+    return [*_wrong_folder(folder, needed), *libaio_problems()]
+
+
+def _wrong_folder(folder: Path, needed: int) -> list[str]:
+    elsewhere = f"set ds.{_KEY}.nvme_path to a folder on a local drive"
+    if not folder.is_dir():
+        return [f"{_KEY}.nvme_path is {folder}, which is no folder here: {elsewhere}"]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"{_KEY}.nvme_path is {folder}, where this user may not write: {elsewhere}"]
+    free = shutil.disk_usage(folder).free
+    if needed <= free:
+        return []
+    return [
+        f"the optimizer's files need {needed / GIB:.2f} GiB of {folder}, but {free / GIB:.2f} GiB "
+        f"are free ({_KEY}.nvme_path): make room, use more nodes, or {elsewhere}"
+    ]
+
+
+def libaio_problems() -> list[str]:
+    """Return a problem if libaio, which DeepSpeed's NVMe code is built with, is missing."""
+    command = [os.environ.get("CXX", "c++"), "-x", "c++", "-", "-laio", "-o", os.devnull]
+    try:
+        done = subprocess.run(command, input=_USES_AIO, capture_output=True, text=True)
+    except OSError:
+        return [f"{_KEY}.device is 'nvme', which needs a C++ compiler: apt install g++"]
+    if done.returncode == 0:
+        return []
+    return [
+        f"{_KEY}.device is 'nvme', which needs libaio and its header: apt install libaio-dev, or "
+        "dnf install libaio-devel; or offload to the cpu"
+    ]

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from harness.config.ds_check import check_keys
+from harness.config.ds_check import apply_changes, check_keys, refusals
 from harness.config.ds_json import DsJson
-from harness.config.ds_rules import apply_changes, refusals
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.layout.world import World
@@ -20,40 +19,46 @@ from harness.plan.adapters import check_adapters
 from harness.plan.adopt import adopt
 from harness.plan.attention import decide_attention
 from harness.plan.balance import balance
-from harness.plan.batching import decide_batching, mark_padding
-from harness.plan.carried import check_carried
-from harness.plan.curriculum import note_unfinished_ramp, ramp
-from harness.plan.data import check_data, check_mix
+from harness.plan.batches import (
+    check_evaluation,
+    decide_batching,
+    mark_padding,
+    note_length,
+    note_unfinished_ramp,
+    ramp,
+)
+from harness.plan.data import check_data, check_mix, evaluate_splits, keep_split
 from harness.plan.draft import Draft
 from harness.plan.duration import check_rates
-from harness.plan.eval_splits import evaluate_splits, keep_split
-from harness.plan.evaluation import check_evaluation
 from harness.plan.exclusions import check_together
-from harness.plan.expert import divide_experts
-from harness.plan.fill_in import fill_in, fill_in_swap_folder
+from harness.plan.fill_in import decide_precision, fill_in, fill_in_swap_folder
 from harness.plan.fine_tuning import (
     default_to_divisible_batch,
     default_to_fine_tuning,
     default_to_their_rate,
     keep_settled,
 )
-from harness.plan.folder import check_run_dir, keep_packing, keep_rendering
-from harness.plan.kernels import check_kernels, note_kernels
-from harness.plan.length import note_length
+from harness.plan.folder import (
+    adopt_monitors,
+    check_run_dir,
+    check_trackers,
+    keep_packing,
+    keep_rendering,
+)
+from harness.plan.layers import (
+    check_carried,
+    check_kernels,
+    check_recompute,
+    check_reversible,
+    note_kernels,
+)
 from harness.plan.memory import estimate
-from harness.plan.model import check_experts, find_model
-from harness.plan.nodes import note_nodes
+from harness.plan.model import check_experts, find_model, note_whole_vocabulary
 from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
+from harness.plan.parallelism import divide_experts, divide_sequences, divide_tensors
 from harness.plan.pipeline import by_memory, note_pipeline, split_stages
 from harness.plan.plan import Plan
-from harness.plan.precision import decide_precision
-from harness.plan.ranks import check_secondary, divide_batch, divide_ranks
-from harness.plan.recompute import check_recompute
-from harness.plan.reversible import check_reversible
-from harness.plan.sequence import divide_sequences
-from harness.plan.tensor import divide_tensors
-from harness.plan.trackers import adopt_monitors, check_trackers
-from harness.plan.vocabulary import note_whole_vocabulary
+from harness.plan.ranks import check_secondary, divide_batch, divide_ranks, note_nodes
 
 Pass = Callable[[Draft], None]
 

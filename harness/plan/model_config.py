@@ -13,8 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.config.assignments import IMPLIED, listed
-from harness.config.bounds import MAX_FILE_BYTES, beyond_bounds
+from harness.config.assignments import IMPLIED, MAX_FILE_BYTES, beyond_bounds, listed
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
 from harness.files.hub import hub_answers
@@ -23,8 +22,7 @@ from harness.layout.as_trained import as_plain
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
 from harness.plan.context import extended, positions_of
-from harness.plan.model_values import DROPOUT_ENDINGS, value_problems
-from harness.plan.overrides import overridden
+from harness.plan.overrides import DROPOUT_ENDINGS, overridden, value_problems
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 
-from harness.config.ds_json import DsJson
-from harness.config.ds_keys import offloaded_to
+from harness.config.ds_json import DsJson, offloaded_to
 from harness.config.optim_and_schedule import DECAYS
 from harness.layout.optimizer_table import OPTIMIZERS, is_frozen
 from harness.plan.draft import Draft

@@ -1,4 +1,4 @@
-"""`model.overrides`: keys of a config.json that a run changes.
+"""`model.overrides`: keys of a config.json that a run changes, rotary settings among them.
 
 An override that would change nothing of the model that is built is refused, with what would. In a
 run that goes on it stays: earlier versions accepted it, and what a run has learned with is kept.
@@ -6,20 +6,145 @@ run that goes on it stays: earlier versions accepted it, and what a run has lear
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import did_you_mean
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError, shortened
+from harness.layout.carried import CELL_STATES
 from harness.layout.families import SIZE_KEYS, family_of
-from harness.layout.plans import every_key, keys_read
 from harness.layout.shape import Shape
-from harness.plan.model_values import value_problems
-from harness.plan.rotary import rotary_problems
+from harness.layout.tensor import every_key, keys_read
 
-_TABLE, _SCALING, _TYPE, _THETA = "rope_parameters", "rope_scaling", "rope_type", "rope_theta"
-_PARTIAL = "partial_rotary_factor"
+_TYPES = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))[
+    "types"
+]
+DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
+_MOST = {"layers": 2_000, "experts": 100_000}
+"""Largest counts, since a plan walks through layers and experts one by one."""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_IS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "number": ("a number", _number),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("a name, in quotes", lambda value: isinstance(value, str)),
+    "list": ("a list", lambda value: isinstance(value, list)),
+    "table": ("a table", lambda value: isinstance(value, Mapping)),
+}
+
+
+def value_problems(config: Mapping[str, Any], run_config: RunConfig, source: str) -> Iterator[str]:
+    """Yield the problems of a config's values, overrides applied; null is fine anywhere."""
+    for key, value in config.items():
+        must_be = None if value is None else _must_be(key, value, config)
+        if must_be:
+            place = f"{key} ({source})"
+            if key in run_config.model.overrides:
+                origin = run_config.origin(f"model.overrides.{key}")
+                place = f"model.overrides.{key} ({origin})"
+            yield f"{place} is {shortened(value)}: it must be {must_be}"
+
+
+def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
+    """Return the values that a key may have; None if its value is fine or the key is unknown."""
+    for kind, (words, holds) in _IS.items():
+        if key in _TYPES[kind].split() and not holds(value):
+            return words
+    for size, most in _MOST.items():
+        if key in SIZE_KEYS[size] and _number(value) and value > most:
+            return f"at most {most:,}"
+    is_known = family_of(config["model_type"]).layers  # then its sizes are checked where they count
+    if key in SIZE_KEYS["hidden"] and not is_known and not (type(value) is int and value > 0):
+        return "a whole number of at least 1"
+    if key == "cell" and config["model_type"] == "recurrent" and value not in [*CELL_STATES]:
+        return f"one of {', '.join(CELL_STATES)}"
+    if key.endswith(DROPOUT_ENDINGS) and _number(value) and not 0 <= value <= 1:
+        return "a probability, from 0 to 1"
+    rows = config.get("vocab_size")
+    if key == "pad_token_id" and isinstance(value, int) and isinstance(rows, int) and value >= rows:
+        return f"less than vocab_size, which is {rows}"
+    return None
+
+
+_TABLES = ("rope_parameters", "rope_scaling")
+_TYPE, _THETA, _PARTIAL = "rope_type", "rope_theta", "partial_rotary_factor"
+# Type -> the keys that it needs, and those that it may have (modeling_rope_utils.py).
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "truncate")),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "proportional": ((), ("factor",)),
+}
+_OF_TYPES = {key for keys in _KEYS.values() for of in keys for key in of}
+_OF_ALL = {_TYPE, "type", _THETA, _PARTIAL, "original_max_position_embeddings"}
+
+
+def rotary_problems(config: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
+    """Yield the problems of rotary settings that are overridden: what their type lacks, what it
+    does not read.
+    """
+    overrides = run.model.overrides
+    for name in _TABLES:
+        given = overrides.get(name)
+        table = config.get("rope_parameters") or config.get("rope_scaling")
+        if not (isinstance(given, Mapping) and isinstance(table, Mapping)):
+            continue
+        parts = [key for key, value in given.items() if isinstance(value, Mapping)]
+        for part in parts or [""]:
+            own, whole = (given[part], table.get(part)) if part else (given, table)
+            key = f"model.overrides.{name}{part and f'.{part}'}"
+            if isinstance(whole, Mapping):
+                origin = run.origin(f"model.overrides.{name}")
+                yield from _of_table(own, whole, key, origin)
+                if _PARTIAL in own and _PARTIAL not in (keys_read(config["model_type"]) or own):
+                    why = f"{config['model_type']} models do not read it"
+                    yield f"{key}.{_PARTIAL} ({origin}) changes nothing: {why}"
+    if _THETA in overrides and not isinstance(overrides[_THETA], int | float):
+        origin = run.origin(f"model.overrides.{_THETA}")
+        value = shortened(overrides[_THETA])
+        yield f"model.overrides.{_THETA} ({origin}) is {value}: it must be a number"
+
+
+def _of_table(
+    given: Mapping[str, Any], table: Mapping[str, Any], key: str, origin: str
+) -> Iterator[str]:
+    """Yield the problems of one table, of which `given` is overridden."""
+    kind = table.get(_TYPE, table.get("type", "default"))
+    if kind not in _KEYS:
+        if {_TYPE, "type"} & given.keys():  # else it is one of the model's own
+            near = did_you_mean(str(kind), _KEYS)
+            yield f"{key}.{_TYPE} ({origin}) is {kind!r}, none of {', '.join(_KEYS)}{near}"
+        return
+    needed, more = _KEYS[kind]
+    if missing := [name for name in needed if table.get(name) is None]:
+        settings = " and ".join(f"{key}.{name}" for name in missing)
+        yield f"{key} ({origin}) makes the rotary type {kind}: set {settings}, too"
+    if _THETA in given and not isinstance(given[_THETA], int | float):
+        yield f"{key}.{_THETA} ({origin}) is {shortened(given[_THETA])}: it must be a number"
+    for name in given:
+        near = did_you_mean(name, _OF_TYPES | _OF_ALL)
+        if name in _OF_TYPES and name not in (*needed, *more):
+            types = [of for of, keys in _KEYS.items() if name in (*keys[0], *keys[1])]
+            able = [of for of in types if {*_KEYS[of][0]} <= table.keys()] or types
+            yield (
+                f"{key}.{name} ({origin}) changes nothing: the rotary type {kind} does not read "
+                f"it: set {key}.{_TYPE} to {' or '.join(able)}, too"
+            )
+        elif name not in _OF_TYPES | _OF_ALL and near:
+            yield f"{key}.{name} ({origin}) is no rotary setting{near}"
+
+
+_TABLE, _SCALING = "rope_parameters", "rope_scaling"
 # Old places of what a table of rotary settings holds, by its name there.
 _OLD = {_THETA: _THETA, "rotary_emb_base": _THETA, _PARTIAL: _PARTIAL, "rotary_pct": _PARTIAL}
 _LOCAL = "rope_local_base_freq"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.config.ds_keys import AUTO, literal, value_of
+from harness.config.ds_json import AUTO, literal, value_of
 from harness.estimate.rank_timeline import rank_timeline
 from harness.layout.families import SIZE_KEYS
 from harness.layout.grid import Coords

@@ -6,18 +6,16 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from harness.config.curriculum import Curriculum
+from harness.config.batch import Curriculum
 from harness.config.optim_and_schedule import Schedule
 from harness.config.run_config import RunConfig
 from harness.estimate.hardware import Precision
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.timeline import Estimate
 from harness.layout.expert import ExpertPlan
-from harness.layout.grid import Grid, Place
-from harness.layout.loss_chunk import loss_chunk
-from harness.layout.recompute import REVERSIBLE, Checkpointing
+from harness.layout.grid import Cutter, Grid, Place, Share
+from harness.layout.recompute import REVERSIBLE, Checkpointing, loss_chunk
 from harness.layout.shape import Shape
-from harness.layout.share import Cutter, Share
 from harness.layout.tensor import TensorPlan
 from harness.layout.world import World
 

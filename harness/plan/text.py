@@ -6,20 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.ds_keys import offloaded_to
+from harness.config.ds_json import offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.fit import changes_that_help, memory_line, shortages_here
 from harness.layout.adapters import Adapters, linear_weights
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
+from harness.plan.batches import length_events, length_text, steps_of
 from harness.plan.changes import takes
 from harness.plan.counted import Counts, open_keys, with_counts
 from harness.plan.data import glances
 from harness.plan.duration import step_time, time_line
-from harness.plan.length import length_events, length_text, steps_of
+from harness.plan.machine import swap_problems
 from harness.plan.plan import Event, Plan
-from harness.plan.swap_space import swap_problems
 
 _LABEL_WIDTH = 15
 

@@ -1,17 +1,125 @@
-"""Charts of a run, or of several on one another."""
+"""Charts of a run, or of several on one another, from its metrics and events."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from harness.report.chart import Chart, Curve
-from harness.report.curves import MOST_POINTS, SMOOTHED_FROM, colour_of, curve, marks_of
+from harness.report.chart import Chart, Curve, Mark, Xs, reduced, smoothed
 from harness.report.lines import number
+from harness.report.palette import COMPONENTS, SERIES
 from harness.report.profiles import profiles
-from harness.report.recorded import Recorded
+from harness.report.recorded import Event, Recorded
 from harness.report.words import short
+
+# The first prefix that fits decides; the names are those of harness/estimate.
+_PREFIXES = (
+    ("gradient buckets", "buffers"),
+    ("gradient staging", "buffers"),
+    ("pipeline: gradient", "gradients"),
+    ("pipeline", "activations"),
+    ("gradient", "gradients"),
+    ("fp32 gradients", "gradients"),
+    ("flat gradients", "gradients"),
+    ("activations", "activations"),
+    ("attention mask", "activations"),
+    ("recomputed layer", "activations"),
+    ("backward temporaries", "activations"),
+    ("logits", "logits"),
+    ("master", "optimizer"),
+    ("moments", "optimizer"),
+    ("step temporaries", "optimizer"),
+    ("parameters", "weights"),
+    ("persistent parameters", "weights"),
+    ("gathered parameters", "weights"),
+    ("secondary parameters", "weights"),
+    ("weights", "weights"),
+)
+
+
+def group_of(component: str) -> str:
+    """Return the group of a component; "buffers" for all that only moves or adds up data."""
+    return next((group for prefix, group in _PREFIXES if component.startswith(prefix)), "buffers")
+
+
+def grouped(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return the size of every group, in stacking order."""
+    sums = dict.fromkeys(COMPONENTS, 0.0)
+    for component, size in sizes.items():
+        sums[group_of(component)] += size
+    return sums
+
+
+SMOOTHED_FROM = 60
+"""Lines from which on a noisy metric is drawn as its mean."""
+MOST_POINTS = 900
+"""Points of a curve where one run is shown; several runs share three times as many."""
+MOST_MARKS = 120
+
+
+def colour_of(place: int) -> str:
+    """Return the CSS colour of the run or curve at a place; grey beyond the palette."""
+    return f"var(--series-{place + 1})" if place < len(SERIES) else "var(--muted)"
+
+
+def curve(
+    run: Recorded,
+    key: str,
+    label: str,
+    colour: str,
+    *,
+    scale: float = 1.0,
+    smooth: bool = False,
+    most: int = MOST_POINTS,
+    value_of: Callable[[float], float] | None = None,
+) -> Curve:
+    """Return a metric of a run as a curve: its extremes, or its means if `smooth`."""
+    is_even, places, values = run.metrics.is_even, list[int](), list[float]()
+    for place, line in enumerate(run.lines):
+        value = number(line.get(key))
+        if value is not None and (is_even[place] or not smooth):
+            places.append(place)
+            values.append(value_of(value) if value_of else value * scale)
+    if smooth and len(values) >= SMOOTHED_FROM:
+        values = smoothed(values, max(5, len(values) // 40))
+    kept = reduced(values, most)
+    return _at(run, [places[at] for at in kept], [values[at] for at in kept], label, colour)
+
+
+def _at(run: Recorded, places: list[int], values: list[float], label: str, colour: str) -> Curve:
+    last = short(values[-1], 4) if values else ""
+    return Curve(label, colour, _xs(run, places), values, last=last)
+
+
+def _xs(run: Recorded, places: list[int]) -> Xs:
+    """Return steps, tokens and seconds of the lines at some places."""
+    return {
+        "step": [float(run.lines[place]["step"]) for place in places],
+        "tokens": [run.tokens_at(run.lines[place]) for place in places],
+        "hours": [run.seconds[place] for place in places],
+    }
+
+
+def marks_of(run: Recorded, kinds: dict[str, tuple[str, str]]) -> Iterator[Mark]:
+    """Yield the events of some kinds that have a step, at most so many, evenly chosen."""
+    steps = [line["step"] for line in run.lines]
+    events = [event for event in run.of_kind(*kinds) if step_of(event) is not None]
+    every = max(1, -(-len(events) // MOST_MARKS))
+    for event in events[::every] if steps else ():
+        colour, label = kinds[event["kind"]]
+        step = step_of(event) or 0
+        place = min(bisect_left(steps, step), len(steps) - 1)
+        x = {axis: xs[0] for axis, xs in _xs(run, [place]).items()} | {"step": float(step)}
+        yield Mark(x, colour, f"{label}, step {step:,}")
+
+
+def step_of(event: Event) -> int | None:
+    """Return the step of an event; None if it has none."""
+    step = number(event.get("from_step", event.get("step")))
+    return None if step is None else int(step)
+
 
 MARKS = {
     "spike": ("var(--warning)", "spike"),

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.report.chart import html_of
-from harness.report.charts import charts
-from harness.report.curves import colour_of
+from harness.report.charts import charts, colour_of
 from harness.report.page import axis_switch, described, document
 from harness.report.recorded import Recorded, values_of
 from harness.report.verdicts import ending, progress

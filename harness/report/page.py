@@ -12,14 +12,12 @@ from typing import Any
 
 from harness.layout.shape import Shape, num_parameters
 from harness.report.chart import AXES, Chart, data_of, html_of
-from harness.report.charts import charts
-from harness.report.components import grouped
-from harness.report.events import events_card
+from harness.report.charts import charts, grouped
+from harness.report.events import events_card, spent
 from harness.report.lines import number
-from harness.report.needles import needle_card
 from harness.report.palette import COMPONENTS, css
+from harness.report.profiles import needle_card
 from harness.report.recorded import Event, Recorded, dig, values_of
-from harness.report.spent import spent
 from harness.report.verdicts import Advice, Verdict, advice, ending, memory_rows, progress, verdicts
 from harness.report.words import count, cut, duration, escaped, gib, moment, short
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from harness.config.assignments import NOT_ASKED, value_as_text
 from harness.errors import ExitCode
-from harness.report.learned import no_better
+from harness.report.events import no_better
 from harness.report.lines import number
 from harness.report.recorded import Recorded, values_of
 from harness.report.words import count, duration, moment, sentence, short
@@ -54,7 +54,7 @@ def verdicts(run: Recorded) -> list[Verdict]:
 
 
 def _long_enough(run: Recorded) -> Verdict | None:
-    """Repeat why the run was too short to learn (plan/length.py)."""
+    """Repeat why the run was too short to learn (plan/batches.py)."""
     texts = dict.fromkeys(str(event.get("message")) for event in run.of_kind(*_TOO_SHORT))
     return Verdict("warning", f"{sentence('; '.join(texts))}.") if texts else None
 
@@ -100,7 +100,7 @@ def _generalising(run: Recorded) -> Verdict | None:
 
 
 def _baselines(run: Recorded) -> Verdict | None:
-    """Compare with models that count tokens (data/baselines.py)."""
+    """Compare with models that count tokens (data/data.py)."""
     (unigram, bigram), best = _counted(run), run.best()
     if best is None or unigram is None or bigram is None:
         return None

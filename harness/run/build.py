@@ -16,8 +16,8 @@ from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.data.build import build_data
 from harness.data.data import Data
-from harness.data.kept_tokenizer import save_generation, save_tokenizer
 from harness.data.spec import DataSpec
+from harness.data.tokenizer_files import save_generation, save_tokenizer
 from harness.engine.api import Engine
 from harness.engine.processes import alarm, join
 from harness.errors import ConfigError, ExitCode
@@ -30,10 +30,11 @@ from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.watchdog import Limits, Pulse, Watchdog
 from harness.plan.changes import takes
 from harness.plan.counted import with_least_batch
+from harness.plan.machine import swap_problems
+from harness.plan.model import with_rows_for
 from harness.plan.plan import Plan
-from harness.plan.swap_space import swap_problems
 from harness.plan.text import row, summary
-from harness.plan.vocabulary import with_rows_for
+from harness.run.finish import question_of, show_sample
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
 from harness.run.pages import Pages
@@ -41,7 +42,6 @@ from harness.run.plan_record import open_folder, plan_record
 from harness.run.progress import Progress, clock
 from harness.run.resumption import Beginning, find_beginning, load_into
 from harness.run.run import Profiler, Run
-from harness.run.sampling import question_of, show_sample
 from harness.run.saving import check_probe
 from harness.run.settle_data import settle_data
 from harness.run.trackers import Trackers

@@ -12,44 +12,41 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.adapter_export import (
-    ADAPTERS,
-    adapted,
-    base_of,
-    merged,
-    rows_of_base,
-    write_adapters,
-)
-from harness.checkpoint.both_readers import rewrite_tokenizer_config
 from harness.checkpoint.export import (
+    ADAPTERS,
     SHARD_BYTES,
     Progress,
+    adapted,
+    base_of,
     check_room,
+    merged,
     opened,
     replacing,
+    rows_of_base,
     sweep,
+    write_adapters,
     write_model,
 )
-from harness.checkpoint.find import Checkpoint
+from harness.checkpoint.hub_layout import rewrite_tokenizer_config
+from harness.checkpoint.store import Checkpoint
 from harness.config.model_section import ModelConfig
 from harness.config.sections import TrainConfig
-from harness.data.special_ids import SpecialIds
 from harness.data.tokenizer import load_tokenizer
-from harness.data.tokenizer_files import GENERATION, copy_tokenizer
+from harness.data.tokenizer_files import GENERATION, SpecialIds, copy_tokenizer
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
+from harness.layout.adapters import DESCRIPTION
 from harness.layout.as_trained import ATTENTION
 from harness.layout.attention_table import SIZES
-from harness.layout.quantization import DESCRIPTION
 from harness.layout.recompute import REVERSIBLE
+from harness.models.adapters import of_description, round_linear_maps
 from harness.models.as_trained import attend_as_trained
 from harness.models.attention import attend_with
 from harness.models.efficient_attention.kinds import is_kind
 from harness.models.export_code import opened_as_trained, write_code
+from harness.models.initialize import add_rows, vocabulary_of
 from harness.models.loss import forward
-from harness.models.new_rows import add_rows, vocabulary_of
-from harness.models.quantized import of_description, round_linear_maps
 from harness.models.skeleton import DTYPES, hf_config, skeleton, tied_names
 from harness.run.saving import TOLERANCES, stored_probe, texts_of
 from harness.runfolder import RunFolder

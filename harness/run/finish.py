@@ -1,20 +1,131 @@
-"""Finishes a run after its last step."""
+"""Finishes a run after its last step: the held-out loss, a sample, the export."""
 
 from __future__ import annotations
 
-from harness.checkpoint.find import Checkpoint, newest_usable, verified
-from harness.checkpoint.store import Store
-from harness.data.kept_tokenizer import brings_code
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.checkpoint.store import Checkpoint, Store, newest_usable, verified
+from harness.data.data import Data
+from harness.data.packing import IGNORED
+from harness.data.tokenizer_files import brings_code
 from harness.errors import ExitCode, RunStopped, is_full_disk
 from harness.files.records import read_lines
-from harness.plan.length import length_events
+from harness.plan.batches import length_events
 from harness.plan.text import row
-from harness.report.learned import no_better
+from harness.report.events import no_better
 from harness.run.evaluation import evaluate
 from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.run.run import Run
-from harness.run.sampling import show_sample
 from harness.run.saving import save
+
+TEMPERATURE = 0.8
+LIMIT_S = 30.0  # of one sample: each token is a forward pass, for which every rank works
+
+
+def show_sample(run: Run, title: str = "sample") -> None:
+    """Show and record how the model continues sample.prompt, or answers the first question of the
+    held-out data, or begins a document. Collective.
+    """
+    config, tokenizer = run.plan.config, run.data.tokenizer
+    if not config.sample.tokens:
+        return
+    run.pulse("sample", run.state.step)
+    question = question_of(run)
+    answer = continued(
+        run.engine.next_token_logits,
+        question or run.data.begin or [run.data.eos_id],
+        len(tokenizer),
+        {run.data.eos_id, *tokenizer.all_special_ids},
+        config.sample.tokens,
+        None if config.train.carry_state else config.data.seq_len,
+        config.train.seed,
+        _clock(LIMIT_S),
+    )
+    asked, answered = str(tokenizer.decode(question)), str(tokenizer.decode(answer))
+    run.event("sample", step=run.state.step, title=title, prompt=asked, text=answered)
+    if config.sample.prompt is None and question:
+        run.progress.say(f"{title}: {asked!r} is answered {answered!r}")
+    else:
+        run.progress.say(f"{title}:\n{_as_block(asked + answered)}")
+
+
+def question_of(run: Run) -> list[int]:
+    """Return the ids of what the model is asked; [] where it begins a document."""
+    prompt = run.plan.config.sample.prompt
+    if prompt is None:
+        return first_question(run.data)
+    ids: list[int] = run.data.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return run.data.begin + ids
+
+
+def _clock(limit_s: float) -> Callable[[], bool]:
+    """Return what tells all ranks alike whether the first one's time is up. Collective."""
+    end = time.monotonic() + limit_s
+
+    def is_up() -> bool:
+        answer = [time.monotonic() > end]
+        dist.broadcast_object_list(answer)
+        return answer[0]
+
+    return is_up
+
+
+def _as_block(text: str) -> str:
+    """Return a text as it reads, indented; characters that could drive a terminal are escaped."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return "\n".join(f"  | {line}" for line in shown.strip("\n").split("\n"))
+
+
+def first_question(data: Data) -> list[int]:
+    """Return the ids of the first held-out sample before the first that is learned; [] where all
+    are learned.
+    """
+    if not data.held_out.is_masked:
+        return []
+    sample = data.held_out.batch(0, 1)
+    learned = (sample.labels[0] != IGNORED).nonzero()
+    if not len(learned) or not learned[0]:
+        return []
+    ids: list[int] = sample.input_ids[0, : int(learned[0]) + 1].tolist()
+    return ids
+
+
+def continued(
+    next_logits: Callable[[torch.Tensor], torch.Tensor],
+    ids: list[int],
+    vocab_size: int,
+    stops: set[Any],
+    tokens: int,
+    seq_len: int | None,
+    seed: int,
+    is_up: Callable[[], bool],
+) -> list[int]:
+    """Return up to `tokens` ids that follow `ids`, the same on every rank, without the one of
+    `stops` that ends them; fewer where the time `is_up`.
+
+    `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is run again for each token:
+    no cache, so it works under every layout, and the text is short. `seq_len`: the model sees so
+    many latest tokens; None: all.
+    """
+    generator, made = torch.Generator().manual_seed(seed), list[int]()
+    for _ in range(tokens):
+        seen = [*ids, *made][-(seq_len or 0) :]
+        logits = next_logits(torch.tensor([seen])).cpu()[:vocab_size]
+        if not logits.isfinite().all():
+            break
+        choice = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
+        if choice.item() in stops:
+            break
+        made.append(int(choice))
+        if is_up():
+            break
+    return made
+
 
 CHECKED_PARAMETERS = 2 * 10**9  # up to here, a forward pass on the host takes minutes
 SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baselines takes seconds

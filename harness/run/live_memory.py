@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.estimate.held import GIB
 from harness.estimate.rank_timeline import rank_timeline
-from harness.estimate.units import GIB
 from harness.plan.plan import Plan
 
 STEPS = 3

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.fragment import WEIGHT
-from harness.config.ds_keys import offloaded_to
+from harness.checkpoint.index import WEIGHT
+from harness.config.ds_json import offloaded_to
 from harness.data.batch import on_device
 from harness.data.batches import Stream
 from harness.data.padded import Padded
 from harness.engine.api import Engine
 from harness.estimate.hardware import known_gpu
+from harness.estimate.held import GIB
 from harness.estimate.step_time.step import TERMS, StepTime
-from harness.estimate.units import GIB
 from harness.layout.attention_table import seen_by
 from harness.layout.shape import Shape, flops_per_token
 from harness.plan.duration import step_time

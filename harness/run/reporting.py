@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from harness.engine.api import StepResult
-from harness.run.attention_probe import attention_metrics
+from harness.run.attention import attention_metrics
 from harness.run.evaluation import (
     evaluate_by_position,
     evaluate_needles,

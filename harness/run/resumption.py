@@ -12,10 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.checkpoint.find import Checkpoint, checkpoint_of, is_run, newest_usable
 from harness.checkpoint.meeting import first_problem, told
 from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
-from harness.checkpoint.store import fsync
+from harness.checkpoint.store import Checkpoint, checkpoint_of, fsync, is_run, newest_usable
 from harness.config.run_config import run_and_step
 from harness.data.batches import Stream
 from harness.data.packing import Document

@@ -19,7 +19,7 @@ from harness.guard.alarm import Failure
 from harness.guard.judge import Judge
 from harness.guard.signals import StopGuard, TimeLeft
 from harness.guard.watchdog import Pulse, Watchdog
-from harness.layout.share import Purpose
+from harness.layout.grid import Purpose
 from harness.plan.plan import Plan
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange

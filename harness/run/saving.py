@@ -10,10 +10,10 @@ from importlib.metadata import version
 
 import torch
 
-from harness.checkpoint.find import Checkpoint
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.meeting import gathered, told
 from harness.checkpoint.save import Saved
+from harness.checkpoint.store import Checkpoint
 from harness.data.batch import Batch
 from harness.data.data import Data
 from harness.engine.api import Engine, Replica
@@ -21,8 +21,7 @@ from harness.errors import ExitCode, NoCheckpoint
 from harness.guard.judge import Verdict
 from harness.guard.replicas import ReplicasDiffer, checksums, largest_difference, outside_majority
 from harness.layout.grid import Grid
-from harness.models.adapters import adapters_of
-from harness.models.quantized import described
+from harness.models.adapters import adapters_of, described
 from harness.plan.plan import Plan
 from harness.run.resumption import keep_sample
 from harness.run.run import Run, is_due

@@ -16,8 +16,8 @@ from harness.data.padded import Padded
 from harness.data.spec import tokenizer_of
 from harness.data.tokenizer_files import has_tokenizer
 from harness.errors import ConfigError
+from harness.plan.batches import length_events, steps_of
 from harness.plan.counted import Counts, with_counts
-from harness.plan.length import length_events, steps_of
 from harness.plan.plan import Plan
 from harness.plan.text import row, settled
 from harness.run.attention import settle_attention

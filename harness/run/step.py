@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from harness.checkpoint.find import newest_usable
-from harness.config.curriculum import Slice
+from harness.checkpoint.store import newest_usable
+from harness.config.batch import Slice
 from harness.engine.api import StepResult
 from harness.errors import ExitCode, RunStopped
 from harness.guard.judge import ADVICE, Spike, Verdict

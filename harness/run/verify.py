@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.find import is_run
 from harness.checkpoint.meeting import gathered, told
+from harness.checkpoint.store import is_run
 from harness.data.batch import Batch
 from harness.errors import ConfigError
 from harness.estimate.fit import free_on_host
-from harness.layout.grid import Grid
-from harness.layout.share import Share
+from harness.layout.grid import Grid, Share
 from harness.run.live_memory import is_out_of_memory
 from harness.run.run import Run, Undivided
 
@@ -93,7 +92,7 @@ def _division(run: Run) -> str:
 
 def _computed(run: Run, targets: int) -> list[Any]:
     """Return [the undivided model's loss and norm, None] or [None, the reason for none]."""
-    from harness.engine.unsplit import unsplit_loss_and_norm  # imports DeepSpeed
+    from harness.engine.stages import unsplit_loss_and_norm  # imports DeepSpeed
     from harness.engine.zero import ZeroEngine
 
     assert isinstance(run.engine, ZeroEngine), "build_engine makes no other"
@@ -121,7 +120,7 @@ def _computed(run: Run, targets: int) -> list[Any]:
 
 def _reason_to_skip(run: Run, model: Any) -> str | None:
     """Return the reason to skip the comparison; None if it is to be made."""
-    from harness.engine.unsplit import bytes_needed, trained  # imports DeepSpeed
+    from harness.engine.stages import bytes_needed, trained  # imports DeepSpeed
 
     if is_run(run.plan.config.model.init_from or ""):
         return "the weights are those of a checkpoint, whose probe was compared"

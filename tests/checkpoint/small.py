@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint.fragment import Fragment
+from harness.checkpoint.index import Fragment
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Retention, Store

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.both_readers import rewrite_config, rewrite_tokenizer_config
+from harness.checkpoint.hub_layout import rewrite_config, rewrite_tokenizer_config
 from harness.data.tokenizer import load_tokenizer
 from harness.models.skeleton import hf_config
 from tests.data.number_tokenizer import write_number_tokenizer

@@ -16,10 +16,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.checkpoint.export import replacing, sweep, write_model
-from harness.checkpoint.files import write_fragments
-from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
-from harness.checkpoint.index import Index, to_index
+from harness.checkpoint.index import BUFFER, WEIGHT, Fragment, Index, to_index
 from harness.checkpoint.reader import Reader
+from harness.checkpoint.tensor_file import write_fragments
 from harness.errors import ConfigError
 from harness.layout.box import Part
 from harness.models.initialize import materialize

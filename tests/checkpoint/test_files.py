@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.checkpoint import files
-from harness.checkpoint.files import write_fragments
-from harness.checkpoint.fragment import Fragment
-from harness.checkpoint.index import Index, to_index
+from harness.checkpoint import tensor_file
+from harness.checkpoint.index import Fragment, Index, to_index
 from harness.checkpoint.reader import Reader
+from harness.checkpoint.tensor_file import write_fragments
 from harness.errors import Unusable
 from harness.layout.box import Part
 from tests.checkpoint.small import fragments, weights
@@ -40,7 +39,7 @@ def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_large_fragments_are_cut_into_files_of_a_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "FILE_BYTES", 100)
+    monkeypatch.setattr(tensor_file, "FILE_BYTES", 100)
     written, entries = write_fragments(tmp_path, 0, fragments())
     assert len(written) > 5
     for file in written:

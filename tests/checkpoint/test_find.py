@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.find import checkpoint_of, is_run, newest_usable, verified
 from harness.checkpoint.manifest import TrainState, read_manifest
+from harness.checkpoint.store import checkpoint_of, is_run, newest_usable, verified
 from harness.errors import Unusable
 from tests.checkpoint.small import manifest, save, weights
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.fragment import Fragment
-from harness.checkpoint.host_copies import HostCopies, pinned_bytes
+from harness.checkpoint.index import Fragment
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
+from harness.checkpoint.tensor_file import HostCopies, pinned_bytes
 from harness.layout.box import Part
 from tests.checkpoint.small import fragments, manifest, save
 

@@ -14,14 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from harness.checkpoint import save as saving
-from harness.checkpoint.files import write_fragments
-from harness.checkpoint.find import verified
-from harness.checkpoint.fragment import Fragment
-from harness.checkpoint.index import INDEX, Index, from_index, merged, to_index
+from harness.checkpoint.index import INDEX, Fragment, Index, from_index, merged, to_index
 from harness.checkpoint.manifest import MANIFEST, read_manifest
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saver
-from harness.checkpoint.store import Retention, Store
+from harness.checkpoint.store import Retention, Store, verified
+from harness.checkpoint.tensor_file import write_fragments
 from harness.errors import RunStopped, Unusable
 from harness.layout.box import Part, share_of, share_of_fused
 from tests.checkpoint.small import manifest

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save as to_safetensors
 
-from harness.checkpoint.find import newest_usable
 from harness.checkpoint.manifest import _checksum
+from harness.checkpoint.store import newest_usable
 from tests.checkpoint.small import save
 
 DEEP = b"[" * 100_000 + b"]" * 100_000

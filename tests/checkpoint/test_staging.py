@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint import files, tensor_file
-from harness.checkpoint.staging import STAGING, Staging
-from harness.checkpoint.tensor_file import TensorReader
+from harness.checkpoint import tensor_file
+from harness.checkpoint.tensor_file import STAGING, Staging, TensorReader
 from tests.checkpoint.small import fragments, save
 
 PART_BYTES = 64
@@ -37,7 +36,7 @@ class Bus:
 @pytest.fixture
 def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
     bus = Bus()
-    monkeypatch.setattr(files, "STAGING", bus.staging)
+    monkeypatch.setattr(tensor_file, "STAGING", bus.staging)
     monkeypatch.setattr(tensor_file, "STAGING", bus.staging)
     return bus
 
@@ -47,7 +46,7 @@ def test_a_save_from_an_accelerator_has_the_bytes_of_one_from_the_host(
 ) -> None:
     expected = save(tmp_path / "host", 1)
     bus = Bus()
-    monkeypatch.setattr(files, "STAGING", bus.staging)
+    monkeypatch.setattr(tensor_file, "STAGING", bus.staging)
     saved = save(tmp_path / "accelerator", 1)
     save(tmp_path / "again", 1)
     assert max(tensor.nbytes for f in fragments(1) for tensor in f.tensors.values()) > PART_BYTES

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 from harness.checkpoint import manifest as manifests
-from harness.checkpoint.files import Written
 from harness.checkpoint.manifest import check_size
 from harness.checkpoint.store import Retention, Store
+from harness.checkpoint.tensor_file import Written
 from harness.errors import CannotSave, RunStopped
 from tests.checkpoint.small import save
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from harness.checkpoint import find, meeting
-from harness.checkpoint.files import Written, sha256_of, write_bytes, write_fragments
-from harness.checkpoint.fragment import WEIGHT, Fragment
-from harness.checkpoint.index import INDEX, to_index
+from harness.checkpoint import meeting, store
+from harness.checkpoint.index import INDEX, WEIGHT, Fragment, to_index
 from harness.checkpoint.manifest import MANIFEST, PROBE, Manifest, TrainState
+from harness.checkpoint.tensor_file import Written, sha256_of, write_bytes, write_fragments
 from harness.errors import Unusable
 from harness.layout.box import Part
 from tests.thread_ranks import Group
@@ -59,8 +58,11 @@ def looked_at(folder: Path, ranks: int) -> list[set[str]]:
         assert path.name in seen[group.get_rank()]
         return sha256_of(path)
 
-    with mock.patch.object(find, "check_size", looks), mock.patch.object(find, "sha256_of", hashes):
-        group.run(lambda rank: find.verified(folder), find, meeting)
+    with (
+        mock.patch.object(store, "check_size", looks),
+        mock.patch.object(store, "sha256_of", hashes),
+    ):
+        group.run(lambda rank: store.verified(folder), store, meeting)
     return seen
 
 
@@ -77,10 +79,10 @@ def test_what_one_rank_finds_is_a_problem_of_all(checkpoint: Path) -> None:
 
     def problem(rank: int) -> str:
         with pytest.raises(Unusable) as caught:
-            find.verified(checkpoint)
+            store.verified(checkpoint)
         return str(caught.value)
 
-    problems = Group(3).run(problem, find, meeting)
+    problems = Group(3).run(problem, store, meeting)
     assert problems == [f"{checkpoint / 'rank-00001-000.safetensors'} is not there"] * 3
 
 
@@ -100,4 +102,4 @@ def test_one_flipped_bit_is_found(checkpoint: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(Unusable, match=r"rank-00001-000\.safetensors is damaged"):
-        find.verified(checkpoint)
+        store.verified(checkpoint)

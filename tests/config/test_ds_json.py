@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 
-from harness.config.ds_check import check_keys
+from harness.config.ds_check import apply_changes, check_keys, rules
 from harness.config.ds_file import load_ds_json, read_ds_json
-from harness.config.ds_json import DsJson, normalized
-from harness.config.ds_keys import ds_keys, literal, offloaded_to, value_of
-from harness.config.ds_names import first_name
-from harness.config.ds_rules import apply_changes, rules
+from harness.config.ds_json import (
+    DsJson,
+    ds_keys,
+    first_name,
+    literal,
+    normalized,
+    offloaded_to,
+    value_of,
+)
 from harness.errors import ConfigError, Problems
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.ds_file import read_ds_json
-from harness.config.foreign import foreign_config
+from harness.config.ds_file import foreign_config, read_ds_json
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 

@@ -13,15 +13,17 @@ import pytest
 from pydantic import BaseModel
 
 from harness.config.assignments import (
+    MAX_DEPTH,
     assign,
     assign_all,
+    beyond_bounds,
     did_you_mean,
     flat,
     parse_assignment,
     parse_value,
+    parsed_toml,
 )
-from harness.config.bounds import MAX_DEPTH, beyond_bounds, parsed_toml
-from harness.config.curriculum import Curriculum
+from harness.config.batch import Curriculum
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import EXAMPLES, load_run_config
 from harness.errors import ConfigError, shortened

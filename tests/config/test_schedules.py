@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 
 import pytest
 
-from harness.config.curriculum import Curriculum, Slice
+from harness.config.batch import Curriculum, Slice
 from harness.config.optim_and_schedule import DECAYS, OptimConfig, Schedule
 
 # GPT-3's: 32k tokens to 3.2M over 12 billion, in samples of 2,048 (arXiv 2005.14165, table 2.1).

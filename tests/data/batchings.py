@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from harness.data.batches import Stream
 from harness.data.contiguous import Contiguous
-from harness.data.indexed import IndexedTokens, write_indexed
-from harness.data.masks import Masks, MaskWriter, load_masks
 from harness.data.mix_order import MixOrder, Phase
 from harness.data.mixture import Mixture
 from harness.data.packing import Packed
-from harness.data.padded import Padded
-from harness.data.pools import Pools
+from harness.data.padded import Padded, Pools
+from harness.data.pair import IndexedTokens, Masks, MaskWriter, load_masks, write_indexed
 from harness.data.split import SIDES, load_split, stores_separator, write_splits
 from harness.data.whole import TooLong, WholeWindows, write_whole
 

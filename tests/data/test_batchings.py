@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.config.curriculum import Curriculum, Slice
+from harness.config.batch import Curriculum, Slice
 from harness.data import contiguous
 from harness.data.batch import Batch
 from harness.data.batches import Stream, share_of_rank

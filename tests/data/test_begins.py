@@ -17,8 +17,7 @@ from harness.data.build import build_data
 from harness.data.corpus import find_corpus
 from harness.data.data import Data
 from harness.data.encoding import Encoder, HowEncoded
-from harness.data.indexed import write_indexed
-from harness.data.masks import MaskWriter
+from harness.data.pair import MaskWriter, write_indexed
 from harness.data.source import corpus_of, tokens_key
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import added_at_begin, tokenizer_hash

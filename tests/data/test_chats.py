@@ -17,12 +17,11 @@ from harness.config.data_section import DataConfig
 from harness.data.build import build_data
 from harness.data.chat_tokens import ChatEncoder, divided_control_tokens
 from harness.data.data import Data
-from harness.data.indexed import IndexedTokens
-from harness.data.masks import load_masks
+from harness.data.pair import IndexedTokens, load_masks
 from harness.data.rendering import set_template
 from harness.data.spec import DataSpec
-from harness.data.special_ids import SpecialIds
 from harness.data.tokenizer import load_tokenizer
+from harness.data.tokenizer_files import SpecialIds
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from tests.data.chat_tokenizers import STYLES, TOOLS, chats, tokenizer_of, write_chats

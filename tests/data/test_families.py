@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.data.chat_tokens import ChatEncoder
-from harness.data.special_ids import SpecialIds
+from harness.data.tokenizer_files import SpecialIds
 from harness.files.chat import chat_of
 from harness.files.turns import turns_of
 from tests.data.families import FAMILIES, Family, tokenizer_of

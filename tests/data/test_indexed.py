@@ -14,7 +14,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (
     MMapIndexedDatasetBuilder,
 )
 
-from harness.data.indexed import IndexedTokens, write_indexed
+from harness.data.pair import IndexedTokens, write_indexed
 from harness.errors import ConfigError
 
 DOCUMENTS = [[5, 6, 7], [1], [], [8191, 0, 3, 4]]

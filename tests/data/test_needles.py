@@ -18,8 +18,7 @@ from harness.data.data import Data
 from harness.data.needles import DEPTHS, SAMPLES, needles
 from harness.data.packing import IGNORED
 from harness.data.spec import DataSpec
-from harness.layout.grid import Grid
-from harness.layout.share import Share
+from harness.layout.grid import Grid, Share
 from harness.run.evaluation import evaluate_needles
 
 LENGTH = 160

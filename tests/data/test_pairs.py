@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from harness.config.curriculum import Curriculum
+from harness.config.batch import Curriculum
 from harness.config.run_file import load_run_config
 from harness.data import pair, token_files
 from harness.data.build import build_data
 from harness.data.data import Data
-from harness.data.indexed import IndexedTokens, join_indexed, write_indexed
 from harness.data.mixture import Mixture
+from harness.data.pair import IndexedTokens, join_indexed, write_indexed
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from tests.data.number_tokenizer import write_number_tokenizer

@@ -12,8 +12,7 @@ import pytest
 from harness.config.data_section import DataConfig
 from harness.data.build import build_data
 from harness.data.data import Data
-from harness.data.indexed import IndexedTokens
-from harness.data.masks import load_masks
+from harness.data.pair import IndexedTokens, load_masks
 from harness.data.reservoir import write_documents
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import tokenizer_hash

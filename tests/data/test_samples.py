@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.config.curriculum import Curriculum, Slice
+from harness.config.batch import Curriculum, Slice
 from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.data.indexed import IndexedTokens, write_indexed
-from harness.data.masks import NO_MASKS, Masks, MaskWriter, load_masks
+from harness.data.pair import NO_MASKS, IndexedTokens, Masks, MaskWriter, load_masks, write_indexed
 from harness.data.split import SIDES, Split, load_split, stores_separator, write_splits
 from harness.errors import ConfigError
 

@@ -13,8 +13,8 @@ from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data, cached_fingerprint
 from harness.data.data import Data
-from harness.data.indexed import write_indexed
 from harness.data.mixture import Mixture
+from harness.data.pair import write_indexed
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.plan.data import glances

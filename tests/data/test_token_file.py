@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.data import fingerprint, token_file
+from harness.data import fingerprint, token_files
 from harness.data.fingerprint import first_outside, survey
-from harness.data.token_file import TokenFile
+from harness.data.token_files import TokenFile
 from harness.errors import ConfigError
 
 IDS = np.random.default_rng(0).integers(0, 60_000, 50_000, dtype=np.uint16)
@@ -68,7 +68,7 @@ def test_a_file_that_is_cut_within_a_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_id_is_in_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_file, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(token_files, "BLOCK_BYTES", 1 << 12)
     before = survey(file_of(tmp_path), 1, print)
     assert (before.lowest, before.highest) == (0, int(IDS.max()))
     for place in (0, 2048, 31_111, len(IDS) - 1):
@@ -103,7 +103,7 @@ def test_a_large_file_is_sampled_with_its_ends_and_its_time(
 
 
 def test_the_first_id_outside_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_file, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(token_files, "BLOCK_BYTES", 1 << 12)
     ids = np.zeros(9000, np.int32)
     assert first_outside(file_of(tmp_path, ids), 100) is None
     ids[[4000, 8000]] = (-1, 100)

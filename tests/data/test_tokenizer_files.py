@@ -9,10 +9,8 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from harness.data.kept_tokenizer import has_pieces_of, save_tokenizer
-from harness.data.special_ids import SpecialIds
 from harness.data.tokenizer import load_tokenizer
-from harness.data.tokenizer_files import copy_tokenizer
+from harness.data.tokenizer_files import SpecialIds, copy_tokenizer, has_pieces_of, save_tokenizer
 
 TEXTS = [
     "the model reads a text",

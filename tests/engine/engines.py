@@ -20,8 +20,8 @@ from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan import memory
 from harness.plan.make import make_plan
+from harness.plan.memory import Untraceable
 from harness.plan.plan import Plan
-from harness.plan.traced import Untraceable
 from tests.engine.small import MODEL, SEQ_LEN, run_config
 from tests.tiers import rest_in_gate
 

@@ -14,9 +14,8 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from harness.data.contiguous import Contiguous
-from harness.data.indexed import IndexedTokens, write_indexed
-from harness.data.masks import NO_MASKS
 from harness.data.packing import Packed
+from harness.data.pair import NO_MASKS, IndexedTokens, write_indexed
 from harness.data.split import load_split, write_splits
 from tests.engine.small import SEQ_LEN, VOCAB_SIZE
 

@@ -20,7 +20,7 @@ from harness.data import contiguous
 from harness.data.batch import Batch
 from harness.data.contiguous import HeldOutText
 from harness.engine.api import Engine
-from harness.engine.carried import CarriedStates
+from harness.engine.forward import CarriedStates
 from harness.layout.world import World
 from harness.models.initialize import materialize
 from harness.models.loss import forward

@@ -101,7 +101,7 @@ def test_evaluation_texts_losses_and_norms_are_the_undivided_models(name: str) -
 
 @ranks(4)
 def test_deepspeed_puts_no_uneven_parts_together() -> None:
-    """Once it does, plan/tensor.py need not let stages send whole states."""
+    """Once it does, plan/parallelism.py need not let stages send whole states."""
     from deepspeed.runtime.utils import PartitionedTensor
 
     engine = engine_of(divided())

@@ -11,7 +11,7 @@ from harness.launch.ranks import environment
 from tests.two_ranks import REPOSITORY
 
 _SHOW = """
-from harness.engine.float32 import float32_products
+from harness.engine.build import float32_products
 print(float32_products()["message"])
 """
 

@@ -61,7 +61,7 @@ def test_zero_3_gathers_the_heads_weight_that_is_read_outside_the_head() -> None
     names = ("liger_kernel", "liger_kernel.transformers", package.__name__)
     modules = {name: ModuleType(name) for name in names} | {package.__name__: package}
     seen: list[tuple[list[float], dict[str, torch.Tensor]]] = []
-    with mock.patch.dict(sys.modules, modules), mock.patch("harness.plan.kernels._check_liger"):
+    with mock.patch.dict(sys.modules, modules), mock.patch("harness.plan.layers._check_liger"):
         for kernels in ("none", "liger"):
             engine = engine_of(stage(3), model={"kernels": kernels})
             losses: list[float] = []

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from harness.config.run_file import load_run_config
 from harness.engine.reading import config_of_files
 from harness.layout.world import World
-from harness.models.initialize import materialize
-from harness.models.new_rows import add_rows, with_rows
+from harness.models.initialize import add_rows, materialize, with_rows
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.make import make_plan
 from tests.engine.engines import (

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from harness.checkpoint.files import write_fragments
 from harness.checkpoint.index import Index, merged, to_index
 from harness.checkpoint.reader import Reader
+from harness.checkpoint.tensor_file import write_fragments
 from harness.engine.deepspeed_0_19.internals import inner_optimizer
 from harness.engine.state import set_steps
 from harness.layout.optimizer_table import OPTIMIZERS

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engine.fragments import grad_norm
-from harness.engine.parts import is_copy, note_copies, part_of
+from harness.engine.fragments import grad_norm, is_copy, note_copies, part_of
 from harness.layout.box import Part, Range, share_of
-from harness.layout.grid import Grid
-from harness.layout.share import Share
+from harness.layout.grid import Grid, Share
 
 
 def by_rows(

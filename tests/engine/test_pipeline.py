@@ -150,7 +150,7 @@ def model_of(family: str) -> dict[str, str]:
 @pytest.mark.parametrize("family", cells(sorted(FAMILIES.keys() - REFUSED), ("bloom", "qwen2_moe")))
 @ranks(2)
 def test_a_family_trains_in_stages_as_without(family: str) -> None:
-    from harness.engine.unsplit import unsplit_loss_and_norm  # imports DeepSpeed
+    from harness.engine.stages import unsplit_loss_and_norm  # imports DeepSpeed
 
     engine = engine_of(pipeline(), model=model_of(family))
     batches, targets = share_of(engine)

@@ -18,13 +18,12 @@ from harness.config.run_config import RunConfig
 from harness.engine.eight_bit import BLOCK, blank, per_block, per_element
 from harness.engine.empty import empty_model
 from harness.engine.reading import PieceReader
-from harness.layout.adapters import linear_weights
-from harness.layout.quantization import Quantization
+from harness.layout.adapters import Quantization, linear_weights
 from harness.layout.shape import Shape
 from harness.layout.world import World
+from harness.models.adapters import quantize_linear_maps, round_linear_maps
 from harness.models.initialize import materialize
 from harness.models.pieces import pieces
-from harness.models.quantized import quantize_linear_maps, round_linear_maps
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.make import make_plan
 from tests.engine.engines import cells, losses, share_of, stage

@@ -15,7 +15,7 @@ from harness.data.needles import Needles
 from harness.models.attention_sums import COVERED
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
-from harness.run.attention_probe import attention_sums
+from harness.run.attention import attention_sums
 from harness.run.meter import WeightChange
 from tests.engine.engines import all_batches, cells, engine_of, share_of, stage, written
 from tests.engine.small import MODEL, SEQ_LEN, VOCAB_SIZE

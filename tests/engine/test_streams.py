@@ -92,10 +92,10 @@ def test_without_the_waits_the_simulation_finds_races(name: str) -> None:
 
     Clamping races with the copy that it does not wait for, and so does the norm: as many places.
     """
-    from harness.engine.deepspeed_0_19 import settlements
+    from harness.engine.deepspeed_0_19 import gradients
 
     wait, expected = OVERTAKES[name]
-    with mock.patch.object(settlements, wait):
+    with mock.patch.object(gradients, wait):
         races = seen(name, synchronizes="offload" in name)["races"]
     assert expected in {files(race) for race in races}
     if name == "offload2 clipped":

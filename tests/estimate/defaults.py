@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.config.ds_keys import value_of
+from harness.config.ds_json import value_of
 
 
 def default_value(key: str, **changes: Any) -> Any:

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.estimate.held import Held
-from harness.estimate.interval import Interval
+from harness.estimate.held import GIB, Held, Interval
 from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.reserved import WHOLE_MODEL
 from harness.estimate.timeline import estimate_memory
-from harness.estimate.units import GIB
 from harness.layout.world import World
 from harness.plan.command import Command, plan_from
 

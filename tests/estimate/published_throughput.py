@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.config.ds_keys import value_of
+from harness.config.ds_json import value_of
 from harness.estimate.inputs import Inputs
+from harness.estimate.step_time.layer import product_seconds
 from harness.estimate.step_time.machine import Machine, machine_of
-from harness.estimate.step_time.products import product_seconds
 from harness.estimate.step_time.step import StepTime, estimate_time
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid

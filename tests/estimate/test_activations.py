@@ -19,15 +19,14 @@ from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.efficient_attention.kinds import function_name
+from harness.models.layer_changes import tile_mlps
 from harness.models.logits import operations_on_logits
 from harness.models.loss import forward
-from harness.models.recompute import checkpoint_layers
+from harness.models.recompute import checkpoint_layers, saved_by
 from harness.models.reversible import reverse_layers
-from harness.models.saved import saved_by
 from harness.models.skeleton import DTYPES, hf_config, skeleton
-from harness.models.tiles import tile_mlps
+from harness.plan.layers import REVERSIBLE_FAMILIES
 from harness.plan.model_config import find_model_config
-from harness.plan.reversible import REVERSIBLE_FAMILIES
 from tests.estimate.defaults import default_value
 from tests.tiers import rest_in_gate
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from harness.config.run_config import RunConfig
-from harness.estimate.allocator import Allocator
 from harness.estimate.driver import GENERATIONS, communicators, driver_bytes, generation_of
 from harness.estimate.hardware import GPUS
-from harness.estimate.reserved import _Tape, reserved_bytes
+from harness.estimate.held import GIB
+from harness.estimate.reserved import Allocator, _Tape, reserved_bytes
 from harness.estimate.timeline import Estimate, estimate_memory
-from harness.estimate.units import GIB
 from harness.layout.grid import Grid
 from harness.layout.world import World
 from harness.plan.make import make_plan

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.changes import helpful_changes
 from harness.estimate.dividable import division_problems
+from harness.estimate.fit import helpful_changes
+from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
 from harness.estimate.timeline import estimate_memory
-from harness.estimate.units import GIB
 from harness.layout.grid import Grid
 from tests.estimate.test_activations import FAMILIES, WAYS, inputs_of
 

@@ -10,9 +10,9 @@ import pytest
 
 from harness.config.run_config import RunConfig
 from harness.estimate import fit
+from harness.estimate.held import GIB, as_size
 from harness.estimate.host import CUDA_HOST, PROCESS_HOST
 from harness.estimate.timeline import Estimate
-from harness.estimate.units import GIB, as_size
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.interval import Interval
+from harness.estimate.held import GIB, Interval
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import Estimate
-from harness.estimate.units import GIB
 from harness.layout.world import World
 from harness.plan.command import Command, plan_from
 

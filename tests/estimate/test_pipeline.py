@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.changes import helpful_changes
+from harness.estimate.fit import helpful_changes
+from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.rank_timeline import rank_timeline
 from harness.estimate.states import optimizer_class
 from harness.estimate.timeline import estimate_memory
-from harness.estimate.units import GIB
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
+from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
 from harness.estimate.timeline import estimate_memory
-from harness.estimate.units import GIB
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape

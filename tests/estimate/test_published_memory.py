@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harness.estimate.hardware import GPUS
-from harness.estimate.interval import Interval
-from harness.estimate.units import GIB
+from harness.estimate.held import GIB, Interval
 from tests.estimate.published_memory import Card, carded, published
 
 

@@ -6,17 +6,16 @@ from functools import partial
 import pytest
 
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.changes import helpful_changes, with_stage
+from harness.estimate.fit import helpful_changes, with_stage
+from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.estimate.states import model_states, optimizer_class
 from harness.estimate.timeline import estimate_memory
-from harness.estimate.units import GIB
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.adapters import Adapters
 from harness.layout.grid import Grid
-from harness.layout.shape import Shape
-from harness.layout.tensors import Tensor
+from harness.layout.shape import Shape, Tensor
 from harness.plan.model_config import find_model_config
 from tests.estimate.defaults import default_value
 from tools.memory.text import paper_bytes

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoConfig
 
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.layer_trace import BY_REFERENCE, WITH_KERNELS
+from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.world import STATE_KERNELS, World
 from harness.models.skeleton import hf_config, skeleton
 from harness.models.tracing import Request, shape_of, trace, trace_whole
-from harness.plan import traced
+from harness.plan import memory
 from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
 from harness.plan.text import describe
@@ -106,7 +106,7 @@ def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
     request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
     request |= {"micro_batch": 1, "seq_len": 128}
     reference, fused = (
-        traced.traced({**request, "kernels": kernels}) for kernels in ((), STATE_KERNELS)
+        memory.traced({**request, "kernels": kernels}) for kernels in ((), STATE_KERNELS)
     )
     assert (reference.way, fused.way) == (BY_REFERENCE, WITH_KERNELS)
     assert fused.shape == reference.shape
@@ -126,7 +126,7 @@ def test_a_fused_layer_of_mamba_keeps_what_its_source_says() -> None:
     kept += 4 * channels * 2 * 2 * 16  # two chunks' states, each twice, in fp32
     kept += 4 * channels * (2 * 16 + 2)  # A and what it is the negative of, D, delta_bias
     norm = 4 * tokens + tokens * 64 * (4 + 2 + 2)  # its root, in fp32, twice in bf16
-    layer, _ = traced.traced(request).layers
+    layer, _ = memory.traced(request).layers
     assert layer == kept + norm
 
 
@@ -156,7 +156,7 @@ def test_a_known_family_comes_to_the_same_either_way(more: tuple[str, ...], plan
 def test_a_trace_is_kept(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "glm", **SIZES, "num_hidden_layers": 3}
     first = plan_of(config, "train.global_batch=8").estimate.to_json()
-    monkeypatch.setattr(traced, "_asked", lambda text: pytest.fail("traced again"))
+    monkeypatch.setattr(memory, "_asked", lambda text: pytest.fail("traced again"))
     assert plan_of(config, "train.global_batch=8").estimate.to_json() == first
 
 

@@ -164,7 +164,7 @@ def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> Non
 
 
 def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
-    from harness.checkpoint import files, save, store
+    from harness.checkpoint import save, store, tensor_file
     from harness.data import batches
     from harness.engine import build
     from harness.engine.zero import ZeroEngine
@@ -248,7 +248,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         "after the folder": call(store.Store, "make_unfinished", "after"),
         "after the room was checked": call(save.Saver, "_make_room", "after"),
         "inside a file": inside_a_file,
-        "after a file": call(files, "_write_safetensors", "after"),
+        "after a file": call(tensor_file, "_write_safetensors", "after"),
         "before the manifest": manifest,
         "before the rename": fsync(1),
         "after the rename": fsync(2),

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.find import verified
+from harness.checkpoint.store import verified
 from harness.config.data_section import DataConfig
 from harness.data.build import build_data
 from harness.data.spec import DataSpec

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.curriculum import Curriculum
+from harness.config.batch import Curriculum
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks

@@ -411,7 +411,7 @@ def test_where_reads_the_records_with_the_values(
 def test_without_pyarrow_the_command_that_installs_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.files.compressed.find_spec", lambda name: None)
+    monkeypatch.setattr("harness.files.arrow_rows.find_spec", lambda name: None)
     for name in ("a.parquet", "a.arrow", "a.jsonl.zst"):
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(ConfigError, match='not installed: pip install "pyarrow>=17"'):

@@ -16,7 +16,7 @@ import pytest
 
 from harness.config.data_section import DataConfig
 from harness.data.corpus import find_corpus
-from harness.data.indexed import write_indexed
+from harness.data.pair import write_indexed
 from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
 from harness.files.corpus_files import find_files

@@ -11,11 +11,10 @@ import pytest
 from harness.checkpoint.resume import resume_problems
 from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
-from harness.data.indexed import write_indexed
+from harness.data.pair import write_indexed
 from harness.errors import ConfigError
 from harness.files.corpus_files import find_files, splits_in
-from harness.files.data_card import is_card, matches, subsets_of
-from harness.files.splits import TO_EVALUATE, splits_of
+from harness.files.splits import TO_EVALUATE, is_card, matches, splits_of, subsets_of
 from harness.layout.world import World
 from harness.plan.data import glance
 from harness.plan.make import make_plan

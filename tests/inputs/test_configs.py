@@ -20,7 +20,7 @@ from harness.files.chat import Chat
 from harness.files.forms import document_of
 from harness.files.pieces import Ids
 from harness.plan.command import parse_command, plan_from
-from harness.plan.traced import Untraceable
+from harness.plan.memory import Untraceable
 from tests.inputs.rule import MANY, SMALL_BUCKET, Case, Inputs, Place, each, remove
 from tests.inputs.values import (
     HOSTILE,

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from harness.layout.box import uncovered
-from harness.layout.division import plan_of, tensor_problems, tensor_shard
-from harness.layout.grid import Grid
+from harness.layout.grid import Grid, Share
 from harness.layout.shape import Shape
-from harness.layout.share import Share
-from harness.layout.tensor import SUMMED, TensorPlan
+from harness.layout.tensor import SUMMED, TensorPlan, plan_of, tensor_problems, tensor_shard
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,

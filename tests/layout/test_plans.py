@@ -1,4 +1,4 @@
-"""The table of transformers' plans, and the reader of it."""
+"""The table of transformers' tensor, and the reader of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.layout import plans
+from harness.layout import tensor
 from harness.layout.families import FAMILIES
-from harness.layout.plans import expert_plan, pipeline_plan, tensor_plan
+from harness.layout.tensor import expert_plan, pipeline_plan, tensor_plan
 from tools.proofs.generate_plans import OUTPUT, as_text, build_plans
 
 
 @pytest.mark.gate("plan")
 def test_the_table_is_what_the_installed_transformers_says() -> None:
-    assert Path(plans.__file__).with_name("plans.json") == OUTPUT
+    assert Path(tensor.__file__).with_name("plans.json") == OUTPUT
     text = OUTPUT.read_text(encoding="utf-8")
     assert text == as_text(), "run python tools/proofs/generate_plans.py"
     assert len(text) < 100 * 1024

@@ -8,8 +8,7 @@ import pytest
 
 from harness.engine.processes import set_environment
 from harness.errors import ConfigError
-from harness.layout.port import free_port, is_free, slurm_port
-from harness.layout.world import World
+from harness.layout.world import World, free_port, is_free, slurm_port
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "1"}
 

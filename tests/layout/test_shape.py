@@ -9,7 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.layout.families import FAMILIES, SIZE_KEYS
+from harness.layout.families import FAMILIES, SIZE_KEYS, UnknownArchitecture
 from harness.layout.shape import (
     Shape,
     active_parameters,
@@ -18,7 +18,6 @@ from harness.layout.shape import (
     parameters_by_kind,
     parameters_per_layer,
 )
-from harness.layout.sizes import UnknownArchitecture
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

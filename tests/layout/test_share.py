@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from harness.layout.box import Part, Range, share_of, share_of_fused, uncovered
-from harness.layout.grid import Axis, Grid
-from harness.layout.share import GROUPS, Cutter, Purpose, Share
+from harness.layout.grid import GROUPS, Axis, Cutter, Grid, Purpose, Share
 from tests.layout.grids import GRIDS
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.layout.loss_chunk import loss_chunk
+from harness.layout.recompute import loss_chunk
 from harness.models.by_source import recording
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.initialize import materialize

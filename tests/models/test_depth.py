@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.models.depth import drop_layers
 from harness.models.initialize import materialize
+from harness.models.layer_changes import drop_layers
 from harness.models.pieces import decoder_layers
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import FAMILIES, MODEL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.models.divided_dropout import draw_by_place, own_draws
+from harness.models.attention import draw_by_place, own_draws
 from harness.models.skeleton import hf_config
 from tests.engine.small import MODEL
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from harness.data.batch import Batch
-from harness.models.documents import separating
+from harness.models.attention import separating
 from harness.models.initialize import materialize
 from harness.models.loss import forward, token_losses
 from harness.models.skeleton import hf_config, skeleton

@@ -11,7 +11,7 @@ import torch
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
-from harness.plan.kernels import LIGER_FAMILIES
+from harness.plan.layers import LIGER_FAMILIES
 from tests.tiers import rest_in_gate
 from tools.proofs.models import LEARNED
 
@@ -26,7 +26,7 @@ def loss_and_gradients(config: dict[str, Any], liger: bool) -> tuple[float, list
     model = skeleton(hf_config(config), torch.float32)
     materialize(model, 0, device)
     if liger:
-        from harness.models.kernels import use_liger
+        from harness.models.layer_changes import use_liger
 
         use_liger(model)
     generator = torch.Generator().manual_seed(0)

@@ -15,10 +15,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig
 
-from harness.checkpoint.both_readers import rewrite_tokenizer_config
 from harness.checkpoint.export import write_model
-from harness.data.kept_tokenizer import save_tokenizer
+from harness.checkpoint.hub_layout import rewrite_tokenizer_config
 from harness.data.tokenizer import load_tokenizer
+from harness.data.tokenizer_files import save_tokenizer
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from tests.checkpoint.test_export import stored

@@ -11,14 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from harness.models.depth import drop_layers
-from harness.models.divided_dropout import draw_by_place
-from harness.models.host_copies import Buffers, HostCopy
+from harness.models.attention import draw_by_place
 from harness.models.initialize import materialize
+from harness.models.layer_changes import drop_layers, tile_mlps
 from harness.models.loss import forward
-from harness.models.recompute import Keep, Reuse, checkpoint_layers
+from harness.models.recompute import Buffers, HostCopy, Keep, Reuse, checkpoint_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
-from harness.models.tiles import tile_mlps
 from tests.models.gradients import gradients
 
 _LLAMA = {

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from harness.layout.recompute import flops_again, matrix_elements
 from harness.layout.shape import Shape, flops_per_unit
 from harness.models.initialize import materialize
+from harness.models.layer_changes import tile_mlps
 from harness.models.loss import forward
 from harness.models.pieces import decoder_layers
+from harness.models.recompute import saved_by
 from harness.models.reversible import Streams, arguments_of, halves_of, reverse_layers
-from harness.models.saved import saved_by
 from harness.models.skeleton import DTYPES, hf_config, skeleton
-from harness.models.tiles import tile_mlps
-from harness.plan.reversible import REVERSIBLE_FAMILIES
+from harness.plan.layers import REVERSIBLE_FAMILIES
 from tests.models.gradients import gradients
 from tests.models.test_recompute import Counted
 from tests.tiers import rest_in_gate

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.config.assignments import COUNTED
+from harness.plan.batches import length_events, steps_of
 from harness.plan.counted import LEAST_STEPS, Counts, open_keys, with_counts, with_least_batch
-from harness.plan.length import length_events, steps_of
 from harness.plan.plan import Plan
 from harness.plan.text import describe, settled, summary
 from tests.engine.small import MODEL

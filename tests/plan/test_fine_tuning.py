@@ -8,10 +8,10 @@ import json
 import pytest
 
 from harness.errors import ConfigError
+from harness.plan.model import with_rows_for
 from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
 from harness.plan.text import describe
-from harness.plan.vocabulary import with_rows_for
 from tests.engine.small import MODEL
 from tests.plan.plans import Planner
 

@@ -1,4 +1,4 @@
-"""A plan as a whole: what DeepSpeed gets, precision, record, text and time."""
+"""A plan as a whole: what DeepSpeed gets, fill_in, record, text and time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.layout.world import World
-from harness.plan import precision
+from harness.plan import fill_in
 from harness.plan.command import parse_command, plan_from
 from harness.plan.duration import job_of, length, step_time
-from harness.plan.other_machine import cluster
+from harness.plan.machine import cluster
 from harness.plan.text import describe, summary
 from tests.plan.plans import Planner
 from tests.run_tools import printed
@@ -46,7 +46,7 @@ CLUSTER = ["--dry-run", "model.name=llama-1b", "data.seq_len=2048", "train.globa
 @pytest.fixture(autouse=True)
 def cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meaning of "auto" on a CPU depends on the one at hand."""
-    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: True)
 
 
 def test_what_deepspeed_gets_is_literal_and_consistent(planned: Planner) -> None:
@@ -139,7 +139,7 @@ def test_precision(line: str, precision: str, planned: Planner) -> None:
 def test_automatic_bf16_is_fp32_on_a_cpu_that_only_emulates_it(
     monkeypatch: pytest.MonkeyPatch, planned: Planner
 ) -> None:
-    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: False)
     made = planned(AUTO)
     assert (made.precision, made.deepspeed["bf16"]["enabled"]) == ("fp32", False)
     assert [event["kind"] for event in made.events] == ["fallback"]

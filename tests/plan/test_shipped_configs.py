@@ -12,15 +12,15 @@ import pytest
 
 from harness.config.assignments import flat
 from harness.config.ds_file import read_ds_json
-from harness.config.ds_keys import literal, value_of
+from harness.config.ds_json import literal, value_of
 from harness.config.run_config import RunConfig
 from harness.layout.world import World
-from harness.plan import precision
+from harness.plan import fill_in
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.shipped import DS_CONFIGS, fewest_ranks, model_for
 
-# name -> (precision, stage, what is offloaded)
+# name -> (fill_in, stage, what is offloaded)
 EXPECTED = {
     **dict.fromkeys(("3d", "moe_expert8", "pipeline2", "pipeline4"), ("bf16", 1, "")),
     **dict.fromkeys(("fp16", "fp16_static", "pipeline2_fp16"), ("fp16", 1, "")),
@@ -48,7 +48,7 @@ SHOWN = {
 @pytest.fixture(autouse=True)
 def cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meaning of "auto" on a CPU depends on the one at hand."""
-    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: True)
 
 
 def shipped(name: str) -> Plan:
@@ -90,7 +90,7 @@ def test_a_json_repeats_no_default_and_nothing_of_the_run_config(name: str) -> N
 
 def test_bf16_states_are_fp32_where_the_device_has_no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shipped("zero2_bf16_states").deepspeed["bf16"]["bf16_optimizer_states"] is True
-    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: False)
     plan = shipped("zero2_bf16_states")
     assert (plan.precision, plan.deepspeed["bf16"]) == ("fp32", {"enabled": False})
 

@@ -13,10 +13,10 @@ import pytest
 from harness.config.ds_file import read_ds_json
 from harness.config.run_config import RunConfig
 from harness.layout.world import World
-from harness.plan import swap_space
+from harness.plan import machine
+from harness.plan.machine import swap_problems
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
-from harness.plan.swap_space import swap_problems
 from tests.run_tools import run_tool
 
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -30,13 +30,13 @@ def plan(folder: Path, name: str = "zero3_nvme") -> Plan:
 
 
 def has_libaio() -> bool:
-    return swap_space.libaio_problems() == []
+    return machine.libaio_problems() == []
 
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with libaio."""
-    monkeypatch.setattr(swap_space, "libaio_problems", list)
+    monkeypatch.setattr(machine, "libaio_problems", list)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -48,7 +48,7 @@ def test_a_folder_that_cannot_hold_the_states_is_refused(
     assert f"offload_optimizer.nvme_path is {tmp_path / 'none'}, which is no folder" in problem
     assert "set ds.zero_optimization.offload_optimizer.nvme_path to a folder" in problem
     with monkeypatch.context() as here:
-        here.setattr(swap_space.os, "access", lambda *_: False)  # root may write anywhere
+        here.setattr(machine.os, "access", lambda *_: False)  # root may write anywhere
         (problem,) = swap_problems(plan(tmp_path))
         assert "where this user may not write" in problem
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))

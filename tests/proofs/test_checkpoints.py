@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.files import write_fragments
-from harness.checkpoint.find import Checkpoint
-from harness.checkpoint.fragment import WEIGHT, Fragment
-from harness.checkpoint.index import Index, to_index
+from harness.checkpoint.index import WEIGHT, Fragment, Index, to_index
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.reader import Reader
+from harness.checkpoint.store import Checkpoint
+from harness.checkpoint.tensor_file import write_fragments
 from harness.layout.box import Part
 from tests.run_tools import run_tool
 from tools.proofs.checkpoints.cells import (

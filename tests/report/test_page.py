@@ -15,9 +15,9 @@ import pytest
 from harness.config.assignments import COUNTED, parse_assignment
 from harness.report.chart import smoothed
 from harness.report.compare import compare_page_of, differences
+from harness.report.events import spent
 from harness.report.page import page_of
 from harness.report.recorded import read
-from harness.report.spent import spent
 from harness.report.verdicts import advice, command, ending, verdicts
 from tests.report.runs import line_at, plan, write_run
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.find import Store
+from harness.checkpoint.store import Store
 from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of, write_chats

@@ -15,7 +15,7 @@ from harness.models import varlen
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run import attention as settling
-from harness.run.attention_proof import Different, compare
+from harness.run.attention import Different, compare
 from tests.tiers import rest_in_gate
 from tools.proofs.models import LEARNED
 

@@ -18,10 +18,10 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from harness.checkpoint.find import checkpoint_of
 from harness.checkpoint.resume import recorded_run
+from harness.checkpoint.store import checkpoint_of
 from harness.data.build import build_data
-from harness.data.indexed import IndexedTokens
+from harness.data.pair import IndexedTokens
 from harness.data.spec import DataSpec
 from harness.errors import ExitCode
 from harness.models.as_trained import attend_as_trained

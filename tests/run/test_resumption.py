@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.find import Store
 from harness.checkpoint.manifest import read_manifest
+from harness.checkpoint.store import Store
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.run.features import in_gate

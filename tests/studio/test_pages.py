@@ -197,7 +197,7 @@ CHANGES: dict[str, tuple[str, str, Callable[[Callable[..., Any]], Callable[..., 
         lambda function: lambda inputs, machine: replace(function(inputs, machine), updated=0.0),
     ),
     "data": (
-        "harness.layout.share.Share",
+        "harness.layout.grid.Share",
         "tools.studio_pages.data.Share",
         lambda share: lambda grid, rank: share(grid, 0),
     ),
@@ -222,8 +222,8 @@ CHANGES: dict[str, tuple[str, str, Callable[[Callable[..., Any]], Callable[..., 
         _larger_batch,
     ),
     "optimizers": (
-        "harness.engine.our_optimizers.Lion",
-        "harness.engine.our_optimizers.Lion.step",
+        "harness.engine.optimizers.Lion",
+        "harness.engine.optimizers.Lion.step",
         lambda step: lambda optimizer: None,
     ),
     "precision": (
@@ -579,7 +579,7 @@ def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
     """2 x and 3 x the parameters with one micro-batch, as the paper has it for stages 0 and 3
     (arXiv 1910.02054, section 7); stages 1 and 2 add up whole gradients.
     """
-    from harness.estimate.changes import with_stage
+    from harness.estimate.fit import with_stage
     from tools.studio_pages.zero import _inputs, traffic
 
     page = BY_SLUG["zero"]

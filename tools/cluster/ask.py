@@ -14,17 +14,16 @@ from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu, known_gpu
+from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
-from harness.estimate.step_time.beside import DISK_GB_PER_S
 from harness.estimate.step_time.calibration import Site
+from harness.estimate.step_time.job import DISK_GB_PER_S
 from harness.estimate.step_time.machine import machine_of, measured, other_machine
-from harness.estimate.units import GIB
 from harness.layout.world import World
+from harness.plan.machine import cluster
 from harness.plan.make import make_plan
-from harness.plan.memory import memory_inputs, traced_inputs
-from harness.plan.other_machine import cluster
+from harness.plan.memory import Untraceable, memory_inputs, traced_inputs
 from harness.plan.plan import Plan
-from harness.plan.traced import Untraceable
 from tools.cluster.count import TOKENS_PER_PARAMETER, Question
 from tools.cluster.layouts import STATES, Layout, Offload, base_json
 

@@ -8,15 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from harness.config.run_config import RunConfig
-from harness.estimate.held import PHASES
+from harness.estimate.held import GIB, PHASES, Interval
 from harness.estimate.inputs import Inputs
-from harness.estimate.interval import Interval
-from harness.estimate.step_time.beside import Beside
-from harness.estimate.step_time.job import DAY, Job
-from harness.estimate.step_time.machine import Machine
-from harness.estimate.step_time.step import TERMS, StepTime
-from harness.estimate.timeline import Estimate, estimate_memory
-from harness.estimate.totals import (
+from harness.estimate.rank_timeline import (
     PAGE,
     UNMODELLED,
     Totals,
@@ -24,7 +18,10 @@ from harness.estimate.totals import (
     peak,
     verdict_without_allocator,
 )
-from harness.estimate.units import GIB
+from harness.estimate.step_time.job import DAY, Beside, Job
+from harness.estimate.step_time.machine import Machine
+from harness.estimate.step_time.step import TERMS, StepTime
+from harness.estimate.timeline import Estimate, estimate_memory
 from tools.cluster.layouts import Layout
 
 TOKENS_PER_PARAMETER = 20

@@ -8,14 +8,14 @@ from functools import cache
 from typing import Any, Literal
 
 from harness.estimate.inputs import Inputs
-from harness.layout.division import tensor_problems
+from harness.layout.exclusions import sequence_problems
 from harness.layout.expert import ExpertPlan
 from harness.layout.grid import Grid, axes_json
 from harness.layout.recompute import WAYS as NAMED_WAYS
 from harness.layout.recompute import Checkpointing
-from harness.layout.sequence import sequence_problems
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, split
+from harness.layout.tensor import tensor_problems
 
 Offload = Literal["none", "optimizer", "all"]
 STATES: tuple[tuple[int, Offload], ...] = (

@@ -6,9 +6,9 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 
+from harness.estimate.held import GIB
 from harness.estimate.step_time.job import DAY
 from harness.estimate.step_time.step import TERMS
-from harness.estimate.units import GIB
 from harness.report.page import document
 from harness.report.words import escaped
 from tools.cluster.count import (

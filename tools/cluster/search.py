@@ -15,10 +15,11 @@ from dataclasses import replace
 from functools import cached_property
 
 from harness.estimate.driver import driver_bytes
+from harness.estimate.held import Interval
 from harness.estimate.inputs import Inputs
-from harness.estimate.interval import Interval
 from harness.estimate.layer_bytes import Layer, layer_activations
 from harness.estimate.rank_timeline import (
+    Totals,
     batch_parts,
     copies_of_attention,
     state_parts,
@@ -33,7 +34,6 @@ from harness.estimate.step_time.step import (
     synchronised,
 )
 from harness.estimate.timeline import fullest_node, shards_that_differ
-from harness.estimate.totals import Totals
 from harness.layout.grid import Grid
 from harness.layout.stages import in_flight
 from tools.cluster.count import Counted, Question, Rank, ranked

@@ -7,10 +7,10 @@ import json
 import textwrap
 from collections.abc import Sequence
 
+from harness.estimate.held import GIB
 from harness.estimate.step_time.job import DAY, Job
 from harness.estimate.step_time.machine import NETWORK_REACHED
 from harness.estimate.step_time.step import TERMS
-from harness.estimate.units import GIB
 from tools.cluster.count import (
     SHOWN,
     SMALLER_SHOWN,

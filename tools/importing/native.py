@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.fragment import BUFFER, WEIGHT, Fragment
+from harness.checkpoint.index import BUFFER, WEIGHT, Fragment
 from harness.errors import Unusable
 from harness.files.table import Table
 from harness.layout.box import Part

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.estimate.held import GIB
 from harness.estimate.timeline import Estimate
-from harness.estimate.units import GIB
-from harness.layout.division import tensor_shard
 from harness.layout.expert import expert_shard
 from harness.layout.grid import Coords
 from harness.layout.stages import Work, bubble, layers_per_stage, schedule, stage_parameters
+from harness.layout.tensor import tensor_shard
 from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan
 from tools.layout.timing import plan_spans, stage_work, waiting

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.estimate.units import GIB
+from harness.estimate.held import GIB
 from harness.plan.plan import Plan
-from harness.report.components import grouped
+from harness.report.charts import grouped
 from tools.figure import new_figure
 from tools.look.palette import COMPONENTS, FAINT, GRID, MUTED
 from tools.look.titles import titles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.estimate.changes import with_micro_batch
+from harness.estimate.fit import with_micro_batch
 from harness.estimate.inputs import Inputs
 from harness.estimate.timeline import Estimate, estimate_memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.estimate.units import GIB
+from harness.estimate.held import GIB
 from tools.figure import new_figure
 from tools.look.palette import INK, MUTED, VERDICTS
 from tools.memory.sweep import Point

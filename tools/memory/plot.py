@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.estimate.changes import with_stage
-from harness.estimate.held import PHASES
+from harness.estimate.fit import with_stage
+from harness.estimate.held import GIB, PHASES
 from harness.estimate.timeline import Estimate, estimate_memory
-from harness.estimate.units import GIB
-from harness.report.components import grouped
+from harness.report.charts import grouped
 from tools.figure import limit_line, new_figure
 from tools.look.palette import COMPONENTS, MUTED, SERIES
 from tools.memory.frontier import Curve, by_micro_batch, by_seq_len

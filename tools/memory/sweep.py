@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.estimate.changes import with_micro_batch
 from harness.estimate.dividable import division_problems
+from harness.estimate.fit import with_micro_batch
+from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
 from harness.estimate.timeline import Estimate, estimate_memory
-from harness.estimate.units import GIB
 
 NAMES = ("micro_batch", "seq_len", "gpus")
 

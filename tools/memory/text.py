@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from harness.estimate.changes import helpful_changes, with_stage
 from harness.estimate.dividable import division_problems
-from harness.estimate.fit import IsPossible
-from harness.estimate.held import FP32, PHASES
-from harness.estimate.interval import Interval
-from harness.estimate.layer_trace import BY_REFERENCE
+from harness.estimate.fit import IsPossible, helpful_changes, with_stage
+from harness.estimate.held import FP32, GIB, PHASES, Interval
+from harness.estimate.inputs import BY_REFERENCE
 from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.states import optimizer_class
 from harness.estimate.timeline import Estimate, estimate_memory
-from harness.estimate.units import GIB
 
 _BAR = 40  # characters
 _BESIDE_A_BAR = 58  # of its line: the name, the size, the evidence

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from harness.estimate.inputs import Inputs
 from harness.models.chunked_loss import ChunkedLoss
+from harness.models.layer_changes import tile_mlps
 from harness.models.logits import operations_on_logits
 from harness.models.recompute import checkpoint_layers
-from harness.models.tiles import tile_mlps
 from harness.models.tracing import Request, trace
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from harness.config.ds_keys import offloaded_to
+from harness.config.ds_json import offloaded_to
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
-from harness.estimate.units import GIB
+from harness.estimate.held import GIB
 from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.layout.exclusions import KEYS
-from harness.layout.share import Purpose
+from harness.layout.grid import Purpose
 from harness.plan.plan import Plan
 from tools.preflight_checks.report import Row, count, who
 

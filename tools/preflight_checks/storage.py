@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.checkpoint.store import Store
 from harness.estimate.fit import RUNS
-from harness.estimate.units import GIB
+from harness.estimate.held import GIB
 from harness.plan.plan import Plan
 from harness.runfolder import RunFolder
 from tools.preflight_checks.report import Row, Verdict, count, slow, span, who

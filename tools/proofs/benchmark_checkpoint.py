@@ -126,7 +126,7 @@ class Bench:
         while not self._all_written():
             self.train()
         self.seconds["stall"].append(self.saver.finish().stall_s)
-        from harness.checkpoint.find import verified
+        from harness.checkpoint.store import verified
         from harness.run.resumption import load_into
 
         for name, act in (

@@ -28,11 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
-from harness.engine.parts import assembled, cutter
+from harness.engine.fragments import assembled, cutter
 from harness.engine.tensor import divide_forward
 from harness.errors import ExitCode
-from harness.layout.grid import Grid
-from harness.layout.share import Share
+from harness.layout.grid import Grid, Share
 from harness.layout.tensor import TensorPlan
 from harness.models.loss import forward
 from tools.made_with import versions

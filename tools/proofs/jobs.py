@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.launch.fork_server import Zygote
 from harness.launch.ranks import PATIENCE_S, raise_errors, run_module
-from harness.plan.swap_space import libaio_problems
+from harness.plan.machine import libaio_problems
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -15,8 +15,7 @@ from transformers import (
 )
 
 from harness.layout.families import SIZE_KEYS, family_of
-from harness.layout.plans import tensor_plan, without_sdpa
-from harness.layout.tensor import EXPERTS, TensorPlan
+from harness.layout.tensor import EXPERTS, TensorPlan, tensor_plan, without_sdpa
 from harness.models.skeleton import hf_config
 
 SEQ_LEN, VOCAB_SIZE = 24, 96

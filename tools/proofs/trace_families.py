@@ -22,9 +22,8 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.inputs import Inputs
-from harness.estimate.layer_trace import BY_REFERENCE, WITH_KERNELS
-from harness.estimate.units import GIB
+from harness.estimate.held import GIB
+from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Inputs
 from harness.layout.shape import num_parameters
 from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import Command, plan_from

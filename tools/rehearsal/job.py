@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import assign, flat, value_as_text
-from harness.config.ds_keys import AUTO, literal, offloaded_to, value_of
+from harness.config.ds_json import AUTO, literal, offloaded_to, value_of
 from harness.config.run_config import run_and_step
 from harness.data.corpus import find_corpus
 from harness.files.splits import ALL, TO_EVALUATE
 from harness.layout.expert import ExpertPlan
-from harness.layout.families import family_of
+from harness.layout.families import UnknownArchitecture, family_of
 from harness.layout.shape import Shape
-from harness.layout.sizes import UnknownArchitecture
 from harness.plan.adopt import SAME
 from harness.plan.plan import Plan
 from harness.runfolder import RunFolder

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from harness.config.bounds import MAX_FILE_BYTES
+from harness.config.assignments import MAX_FILE_BYTES
 from harness.errors import Unusable
 from harness.files.regular_file import read_json
 from tools.cleaning.recipe import STEPS

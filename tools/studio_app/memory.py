@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from harness.estimate.units import GIB
-from harness.report.components import grouped
+from harness.estimate.held import GIB
+from harness.report.charts import grouped
 from tools.studio_app.page import Verdict
 
 

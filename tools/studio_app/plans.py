@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from harness.config.bounds import beyond_bounds
+from harness.config.assignments import beyond_bounds
 from harness.config.ds_file import load_ds_json
 from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig

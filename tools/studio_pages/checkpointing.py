@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.estimate.activations import activations
-from harness.estimate.held import Place
+from harness.estimate.held import GIB, Place
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
-from harness.estimate.units import GIB
 from harness.layout.recompute import (
     REVERSIBLE,
     WAYS,

@@ -7,8 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from harness.layout.grid import Grid
-from harness.layout.share import Share
+from harness.layout.grid import Grid, Share
 from tools.studio_app.charts import Axis, stacked
 from tools.studio_app.page import Chart, Drawing, Figure, Number, Numbers, Page, Slider, Values
 from tools.studio_app.svg import Svg
@@ -186,7 +185,7 @@ PAGE = Page(
     ),
     figures=figures,
     computed_by=(
-        "harness.layout.share.Share",
+        "harness.layout.grid.Share",
         "harness.layout.grid.Grid",
         "tools.studio_pages.data.trained_step",
     ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from harness.estimate.held import GIB
 from harness.estimate.step_time.step import TERMS, StepTime
-from harness.estimate.units import GIB
 from harness.layout.grid import Axis as GridAxis
 from harness.layout.grid import Grid
 from harness.layout.stages import layers_per_stage

@@ -5,10 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from harness.errors import ConfigError
-from harness.estimate.held import PHASES
+from harness.estimate.held import GIB, PHASES
 from harness.estimate.timeline import Estimate
-from harness.estimate.units import GIB
-from harness.report.components import group_of
+from harness.report.charts import group_of
 from tools.look.palette import COMPONENTS
 from tools.studio_app.charts import Axis, Line, lines, stacked
 from tools.studio_app.memory import VERDICTS, gib, grouped_gib

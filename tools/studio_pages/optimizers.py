@@ -155,11 +155,11 @@ def trajectory(
 
 
 class _Whole:
-    """Stands for harness.engine.matrices.Matrices where no rank has a part: all are whole."""
+    """Stands for harness.engine.optimizers.Matrices where no rank has a part: all are whole."""
 
     def orthogonalized(self, flat: torch.Tensor, update: torch.Tensor) -> Any:
         """Yield the orthogonal factor of a matrix, the matrix, and its larger dimension."""
-        from harness.engine.matrices import _orthogonal
+        from harness.engine.optimizers import _orthogonal
 
         yield _orthogonal(update), flat.detach(), max(flat.shape)
 
@@ -167,7 +167,7 @@ class _Whole:
 def build(name: str, weights: torch.nn.Parameter, rate: float, decay: float) -> Any:
     """Return an optimizer: the harness's own, or torch's, which DeepSpeed and it build."""
     # Takes seconds, as DeepSpeed comes with it.
-    from harness.engine.our_optimizers import BUILT_HERE
+    from harness.engine.optimizers import BUILT_HERE
 
     entry = OPTIMIZERS[name]
     settings: dict[str, Any] = {"lr": rate, "weight_decay": decay}
@@ -283,8 +283,8 @@ PAGE = Page(
     figures=figures,
     computed_by=(
         "tools.studio_pages.optimizers.trajectory",
-        "harness.engine.our_optimizers.Lion",
-        "harness.engine.our_optimizers.Orthogonalizing",
+        "harness.engine.optimizers.Lion",
+        "harness.engine.optimizers.Orthogonalizing",
     ),
     formula="sgd: w - r g; momentum: w - r m; Adam, AdamW: w - r m / (sqrt(v) + eps), with "
     "decay in the gradient or beside it; Adafactor: v by its rows and columns; Lion: "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.estimate.changes import with_stage
 from harness.estimate.dividable import division_problems
+from harness.estimate.fit import with_stage
+from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.exchanges import Reductions, reductions
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.timeline import Estimate, estimate_memory
-from harness.estimate.units import GIB
 from tools.look.palette import COMPONENTS
 from tools.memory.text import paper_bytes
 from tools.studio_app.charts import Axis, stacked
@@ -192,7 +192,7 @@ PAGE = Page(
     figures=figures,
     computed_by=(
         "harness.estimate.timeline.estimate_memory",
-        "harness.estimate.changes.with_stage",
+        "harness.estimate.fit.with_stage",
         "harness.estimate.step_time.exchanges.reductions",
         "tools.memory.text.paper_bytes",
     ),

@@ -11,7 +11,7 @@ from harness.config.run_config import RunConfig
 from harness.data.build_tokenizer import build_tokenizer, cache_of
 from harness.data.cache import Report, locked
 from harness.data.corpus import Corpus
-from harness.data.indexed import IndexedTokens
+from harness.data.pair import IndexedTokens
 from harness.data.prepare import TOKENS, read_skipped
 from harness.data.rendering import writes_date
 from harness.data.shards import ShardedTokens
@@ -21,7 +21,7 @@ from harness.data.tokenizer import added_at_begin
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.plan.balance import balanced
-from harness.plan.eval_splits import with_eval_splits
+from harness.plan.data import with_eval_splits
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def shard_tensor(parameter: Any) -> torch.Tensor:
 def shard_gradient(parameter: Any) -> torch.Tensor:
     """The gradient of this rank's part, for the optimizer to take; on NVMe in a shared buffer.
 
-    For settled gradients (settlements.py): DeepSpeed's function would let the host wait for each.
+    For settled gradients (gradients.py): DeepSpeed's function would let the host wait for each.
     """
     optimizer = parameter._z3_optimizer
     gradient: torch.Tensor

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
-from harness.estimate.inputs import Inputs
+from harness.estimate.inputs import BY_REFERENCE, Inputs
 from harness.estimate.layer_bytes import layer_activations
-from harness.estimate.layer_trace import BY_REFERENCE
 from harness.estimate.step_time.machine import Machine
-from harness.estimate.step_time.products import product_seconds
 from harness.layout.adapters import is_linear
 from harness.layout.attention_table import ATTENTIONS
-from harness.layout.shape import attention_width, is_stacked
-from harness.layout.tensors import Tensor
+from harness.layout.shape import Tensor, attention_width, is_stacked
+
+TILE = 128
+"""Rows and columns of the part of a result that one multiprocessor computes at a time."""
+
+
+def product_seconds(
+    rows: float, columns: int, depth: int, element_bytes: int, machine: Machine
+) -> float:
+    """Return the seconds of (rows x depth) @ (depth x columns).
+
+    Multiprocessors compute tiles in waves, of which the last may be partly empty (NVIDIA, "Matrix
+    Multiplication Background User's Guide", sections 3 and 4); a small product takes as long as
+    its operands take to be read and its result to be written, and none less than a kernel does
+    that has nothing to do. tests/estimate/test_published_throughput.py compares published rates.
+    """
+    tiles = ceil(rows / TILE) * ceil(columns / TILE)
+    full = tiles / machine.multiprocessors
+    waves = full + machine.partial_wave * (ceil(full) - full)
+    flops = 2 * waves * machine.multiprocessors * TILE * TILE * depth
+    moved = element_bytes * (rows * columns + rows * depth + columns * depth)
+    computed = flops / (machine.peak_flops * machine.products)
+    return max(computed, moved / machine.memory_rate) + machine.kernel_seconds
+
 
 FORWARD_PASSES = 1.9
 """Times that the forward pass moves the bytes that it saves: written once, read by the next

@@ -6,13 +6,12 @@ seconds = micro-batches x (forward + backward + again + exchanges) + fill of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from harness.estimate.inputs import Inputs
-from harness.estimate.step_time.evidence import has_states, terms_evidence
 from harness.estimate.step_time.exchanges import (
     OVERLAPPED,
     Reductions,
@@ -21,11 +20,93 @@ from harness.estimate.step_time.exchanges import (
     reductions,
 )
 from harness.estimate.step_time.layer import Passes, Seconds, head_passes, layer_passes
-from harness.estimate.step_time.machine import Machine
-from harness.estimate.step_time.optimizer import optimizer_seconds
+from harness.estimate.step_time.machine import Machine, RateEvidence
 from harness.layout.attention_table import seen_by
 from harness.layout.recompute import is_checkpointed, runs_again
 from harness.layout.shape import flops_per_token
+
+_STATES = {"adam": 2, "adamw": 2, "lion": 1, "muon": 1, "sgd": 0, "adafactor": 1}
+
+
+def optimizer_seconds(inputs: Inputs, machine: Machine) -> float:
+    """Return the seconds of the step on one rank, copies between host and GPU included.
+
+    Read and written are the weights in fp32 and each state; read are gradients, written weights.
+    """
+    zero = inputs.zero
+    shards = inputs.shards if zero.stage else 1
+    elements = inputs.trained / shards
+    states = next((n for name, n in _STATES.items() if name in zero.optimizer), 2)
+    width = inputs.element_bytes
+    moved = elements * (8 * (1 + states) + 4 + width)
+    norm = elements * inputs.sum_bytes / machine.memory_rate
+    if zero.offload_optimizer == "device":
+        return moved / machine.memory_rate + norm
+    copied = elements * (inputs.sum_bytes + width) / machine.host_link_rate
+    computed = moved / machine.host_memory_rate
+    if zero.offload_optimizer == "nvme":
+        computed = max(computed, elements * 8 * (1 + states) / machine.nvme_rate)
+    return norm + copied + zero.offload_ratio * computed
+
+
+_STRENGTH: tuple[RateEvidence, ...] = ("measured", "fitted", "read", "guessed")
+_ORDER = _STRENGTH.index
+_COMPUTED = ("products", "attention", "memory_rate")
+_RATES = {
+    "products": ("products",),
+    "attention": ("attention",),
+    "elements": ("memory_rate",),
+    "launches": ("launch_scale",),
+    "again": _COMPUTED,
+    "optimizer": ("memory_rate",),
+    "bubble": _COMPUTED,
+    "host": ("step_seconds",),
+}
+"""Rates that a term rests on, whatever the layout."""
+_EXCHANGES = {"tensor", "sequence", "expert", "stages", "weights", "gradients"}
+
+
+def terms_evidence(
+    terms: Iterable[str], inputs: Inputs, machine: Machine
+) -> dict[str, RateEvidence]:
+    """Return the weakest evidence of the rates of each term, by key of step.TERMS."""
+    # Of recurrent kernels no run was compared.
+    guessed = {"serial", *(("elements", "again", "bubble") if has_states(inputs) else ())}
+    evidence = dict(machine.rate_evidence)
+    return {
+        term: "guessed"
+        if term in guessed
+        else max((evidence.get(rate, "guessed") for rate in _rates(term, inputs)), key=_ORDER)
+        for term in terms
+    }
+
+
+def has_states(inputs: Inputs) -> bool:
+    """Return whether layers carry a state from token to token."""
+    distinct = {id(layer): layer for layer in inputs.shape.body.layers}  # thousands are asked
+    return any(tensor.kind == "states" for layer in distinct.values() for tensor in layer)
+
+
+def _rates(term: str, inputs: Inputs) -> tuple[str, ...]:
+    """Return the names of a term's rates, fields of Machine."""
+    if term in _EXCHANGES:
+        crosses = inputs.grid.world_size > inputs.gpus_per_node
+        hosts = term in ("weights", "gradients") and _uses_host(inputs)
+        return (
+            "link_rate",
+            *(["network_rate"] if crosses else []),
+            *(["host_link_rate"] if hosts else []),
+        )
+    if term == "optimizer" and _uses_host(inputs):
+        drives = inputs.zero.offload_optimizer == "nvme"
+        return ("host_memory_rate", "host_link_rate", *(["nvme_rate"] if drives else []))
+    return _RATES[term]
+
+
+def _uses_host(inputs: Inputs) -> bool:
+    zero = inputs.zero
+    return {zero.offload_optimizer, zero.offload_param} != {"device"}
+
 
 HOOK_SECONDS = {True: (4.0e-3, 0.0), False: (6.9e-3, 6.4e-3)}
 """Of the host for ZeRO 3's hooks on a Llama layer beside its launches, forward and backward: where

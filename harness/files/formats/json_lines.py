@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import IO
 
 from harness.errors import Unusable
-from harness.files.advice import NO_UTF_8
-from harness.files.compressed import DAMAGED, compressed, open_bytes, why_no_pyarrow
+from harness.files.arrow_rows import DAMAGED, compressed, open_bytes, why_no_pyarrow
 from harness.files.data_format import BadLines, DataFormat, problem_of
-from harness.files.first_bytes import first_line, why_not_text, why_not_utf_8
+from harness.files.first_bytes import NO_UTF_8, first_line, why_not_text, why_not_utf_8
 
 _MOST_LINE_BYTES = 1 << 24  # of a first line, to see whether it is JSON
 _HEAD_BYTES, _BLOCK_CHARS, _COUNTED_BYTES = 1 << 16, 1 << 20, 1 << 24

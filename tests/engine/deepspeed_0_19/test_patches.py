@@ -110,7 +110,7 @@ print(plain, deepspeeds, releases(evaluates=True))
 RESUMES_ADAM = """
 import copy
 import deepspeed.ops.adam, torch
-from harness.engine.deepspeed_0_19.settlements import replay_adam_steps
+from harness.engine.deepspeed_0_19.gradients import replay_adam_steps
 
 def run(steps, weight, saved=None, replay=False):
     parameter = torch.nn.Parameter(weight.clone())
@@ -380,9 +380,9 @@ def test_zero_0_in_fp32_steps_with_nan() -> None:
 @ranks(2)
 def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step() -> None:
     """Without our workaround, the step after one with NaN is skipped, too."""
-    from harness.engine.deepspeed_0_19 import settlements
+    from harness.engine.deepspeed_0_19 import gradients
 
-    nothing = mock.patch.object(settlements, "drop_skipped_gradients")
+    nothing = mock.patch.object(gradients, "drop_skipped_gradients")
     for workaround, applied in ((nothing, False), (nullcontext(), True)):
         with workaround:
             engine = engine_of(LAYOUTS["offload2-bf16"])

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harness.estimate.host import checkpoint_bytes
-from harness.estimate.step_time.beside import Beside, forward_seconds
-from harness.estimate.step_time.job import Job
+from harness.estimate.step_time.job import Beside, Job, forward_seconds
 from harness.estimate.step_time.step import estimate_time
 from tests.estimate.step_time.test_step import MACHINE, run, timed
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.inputs import Inputs
-from harness.estimate.layer_trace import BY_REFERENCE, LayerTrace
+from harness.estimate.inputs import BY_REFERENCE, Inputs, LayerTrace
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.step_time.step import estimate_time
 from harness.layout.adapters import Adapters
 from harness.layout.attention_table import ATTENTIONS
-from harness.layout.shape import Shape, active_parameters, flops_per_token
-from harness.layout.tensors import Body, Tensor
+from harness.layout.shape import Body, Shape, Tensor, active_parameters, flops_per_token
 from tests.estimate.step_time.test_step import MACHINE, run
 
 LSTM = (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.estimate.step_time.links import Group
+from harness.estimate.step_time.exchanges import Group
 from harness.estimate.step_time.machine import machine_of
 
 MACHINE = replace(machine_of("h100-80", 8, "bf16"), link_latency=0.0, network_latency=0.0)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from harness.estimate.step_time.layer import TILE, product_seconds
 from harness.estimate.step_time.machine import machine_of
-from harness.estimate.step_time.products import TILE, product_seconds
 
 A100 = machine_of("a100-80", 8, "bf16")
 

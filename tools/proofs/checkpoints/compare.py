@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.find import Checkpoint
 from harness.checkpoint.reader import Reader
+from harness.checkpoint.store import Checkpoint
 from harness.errors import Unusable
 
 

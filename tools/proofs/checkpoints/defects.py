@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from harness.checkpoint.fragment import BUFFER, WEIGHT
+from harness.checkpoint.index import BUFFER, WEIGHT
 from harness.checkpoint.reader import Reader
 from tools.proofs.checkpoints.cells import Cell, Side
 from tools.proofs.models import FROZEN

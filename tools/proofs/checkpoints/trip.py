@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.find import Checkpoint, verified
-from harness.checkpoint.fragment import BUFFER, WEIGHT
+from harness.checkpoint.index import BUFFER, WEIGHT
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
-from harness.checkpoint.store import Retention, Store
+from harness.checkpoint.store import Checkpoint, Retention, Store, verified
 from harness.config.run_config import RunConfig
 from harness.data.batches import share_of_rank
 from harness.layout.world import World

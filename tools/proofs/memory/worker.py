@@ -11,7 +11,7 @@ import torch
 from harness.config.run_config import RunConfig
 from harness.data.batch import Batch
 from harness.layout.world import World
-from harness.models.saved import saved_by
+from harness.models.recompute import saved_by
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run.live_memory import live_storages

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.ds_keys import value_of
+from harness.config.ds_json import value_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DS_CONFIGS = REPOSITORY / "ds_configs"

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from harness.launch.fork_server import Zygote
-from harness.plan.swap_space import libaio_problems
+from harness.plan.machine import libaio_problems
 from tools.proofs.models import LEARNED
 from tools.proofs.streams.cells import MEASURED, STEPS, Cell
 from tools.proofs.streams.worker import Job, Seen

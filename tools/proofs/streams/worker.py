@@ -28,7 +28,7 @@ class Job:
     """Step of which waits are counted."""
     discards: bool
     synchronizes: bool
-    """False if nobody waits for the whole device, nor for its gradients (settlements.py)."""
+    """False if nobody waits for the whole device, nor for its gradients (gradients.py)."""
     out: str
 
     def write(self) -> Path:
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     """Train under the simulator; return the run's exit code."""
     job = Job(**json.loads(Path(argv[0]).read_text()))
     from harness import loop, train
-    from harness.engine.deepspeed_0_19 import settlements
+    from harness.engine.deepspeed_0_19 import gradients
     from harness.engine.pipeline import PipelineEngine
     from harness.engine.zero import ZeroEngine
     from harness.guard.judge import Spike
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
         stack.enter_context(mock.patch.object(loop, "next_step", next_step))
         stack.enter_context(mock.patch.object(step, "look_for_spike", judged))
         if not job.synchronizes:
-            stack.enter_context(mock.patch.object(settlements, "settle_gradients"))
+            stack.enter_context(mock.patch.object(gradients, "settle_gradients"))
         for owner, name, phase in (
             (loop, "take_step", "step"),
             (ZeroEngine, "accumulate", "micro-batches"),

@@ -22,7 +22,7 @@ from tools.proofs.parity.defects.seams import (
 @contextlib.contextmanager
 def document_mask_dropped(world: World) -> Iterator[None]:
     """Tokens attend across document boundaries; positions stay right."""
-    with mock.patch("harness.models.documents._numbered", return_value=None):
+    with mock.patch("harness.models.attention._numbered", return_value=None):
         yield
 
 

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 from harness.layout.world import World
-from harness.models import recompute, tiles
-from harness.models.host_copies import Buffers, HostCopy
+from harness.models import layer_changes, recompute
+from harness.models.recompute import Buffers, HostCopy
 
 
 class _Swapped(deque[Any]):
@@ -46,10 +46,10 @@ def host_memory_reused(world: World) -> contextlib.AbstractContextManager[Any]:
 
 def tile_without_gradient(world: World) -> contextlib.AbstractContextManager[Any]:
     """Every third tile is taken for a constant."""
-    count, checkpoint = itertools.count(), tiles.checkpoint
+    count, checkpoint = itertools.count(), layer_changes.checkpoint
 
     def some(inner: Any, *inputs: torch.Tensor, use_reentrant: bool) -> Any:
         output = checkpoint(inner, *inputs, use_reentrant=use_reentrant)
         return output.detach() if next(count) % 3 == 0 else output
 
-    return mock.patch.object(tiles, "checkpoint", some)
+    return mock.patch.object(layer_changes, "checkpoint", some)

@@ -10,7 +10,7 @@ from unittest import mock
 from torch import nn
 
 from harness.engine import build, module, tensor
-from harness.layout import share
+from harness.layout import grid
 from harness.layout.world import World
 from harness.models.vocabulary_loss import Vocabulary
 
@@ -47,12 +47,12 @@ def vocabulary_off_by_one(world: World) -> contextlib.AbstractContextManager[Any
 
 def loss_of_every_tensor_rank(world: World) -> contextlib.AbstractContextManager[Any]:
     """Ranks with the same tokens add up their losses."""
-    return mock.patch.dict(share.GROUPS, loss=())
+    return mock.patch.dict(grid.GROUPS, loss=())
 
 
 def dropout_of_every_rank(world: World) -> contextlib.AbstractContextManager[Any]:
     """Ranks with the same hidden states each drop others of them."""
-    return mock.patch.dict(share.GROUPS, dropout=(*share.GROUPS["dropout"], "tensor"))
+    return mock.patch.dict(grid.GROUPS, dropout=(*grid.GROUPS["dropout"], "tensor"))
 
 
 @contextlib.contextmanager

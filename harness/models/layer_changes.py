@@ -1,0 +1,115 @@
+"""Changes within decoder layers: left out at random, fused kernels, MLPs in tiles.
+
+A tile keeps its input alone and is computed again in its backward pass. The whole MLP thus needs
+the memory of one tile. DeepSpeed's TiledMLP runs a backward pass of its own for each tile, after
+which ZeRO has to be told that a gradient is not yet whole. Here tiles are parts of one graph:
+autograd adds their gradients up before any hook of ZeRO sees them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from harness.models.flow import StandIn
+from harness.models.keeping import keeping_none
+from harness.models.pieces import decoder_layers
+
+
+def drop_layers(model: PreTrainedModel, rate: float) -> None:
+    """Let layer l of L be left out with probability `rate` * l / L, of each sample by itself; in
+    place. Its output is divided by the probability that it is there, so that evaluation needs no
+    other scale. Layers of other pipeline stages are left as they are.
+    """
+    _, layers = decoder_layers(model)
+    for number, layer in enumerate(layers, 1):
+        if not isinstance(layer, StandIn):
+            vars(layer)["depth_dropout"] = (
+                rate * number / len(layers)
+            )  # by which a model is known as random
+            layer.register_forward_hook(_leave_out, with_kwargs=True)
+
+
+def _leave_out(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> Any:
+    """Keep what the layer was given, (micro_batch, seq_len, hidden_size), of some samples.
+
+    Raises ValueError for a layer whose output is of another shape than its input.
+    """
+    if not layer.training:
+        return None
+    before = args[0] if args else kwargs["hidden_states"]
+    after = output[0] if isinstance(output, tuple) else output
+    if after.shape != before.shape:
+        raise ValueError(
+            f"model.stochastic_depth: {type(layer).__name__} turns {tuple(before.shape)} into "
+            f"{tuple(after.shape)}, and cannot be left out: set it to 0"
+        )
+    keep = 1.0 - float(vars(layer)["depth_dropout"])
+    kept = torch.rand(len(before), 1, 1, device=before.device) < keep
+    mixed = before + (after - before) * (kept / keep).to(after.dtype)
+    return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Give this model Liger's RMSNorm and SwiGLU, and its head fused with the cross-entropy, which
+    never holds all logits; `loss.forward` then takes the sum over targets from it.
+
+    Liger also replaces the classes in transformers' module, for every model to come: an export is
+    checked on the CPU, where Triton does not run. So they are put back; and its rotary embedding,
+    which is such a function and no module, is left out.
+    """
+    # Imports Triton, which looks for a GPU.
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    module = vars(sys.modules[type(model).__module__])
+    before = {**module}
+    _apply_liger_kernel_to_instance(model, rope=False, fused_linear_cross_entropy=True)
+    module.update(before)
+    vars(model)["fuses_loss"] = True
+
+
+MLP = "mlp"
+"""Name of the MLP within a decoder layer, in most families."""
+
+
+def tile_mlps(model: PreTrainedModel, tiles: int) -> set[type[nn.Module]]:
+    """Let the MLP of every decoder layer take its tokens in `tiles` parts, in place; returns the
+    classes of these MLPs.
+
+    Raises ValueError for a layer whose MLP is not a module of its own.
+    """
+    classes = set()
+    for layer in decoder_layers(model)[1]:
+        if isinstance(layer, StandIn):
+            continue
+        mlp = getattr(layer, MLP, None)
+        if not isinstance(mlp, nn.Module):
+            raise ValueError(f"the MLP of {type(layer).__name__} is not a module {MLP!r}")
+        mlp.forward = _tiled(mlp, tiles)
+        classes.add(type(mlp))
+    return classes
+
+
+def _tiled(mlp: nn.Module, tiles: int) -> Callable[..., torch.Tensor]:
+    inner: Callable[..., torch.Tensor] = mlp.forward
+
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        """(micro_batch, seq_len, hidden_size) each; as one row, so that tiles are contiguous."""
+        run = inner
+        if mlp.training and torch.is_grad_enabled():
+            run = partial(checkpoint, inner, use_reentrant=False)
+        rows = [x.reshape(1, -1, x.shape[-1]).chunk(tiles, 1) for x in inputs]
+        with keeping_none():
+            output = torch.cat([run(*parts) for parts in zip(*rows, strict=True)], 1)
+        return output.view(*inputs[0].shape[:-1], -1)
+
+    return forward

@@ -1,0 +1,241 @@
+"""Batches in a plan: by length, rising, in evaluations, and the steps of a run."""
+
+from __future__ import annotations
+
+import math
+
+from harness.config.batch import Curriculum
+from harness.config.run_config import RunConfig
+from harness.layout.families import SIZE_KEYS
+from harness.plan.context import or_longer
+from harness.plan.counted import Counts, open_keys
+from harness.plan.draft import Draft
+from harness.plan.model_config import max_positions
+from harness.plan.pipeline import num_stages
+from harness.plan.plan import Event, Plan
+
+_KEY = "data.batching"
+
+
+def decide_batching(draft: Draft) -> None:
+    """Take the micro-batch from data.tokens_per_batch; refuse what needs samples of one length."""
+    data, problems = draft.config.data, draft.problems
+    if data.batching == "packed":
+        return
+    needs = {
+        "pipeline.stages": num_stages(draft.ds.tree) > 1,
+        "model.compile": draft.config.model.compile,
+        "ramp.length_from": draft.config.ramp.length_from is not None,
+        "train.tokens": draft.config.train.tokens is not None,
+    }
+    for key, why in (
+        ("pipeline.stages", "stages exchange tensors of one shape: use ZeRO 3 instead of stages"),
+        ("model.compile", "every length would be compiled anew: remove model.compile"),
+        ("ramp.length_from", "documents would be cut: remove ramp.length_from"),
+        (
+            "train.tokens",
+            "a step's tokens depend on its documents: set train.steps or train.epochs",
+        ),
+    ):
+        if needs[key]:
+            why = f"but with {key} ({_origin(draft, key)}) {why}, or use {_KEY}=packed"
+            problems.add(_KEY, why)
+    _set_micro_batch(draft)
+
+
+def mark_padding(draft: Draft) -> None:
+    """Tell padding from tokens for the routers of experts, unless the user decides."""
+    data = draft.config.data
+    has_experts = any(isinstance(draft.model_config.get(key), int) for key in SIZE_KEYS["experts"])
+    if data.batching == "packed" or data.document_mask is not None or not has_experts:
+        return
+    marked = data.model_copy(update={"document_mask": True})
+    draft.config = draft.config.model_copy(update={"data": marked})
+    draft.note("marked_padding", "data.document_mask is true: routers are not balanced by padding")
+
+
+def _set_micro_batch(draft: Draft) -> None:
+    data, train = draft.config.data, draft.config.train
+    if data.tokens_per_batch is None:
+        return
+    micro_batch = data.tokens_per_batch // data.seq_len
+    if train.micro_batch not in (None, micro_batch):
+        why = f"which makes micro-batches of {micro_batch} windows of data.seq_len {data.seq_len}"
+        other = f"train.micro_batch is {train.micro_batch} ({_origin(draft, 'train.micro_batch')})"
+        draft.problems.add("data.tokens_per_batch", f"{why}, but {other}", "remove one of them")
+    changed = train.model_copy(update={"micro_batch": micro_batch})
+    draft.config = draft.config.model_copy(update={"train": changed})
+
+
+def _origin(draft: Draft, key: str) -> str:
+    """Return the origin of a key of either file."""
+    return draft.asked([key]).rpartition(": ")[2]
+
+
+MAX_RISES = 10_000
+"""Most rises of the batch: counting steps takes time for each."""
+
+
+def ramp(draft: Draft) -> None:
+    """Check ramp.* and set the draft's curriculum."""
+    problems_before = len(draft.problems)
+    _check_pairs(draft)
+    _check_batch(draft)
+    _check_length(draft)
+    if len(draft.problems) > problems_before:
+        draft.curriculum = Curriculum(draft.config.train.global_batch)
+    else:
+        draft.curriculum = draft.config.curriculum
+
+
+def note_unfinished_ramp(draft: Draft) -> None:
+    """Add an event if the run ends before batch and length have risen."""
+    curriculum, seq_len, steps = draft.curriculum, draft.config.data.seq_len, draft.steps
+    if not steps or not curriculum.rises:
+        return
+    last = curriculum.at(curriculum.samples_after(steps - 1))
+    if last.global_batch < curriculum.global_batch or last.pieces > 1:
+        draft.note(
+            "unfinished_ramp",
+            f"the run ends within its ramp (ramp.*): its last step reads {last.global_batch} "
+            f"windows in sequences of {seq_len // last.pieces} tokens",
+        )
+
+
+def _check_pairs(draft: Draft) -> None:
+    ramp = draft.config.ramp
+    for pair in (("batch_from", "batch_tokens"), ("length_from", "length_tokens")):
+        missing = [name for name in pair if getattr(ramp, name) is None]
+        if len(missing) == 1:
+            (present,) = set(pair) - {*missing}
+            why = f"but not ramp.{missing[0]}"
+            draft.problems.add(f"ramp.{present}", why, "set both, or neither")
+    if ramp.batch_step is not None and ramp.batch_from is None:
+        draft.problems.add(
+            "ramp.batch_step", "but ramp.batch_from is not given", "set ramp.batch_from, too"
+        )
+
+
+def _check_batch(draft: Draft) -> None:
+    ramp, batch, problems = draft.config.ramp, draft.config.train.global_batch, draft.problems
+    key = "ramp.batch_from"
+    if ramp.batch_from is None:
+        return
+    step = ramp.batch_step or ramp.batch_from
+    if ramp.batch_from >= batch:
+        problems.add(key, f"it must be less than train.global_batch, which is {batch}")
+    elif (batch - ramp.batch_from) % step:
+        below = batch - (batch - ramp.batch_from) % step
+        problems.add(
+            key,
+            f"from which steps of {step} (ramp.batch_step) do not reach train.global_batch {batch}",
+            f"set train.global_batch to {below} or {below + step}",
+        )
+    elif (rises := (batch - ramp.batch_from) // step) > MAX_RISES:
+        least = -(-step * rises // MAX_RISES)
+        problems.add(key, f"and rises {rises:,} times", f"set ramp.batch_step to {least} or more")
+
+
+def _check_length(draft: Draft) -> None:
+    first, seq_len = draft.config.ramp.length_from, draft.config.data.seq_len
+    if first is None:
+        return
+    halved = [seq_len >> n for n in range(1, seq_len.bit_length()) if not seq_len % 2**n]
+    legal = [length for length in halved if length >= 2]
+    if first not in legal:
+        lengths = ", ".join(map(str, legal)) or "none"
+        why = f"it must double to data.seq_len {seq_len}: one of {lengths}"
+        draft.problems.add("ramp.length_from", why)
+
+
+_LONGER, _NEEDLES = "eval.seq_len", "eval.needle_lengths"
+
+
+def check_evaluation(draft: Draft) -> None:
+    """Refuse lengths that the model, the data or the ranks cannot evaluate."""
+    run, problems = draft.config, draft.problems
+    longer, needles = run.eval.seq_len, run.eval.needle_lengths
+    if longer is not None and longer < run.data.seq_len:
+        problems.add(_LONGER, f"it must be at least data.seq_len, which is {run.data.seq_len}")
+    if longer is not None and run.data.batching != "packed":
+        problems.add(_LONGER, f"but data.batching={run.data.batching} cuts no text into windows")
+    limit = max_positions(draft.model_config) if draft.model_config else None
+    for key, lengths in ((_LONGER, [longer] if longer else []), (_NEEDLES, needles)):
+        if limit is not None and max(lengths, default=0) > limit:
+            why = f"but {run.model.name} has {limit} positions"
+            way = or_longer(draft.model_config, run, max(lengths))
+            problems.add(key, why, f"use {limit} at most{way}")
+        if any(length % draft.grid.sequence for length in lengths):
+            problems.add(key, f"{draft.grid.sequence} sequence ranks cannot divide it")
+
+
+FEW_STEPS = 20
+"""Fewer, where they follow from the data, are noted."""
+
+
+def note_length(draft: Draft) -> None:
+    """Add events for a run that is too short, where its steps are known before its data is."""
+    if draft.steps is not None:
+        draft.events += length_events(draft.config, draft.steps)
+
+
+def length_events(config: RunConfig, steps: int) -> list[Event]:
+    """Return an event if a run ends within its warm-up, and one if its data makes few steps."""
+    optim, train, events = config.optim, config.train, list[Event]()
+    if not steps:
+        return events
+    warmup = optim.warmup(steps)
+    if steps < warmup:
+        message = (
+            f"the run of {steps:,} steps ends within its warm-up ({warmup:,} steps, "
+            f"{optim.warmup_key}): optim.lr is never reached; set optim.warmup_ratio=0.03 in its "
+            "place, or train longer"
+        )
+        events.append({"kind": "unfinished_warmup", "message": message})
+    length = "train.epochs" if train.epochs is not None else "train.tokens"
+    if steps < FEW_STEPS and train.steps is None:  # else somebody asked for so many
+        count = "1 step" if steps == 1 else f"{steps:,} steps"
+        message = (
+            f"the run takes only {count}, and each moves a weight by about the learning "
+            f"rate: lower train.global_batch (now {train.global_batch:,}), or raise {length}"
+        )
+        events.append({"kind": "few_steps", "message": message})
+    return events
+
+
+def steps_of(plan: Plan, counts: Counts) -> int:
+    """Return the optimizer steps of a run whose data is counted."""
+    if plan.steps is not None:
+        return plan.steps
+    assert plan.config.train.epochs is not None, "a run has a length"
+    return plan.curriculum.steps_for(math.ceil(plan.config.train.epochs * counts.windows))
+
+
+def length_text(plan: Plan, steps: int | None, counts: Counts | None) -> str:
+    """Return the length of a run, of data that may be counted."""
+    train, data = plan.config.train, plan.config.data
+    if steps is None:
+        passes = "1 epoch" if train.epochs == 1 else f"{train.epochs:g} epochs"
+        about = "about " * ("train.epochs" in open_keys(plan))
+        return f"{about}{passes}: the data will say how many steps"
+    samples = plan.curriculum.samples_after(steps)
+    read = f"{samples:,} examples"
+    if data.batching == "packed":
+        read = f"{samples * data.seq_len:,} tokens"
+    text = f"{steps:,} steps = {read}"
+    return f"{text}: {_counted(plan, samples, counts)}" if counts and steps else text
+
+
+def _counted(plan: Plan, samples: int, counts: Counts) -> str:
+    """Return the examples and windows of data that is counted, and how often a run of so many
+    windows reads it.
+    """
+    data, batch = plan.config.data, plan.global_batch
+    noun = "examples" if counts.is_masked else "documents"
+    rows = f"{counts.examples:,} {noun}"
+    if data.batching == "packed":
+        rows += f" in {counts.windows:,} windows of {data.seq_len:,} tokens"
+    unit = "window" if data.batching == "packed" else "example"
+    a_step = f"{'up to ' * plan.curriculum.rises}{batch:,} {unit}{'s' * (batch != 1)} a step"
+    epochs = samples / counts.windows
+    return f"{'roughly ' * counts.is_rough}{rows}, {a_step}, {epochs:.3g} epochs"

@@ -1,0 +1,217 @@
+"""Tensor, expert and sequence parallelism in a plan: what must divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from harness.config.assignments import flat
+from harness.config.ds_json import DsJson, offloaded_to
+from harness.layout.exclusions import sequence_problems
+from harness.layout.expert import ExpertPlan
+from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.shape import Shape
+from harness.layout.tensor import GROUPED, TensorPlan, tensor_problems
+from harness.plan.attention import ATTENTION_DROPOUTS
+from harness.plan.draft import Draft
+from harness.plan.plan import NOT_TRAINED
+from harness.plan.ranks import left_of
+
+_TENSOR_KEY = "tensor_parallel.autotp_size"
+WHOLE_MATRICES = "steps whole matrices: use optim.name=adamw, or ZeRO 3 alone"
+_SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
+
+
+def whole_vocabulary(shape: Shape, places: int) -> str:
+    """Return that so many ranks cannot divide a vocabulary, and the next size that they can."""
+    size = shape.vocab_size
+    return (
+        f"a vocabulary of {size:,} cannot be divided over {places} "
+        f"(model.overrides.vocab_size={padded(size, places)} can)"
+    )
+
+
+def padded(vocab_size: int, places: int) -> int:
+    """Return the least vocabulary of at least this size that so many ranks can divide."""
+    return -(-vocab_size // places) * places
+
+
+def divide_tensors(draft: Draft) -> None:
+    """Require that the tensor-parallel ranks can divide the model, and take the key out of the
+    JSON: DeepSpeed would divide it again.
+    """
+    places = draft.grid.tensor
+    if places > 1:
+        for why in _tensor_problems(draft, places):
+            if draft.estimating:
+                draft.note(NOT_TRAINED, draft.problems.worded(_TENSOR_KEY, why))
+            else:
+                draft.problems.add(_TENSOR_KEY, why)
+    draft.ds.drop("tensor_parallel")
+    if places > 1 and draft.grid.pipeline > 1:
+        _divide_sent(draft, places)
+
+
+def _divide_sent(draft: Draft, places: int) -> None:
+    """Let stages send whole hidden states where DeepSpeed cannot divide them evenly.
+
+    By default each tensor-parallel rank sends its part, which the next stage's put together: a
+    token's hidden states, and the router logits that travel with them.
+    """
+    activations, gradients = (draft.ds.value(key) for key in _SENT)
+    if activations != gradients:
+        draft.problems.add(_SENT[0], f"{_SENT[1]} is not: give both the same value")
+    config = draft.model_config
+    sizes = [size for key in SIZE_KEYS["hidden"] if isinstance(size := config.get(key), int)]
+    if config.get("output_router_logits"):
+        sizes += [n for key in SIZE_KEYS["experts"] if isinstance(n := config.get(key), int)]
+    if activations and any(size % places for size in sizes):
+        for key in _SENT:
+            draft.ds.set(key, False, f"{places} ranks cannot divide a token's states evenly")
+
+
+def _tensor_problems(draft: Draft, places: int) -> Iterator[str]:
+    run = draft.config
+    if run.model.kernels != "none":
+        yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
+    if run.optim.name in ("muon", "adafactor"):
+        yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"
+    if draft.model_config.get("activation_dropout"):
+        why = "would be drawn alike for every rank's part"
+        yield f"activation_dropout {why}: set model.residual_dropout=0"
+    slices = draft.model_config.get("pretraining_tp")
+    if draft.model_config.get("slow_but_exact") and slices not in (None, 1):
+        yield (
+            f"slow_but_exact with pretraining_tp={slices} reads weights past their modules: set "
+            "model.overrides.slow_but_exact=false"
+        )
+    drawn = [key for key in ATTENTION_DROPOUTS if draft.model_config.get(key)]
+    family = family_of(str(draft.model_config.get("model_type")))
+    if drawn and GROUPED in family.tensor_plan.values():
+        why = "is drawn by its own code, alike for every rank's heads"
+        yield f"{drawn[0]} {why}: set model.attention_dropout=0"
+    elif drawn and (run.model.compile or run.model.attention not in ("sdpa", "eager")):
+        yield (
+            f"{drawn[0]} is drawn by each rank for its heads, without model.compile and with "
+            "model.attention sdpa or eager: change these, or set model.attention_dropout=0"
+        )
+    if draft.shape is not None:
+        ranks = left_of(draft.world, draft.grid, "pipeline", "sequence")
+        problems = tensor_problems(draft.shape, places, ranks)
+        yield from problems
+        if problems and draft.shape.vocab_size % places:
+            yield f"{whole_vocabulary(draft.shape, places)}, and would stay whole on every rank"
+    elif draft.model_config:
+        try:
+            yield from TensorPlan.of(draft.model_config).problems(places)
+        except ValueError as error:
+            yield str(error)
+
+
+_SECTION = "expert_parallel"
+_ENABLED, _SIZE = f"{_SECTION}.enabled", f"{_SECTION}.autoep_size"
+_ZERO = "zero_optimization"
+_AS_DEFAULT = [
+    *("reduce_scatter", "contiguous_gradients", "zero_hpz_partition_size"),
+    *("zero_quantized_weights", "zero_quantized_gradients"),
+]
+
+
+def divide_experts(draft: Draft) -> None:
+    """Require that neighbouring data ranks can share the experts, and take the section out of the
+    JSON: DeepSpeed would put layers of its own in the place of the model's.
+    """
+    ds, places = draft.ds, asked_experts(draft.ds)
+    if places > 1:
+        problems = [*_other_keys(ds), *((_SIZE, why) for why in _expert_problems(draft, places))]
+        sizes = [(_SIZE, why) for why in _of_sizes(draft, places)]
+        for key, why in [*sizes, *problems]:
+            if draft.estimating:
+                draft.note(NOT_TRAINED, draft.problems.worded(key, why))
+            else:
+                draft.problems.add(key, why)
+        if not sizes and draft.grid.world_size == draft.world.world_size:
+            draft.grid = replace(draft.grid, expert=places)
+    ds.drop(_SECTION)
+
+
+def asked_experts(ds: DsJson) -> int:
+    """Return the number of ranks that are to share the experts; 1 if none are."""
+    return max(1, ds.value(_SIZE)) if ds.value(_ENABLED) else 1
+
+
+def _other_keys(ds: DsJson) -> Iterator[tuple[str, str]]:
+    """Keys of the layers that DeepSpeed would build, where they differ from their defaults."""
+    defaults = DsJson({})
+    for key, _ in flat(ds.tree[_SECTION], f"{_SECTION}."):
+        if key not in (_ENABLED, _SIZE) and ds.value(key) != defaults.value(key):
+            yield key, "only DeepSpeed's own expert layers have it, the model's do not: remove it"
+    key = "use_data_before_expert_parallelism"
+    if ds.value(key):
+        yield key, "experts are shared by neighbouring ranks: remove it"
+
+
+def _of_sizes(draft: Draft, places: int) -> Iterator[str]:
+    if not draft.model_config:
+        return
+    try:
+        plan = ExpertPlan.of(draft.model_config)
+    except ValueError as error:
+        yield str(error)
+        return
+    problem = plan.problem(places, left_of(draft.world, draft.grid, "pipeline", "tensor"))
+    if problem:
+        yield problem
+
+
+def _expert_problems(draft: Draft, places: int) -> Iterator[str]:
+    run, ds, defaults = draft.config, draft.ds, DsJson({})
+    if ds.value(f"{_ZERO}.stage") == 0:
+        yield (
+            f"{_ZERO}.stage=0 would clip by a mean of norms, each of one rank's experts: use "
+            "stage 1, 2 or 3"
+        )
+    for key in (f"{_ZERO}.{name}" for name in _AS_DEFAULT):
+        if ds.value(key) != defaults.value(key):
+            yield f"it is not built with {key}: remove that key"
+    if "nvme" in {offloaded_to(ds.tree, part) for part in ("optimizer", "param")}:
+        yield f"it is not built with states on NVMe: use {_ZERO}.offload_optimizer.device=cpu"
+    if run.model.kernels != "none":
+        yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
+    if run.model.compile:
+        yield "it is not built with model.compile: remove one of them"
+    if run.optim.name in ("muon", "adafactor"):
+        yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"
+
+
+_SEQUENCE_KEY = "sequence_parallel_size"
+
+
+def divide_sequences(draft: Draft) -> None:
+    """Require that the ranks can divide every row, and take the key out of the JSON: DeepSpeed's
+    own attention would lose the documents.
+    """
+    if draft.grid.sequence > 1:
+        for why in _sequence_problems(draft, draft.grid.sequence):
+            if draft.estimating:
+                draft.note(NOT_TRAINED, draft.problems.worded(_SEQUENCE_KEY, why))
+            else:
+                draft.problems.add(_SEQUENCE_KEY, why)
+    draft.ds.drop(_SEQUENCE_KEY)
+
+
+def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
+    run = draft.config
+    if run.model.kernels != "none":
+        yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
+    if draft.shape is not None:
+        shortest = run.data.seq_len // draft.curriculum.most_pieces
+        ranks = left_of(draft.world, draft.grid, "pipeline", "tensor")
+        # Heads that tensor ranks cannot divide are theirs to report.
+        tensor = 1 if tensor_problems(draft.shape, draft.grid.tensor) else draft.grid.tensor
+        key = "data.seq_len" if shortest == run.data.seq_len else "ramp.length_from"
+        unit = f"tokens ({key})"
+        yield from sequence_problems(draft.shape, places, shortest, tensor, ranks, unit)
+    elif draft.model_config and not family_of(draft.model_config["model_type"]).divides_rows:
+        # The first batch would not tell: small states of a recurrent layer hide in its rounding.
+        yield f"nobody has divided the rows of {draft.model_config['model_type']}: use 1"
