@@ -99,7 +99,7 @@ def near_duplicate(draw: random.Random, text: str, words: list[str]) -> str:
 def _jaccard(one: str, two: str) -> float:
     from datatrove.utils.text import ngrams, simplify_text
 
-    from tools.cleaning.words import RegexWords
+    from tools.cleaning.steps import RegexWords
 
     cut = RegexWords().word_tokenize
     a, b = (set(ngrams(cut(simplify_text(text)), 5)) for text in (one, two))

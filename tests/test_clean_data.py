@@ -141,7 +141,7 @@ def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:
     from datatrove.pipeline.filters import GopherQualityFilter
 
     from tools.cleaning.recipe import read_recipe
-    from tools.cleaning.words import RegexWords
+    from tools.cleaning.steps import RegexWords
 
     path, out = cleaned
     gopher = read_recipe("light", []).gopher_quality

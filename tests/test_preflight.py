@@ -25,8 +25,14 @@ from tests.two_ranks import REPOSITORY
 from tools.preflight_checks import environment, network, report
 from tools.preflight_checks.flight import Facts, judge
 from tools.preflight_checks.machine import Machine
-from tools.preflight_checks.neighbours import neighbour_rows
-from tools.preflight_checks.network import BETWEEN, Links, bus_gb_per_s, pair_rounds, ring_rounds
+from tools.preflight_checks.network import (
+    BETWEEN,
+    Links,
+    bus_gb_per_s,
+    neighbour_rows,
+    pair_rounds,
+    ring_rounds,
+)
 from tools.preflight_checks.report import Row
 from tools.preflight_checks.sameness import Seen
 from tools.preflight_checks.storage import Storage

@@ -33,11 +33,9 @@ from tools import rehearse
 from tools.rehearsal import report
 from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.compare import apart, differing, done_twice
-from tools.rehearsal.excerpt import MOST_BYTES, excerpt
-from tools.rehearsal.job import STEPS, VOCAB_SIZE, Job
-from tools.rehearsal.layout import Layout, elsewhere, rehearsed
+from tools.rehearsal.job import STEPS, VOCAB_SIZE, Job, Layout, elsewhere, rehearsed
 from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
-from tools.rehearsal.shrink import shrunk, size_of
+from tools.rehearsal.shrink import MOST_BYTES, excerpt, shrunk, size_of
 from tools.rehearsal.stages import Done, train_command
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads for a key make Llama-3.1-405B the largest

@@ -13,7 +13,7 @@ import pytest
 
 from harness.layout.stages import bubble, schedule
 from tests.run_tools import run_tool
-from tools.layout.timing import Span, spans, waiting
+from tools.layout.schedules import Span, spans, waiting
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOOL = REPOSITORY / "tools/show_layout.py"

@@ -7,8 +7,7 @@ import pytest
 from harness.layout.shape import Shape
 from harness.plan.model_config import find_model_config
 from tests.test_plan_cluster import arguments
-from tools.cluster.ask import question_of
-from tools.cluster.scaled import scaled
+from tools.cluster.ask import question_of, scaled
 from tools.cluster.search import count_all
 from tools.cluster.what_if import Spent, _any_that_fits, _scaled, front_of, largest_micro_batch
 

@@ -31,8 +31,7 @@ sys.path[0] = str(REPOSITORY)
 
 from harness.plan.command import DEFAULT_DS_JSON
 from tools.made_with import machine, versions
-from tools.speed.cases import LADDER, Case, swept
-from tools.speed.launch import LIMIT_S, measured
+from tools.speed.cases import LADDER, LIMIT_S, Case, measured, swept
 
 _COMPARED = 2  # first losses of two rungs: differences of rounding grow from step to step
 FORMULA = (

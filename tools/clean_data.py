@@ -35,8 +35,7 @@ from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
 from harness.terminal import say
 from tools.cleaning.folder import alone, empty, keep_identity, write_report
-from tools.cleaning.needs import missing_for
-from tools.cleaning.recipe import PRESETS, Recipe, keys_as_text, read_recipe
+from tools.cleaning.recipe import PRESETS, Recipe, keys_as_text, missing_for, read_recipe
 from tools.workers import Stopped, WorkerFailed, cores, stopping
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def _clean(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
     """Write OUT/tokens.bin and .idx of what is left. Raises ConfigError, OSError, WorkerFailed."""
     from harness.config.run_config import RunConfig
-    from tools.tokenizing.sources import Share, tokenized
+    from tools.tokenizing.work import Share, tokenized
 
     def report(line: str) -> None:
         say(line, sys.stderr)
@@ -227,7 +226,7 @@ def _pipeline(args: argparse.Namespace, recipe: Recipe, corpus: Any) -> Pipeline
 
 def _run(args: argparse.Namespace, pipeline: Pipeline) -> None:
     from harness.data.cache import fill_once
-    from tools.cleaning.local import run_here
+    from tools.cleaning.stages import run_here
     from tools.cleaning.steps import write_n_grams
 
     recipe, logs = pipeline.recipe, pipeline.out / "logs"
@@ -236,7 +235,7 @@ def _run(args: argparse.Namespace, pipeline: Pipeline) -> None:
         fill_once(pipeline.work / "n-grams", write, lambda line: None)  # jobs may be reading it
     stages, problems = [*pipeline.stages()], pipeline.problems
     if args.slurm:
-        from tools.cleaning.slurm import run_on_slurm
+        from tools.cleaning.stages import run_on_slurm
 
         stream = sys.stderr if args.json else sys.stdout
         run_on_slurm(stages, logs, recipe.slurm, problems, lambda text: say(text, stream))

@@ -34,7 +34,7 @@ from harness.plan.memory import Untraceable, traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
 from harness.terminal import columns, say
 from tools.figure import write_plot
-from tools.look.titles import titles
+from tools.look.palette import titles
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe, paper_text
 from tools.plan_args import add_plan_arguments, assumed_batch, plan_of

@@ -31,8 +31,7 @@ from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
 from harness.files.paths import option_path
 from harness.runfolder import RunFolder
 from harness.terminal import say
-from tools.importing.native import Native
-from tools.importing.source import Source, find_source
+from tools.importing.native import Native, Source, find_source
 
 
 def main(argv: list[str]) -> int:

@@ -46,9 +46,7 @@ from harness.plan.text import describe
 from harness.terminal import say
 from tools.plan_args import add_machine_arguments, world_of
 from tools.rehearsal import stages
-from tools.rehearsal.job import Job
-from tools.rehearsal.layout import rehearsed
-from tools.rehearsal.mixture import with_experts
+from tools.rehearsal.job import Job, rehearsed
 from tools.rehearsal.report import (
     Result,
     markdown,
@@ -57,6 +55,7 @@ from tools.rehearsal.report import (
     stage_line,
     verdict,
 )
+from tools.rehearsal.shrink import with_experts
 from tools.rehearsal.stages import Done, Rehearsal, StageFailed, train_command
 
 INTERRUPTED = 130

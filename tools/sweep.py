@@ -41,19 +41,16 @@ from harness.errors import ConfigError, ExitCode
 from harness.files.folder_lock import release, take_lock
 from harness.terminal import say
 from tools.sweeps.cost import Cost, costs
-from tools.sweeps.folder import keep_file
-from tools.sweeps.lanes import lane_problems
+from tools.sweeps.local import lane_problems
 from tools.sweeps.page import write_page
-from tools.sweeps.screen import Screen
 from tools.sweeps.slurm import follow, slurm_problems, slurm_world, submit
-from tools.sweeps.spec import Sweep, read_sweep
-from tools.sweeps.text import best_command, best_of, ending, listing, ranking
+from tools.sweeps.spec import Sweep, keep_file, read_sweep
+from tools.sweeps.text import Screen, best_command, best_of, ending, listing, ranking
 from tools.workers import on_stop
 
 if TYPE_CHECKING:  # Optuna, which a dry run does without
     from tools.sweeps.local import Queue
-    from tools.sweeps.record import Record
-    from tools.sweeps.study import Study
+    from tools.sweeps.study import Record, Study
 
 
 INTERRUPTED = 130
@@ -133,7 +130,7 @@ def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
 
 def _run_here(sweep: Sweep, study: Study, screen: Screen) -> None:
     """Run trials on this machine until all have ended or the sweep is stopped."""
-    from tools.sweeps.budget import Budget
+    from tools.sweeps.cost import Budget
     from tools.sweeps.local import Queue
 
     queue = Queue(sweep, study, Budget(sweep, None), screen.say)

@@ -2,7 +2,7 @@
 
 Of what is summed, gathered or scattered they are the whole; of an all-to-all all that the rank
 sends, its own part included. A ring of n ranks then sends (n - 1) / n of it, of a sum twice as much
-(step_time/links.py). Sums of single numbers, of norms for example, are not counted.
+(step_time/exchanges.py). Sums of single numbers, of norms for example, are not counted.
 """
 
 from __future__ import annotations

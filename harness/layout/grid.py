@@ -3,11 +3,11 @@
 Pipeline is the outermost axis and tensor the innermost, so that the ranks that talk most are
 neighbours on one node.  This is the order of DeepSpeed's `PipeModelDataParallelTopology` (axes
 pipe, data, model), with sequence parallelism, which DeepSpeed lays over consecutive ranks, between
-data and tensor.  Whoever asks "which part is mine, and with whom do I talk" (data, engine,
-checkpoint, estimator) asks share.py, which knows what the axes mean.
+data and tensor.
 
-Whoever trains, saves, counts or compares asks here and names a purpose, never an axis.  A further
-axis is a row in GROUPS, and an entry in a Share's `cutters` where it cuts parameters.
+Data, engine, checkpoints and estimator ask a Share which part is theirs and with whom they talk: they
+name a purpose, never an axis.  A further axis is a row in GROUPS, and an entry in a Share's `cutters`
+where it cuts parameters.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from tests.models.head_alone import HeadAlone, Peak
 from tests.tiers import rest_in_gate
-from tools.proofs.memory.live import rise
+from tools.proofs.memory.worker import rise
 from tools.proofs.models import ATTENTION, LEARNED
 
 FAMILIES: dict[str, Any] = {

@@ -15,8 +15,7 @@ from tools.proofs.streams.cells import CONTROLS, Cell, all_cells, covering_cells
 from tools.proofs.streams.clocks import Event, Stream
 from tools.proofs.streams.report import markdown
 from tools.proofs.streams.simulated import Device, simulated
-from tools.proofs.streams.trial import prepare, seen
-from tools.proofs.streams.verdict import Row
+from tools.proofs.streams.trial import Row, prepare, seen
 from tools.proofs.streams.worker import Seen, Wait
 
 

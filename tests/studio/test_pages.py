@@ -21,8 +21,7 @@ from harness.config.run_file import load_run_config
 from harness.estimate.step_time.step import StepTime
 from harness.layout.stages import in_flight
 from harness.report.recorded import Recorded
-from tools.layout.schedules import SCHEDULES, most_kept
-from tools.layout.timing import spans, waiting
+from tools.layout.schedules import SCHEDULES, most_kept, spans, waiting
 from tools.studio_app.catalogue import ABOUT, LESSONS, PAGES
 from tools.studio_app.drawn import home_of, lesson_of
 from tools.studio_app.page import (

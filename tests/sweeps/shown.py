@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from tools.sweeps.page import write_page
-from tools.sweeps.record import Record, Used
 from tools.sweeps.spec import read_sweep
+from tools.sweeps.study import Record, Used
 
 _FILE = """
 [sweep]

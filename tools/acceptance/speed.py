@@ -10,8 +10,7 @@ from typing import Any
 from harness.launch.ranks import REPOSITORY
 from tools.acceptance.bench import Bench, Failed, Skipped, expect
 from tools.benchmark_gpu import losses_apart
-from tools.speed.cases import Case
-from tools.speed.launch import measured
+from tools.speed.cases import Case, measured
 
 _ON_GPUS = {
     "model.name": "llama-1b",

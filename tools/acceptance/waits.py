@@ -9,8 +9,7 @@ from typing import Any
 from harness.launch.ranks import REPOSITORY
 from tools.acceptance.bench import Bench, Failed, expect
 from tools.acceptance.report import readable
-from tools.speed.cases import Case
-from tools.speed.launch import measured
+from tools.speed.cases import Case, measured
 
 _JSONS = ("zero1", "zero2", "zero3")
 _SIMULATED = ("zero1", "zero3")

@@ -41,8 +41,8 @@ from tools.cleaning.steps import (
     PersonalData,
     Urls,
     n_grams_config,
+    words_of,
 )
-from tools.cleaning.words import words_of
 from tools.language_model import packaged_model
 
 _BUFFER = 256

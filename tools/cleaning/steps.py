@@ -5,12 +5,13 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.decont.n_grams import NGramsDecontConfig
 from datatrove.pipeline.filters import C4BadWordsFilter, C4QualityFilter, URLFilter
@@ -20,14 +21,56 @@ from datatrove.pipeline.formatters.pii import PIIReplacer
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils._import_utils import ASSETS_PATH
 from datatrove.utils.hashing import HashConfig, create_hash_func
-from datatrove.utils.text import ngrams, simplify_text
-from datatrove.utils.word_tokenizers import load_word_tokenizer
+from datatrove.utils.text import TERMINAL_PUNCTUATION, ngrams, simplify_text
+from datatrove.utils.word_tokenizers import WordTokenizer, load_word_tokenizer
 
 from harness.data.corpus import find_corpus
 from harness.files.pieces import shortened
 from harness.files.splits import ALL
 from tools.cleaning.recipe import words_in
-from tools.cleaning.words import words_of
+
+# A letter of a script that is written without spaces is a word; punctuation is one each.
+_WORD = regex.compile(
+    r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+    r"|[\w--[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]]+"
+    r"(?:['\u2019][\w--[\p{Han}\p{Hiragana}\p{Katakana}]]+)*"
+    r"|[^\w\s]",
+    regex.V1,
+)
+_ENDS = regex.escape("".join(sorted(TERMINAL_PUNCTUATION)))
+_SENTENCE = regex.compile(rf"[^{_ENDS}\n]+(?:[{_ENDS}]+[\"'\u201d\u2019)]*|\n|$)")
+
+
+class RegexWords(WordTokenizer):
+    """Words by a regular expression."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        """Return words and punctuation marks."""
+        return _WORD.findall(text)
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        """Return sentences without the space around them."""
+        return [stripped for a, b in self._spans(text) if (stripped := text[a:b].strip())]
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        """Return the places of sentences that are not blank."""
+        return [(a, b) for a, b in self._spans(text) if text[a:b].strip()]
+
+    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+        for sentence in _SENTENCE.finditer(text):
+            yield sentence.span()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RegexWords)
+
+    def __hash__(self) -> int:
+        return hash(RegexWords)
+
+
+def words_of(named: str) -> WordTokenizer | str:
+    """Return what datatrove's steps take as their language."""
+    return RegexWords() if named == "regex" else "en"
+
 
 HASHES = HashConfig(precision=64, hash_fc="sha1")  # xxhash 4 takes no strings any more
 BANNED_WORDS = Path(ASSETS_PATH) / "banned_words.txt"

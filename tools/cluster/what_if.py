@@ -12,10 +12,9 @@ from harness.estimate.hardware import find_gpu
 from harness.estimate.step_time.job import DAY
 from harness.layout.families import FAMILIES
 from harness.plan.model_config import load_model_config
-from tools.cluster.ask import question_of, run_of
+from tools.cluster.ask import question_of, run_of, scaled
 from tools.cluster.count import Counted, days
 from tools.cluster.layouts import MOST_MICRO_BATCH, layouts
-from tools.cluster.scaled import scaled
 from tools.cluster.search import Search, count_all
 
 _OTHER_GPUS = ("a100-80", "h100-80", "h200", "b200")

@@ -1,4 +1,7 @@
-"""A folder that DeepSpeed's `save_checkpoint` wrote, as fragments: ZeRO 1, 2 and 3, any ranks."""
+"""A folder that DeepSpeed's save_checkpoint wrote, as fragments, without running what is in it.
+
+Its few classes are replaced by plain ones of the same name here, so that DeepSpeed is not imported.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,69 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from harness.checkpoint.index import BUFFER, WEIGHT, Fragment
-from harness.errors import Unusable
+from harness.checkpoint.tensor_file import DTYPES
+from harness.config.run_config import run_and_step
+from harness.errors import ConfigError, Unusable
+from harness.files.regular_file import open_regular, read_json
 from harness.files.table import Table
 from harness.layout.box import Part
-from tools.importing.pickles import read, tensor_of
+
+
+class Plain:
+    """An object of which only the attributes count."""
+
+
+class Stage(int):
+    """ZeroStageEnum, as the number that it is."""
+
+
+ALLOWED: dict[str, type] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": type("LossScaler", (Plain,), {}),
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": type("DynamicScaler", (Plain,), {}),
+    "deepspeed.utils.tensor_fragment.fragment_address": type("Address", (Plain,), {}),
+}
+
+
+def read(path: Path) -> Table:
+    """The dict that torch.save wrote to `path`; its tensors stay on disk until they are used.
+
+    Raises Unusable, before anything is unpickled, where it asks for anything else than tensors,
+    plain values and ALLOWED; and where it is no such file.
+    """
+    try:
+        open_regular(path, links=True).close()  # nobody writes to a pipe that torch would wait for
+        asked = get_unsafe_globals_in_checkpoint(path)
+        refused = sorted(set(asked) - set(ALLOWED))
+        if refused:
+            raise Unusable(
+                f"{path} asks for {', '.join(refused)}, which no checkpoint needs: opening it "
+                "could run anything, so it is not opened"
+            )
+        with safe_globals([(kind, name) for name, kind in ALLOWED.items()]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Unusable:
+        raise
+    except Exception as error:  # a damaged file fails in many ways
+        problem = str(error).splitlines()[0] if str(error) else ""
+        raise Unusable(f"{path} cannot be read: {type(error).__name__}: {problem}") from None
+    return Table(content, path)
+
+
+def tensor_of(table: Table, key: object) -> torch.Tensor:
+    """A flat tensor with all its elements in the file. Raises Unusable where there is none."""
+    value = table.get(key)
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        table.refuse(table.path_of(key), value, "a tensor")
+    if value.dtype not in DTYPES or value.device.type != "cpu":
+        table.refuse(table.path_of(key), f"{value.dtype} on {value.device}", "a tensor of numbers")
+    if value.nbytes > value.untyped_storage().nbytes():
+        table.refuse(table.path_of(key), tuple(value.shape), "the shape of what the file holds")
+    return value.detach().reshape(-1)
+
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -248,3 +308,48 @@ def _scalars(model: Table, rank: Rank) -> dict[str, dict[str, Any]]:
         "loss_scaling": {name: scaling.number(name) for name in _SCALER if name in scaling},
         "optimizer": {_STEP: float(rank.steps[0])} if rank.steps else {},
     }
+
+
+_MOST_JSON_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's folder, which may hold a tokenizer; `engine`: DeepSpeed's folder in it."""
+
+    path: Path
+    engine: Path
+    model_config: dict[str, Any]
+
+
+def find_source(text: str) -> Source:
+    """The checkpoint that `text` names: the Trainer's output folder (its newest, or FOLDER@STEP),
+    or a checkpoint's own folder.
+
+    Raises ConfigError where there is none.
+    """
+    run, step = run_and_step(text)
+    if not run.is_dir():
+        raise ConfigError(f"{run} is no folder")
+    named = run.glob("checkpoint-*")
+    numbered = {int(m[1]): path for path in named if (m := re.search(r"-(\d+)$", path.name))}
+    if step is not None and step not in numbered:
+        raise ConfigError(f"{run} has checkpoints of steps {sorted(numbered)}, not of {step}")
+    path = numbered[step if step is not None else max(numbered)] if numbered else run
+    engines = [p for p in path.glob("global_step*") if p.is_dir()]
+    if len(engines) != 1:
+        raise ConfigError(
+            f"{path} is no checkpoint known here: the Trainer's hold one folder global_stepN"
+        )
+    return Source(path, engines[0], _model_config(path / "config.json"))
+
+
+def _model_config(path: Path) -> dict[str, Any]:
+    try:
+        table = Table(read_json(path, _MOST_JSON_BYTES, links=True), path)
+        table.text("model_type")
+    except Unusable as error:  # its user can mend it
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return table.as_json()

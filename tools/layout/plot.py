@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from harness.layout.stages import bubble
 from harness.plan.plan import Plan
 from tools.figure import new_figure
-from tools.layout.timing import plan_spans, waiting
-from tools.look.palette import GRID, SERIES
-from tools.look.titles import titles
+from tools.layout.schedules import plan_spans, waiting
+from tools.look.palette import GRID, SERIES, titles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from harness.layout.stages import Work, bubble, layers_per_stage, schedule, stag
 from harness.layout.tensor import tensor_shard
 from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan
-from tools.layout.timing import plan_spans, stage_work, waiting
+from tools.layout.schedules import plan_spans, stage_work, waiting
 
 _MOST_COLUMNS = 16  # data ranks, as many of which are spelt out
 _MOST_TICKS = 21

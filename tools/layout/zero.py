@@ -8,8 +8,7 @@ from harness.estimate.held import GIB
 from harness.plan.plan import Plan
 from harness.report.charts import grouped
 from tools.figure import new_figure
-from tools.look.palette import COMPONENTS, FAINT, GRID, MUTED
-from tools.look.titles import titles
+from tools.look.palette import COMPONENTS, FAINT, GRID, MUTED, titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,10 +1,14 @@
-"""A sweep as a heat map: the peak of every combination, coloured by its verdict."""
+"""A sweep as pictures: a heat map, the peak against micro-batch and length."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from harness.estimate.fit import with_micro_batch
 from harness.estimate.held import GIB
+from harness.estimate.inputs import Inputs
+from harness.estimate.timeline import Estimate, estimate_memory
 from tools.figure import new_figure
 from tools.look.palette import INK, MUTED, VERDICTS
 from tools.memory.sweep import Point
@@ -12,6 +16,32 @@ from tools.memory.sweep import Point
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_POINTS = 7  # each twice the one before
+_SHORTEST = 512  # tokens
+
+Curve = list[tuple[int, int]]
+"""(micro-batch or tokens, bytes at the peak)."""
+
+
+def by_micro_batch(estimate: Estimate) -> Curve:
+    """Peaks for 1, 2, 4, ... samples at once, and the run's own."""
+    inputs = estimate.inputs
+    values = {2**power for power in range(_POINTS)} | {inputs.micro_batch}
+    return [(n, _peak(with_micro_batch(inputs, n))) for n in sorted(values)]
+
+
+def by_seq_len(estimate: Estimate) -> Curve:
+    """Peaks for 512, 1,024, ... tokens, and the run's own length."""
+    inputs = estimate.inputs
+    values = {_SHORTEST * 2**power for power in range(_POINTS)} | {inputs.seq_len}
+    whole = (n for n in sorted(values) if n % inputs.grid.sequence == 0)
+    return [(n, _peak(replace(inputs, seq_len=n))) for n in whole]
+
+
+def _peak(inputs: Inputs) -> int:
+    return estimate_memory(inputs).worst.peak
+
 
 _NAMES = {
     "micro_batch": "samples in a micro-batch",

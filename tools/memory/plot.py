@@ -10,7 +10,7 @@ from harness.estimate.timeline import Estimate, estimate_memory
 from harness.report.charts import grouped
 from tools.figure import limit_line, new_figure
 from tools.look.palette import COMPONENTS, MUTED, SERIES
-from tools.memory.frontier import Curve, by_micro_batch, by_seq_len
+from tools.memory.heat import Curve, by_micro_batch, by_seq_len
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

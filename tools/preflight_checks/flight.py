@@ -23,8 +23,7 @@ from tools.preflight_checks.device import Device, device_rows, measure_device
 from tools.preflight_checks.environment import host_name
 from tools.preflight_checks.machine import Machine, free_gpu_bytes, machine_rows, measure_machine
 from tools.preflight_checks.meeting import Absent, Deadline, Meeting, absent, meet
-from tools.preflight_checks.neighbours import neighbour_rows
-from tools.preflight_checks.network import Links, measure_links, network_rows
+from tools.preflight_checks.network import Links, measure_links, neighbour_rows, network_rows
 from tools.preflight_checks.rates import rates
 from tools.preflight_checks.report import Row, as_json, by_text, code, count, grouped, table, who
 from tools.preflight_checks.sameness import Seen, clock_row, look, sameness_rows

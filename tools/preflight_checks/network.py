@@ -1,4 +1,4 @@
-"""The network: an all-reduce over all ranks, and pairs of neighbours that name the slow one."""
+"""The network: an all-reduce over all ranks, pairs of neighbours, and groups within a node."""
 
 from __future__ import annotations
 
@@ -13,9 +13,38 @@ import torch
 import torch.distributed as dist
 
 from harness.engine.processes import own_device
+from harness.layout.exclusions import KEYS
+from harness.layout.grid import Purpose
 from harness.layout.world import World
+from harness.plan.plan import Plan
 from tools.preflight_checks.meeting import Meeting
-from tools.preflight_checks.report import Row, by_text, grouped, slow, span, who
+from tools.preflight_checks.report import Row, by_text, count, grouped, slow, span, who
+
+_AXES: dict[str, Purpose] = {"tensor": "tensor", "sequence": "sequence", "expert": "experts"}
+
+
+def neighbour_rows(plan: Plan, hosts: Sequence[str]) -> list[Row]:
+    """Return a row for each axis whose ranks exchange something in every layer."""
+    return [
+        _row(axis, KEYS[axis], plan.share.every(purpose), hosts)
+        for axis, purpose in _AXES.items()
+        if getattr(plan.grid, axis) > 1
+    ]
+
+
+def _row(axis: str, key: str, groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> Row:
+    size = len(groups[0])
+    apart = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
+    text = f"{count(len(groups), 'group')} of {size}"
+    if not apart:
+        return Row(f"{axis} ranks", "ok", f"{text}, each within a node")
+    text += f", {len(apart)} of them over several nodes, as {who(apart[0], hosts)}"
+    todo = (
+        "they talk in every layer, over the slower links between nodes: start a multiple of "
+        f"{size} neighbouring ranks on each node, or set {key} to what divides a node's ranks"
+    )
+    return Row(f"{axis} ranks", "warn", text, todo)
+
 
 WITHIN, BETWEEN = "links in a node", "links between nodes"
 _ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}

@@ -23,8 +23,7 @@ from harness.launch.fork_server import Zygote
 from tools.proofs.matrix import chosen, matrix_arguments, refuse, same_versions, self_test_result
 from tools.proofs.streams.cells import CONTROLS, Cell, all_cells, covering_cells
 from tools.proofs.streams.report import made_with, markdown, terminal_line
-from tools.proofs.streams.trial import Failed, impossible, prepare, seen
-from tools.proofs.streams.verdict import Row
+from tools.proofs.streams.trial import Failed, Row, impossible, prepare, seen
 
 
 def main() -> int:

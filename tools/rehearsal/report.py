@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from harness.layout.shape import Shape, num_parameters
 from harness.plan.plan import Plan
 from tools.made_with import machine, versions
-from tools.rehearsal.job import STEPS, Job
-from tools.rehearsal.layout import grid_product
+from tools.rehearsal.job import STEPS, Job, grid_product
 from tools.rehearsal.stages import Done
 
 STAGES = ("plan", "train", "interrupt", "resume", "export", "elsewhere")

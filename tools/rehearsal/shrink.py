@@ -1,4 +1,4 @@
-"""A model of the same architecture with a thousandth of the weights: a pure function of its config.
+"""A model of the same architecture with a thousandth of the weights, and a part of its data.
 
 Everything that makes an architecture stays: tied or untied embeddings, queries per key, heads wider
 than the hidden size, a mixture of experts, the order of kinds of layers. Only its size goes.
@@ -7,9 +7,68 @@ than the hidden size, a mixture of experts, the order of kinds of layers. Only i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from harness.config.ds_file import PREFIX, load_ds_json
+from harness.config.run_file import load_run_config
+from harness.data.corpus import find_corpus
+from harness.errors import ConfigError
+from harness.files.file_kinds import format_of
+from harness.layout.expert import ExpertPlan
 from harness.layout.families import SIZE_KEYS, Family, family_of
+from harness.plan.command import Command
+from harness.plan.model_config import load_model_config
+
+MOST_BYTES = 4 * 2**20
+MOST_FILES = 256
+
+
+def excerpt(path: str, folder: Path, format: str | None = None, split: str | None = None) -> str:
+    """`path` itself, where it is small or holds token ids, which are read where they lie; else a
+    copy under `folder` of the beginnings of the first files of its split, with their names.
+
+    Raises ConfigError where there is no text, as a run would.
+    """
+    corpus = find_corpus(path, format, split=split)
+    if corpus.kind == "indexed" or corpus.num_bytes() <= MOST_BYTES:
+        return path
+    files = corpus.files[:MOST_FILES]
+    for file in files:
+        inside = file.relative_to(corpus.path) if corpus.path.is_dir() else Path(file.name)
+        copy = folder / inside
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(format_of(file, format).excerpt(file, MOST_BYTES // len(files)))
+    return str(folder if corpus.path.is_dir() else folder / corpus.path.name)
+
+
+MIXTURE = "mixtral-8x7b"
+_OF_THE_MODEL = ("model.name=", "model.init_from=", "model.overrides")
+
+
+def with_experts(asked: Command) -> tuple[Command, str | None]:
+    """Return the command with experts that its JSON can divide, and the preset that brings them;
+    the command as it is, and None, where nothing is divided, its own model has experts, or it
+    cannot be read, as planning will say.
+    """
+    words = asked.assignments
+    of_ds = (word.removeprefix(PREFIX) for word in words if word.startswith(PREFIX))
+    ds, problems = load_ds_json(asked.deepspeed_path, of_ds)
+    if problems or not ds.value("expert_parallel.enabled"):
+        return asked, None
+    try:
+        own = [word for word in words if not word.startswith(PREFIX)]
+        config, _ = load_model_config(load_run_config(asked.config_path, own))
+    except ConfigError:
+        return asked, None
+    try:
+        ExpertPlan.of(config)
+        return asked, None
+    except ValueError:
+        others = [word for word in words if not word.startswith(_OF_THE_MODEL)]
+        return replace(asked, assignments=(*others, f"model.name={MIXTURE}")), MIXTURE
+
 
 HIDDEN_SIZE = 64  # of all query heads together, as near as the number of heads allows
 MOST_HEADS_PER_KEY = 16

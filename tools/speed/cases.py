@@ -1,10 +1,19 @@
-"""The timed cases: a base of key=value, swept over values, or made faster rung by rung."""
+"""The timed cases, each in processes of its own."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tools.bounded import run_bounded
 
 ALIASES = {"micro_batch": "train.micro_batch", "seq_len": "data.seq_len", "model": "model.name"}
 """Short names for --sweep."""
@@ -48,3 +57,56 @@ def swept(base: dict[str, str], sweeps: Iterable[str]) -> Iterator[Case]:
     for combination in itertools.product(*axes):
         name = " ".join(f"{key}={value}" for key, value in combination) or "base"
         yield Case(name, {**base, **dict(combination)})
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIMIT_S = 900.0
+# Of a run that is timed: nothing beside its steps. Whether it fits is to be seen.
+_TIMED = {
+    "train.steps": "1000000",
+    "log.every": "1000000",
+    "eval.every": "0",
+    "eval.samples": "1",
+    "save.every": "0",
+    "save.export": "false",
+    "sample.tokens": "0",
+    "plan.force": "true",
+}
+
+
+def measured(
+    case: Case,
+    deepspeed: Path,
+    ranks: int,
+    warmup: int,
+    steps: int,
+    limit_s: float = LIMIT_S,
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the report of tools/speed/worker.py, or its end under `refused` or `error`.
+
+    One micro-batch a step on each of `ranks` unless the case says otherwise. `env`: beside ours.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        out, log = Path(scratch, "found.json"), Path(scratch, "log.txt")
+        own = {"train.global_batch": _one_step(case, ranks), "run.dir": f"{scratch}/run"}
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", "tools.speed.worker", f"--deepspeed={deepspeed.resolve()}"]
+        command += [f"--warmup={warmup}", f"--steps={steps}", f"--out={out}"]
+        command += [f"{key}={value}" for key, value in {**_TIMED, **own, **case.settings}.items()]
+        ended = run_bounded(command, limit_s, log, REPOSITORY, {**os.environ, **env})
+        report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
+    if ended.code is None:
+        report["error"] = f"not done after {limit_s:g} s: {last}"
+    elif ended.code and "error" not in report:
+        report["error"] = f"ended with code {ended.code}: {last}"
+    report.pop("rank", None)
+    return report
+
+
+def _one_step(case: Case, ranks: int) -> str:
+    micro_batch = case.settings["train.micro_batch"]
+    return str(int(micro_batch) * ranks) if micro_batch.isdecimal() else micro_batch

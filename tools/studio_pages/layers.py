@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.layout.stages import layers_per_stage, schedule, stage_parameters
-from tools.layout.timing import Span, spans, stage_work, waiting
+from tools.layout.schedules import Span, spans, stage_work, waiting
 from tools.studio_app.charts import Axis, stacked
 from tools.studio_app.memory import gib
 from tools.studio_app.page import (
@@ -124,8 +124,8 @@ PAGE = Page(
     computed_by=(
         "harness.layout.stages.layers_per_stage",
         "harness.layout.stages.stage_parameters",
-        "tools.layout.timing.stage_work",
-        "tools.layout.timing.spans",
+        "tools.layout.schedules.stage_work",
+        "tools.layout.schedules.spans",
     ),
     formula="With one micro-batch n equally fast devices wait (n - 1) / n of their time: the "
     "bubble (n - 1) / (m + n - 1) at m = 1. Handed on: micro-batch x sequence length x width x 2 "

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from harness.layout.stages import bubble
-from tools.layout.schedules import SCHEDULES, interleaved, most_kept
-from tools.layout.timing import Span, spans, stage_work, waiting
+from tools.layout.schedules import (
+    SCHEDULES,
+    Span,
+    interleaved,
+    most_kept,
+    spans,
+    stage_work,
+    waiting,
+)
 from tools.studio_app.charts import Axis, stacked
 from tools.studio_app.page import (
     Chart,
@@ -163,8 +170,8 @@ PAGE = Page(
         "harness.layout.stages.bubble",
         "tools.layout.schedules.interleaved",
         "tools.layout.schedules.zero_bubble",
-        "tools.layout.timing.spans",
-        "tools.layout.timing.waiting",
+        "tools.layout.schedules.spans",
+        "tools.layout.schedules.waiting",
     ),
     formula="Waiting over work is (p - 1) / m for p equally fast stages and m micro-batches under "
     "1F1B and GPipe, (p - 1) / (v m) with v interleaved chunks, and under ZB-H1 a third of 1F1B's "

@@ -1,7 +1,8 @@
-"""Trials on this machine, some at a time."""
+"""Trials on this machine, some at a time, each on GPUs or threads of its own."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -10,13 +11,42 @@ from pathlib import Path
 
 from harness.launch import ranks as cpu_ranks
 from harness.launch.ranks import REPOSITORY, Ranks
+from harness.layout.world import find_accelerator, listed_gpus, published_gpus
 from harness.runfolder import RunFolder
-from tools.sweeps.budget import Budget
-from tools.sweeps.lanes import lane_environment
-from tools.sweeps.record import Record, Used
+from tools.sweeps.cost import Budget
 from tools.sweeps.running import Running, last_lines
 from tools.sweeps.spec import Sweep
-from tools.sweeps.study import OpenTrial, Study
+from tools.sweeps.study import OpenTrial, Record, Study, Used
+
+
+def lane_problems(sweep: Sweep) -> list[str]:
+    """Return why this machine cannot run so many trials at a time."""
+    settings = sweep.settings
+    needed, gpus = settings.ranks * settings.parallel, _gpus()
+    if find_accelerator() == "cpu" or needed <= len(gpus):
+        return []
+    return [
+        f"sweep.ranks {settings.ranks} x sweep.parallel {settings.parallel} are {needed} GPUs, and "
+        f"{len(gpus)} are here: set fewer"
+    ]
+
+
+def _gpus() -> list[str]:
+    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    return [str(number) for number, _ in enumerate(published_gpus() or listed_gpus())]
+
+
+def lane_environment(ranks: int, parallel: int, lane: int) -> dict[str, str | None]:
+    """Return the changes of the environment for the trial of a lane."""
+    if find_accelerator() == "cpu":
+        threads = max(1, (os.cpu_count() or 1) // (ranks * parallel))
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    mine = _gpus()[lane * ranks : (lane + 1) * ranks]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
 
 _POLL_S = 0.05
 Say = Callable[[str], None]

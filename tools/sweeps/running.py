@@ -15,8 +15,7 @@ from harness.files.records import Unreadable
 from harness.runfolder import RunFolder
 from tools.batch_job import PRUNED
 from tools.sweeps.cost import Cost
-from tools.sweeps.record import Used
-from tools.sweeps.study import OpenTrial
+from tools.sweeps.study import OpenTrial, Used
 
 _LOG_LINES = 3
 _LATEST = 2 / 3  # after so much of its run a trial may as well finish, and tell its final metric

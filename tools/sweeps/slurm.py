@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from harness.errors import ConfigError
 from harness.launch.ranks import REPOSITORY
 from harness.layout.world import World
-from tools.sweeps.record import Record
 from tools.sweeps.spec import Sweep
+from tools.sweeps.study import Record
 
 if TYPE_CHECKING:  # Optuna
     from tools.sweeps.study import Study

@@ -1,4 +1,4 @@
-"""A sweep's file: a run config with two tables more, [sweep] and [search], and perhaps [ds]."""
+"""A sweep's file and folder: a run config with [sweep] and [search], and perhaps [ds]."""
 
 from __future__ import annotations
 
@@ -201,3 +201,30 @@ def _settings(table: dict[str, Any], origin: str, problems: list[str]) -> SweepS
             problems.append(worded(key, item["input"], origin, must_be))
     bad = {item["loc"][0] for item in errors}
     return SweepSection.model_validate({k: v for k, v in table.items() if k not in bad})
+
+
+_MAY_CHANGE = ("sweep.trials", "sweep.parallel", "sweep.budget.", "sweep.name")
+
+
+def keep_file(sweep: Sweep) -> None:
+    """Make the folder, and copy the sweep's file into it.
+
+    Raises ConfigError if another sweep is there, with every key that differs.
+    """
+    copy = sweep.folder / "sweep.toml"
+    if copy.exists():
+        before, now = _compared(read_toml(copy)), _compared(sweep.tree)
+        problems = [
+            worded(key, now.get(key), str(sweep.path), f"but {before.get(key)!r} in {copy}")
+            for key in {**before, **now}
+            if before.get(key) != now.get(key)
+        ]
+        if problems:
+            raise ConfigError([*problems, f"{copy} is of another sweep: set sweep.name"])
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    if sweep.path.resolve() != copy.resolve():
+        copy.write_bytes(Path(sweep.path).read_bytes())
+
+
+def _compared(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flat(tree) if not key.startswith(_MAY_CHANGE)}

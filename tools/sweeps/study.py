@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,40 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from tools.sweeps.record import Record, Used
 from tools.sweeps.space import Choice, Dimension, Values
 from tools.sweeps.spec import Sweep
+
+
+@dataclass(frozen=True)
+class Used:
+    """Steps, tokens and hours of a trial."""
+
+    steps: int = 0
+    tokens: int = 0
+    hours: float = 0.0
+    """Time that its processes ran."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A trial as the journal has it."""
+
+    number: int
+    state: str
+    """waiting, running, done, pruned, diverged or failed."""
+    choice: Choice
+    """Its values; empty until they are decided."""
+    value: float
+    """Its metric, at the end or when it was last evaluated; infinite without one."""
+    used: Used
+    reason: str
+    """Why it failed, diverged or was stopped."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it is not to go on."""
+        return self.state not in ("waiting", "running")
+
 
 JOURNAL = "study.journal"
 _NAME = "sweep"

@@ -12,7 +12,7 @@ from types import FrameType
 
 from harness.launch.ranks import REPOSITORY
 from harness.runfolder import RunFolder
-from tools.sweeps.budget import Budget
+from tools.sweeps.cost import Budget
 from tools.sweeps.running import Running, last_lines
 from tools.sweeps.slurm import slurm_world
 from tools.sweeps.spec import Sweep

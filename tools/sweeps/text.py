@@ -1,15 +1,18 @@
-"""A sweep as text: its trials, their ranking, the command of the best."""
+"""A sweep as text: lines that stay, its trials, their ranking, the command of the best."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
+from harness import terminal
 from tools.sweeps.cost import Cost
-from tools.sweeps.record import Record
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep
+from tools.sweeps.study import Record
 
 _ENDS = {"done": "", "pruned": "stopped early", "diverged": "diverged", "failed": "failed"}
 
@@ -119,3 +122,51 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in [names, *rows]
     ]
     return "\n".join(lines)
+
+
+class Progress(Protocol):
+    """The line of a trial that runs."""
+
+    step: int
+    value: float
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of its whole run."""
+        ...
+
+
+class Screen:
+    """Standard output."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._line = ""
+
+    def say(self, text: str) -> None:
+        """Write a line that stays."""
+        self._replace("")
+        terminal.say(text)
+
+    def show(self, running: Iterable[Progress]) -> None:
+        """Replace the line that changes: each trial's step and metric."""
+        self._replace(
+            " | ".join(
+                f"{of.number:03} step {of.step}/{of.total_steps} {shown(of.value)}"
+                for of in running
+            )
+        )
+
+    def _replace(self, line: str) -> None:
+        if not self._is_terminal or line == self._line:
+            return
+        width = (terminal.columns(sys.stdout) or terminal.COLUMNS) - 1
+        print(f"\r{line[:width]:<{min(width, len(self._line))}}", end="", flush=True)
+        if not line:
+            print("\r", end="", flush=True)
+        self._line = line

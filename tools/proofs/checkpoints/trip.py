@@ -22,9 +22,8 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run.resumption import load_into
 from tools.proofs.cells import GLOBAL_BATCH
-from tools.proofs.checkpoints.cells import Side
+from tools.proofs.checkpoints.cells import BLANK_SEED, Side, built_as
 from tools.proofs.checkpoints.compare import differences
-from tools.proofs.checkpoints.models import BLANK_SEED, built_as
 from tools.proofs.models import SEQ_LEN
 from tools.proofs.parity.recipe import BETAS, CLIP_NORM, EPS, LR, WEIGHT_DECAY
 from tools.proofs.parity.samples import global_batch, rows, targets

@@ -11,8 +11,7 @@ from typing import Any
 
 from harness.layout.world import find_accelerator
 from tools.made_with import versions
-from tools.speed.cases import Case
-from tools.speed.launch import measured
+from tools.speed.cases import Case, measured
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STEPS = 3  # Adam makes its moments in the first, ZeRO 3 knows its order of parameters after it

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from harness.config.run_config import RunConfig
 from harness.data.batch import Batch
@@ -16,7 +20,51 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run.live_memory import live_storages
 from tools.proofs.memory.cases import SEQ_LEN, Case
-from tools.proofs.memory.live import rise
+
+
+def load_evenly(engine: Any) -> None:
+    """Send each of an engine's divided experts equally many tokens."""
+    for name, module in engine.module.named_modules():
+        if name.endswith(".experts"):
+            module.forward = _evenly(module.forward, module.num_experts * engine.plan.grid.expert)
+
+
+def _evenly(forward: Any, experts: int) -> Any:
+    def evenly(states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        each = torch.arange(index.numel(), device=index.device) % experts
+        return forward(states, each.view_as(index), weights)
+
+    return evenly
+
+
+@dataclass
+class Rise:
+    """Rise of allocated bytes above their start."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def rise(mapped: int = 0) -> Iterator[Rise]:
+    """Follow every allocation of the CPU's allocator, that of C++ too, while the body runs.
+
+    `mapped`: bytes of a file whose mappings are left out. Safetensors maps the whole file for each
+    tensor it reads; its pages are the kernel's, which drops them where memory is short.
+    """
+    highest = Rise()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield highest
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and abs(event.nbytes()) != mapped
+    )
+    now = 0
+    for _, size in changes:
+        now += size
+        highest.bytes = max(highest.bytes, now)
+
 
 Job = Case
 
@@ -49,7 +97,6 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
     the bytes that are saved for the backward pass.
     """
     from tools.proofs.engines import build_engine
-    from tools.proofs.memory.evenly import load_evenly
 
     before = live_storages()
     points: dict[str, Any] = {}

@@ -12,11 +12,11 @@ import torch
 from tools.proofs.cells import GLOBAL_BATCH
 from tools.proofs.models import DROPPING, LEARNED
 from tools.proofs.parity.cells import Cell
-from tools.proofs.parity.kept import kept_spreads
 from tools.proofs.parity.measure import Difference, Trajectory, difference, worst_relative
 from tools.proofs.parity.model import Split, Way
 from tools.proofs.parity.reference import GATE, trained
 from tools.proofs.parity.report import Row
+from tools.proofs.parity.spread import kept_spreads
 from tools.proofs.parity.sums import Sum, gradients
 
 LEAST_FALL = 0.2  # of the loss over the gate's steps: a model that does not learn proves little

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tools.proofs.streams.places import place
+from tools.proofs.streams.report import place
 
 Clock = Counter[int]  # stream -> the last of its operations known to have ended
 HOST = -1  # a number that no stream has

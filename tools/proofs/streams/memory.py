@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from tools.proofs.streams.clocks import HOST, Clock, Stream, Timeline
-from tools.proofs.streams.places import place
+from tools.proofs.streams.report import place
 
 # What the data room makes of nothing is on the host, though torch names one device for both.
 _ON_HOST = "harness/data/"

@@ -7,6 +7,7 @@ operation is noted with the storages that it reads and writes on the current str
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,9 +20,55 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from harness.models import varlen
 from tools.proofs.streams.clocks import Event, Stream, Timeline, Work
 from tools.proofs.streams.memory import Memory
-from tools.proofs.streams.places import is_within
+from tools.proofs.streams.report import is_within
+
+_tolist = torch.Tensor.tolist  # before the simulator takes it for a wait
+
+
+def varlen_kernel(memory: Memory) -> varlen.Kernel:
+    """Return attention within documents that reads their bounds on the device, as kernels do."""
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bounds: torch.Tensor,
+        _longest: int,
+        **how: Any,
+    ) -> torch.Tensor:
+        alone = functools.partial(varlen.alone, **how)
+        output: torch.Tensor = _Launched.apply(query, key, value, bounds, alone, memory)  # type: ignore[no-untyped-call]
+        return output
+
+    return kernel
+
+
+class _Launched(torch.autograd.Function):
+    """The CPU's attention document by document, seen as one operation."""
+
+    @staticmethod
+    def forward(context: Any, *inputs: Any) -> torch.Tensor:
+        """(tokens, heads, head_dim) each -> (tokens, heads, head_dim)."""
+        query, key, value, bounds, alone, memory = inputs
+        context.memory = memory
+        with _disable_current_modes():
+            places = _tolist(bounds)
+            output = varlen.InTurn.forward(context, query, key, value, places, alone)
+        memory.run([(tensor, False) for tensor in (query, key, value, bounds)], [output])
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        """Return the gradients of queries, keys and values."""
+        saved = context.saved_tensors
+        with _disable_current_modes():
+            gradients = varlen.gradients_in_turn(saved[:3], context.bounds, context.alone, gradient)
+        context.memory.run([(tensor, False) for tensor in (gradient, *saved)], [*gradients])
+        return *gradients, None, None, None
+
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "broadcast"),
@@ -234,7 +281,6 @@ def simulated(synchronizes: bool = True) -> Iterator[Device]:
 
     from harness.data.batch import on_device
     from harness.models import varlen
-    from tools.proofs.streams.kernels import varlen_kernel
 
     device, accelerator = Device(), type(get_accelerator())
     timeline, memory = device.timeline, device.memory

@@ -1,4 +1,4 @@
-"""Defects in what is read and in how its losses are added up."""
+"""Defects in what is read, and in how its losses are added up."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from unittest import mock
 import torch
 
 from harness.data.batch import Batch
+from harness.engine import build
 from harness.layout.world import World
+from harness.models import chunked_loss
 from tools.proofs.cells import GLOBAL_BATCH
 from tools.proofs.models import SEQ_LEN
-from tools.proofs.parity.defects.seams import (
-    Planted,
-    batches_changed,
-    losses_changed,
-    wrapped,
-)
+from tools.proofs.parity.defects.seams import Planted, batches_changed, losses_changed, wrapped
 from tools.proofs.parity.samples import global_batch, targets
 
 
@@ -110,3 +107,27 @@ def batch_means(engine: Any, batches: list[Batch], evaluate: Any) -> torch.Tenso
     """Each evaluated micro-batch's mean loss counts equally, however many targets it has."""
     sums = torch.stack([evaluate(engine, [batch]) for batch in batches])
     return torch.stack([(sums[:, 0] / sums[:, 1].clamp(min=1)).sum(), (sums[:, 1] > 0).sum()])
+
+
+def last_chunk_dropped(world: World) -> contextlib.AbstractContextManager[Any]:
+    """The last chunk takes no part in the loss, and its rows of the head have no gradient."""
+    columns = chunked_loss._How.columns
+
+    def without_last(self: Any, vocab_size: int) -> Iterator[slice]:
+        return iter([*columns(self, vocab_size)][:-1])
+
+    return mock.patch.object(chunked_loss._How, "columns", without_last)
+
+
+def summand_overwritten(world: World) -> contextlib.AbstractContextManager[Any]:
+    """The hidden states' gradient is that of the last chunk, not the sum over all."""
+
+    def overwrite(total: torch.Tensor, slope: torch.Tensor, weight: torch.Tensor) -> None:
+        total.copy_(slope @ weight)
+
+    return mock.patch.object(chunked_loss, "_add_summand", overwrite)
+
+
+def logits_as_the_head_gives_them(world: World) -> contextlib.AbstractContextManager[Any]:
+    """Logits of chunks are neither capped nor scaled."""
+    return mock.patch.object(build, "operations_on_logits", return_value=())

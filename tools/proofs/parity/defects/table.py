@@ -13,48 +13,51 @@ from tools.proofs.parity.defects.batches import (
     batch_means,
     evaluation_with,
     labels_unshifted,
+    last_chunk_dropped,
+    logits_as_the_head_gives_them,
     mean_of_means,
     micro_batch_dropped,
     positions_go_on,
     prompts_trained,
     sample_dropped,
     samples_of_rank_0,
+    summand_overwritten,
 )
-from tools.proofs.parity.defects.experts import (
+from tools.proofs.parity.defects.divided import (
     averaged_over_the_holders,
+    bias_added_everywhere,
+    documents_lost,
+    dropout_of_every_rank,
+    gradients_not_summed,
+    heads_in_another_order,
+    heads_undivided,
+    inputs_not_summed,
+    loss_of_every_tensor_rank,
+    mean_of_own_targets,
+    norm_of_every_copy,
     norm_of_one_tensor_rank,
     norm_of_own_experts,
+    padding_learned,
+    parts_balanced,
+    positions_of_rank_0,
     rows_as_they_came,
     token_dropped,
-)
-from tools.proofs.parity.defects.losses import (
-    last_chunk_dropped,
-    logits_as_the_head_gives_them,
-    summand_overwritten,
+    vocabulary_off_by_one,
 )
 from tools.proofs.parity.defects.models import (
     bounds_late,
     document_mask_dropped,
+    host_memory_reused,
     key_ignored,
     layers_swapped,
     other_seed,
+    results_swapped,
     tied_gradients_apart,
     tied_gradients_of_all_ranks,
+    tile_without_gradient,
     windows_lost,
 )
-from tools.proofs.parity.defects.recomputed import (
-    host_memory_reused,
-    results_swapped,
-    tile_without_gradient,
-)
 from tools.proofs.parity.defects.seams import Planted, gradients_scaled_by, model_config_with
-from tools.proofs.parity.defects.sequences import (
-    documents_lost,
-    heads_in_another_order,
-    mean_of_own_targets,
-    parts_balanced,
-    positions_of_rank_0,
-)
 from tools.proofs.parity.defects.steps import (
     adam_step_off_by_one,
     adam_with,
@@ -67,17 +70,6 @@ from tools.proofs.parity.defects.steps import (
     rate_of_last_step,
     rate_times_ranks,
     with_l2,
-)
-from tools.proofs.parity.defects.tensors import (
-    bias_added_everywhere,
-    dropout_of_every_rank,
-    gradients_not_summed,
-    heads_undivided,
-    inputs_not_summed,
-    loss_of_every_tensor_rank,
-    norm_of_every_copy,
-    padding_learned,
-    vocabulary_off_by_one,
 )
 
 _TWO = 2  # ranks
