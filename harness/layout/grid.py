@@ -5,9 +5,9 @@ neighbours on one node.  This is the order of DeepSpeed's `PipeModelDataParallel
 pipe, data, model), with sequence parallelism, which DeepSpeed lays over consecutive ranks, between
 data and tensor.
 
-Data, engine, checkpoints and estimator ask a Share which part is theirs and with whom they talk: they
-name a purpose, never an axis.  A further axis is a row in GROUPS, and an entry in a Share's `cutters`
-where it cuts parameters.
+Data, engine, checkpoints and estimator ask a Share which part is theirs and with whom they talk:
+they name a purpose, never an axis.  A further axis is a row in GROUPS, and an entry in a Share's
+`cutters` where it cuts parameters.
 """
 
 from __future__ import annotations
