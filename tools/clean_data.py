@@ -141,7 +141,7 @@ def _clean(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
     """Write OUT/tokens.bin and .idx of what is left. Raises ConfigError, OSError, WorkerFailed."""
     from harness.config.run_config import RunConfig
-    from tools.tokenizing.work import Share, tokenized
+    from tools.tokenizing.sources import Share, tokenized
 
     def report(line: str) -> None:
         say(line, sys.stderr)

@@ -26,7 +26,7 @@ from harness.config.run_file import load_run_config
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
 from harness.terminal import say
-from tools.tokenizing.work import Share, tokenized
+from tools.tokenizing.sources import Share, tokenized
 from tools.workers import Stopped, WorkerFailed, cores, stopping
 
 
