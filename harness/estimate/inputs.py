@@ -151,10 +151,10 @@ class Inputs:
         Not where DeepSpeed may not hold two such layers, and not where gradients of a layer's
         weights may come after those of its input: of reversible layers, beside frozen weights.
         """
+        if self.compiled:  # hooks on its modules would break a layer's graph
+            return self.zero.stage == 3
         if self.zero.stage != 3 or self.checkpointing == REVERSIBLE or self.trace is not None:
             return False
-        if self.compiled:  # hooks on its modules would break a layer's graph
-            return True
         if self.adapters or self.rules or self.zero.has_leaves:
             return False
         return 2 * self.layer_elements <= self.zero.max_live

@@ -156,6 +156,8 @@ def estimate(plan: Plan) -> Estimate | None:
 
 def gathers_layers(plan: Plan) -> bool:
     """Return whether ZeRO 3 takes a decoder layer as a whole (Inputs.gathers_layers)."""
+    if plan.config.model.compile:  # also of an architecture that is not known
+        return plan.zero_stage == 3
     inputs = memory_inputs(plan)
     return inputs is not None and inputs.of_stage(0).gathers_layers
 
