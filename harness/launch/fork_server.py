@@ -233,6 +233,7 @@ def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
     seconds: dict[int, float] = {}
 
     def collect(until: float) -> None:
+        """Wait for ranks that end, until all have, a time, or the patience after a failure."""
         while len(codes) < len(pids) and time.monotonic() < until:
             if failed := [seconds[pid] for pid, code in codes.items() if code]:
                 until = min(until, began + min(failed) + job["patience_s"])
