@@ -7,7 +7,7 @@ Both train 25 million parameters on CPU ranks with the same weights, batches and
 harness writes its run folder and a line of metrics in every step; the loop does nothing but train.
 Each round starts both anew, in the other order than the round before. The table has the ratio of
 their median steps, and of the seconds from the command to the end of the first step: the median
-over the rounds, and the least and the most. A round takes about a minute on two quiet cores.
+over the rounds, and the least and the most. A round of two ranks takes 2.5 minutes on two cores.
 """
 
 from __future__ import annotations
