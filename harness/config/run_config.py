@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, PrivateAttr
-from pydantic.fields import FieldInfo
 
 from harness.config.batch import Curriculum
 from harness.config.conduct_sections import (
@@ -31,7 +30,7 @@ from harness.config.conduct_sections import (
 from harness.config.data_section import DataConfig
 from harness.config.model_section import ModelConfig
 from harness.config.optim_and_schedule import OptimConfig
-from harness.config.sections import RampConfig, Section, TrainConfig, key_of
+from harness.config.sections import RampConfig, Section, TrainConfig, help_texts, key_of
 
 
 class RunConfig(Section):
@@ -134,26 +133,25 @@ def origin_of(key: str, origins: Mapping[str, str]) -> str:
 
 def known_keys() -> list[str]:
     """Return every dotted key of the run config, in order."""
-    return [key for key, _ in _fields(RunConfig)]
+    return [key for key, *_ in _fields(RunConfig)]
 
 
 def keys_as_text() -> str:
     """Return all keys, a line each with its default and meaning: those that a first run sets, then
     section by section.
     """
-    fields = dict(_fields(RunConfig))
-    parts = ["To begin with:", *(_described(key, fields[key]) for key in FIRST_KEYS)]
+    lines = {key: _described(key, *field) for key, *field in _fields(RunConfig)}
+    parts = ["To begin with:", *(lines[key] for key in FIRST_KEYS)]
     for name, section in RunConfig.model_fields.items():
         kind: Any = section.annotation
         parts += ["", f"[{name}] {_purpose(kind)}"]
-        parts += [_described(key, field) for key, field in _fields(kind, f"{name}.")]
+        parts += [lines[key] for key, *_ in _fields(kind, f"{name}.")]
     return "\n".join(parts)
 
 
-def _described(key: str, field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True)
-    text = " ".join((field.description or "").split())
-    return f"{key} = {default!r}".ljust(36) + f"  {text}"
+def _described(key: str, section: type[Section], name: str) -> str:
+    default = section.model_fields[name].get_default(call_default_factory=True)
+    return f"{key} = {default!r}".ljust(36) + f"  {help_texts(section)[name]}"
 
 
 def _purpose(section: type[Section]) -> str:
@@ -161,11 +159,11 @@ def _purpose(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").split("\n\n")[0].split())
 
 
-def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every dotted key in a section, and in the sections in it, with its field."""
+def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], str]]:
+    """Yield every dotted key in a section, with the section and the name of its field."""
     for name, field in section.model_fields.items():
         key, kind = f"{prefix}{key_of(name)}", field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from _fields(kind, f"{key}.")
         else:
-            yield key, field
+            yield key, section, name

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import itertools
 import math
+import textwrap
 from typing import Annotated
 
 from pydantic import (
@@ -62,11 +67,25 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
         alias_generator=key_of,
         serialize_by_alias=True,
     )
+
+
+@functools.cache
+def help_texts(section: type[Section]) -> dict[str, str]:
+    """Return the docstring of each field on one line.
+
+    pydantic would do this with use_attribute_docstrings, but for every section at every start.
+    """
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    texts = {}
+    for field, text in itertools.pairwise(getattr(tree, "body", [])):
+        match field, text:
+            case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(value))):
+                texts[name] = " ".join(value.split())
+    return texts
 
 
 class TrainConfig(Section):

@@ -13,7 +13,16 @@ from pydantic.fields import FieldInfo
 
 from harness.config.assignments import COMMAND_LINE, assign_all, did_you_mean
 from harness.config.run_file import read_toml
-from harness.config.sections import Count, CountOrZero, Fraction, PathText, Positive, Section, Text
+from harness.config.sections import (
+    Count,
+    CountOrZero,
+    Fraction,
+    PathText,
+    Positive,
+    Section,
+    Text,
+    help_texts,
+)
 from harness.errors import ConfigError, worded
 
 _FOLDER = Path(__file__).with_name("recipes")
@@ -280,11 +289,14 @@ def keys_as_text() -> str:
     for name, field in Recipe.model_fields.items():
         section = _section_of(field.annotation)
         if section is None:
-            lines += ["", _described(name, field)]
+            lines += ["", _described(name, field, help_texts(Recipe)[name])]
             continue
         purpose = " ".join((section.__doc__ or "").split("\n\n")[0].split())
         lines += ["", f"[{name}] {purpose}"]
-        lines += [_described(f"{name}.{key}", of) for key, of in section.model_fields.items()]
+        lines += [
+            _described(f"{name}.{key}", field, help_texts(section)[key])
+            for key, field in section.model_fields.items()
+        ]
     return "\n".join(lines[1:])
 
 
@@ -294,12 +306,12 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return sections[0] if sections else None
 
 
-def _described(key: str, field: FieldInfo) -> str:
+def _described(key: str, field: FieldInfo, text: str) -> str:
     if field.is_required():
         default = "(needed)"
     else:
         default = f"= {field.get_default(call_default_factory=True)!r}"
-    return f"{key} {default}".ljust(44) + f"  {' '.join((field.description or '').split())}"
+    return f"{key} {default}".ljust(44) + f"  {text}"
 
 
 def _tree(named: str, problems: list[str]) -> tuple[dict[str, Any], str]:
