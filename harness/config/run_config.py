@@ -140,7 +140,7 @@ def keys_as_text() -> str:
     """Return all keys, a line each with its default and meaning: those that a first run sets, then
     section by section.
     """
-    lines = {key: _described(key, *field) for key, *field in _fields(RunConfig)}
+    lines = {key: _described(key, owner, name) for key, owner, name in _fields(RunConfig)}
     parts = ["To begin with:", *(lines[key] for key in FIRST_KEYS)]
     for name, section in RunConfig.model_fields.items():
         kind: Any = section.annotation
