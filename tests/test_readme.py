@@ -179,7 +179,7 @@ def first_run(clone: Path) -> None:
 
 
 def test_the_readme_is_for_a_newcomer() -> None:
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 150
     assert README.index("make demo") < README.index("make test") < 1500
     assert len(COMMANDS) >= 30
 
