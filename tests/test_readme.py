@@ -25,7 +25,7 @@ from tests.two_ranks import TRAIN, run_ranks
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 WRITTEN = (  # by hand; the other pages are generated, or hold no commands
-    "layouts configs data cleaning models optimizers runs slurm export performance planner seeing"
+    "layouts configs data cleaning models runs slurm export performance planner seeing"
     " troubleshooting long_sequences"
 )
 PAGES = README + "".join((ROOT / f"docs/{name}.md").read_text() for name in WRITTEN.split())
