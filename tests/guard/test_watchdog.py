@@ -1,9 +1,13 @@
-"""Files that a rank leaves behind, hung or not; tests/faults/test_hangs.py has real hangs."""
+"""Time limits of phases, heartbeats, and the ranks that a report names; tests/faults/test_stops.py
+has real hangs.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +16,49 @@ from typing import Any, cast
 import pytest
 
 from harness.checkpoint.manifest import TrainState
-from harness.guard.watchdog import Limits, Pulse, Watchdog
+from harness.guard import watchdog as module
+from harness.guard.watchdog import Limits, Pulse, Watchdog, judge, place_of
+from harness.layout.grid import Grid
 from harness.run.run import Run
 from harness.runfolder import RunFolder
 from tests.two_ranks import wait_for
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_limits_are_learned_from_the_longest_of_the_last_times(clock: list[float]) -> None:
+    pulse = Pulse(Limits(floor_s=30, factor=10, first_s=600))
+    assert pulse.limit_s("set-up") == 600
+    for seconds in (40, 2, 3):  # the first compiles
+        assert pulse.limit_s("step") == 600
+        pulse("step", 1)
+        clock[0] += seconds
+        pulse("save", 1)
+    assert pulse.limit_s("step") == 400
+    assert pulse.longest_s("step") == 40
+    for _ in range(32):
+        pulse("step", 2)
+        clock[0] += 2
+        pulse("data", 3)
+    assert pulse.limit_s("step") == 30  # the floor; the first is forgotten
+    assert pulse.limit_s("save") == 30
+    assert pulse.longest_s("load") is None
+
+
+def test_every_beat_counts(clock: list[float]) -> None:
+    pulse = Pulse(Limits(1, 1, 1))
+    before = pulse.beat
+    clock[0] = 5
+    pulse("evaluation", 7)
+    pulse("evaluation", 7)
+    assert (before.phase, before.count) == ("set-up", 0)
+    assert (pulse.beat.phase, pulse.beat.step, pulse.beat.count) == ("evaluation", 7, 2)
+    assert pulse.beat.since == 5
 
 
 def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
@@ -79,3 +122,70 @@ def test_the_rank_that_reports_a_hang_says_so_in_the_status(rank: int, tmp_path:
     assert (status["outcome"], status["code"], status["step"]) == ("failed", 78, 7)
     assert status["message"] == "hang: rank 0"
     assert [event["attempt"] for event in folder.read_events()] == [1]
+
+
+def heartbeat(rank: int, count: int, tick: int, **more: Any) -> dict[str, Any]:
+    found = {"rank": rank, "host": f"n{rank}", "pid": 10 + rank, "phase": "step", "step": 5}
+    return {**found, "count": count, "seconds": 30.0, "tick": tick, **more}
+
+
+def test_a_rank_that_no_longer_writes_is_named() -> None:
+    before = [heartbeat(0, 9, 4), heartbeat(1, 9, 4), heartbeat(2, 8, 3)]
+    after = [heartbeat(0, 9, 5, at="x"), heartbeat(1, 9, 5, at="x"), heartbeat(2, 8, 3)]
+    report = judge(before, after, "why", 0)
+    assert (report["held_up_by"], report["silent"], report["behind"]) == ([2], [2], [])
+    assert "rank 2 on n2 (process 12), in 'step' of step 5: stopped" in report["message"]
+    assert "2 ranks (0-1) in 'step' of step 5, x" in report["message"]
+
+
+def test_a_rank_that_never_wrote_is_named() -> None:
+    report = judge([heartbeat(0, 9, 4), {"rank": 1}], [heartbeat(0, 9, 4), {"rank": 1}], "why", 0)
+    assert report["held_up_by"] == [1]
+    assert "rank 1, never wrote: stopped" in report["message"]
+
+
+def test_a_rank_is_named_with_its_place_in_the_layout() -> None:
+    grid = Grid(8, pipeline=2, tensor=2)
+    before = [heartbeat(rank, 9, 4) for rank in range(8)]
+    after = [heartbeat(rank, 9, 4 if rank == 6 else 5, at="x") for rank in range(8)]
+    del after[6]["at"]
+    report = judge(before, after, "why", 0, grid.described)
+    assert "rank 6 (data 1, pipeline 1, tensor 0) on n6 (process 16), in" in report["message"]
+
+
+def test_a_rank_that_writes_but_is_behind_is_named() -> None:
+    late = {"phase": "data", "at": "y"}
+    before = [heartbeat(0, 9, 4), heartbeat(1, 8, 4, phase="data")]
+    report = judge(before, [heartbeat(0, 9, 5, at="x"), heartbeat(1, 8, 5, **late)], "why", 0)
+    assert (report["held_up_by"], report["silent"]) == ([1], [])
+    assert (
+        "rank 1 on n1 (process 11), in 'data' of step 5, y, for 30 s is behind" in report["message"]
+    )
+
+
+def test_where_all_wait_at_one_place_no_rank_is_blamed() -> None:
+    before = [heartbeat(rank, 9, 4) for rank in range(4)]
+    after = [heartbeat(rank, 9, 5, at="x") for rank in range(4)]
+    report = judge(before, after, "why", 3)
+    assert report["held_up_by"] == []
+    assert "no rank is behind" in report["message"]
+    assert "4 ranks (0-3)" in report["message"]
+
+
+def test_a_place_is_the_innermost_line_of_the_library_and_what_it_waits_in() -> None:
+    from harness.data.batches import load_ahead
+
+    release = threading.Event()
+    batches = load_ahead(lambda _: release.wait(), 1)
+    thread = threading.Thread(target=next, args=(batches,))
+    thread.start()
+
+    def place() -> str:
+        assert thread.ident
+        return place_of(sys._current_frames()[thread.ident])
+
+    expected = r".*/threading\.py:\d+ wait in data/batches\.py:\d+ load_ahead"
+    wait_for(lambda: re.fullmatch(expected, place()), "the thread to wait for its batch", 10)
+    release.set()
+    thread.join()
+    batches.close()

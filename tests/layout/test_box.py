@@ -162,13 +162,6 @@ def test_experts_cut_by_number_and_by_width() -> None:
     assert describe(part) == "[4:8, 24:48+72:96, 0:64]"
 
 
-def test_fused_projections_are_cut_each_for_itself() -> None:
-    qkv = Part.of((64, 192)).cut(1, share_of_fused((64, 64, 64), 1, 2))
-    assert qkv.ranges[1] == ((32, 64), (96, 128), (160, 192))
-    queries_are_wider = share_of_fused((6, 2, 2), 1, 2)
-    assert queries_are_wider == ((3, 6), (7, 8), (9, 10))
-
-
 @pytest.mark.parametrize("places", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("size", [1, 3, 6, 7])
 def test_shares_are_all_of_it_once_and_about_equal(size: int, places: int) -> None:

@@ -1,15 +1,36 @@
-"""A model's part on a tensor-parallel rank, by its plan; what engines really hold: tools/proofs."""
+"""A model's part on a tensor-parallel rank by transformers' plans, and the adapters that peft
+makes; what engines really hold: tools/proofs.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from harness.config.model_section import LoraConfig
+from harness.layout import tensor as tensor_module
+from harness.layout.adapters import Adapters
 from harness.layout.box import uncovered
+from harness.layout.families import FAMILIES
 from harness.layout.grid import Grid, Share
 from harness.layout.shape import Shape
-from harness.layout.tensor import SUMMED, TensorPlan, plan_of, tensor_problems, tensor_shard
+from harness.layout.tensor import (
+    SUMMED,
+    TensorPlan,
+    expert_plan,
+    pipeline_plan,
+    plan_of,
+    tensor_plan,
+    tensor_problems,
+    tensor_shard,
+)
+from harness.models.adapters import add_adapters
+from harness.models.skeleton import hf_config, skeleton
+from tests.engine.small import CONFIGS
+from tools.proofs.generate_plans import OUTPUT, as_text, build_plans
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -151,3 +172,85 @@ def test_a_trained_activation_in_a_divided_mlp_has_its_gradient_added_up() -> No
 def test_experts_whose_weights_are_transposed_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="the styles packed_rowwise are unknown"):
         TensorPlan.make("aria_text", 4, 2, 96)
+
+
+@pytest.mark.gate("plan")
+def test_the_table_is_what_the_installed_transformers_says() -> None:
+    assert Path(tensor_module.__file__).with_name("plans.json") == OUTPUT
+    text = OUTPUT.read_text(encoding="utf-8")
+    assert text == as_text(), "run python tools/proofs/generate_plans.py"
+    assert len(text) < 100 * 1024
+
+
+def test_the_table_holds_plans_that_were_read_in_transformers() -> None:
+    """Spot checks by hand, so that a generator that finds nothing cannot pass."""
+    llama = tensor_plan("llama")
+    assert llama is not None
+    assert llama["layers.*.self_attn.q_proj"] == "colwise"
+    assert llama["layers.*.mlp.down_proj"] == "rowwise"
+    assert expert_plan("llama") is None
+    assert expert_plan("mixtral") == {
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "layers.*.mlp.experts": "ep_dispatch_experts",
+    }
+    assert tensor_plan("gpt_oss") is None
+    stages = pipeline_plan("qwen3")
+    assert stages is not None
+    assert list(stages) == ["embed_tokens", "layers", "norm"]
+    assert stages["layers"] == (["hidden_states", "attention_mask"], ["hidden_states"])
+    for plan in (tensor_plan, expert_plan, pipeline_plan):
+        assert plan("gpt2") is None
+        assert plan("no such family") is None
+
+
+def test_no_family_has_two_plans() -> None:
+    built = build_plans()
+    for kind in ("tensor", "expert", "pipeline"):
+        names = [name for entry in built[kind] for name in entry["families"]]
+        assert len(names) == len(set(names)) > 50
+
+
+def test_a_plan_is_a_copy() -> None:
+    plan = tensor_plan("llama")
+    assert plan is not None
+    plan.clear()
+    assert tensor_plan("llama")
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if tensor_plan(name)])
+def test_a_plan_names_modules_that_the_family_has(model_type: str) -> None:
+    """By the names of families.toml, of which a pattern is one or a beginning."""
+    modules = [module.name for module in FAMILIES[model_type].layers]
+    for plan in (tensor_plan(model_type), expert_plan(model_type)):
+        for pattern in plan or {}:
+            name = pattern.removeprefix("layers.*.")
+            assert any(f"{module}.".startswith(f"{name}.") for module in modules), pattern
+
+
+COUNTED = sorted(name for name, config in CONFIGS.items() if name not in ("mamba", "rwkv"))
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("lora", [{"rank": 4}, {"rank": 2, "dora": True}], ids=["lora", "dora"])
+def test_adapters_are_those_of_peft(name: str, lora: dict[str, object]) -> None:
+    config = LoraConfig.model_validate(lora)
+    try:
+        shape = Shape.from_hf(CONFIGS[name])
+    except ValueError:
+        pytest.skip("its parameters are not counted")
+    model = skeleton(hf_config(CONFIGS[name]), torch.float32, "eager").to_empty(device="cpu")
+    made = {parameter.name for parameter in add_adapters(model, config, 0)}
+    adapters = config.adapters
+    assert isinstance(adapters, Adapters)
+    counted = {tensor.name: tensor.shape for tensor in adapters.tensors(shape)}
+    parameters = dict(model.named_parameters())
+    assert {name: tuple(parameters[name].shape) for name in made} == counted
+
+
+def test_targets_are_the_last_parts_of_names() -> None:
+    tensors = [*Adapters(4, ("q_proj", "v_proj")).tensors(Shape.from_hf(CONFIGS["llama"]))]
+    assert len(tensors) == 3 * 2 * 2
+    assert tensors[0].name == "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert (tensors[0].shape, tensors[1].shape) == ((4, 32), (32, 4))
+    assert tensors[3].shape == (16, 4)  # two key heads

@@ -20,6 +20,7 @@ from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from tests.estimate.test_activations import FAMILIES as TRACED
+from tests.layout.test_shape import our_tensors, transformers_tensors
 
 TABLES = read_families((Path(families.__file__).parent / "families.toml").read_text("utf-8"))
 
@@ -30,18 +31,6 @@ def small_model(model_type: str, **config: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(model_type, **{"num_hidden_layers": 2, **config})
         )
-
-
-def assert_equal_to_transformers(model_type: str) -> None:
-    """Names, shapes and number of all parameters, from the config's default sizes."""
-    config = AutoConfig.for_model(model_type)
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    theirs = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    shape = Shape.from_hf(config.to_dict())
-    assert {tensor.name: tensor.shape for tensor in shape.tensors()} == theirs
-    assert sum(tensor.numel for tensor in shape.tensors()) == model.num_parameters()
 
 
 @pytest.mark.parametrize("model_type", TABLES)
@@ -183,7 +172,8 @@ def test_a_new_family_is_one_table(
     added = read_families(f"{text}\n[{model_type}]\n{NEW[model_type]}")[model_type]
     monkeypatch.setitem(families._TABLES, model_type, added)
     monkeypatch.setitem(FAMILIES, model_type, added)
-    assert_equal_to_transformers(model_type)
+    config = AutoConfig.for_model(model_type)
+    assert our_tensors(Shape.from_hf(config.to_dict())) == transformers_tensors(config)
     (tmp_path / "config.json").write_text(
         AutoConfig.for_model(model_type, num_hidden_layers=2).to_json_string(use_diff=False)
     )
