@@ -27,6 +27,7 @@ def record(**sections: dict[str, Any]) -> dict[str, Any]:
         {"save": {"keep": 9}},
         {"log": {"every": 7}},
         {"model": {"attention": "eager"}},
+        {"model": {"kernels": "liger", "compile": True}},
         {"guard": {"spikes": "rollback"}},
     ],
 )

@@ -1,10 +1,38 @@
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+
 import pytest
 
+from harness.plan import fill_in
 from tests.plan.plans import Planner
+
+Packages = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Planner:
     return Planner(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> Packages:
+    """Have packages, as in packages("triton"), or have none of them."""
+    find, here = importlib.util.find_spec, dict[str, ModuleSpec | None]()
+
+    def have(*names: str, none: bool = False) -> None:
+        here.update({name: None if none else ModuleSpec(name, None) for name in names})
+
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *more: here[name] if name in here else find(name, *more),
+    )
+    return have
+
+
+@pytest.fixture
+def cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meaning of "auto" on a CPU depends on the one at hand."""
+    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: True)

@@ -1,19 +1,24 @@
 """DeepSpeed JSONs as people have them: one of each kind, in the style of the projects named, that
-pass unchanged, or that say what to write instead.
-
-Of 140 real files with "auto", of 29 public repositories, 130 pass; those here have their keys.
+pass unchanged, or that say what to write instead; their monitors; and runs on two ranks. Of 140
+real files with 'auto', of 29 public repositories, 130 pass; those here have their keys.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.launch.fork_server import Zygote
 from harness.plan.text import describe
+from harness.runfolder import RunFolder
+from tests.engine.small import MODEL
+from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
 from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
+from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events
 
 Json = dict[str, Any]
 H100 = "RANKS=8 GPU='NVIDIA H100 80GB HBM3'"
@@ -215,3 +220,130 @@ def test_a_json_that_is_refused_says_what_to_write_instead(name: str, planned: P
     ds, instead = REFUSED[name]
     (problem,) = planned.problems(H100, ds)
     assert problem.startswith(instead)
+
+
+PACKAGES = ("tensorboard", "wandb", "mlflow", "comet_ml")
+
+
+def test_missing_packages_are_problems_of_one_report(packages: Packages, planned: Planner) -> None:
+    packages(*PACKAGES, none=True)
+    monitors = {"tensorboard": {"enabled": True, "output_path": "x"}, "comet": {"enabled": True}}
+    words = "log.tensorboard=true log.wandb=p log.mlflow=e"
+    assert set(planned.problems(words, monitors)) == {
+        f"{key}: it needs the package {package}: pip install {package}"
+        for key, package in (
+            ("log.tensorboard is True", "tensorboard"),
+            ("log.wandb is 'p'", "wandb"),
+            ("log.mlflow is 'e'", "mlflow-skinny"),
+            ("tensorboard.enabled is True ($ds.json)", "tensorboard"),
+            ("comet.enabled is True ($ds.json)", "comet_ml"),
+        )
+    }
+    made = planned("", {"tensorboard": {"enabled": False}})
+    assert made.config.log.tensorboard is False
+
+
+def test_a_monitor_without_a_place_of_its_own_becomes_a_tracker(
+    packages: Packages, planned: Planner
+) -> None:
+    packages(*PACKAGES)
+    ds = {"tensorboard": {"enabled": True}, "wandb": {"enabled": True, "project": "p", "team": "t"}}
+    made = planned("", ds)
+    assert (made.config.log.tensorboard, made.config.log.wandb) == (True, "t/p")
+    assert not made.deepspeed["tensorboard"]["enabled"]
+    assert not made.deepspeed["wandb"]["enabled"]
+    notes = "\n".join(planned.notes("", ds))
+    assert "tensorboard.enabled is False, not True" in notes
+    assert "log.wandb=t/p" in notes
+    # The user's own tracker wins and is written once.
+    made = planned("log.wandb=mine", {"wandb": {"enabled": True}})
+    assert (made.config.log.wandb, made.deepspeed["wandb"]["enabled"]) == ("mine", False)
+
+
+def test_a_monitor_with_a_place_of_its_own_stays_deepspeeds(
+    packages: Packages, planned: Planner
+) -> None:
+    packages(*PACKAGES)
+    ds = {
+        "tensorboard": {"enabled": True, "output_path": "/logs"},
+        "wandb": {"enabled": True, "group": "g"},
+        "csv_monitor": {"enabled": True, "output_path": "csv"},
+    }
+    made = planned("", ds)
+    assert {name: made.deepspeed[name] for name in ds} == ds
+    assert (made.config.log.tensorboard, made.config.log.wandb) == (False, None)
+
+
+@pytest.mark.parametrize("folder", ["", "somewhere"])
+def test_csv_files_are_written_beside_no_checkout(folder: str, planned: Planner) -> None:
+    words = f"run.dir={folder}" if folder else ""
+    monitor = planned(words, {"csv_monitor": {"enabled": True}}).deepspeed["csv_monitor"]
+    assert monitor["output_path"] == (f"{folder}/monitors" if folder else "runs/monitors")
+
+
+IN_BF16 = {"enabled": True}
+BF16_STATES = {**IN_BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+def trained(
+    zygote: Zygote, folder: Path, data: list[str], ds: dict[str, Any]
+) -> tuple[list[float], RunFolder]:
+    """Return the losses of three steps with a JSON."""
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(ds))
+    words = [*SMALL_MODEL, *SHORT_RUN, "train.steps=3", "ds.bf16.enabled=true"]
+    words += [*data, f"run.dir={folder / 'run'}"]
+    ended = zygote.run(["--deepspeed", str(folder / "ds.json"), *words], folder / "logs")
+    assert ended.codes == [0, 0], ended.output
+    run = RunFolder(folder / "run")
+    return [line["loss"] for line in run.read_metrics() if line.get("loss") is not None], run
+
+
+@pytest.mark.gate("plan")
+def test_torch_autocast_to_bf16_over_bf16_changes_nothing(
+    zygote: Zygote, data: list[str], tmp_path: Path
+) -> None:
+    """DeepSpeed's own example of master weights in bf16 has both."""
+    ds = {"bf16": BF16_STATES, "zero_optimization": {"stage": 3}}
+    losses, _ = trained(zygote, tmp_path / "without", data, ds)
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}
+    with_autocast, run = trained(zygote, tmp_path / "with", data, ds | autocast)
+    plan = run.read_plan()
+    assert plan["deepspeed"]["torch_autocast"]["enabled"]
+    assert len(losses) == 3
+    assert with_autocast == losses
+
+
+@pytest.mark.gate("plan")
+def test_stage_0_in_bf16_is_stage_1_and_an_event(
+    zygote: Zygote, data: list[str], tmp_path: Path
+) -> None:
+    ds = {"bf16": IN_BF16, "zero_optimization": {"stage": 0}}
+    losses, run = trained(zygote, tmp_path / "zero", data, ds)
+    (event,) = events(run, "changed")
+    assert event["json_key"] == "zero_optimization.stage"
+    ds = {"bf16": IN_BF16, "zero_optimization": {"stage": 1}}
+    assert losses == trained(zygote, tmp_path / "one", data, ds)[0]
+
+
+@pytest.mark.parametrize("mistake", ["a value that transformers refuses", "a pointer for weights"])
+def test_what_only_a_run_finds_is_one_report_on_every_rank_before_anything_is_built(
+    mistake: str, zygote: Zygote, data: list[str], tmp_path: Path
+) -> None:
+    words = [*data, *SMALL_MODEL, *SHORT_RUN, f"run.dir={tmp_path / 'run'}"]
+    if mistake == "a pointer for weights":
+        pointer = tmp_path / "model.safetensors"
+        (tmp_path / "config.json").write_text(json.dumps(MODEL))
+        pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n")
+        words = [word for word in words if not word.startswith("model.")]
+        words += [f"model.name={tmp_path}", f"model.init_from={tmp_path}"]
+        expected = f"{pointer} has {pointer.stat().st_size} bytes"
+    else:
+        words += ["model.overrides.hidden_act=silu_"]
+        expected = "cannot train: model.name=tiny: transformers cannot build it"
+    ended = zygote.run(words, tmp_path / "logs")
+    assert ended.codes == [2, 2], ended.output
+    for output in ended.outputs:
+        assert expected in output
+        assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
@@ -13,6 +12,7 @@ from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
 from harness.plan.text import describe
 from tests.engine.small import MODEL
+from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
 
 NF4 = "model.lora.quantize=nf4"
@@ -88,20 +88,15 @@ def test_random_weights_keep_their_defaults(planned: Planner) -> None:
 def test_adapters_are_counted_in_the_plan(start: str, planned: Planner) -> None:
     made = planned(f"{start} model.lora.rank=4")
     assert "all frozen; adapters of rank 4: 6,144, " in describe(made)
-    assert made.estimate is not None
     inputs = made.estimate.inputs
     assert (inputs.trained, inputs.frozen) == (6144, sum(t.numel for t in inputs.shape.tensors()))
     assert json.loads(json.dumps(made.to_json()))["run"]["model"]["lora"]["rank"] == 4
 
 
 def test_a_missing_package_is_named_with_the_command(
-    start: str, planned: Planner, monkeypatch: pytest.MonkeyPatch
+    start: str, planned: Planner, packages: Packages
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, *more: None if name == "bitsandbytes" else find(name, *more),
-    )
+    packages("bitsandbytes", none=True)
     (problem,) = planned.problems(f"{start} model.lora.rank=4 {NF4}")
     assert "pip install bitsandbytes" in problem
 
@@ -113,7 +108,6 @@ def test_the_plan_says_how_many_are_in_4_bits(start: str, planned: Planner) -> N
 
 def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
     def gib(plan: Plan, component: str) -> float:
-        assert plan.estimate is not None
         parts = [part for part in plan.estimate.worst.parts if part.component == component]
         return sum(part.bytes for part in parts) / 2**30
 

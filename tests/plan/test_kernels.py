@@ -1,41 +1,123 @@
-"""Kernels, compilation, recomputation and reversible layers in a plan, and a compiled run."""
+"""How layers are computed: attention, kernels, compilation, recomputation and reversible layers in
+a plan, and a compiled run.
+"""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import shutil
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.resume import resume_problems
+from harness.estimate.activations import activation_evidence
 from harness.launch.fork_server import Zygote
+from harness.layout.attention_table import ATTENTIONS
 from harness.layout.recompute import flops_again, matrix_elements
 from harness.layout.shape import Shape, flops_per_unit
 from harness.models.skeleton import hf_config
+from harness.plan.attention import with_attention
 from harness.plan.memory import memory_inputs
 from harness.plan.model_config import find_model_config
-from harness.plan.text import describe
+from harness.plan.text import describe, summary
 from harness.runfolder import RunFolder
+from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
 from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
+
+ZERO_1 = "ds.zero_optimization.stage=1"
+ON_H100 = f"GPU=h100-80 ds.bf16.enabled=true {ZERO_1}"
+DOCUMENTS = "data.document_mask=true"
+WINDOW = "model.overrides.model_type=mistral model.overrides.sliding_window"
+NO_SDPA = ("eager", "transformers has no sdpa for mamba models")
+SOFT_CAPS = "sdpa has no soft-capped attention scores, which gemma2 models have"
+
+
+@pytest.mark.parametrize(
+    ("line", "attention", "why"),
+    [
+        (ON_H100, "sdpa", "the causal mask needs no tensor"),
+        (f"{ON_H100} {DOCUMENTS}", "varlen", "tokens attend within their document"),
+        (f"{ON_H100} {DOCUMENTS} train.micro_batch=4", "varlen", ""),
+        (f"{ON_H100} {WINDOW}=64", "varlen", "layers have a sliding window"),
+        (f"{ON_H100} {WINDOW}=129", "sdpa", ""),
+        (f"{ZERO_1} ds.bf16.enabled=true {DOCUMENTS}", "sdpa", "a CPU has no faster kernel"),
+        (f"GPU=v100-32 ds.fp16.enabled=true {ZERO_1} {DOCUMENTS}", "sdpa",
+         "of varlen: its kernel needs an Ampere GPU or later"),
+        (f"{ON_H100} {DOCUMENTS} model.attention_dropout=0.1", "sdpa",
+         "no dropout of attention weights (attention_dropout)"),
+        (f"{ON_H100} {DOCUMENTS} model.overrides.head_dim=320", "sdpa", "the model of 320"),
+        (f"{ON_H100} {DOCUMENTS} model.overrides.head_dim=12", "sdpa", "the model of 12"),
+        (f"GPU=h100-80 {ZERO_1} {DOCUMENTS}", "sdpa", "the run in fp32"),
+        (f"{ON_H100} {DOCUMENTS} TORCH=2.10.0", "sdpa",
+         "of varlen: torch 2.10.0's kernel has no windows and scales; torch 2.11's"),
+        (f"{ON_H100} {DOCUMENTS} TORCH=2.11.0", "varlen", ""),
+        (f"{ZERO_1} {DOCUMENTS} model.attention=varlen", "varlen", ""),
+        (f"{ON_H100} model.name=gemma-2-9b", "eager",
+         "torch's kernel has no soft-capped scores; flash_attn's has"),
+        (f"{ZERO_1} model.name=gemma-2-9b", "eager", SOFT_CAPS),
+        (f"{ON_H100} model.name=$mamba data.seq_len=16", *NO_SDPA),
+        (f"{ZERO_1} model.name=$mamba data.seq_len=16", *NO_SDPA),
+        # The family does not tell where documents begin.
+        (f"{ON_H100} model.name=$opt data.seq_len=16 {DOCUMENTS}", "sdpa", ""),
+        (f"{ON_H100} model.attention=eager", "eager", ""),
+    ],
+)  # fmt: skip
+def test_attention_is_chosen_for_the_device_of_the_plan(
+    line: str, attention: str, why: str, planned: Planner
+) -> None:
+    made = planned(line, estimate=False)
+    assert made.config.model.attention == attention
+    assert why in made.attention_why
+    assert not ("model.attention=" in line and made.attention_why)
+
+
+def test_soft_capped_scores_take_varlen_beside_flash_attn(
+    packages: Packages, planned: Planner
+) -> None:
+    packages("flash_attn")
+    made = planned(f"{ON_H100} model.name=gemma-2-9b", estimate=False)
+    assert (made.config.model.attention, made.attention_why) == ("varlen", SOFT_CAPS)
+
+
+def test_the_plan_shows_and_records_the_choice(planned: Planner) -> None:
+    made = planned(f"{ON_H100} {DOCUMENTS}")
+    assert "attention      varlen (tokens attend within their document)" in summary(made)
+    record = made.to_json()
+    assert record["run"]["model"]["attention"] == "varlen"
+    assert record["attention_why"] == "tokens attend within their document"
+    assert "attention      eager\n" in summary(planned(f"{ON_H100} model.attention=eager"))
+
+
+def test_another_choice_is_another_estimate(planned: Planner) -> None:
+    made = planned(f"{ON_H100} {DOCUMENTS} model.name=llama-1b data.seq_len=2048")
+    masked = with_attention(made, "sdpa", "it differs")
+    inputs = memory_inputs(masked)
+    assert inputs.attention == "sdpa"
+    assert masked.estimate.worst.peak > made.estimate.worst.peak
+
+
+@pytest.mark.parametrize("kind", [name for name, row in ATTENTIONS.items() if not row.is_exact])
+def test_a_kind_has_sizes_of_its_own_and_is_estimated(kind: str, planned: Planner) -> None:
+    made = planned(f"{ON_H100} model.attention={kind} data.seq_len=2048 {DOCUMENTS}")
+    inputs = memory_inputs(made)
+    sizes = made.config.model.attention_sizes
+    assert dict(inputs.attention_sizes) == sizes
+    assert {*sizes} == {*ATTENTIONS[kind].sizes}
+    assert activation_evidence(inputs) == "traced"
+    assert ATTENTIONS[kind].keys(sizes, 4096) < 2048
+
+
+def test_a_size_may_be_set(planned: Planner) -> None:
+    made = planned(
+        f"{ON_H100} model.attention=longformer model.attention_window=64", estimate=False
+    )
+    assert made.config.model.attention_sizes == {"window": 64, "global": 4}
+
 
 H100 = "GPU=h100-80 ds.zero_optimization.stage=3"
 REVERSIBLE = f"{H100} model.reversible=true"
 LIGER = "GPU=h100-80 model.kernels=liger"
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with the packages."""
-    find = importlib.util.find_spec
-    theirs = ("liger_kernel", "triton")
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, *more: ModuleSpec(name, None) if name in theirs else find(name, *more),
-    )
 
 
 def test_a_plan_of_another_machine_leaves_its_packages_to_it(planned: Planner) -> None:
@@ -48,22 +130,15 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, planned: Pl
     assert problem.startswith("model.compile is True: it needs a C++ compiler")
 
 
-@pytest.mark.usefixtures("installed")
-def test_the_plan_says_so_and_its_estimate_is_a_guess(planned: Planner) -> None:
+def test_the_plan_says_so_and_its_estimate_is_a_guess(packages: Packages, planned: Planner) -> None:
+    packages("liger_kernel", "triton")
     plain, fused = planned("GPU=h100-80"), planned(f"{LIGER} model.compile=true")
     assert ", kernels: liger, decoder layers compiled" in describe(fused)
     assert "compiled" not in describe(plain)
     (event,) = [event for event in fused.events if event["kind"] == "estimated_unfused"]
     assert event["message"] in describe(fused)
     for plan, evidence in ((plain, "traced"), (fused, "guessed")):
-        assert plan.estimate
         assert plan.estimate.worst.evidence("activations: mlp") == evidence
-
-
-def test_both_may_change_when_a_run_goes_on() -> None:
-    before = {"run": {"model": {"kernels": "none", "compile": False}}}
-    after = {"run": {"model": {"kernels": "liger", "compile": True}}}
-    assert resume_problems(before, after, []) == []
 
 
 def test_every_way_to_recompute_is_a_plan(planned: Planner) -> None:
@@ -72,7 +147,6 @@ def test_every_way_to_recompute_is_a_plan(planned: Planner) -> None:
         assert made.config.model.checkpointing == value
     words = "model.checkpointing=2 model.activation_offload=true model.mlp_tiles=4"
     estimate = planned(f"{H100} {words}").estimate
-    assert estimate is not None
     assert "activations: layer inputs" in estimate.worst.phase("loss", "host")
 
 
@@ -109,12 +183,10 @@ def test_the_estimate_of_reversible_layers_is_flat_in_depth(planned: Planner) ->
     for layers in (2, 32):
         depth = f"model.overrides.num_hidden_layers={layers}"
         made = planned(f"{REVERSIBLE} model.name=llama-3-8b {depth}")
-        assert made.estimate is not None
         parts = made.estimate.worst.phase("loss")
         kept.add(tuple(size for name, size in parts.items() if name.startswith("activations")))
     assert len(kept) == 1
     inputs = memory_inputs(made)
-    assert inputs is not None
     stream = 4 * inputs.shape.hidden_size * inputs.tokens
     assert parts["activations: streams"] == 2 * stream
 

@@ -33,6 +33,8 @@ GPT2 = "model.name=gpt2-124m data.seq_len=1024 ds.zero_optimization.stage=1"
         (f"RANKS=8 {TENSORS} {STAGES}", (2, 1, 2, 1, 2)),
         (f"RANKS=4 {ROWS}", (2, 2, 1, 1, 1)),
         (f"RANKS=4 {ROWS} {TENSORS} model.name=llama-1b", (1, 2, 2, 1, 1)),
+        (f"RANKS=2 {ROWS} model.name=$gpt2 data.seq_len=16", (1, 2, 1, 1, 1)),
+        (f"RANKS=2 {ROWS} model.name=$mixtral data.seq_len=16", (1, 2, 1, 1, 1)),
         (MIXTURE, (4, 1, 1, 2, 1)),
         (f"{MIXTURE} {TENSORS}", (2, 1, 2, 2, 1)),
         (f"{MIXTURE} ds.expert_parallel.enabled=false", (4, 1, 1, 1, 1)),
@@ -105,15 +107,12 @@ def test_a_vocabulary_that_does_not_divide_costs_what_the_next_size_saves(planne
     elements = (50_257 // 2) * 768
     assert f"{elements:,} parameters more" in event["message"]
     assert f"note           {event['message']}" in summary(whole)
-    assert whole.estimate is not None
-    assert divided.estimate is not None
     saved = whole.estimate.worst.peak - divided.estimate.worst.peak
     assert event["bytes"] == saved
     assert saved > 4 * 4 * elements  # weights, gradients and both moments in fp32
 
 
 def layers(made: Plan) -> tuple[int, ...]:
-    assert made.stages is not None
     return layers_per_stage(made.stages)
 
 
@@ -130,7 +129,6 @@ def test_stages_balanced_by_memory_need_least_on_the_fullest_rank(planned: Plann
         batch = "train.micro_batch=2 train.global_batch=16"
         line = f"RANKS=6 {GPT2} ds.pipeline.stages=3 {batch} 'ds.pipeline.partition={partition}'"
         estimate = planned(line).estimate
-        assert estimate is not None
         return estimate.worst.peak
 
     splits = [f"[{a}, {b}, {12 - a - b}]" for a in range(1, 11) for b in range(1, 12 - a)]
@@ -154,9 +152,6 @@ def test_an_unknown_architecture_is_split_evenly(planned: Planner) -> None:
     assert [event["kind"] for event in made.events] == ["unknown_architecture", "even_split"]
     partition = "'ds.pipeline.partition=[1, 4]'"
     assert layers(planned(f"{line} {partition}", estimate=False)) == (1, 4)
-    folder = planned.add("no_layers", {"model_type": "brand_new"}).parent
-    (problem,) = planned.problems(f"RANKS=2 model.name={folder} {STAGES}")
-    assert "does not say how many layers" in problem
 
 
 @pytest.mark.parametrize(("width", "precision"), [(68, "fp32"), (72, "bf16")])

@@ -16,7 +16,6 @@ from harness.plan import model_config
 from harness.plan.model_config import (
     find_model_config,
     load_model_config,
-    max_positions,
     preset_names,
 )
 from tests.engine.small import MODEL
@@ -77,51 +76,6 @@ def test_a_hub_id_is_asked_last(name: str, folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(model_config, "_from_hub", from_hub)
     assert load(f"model.name={name}") == (LLAMA, name)
     assert asked == [name]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("tinny", "lama-1b", "Llama-1B", "llama-3.1-8B-", "gpt2-125m"),
-        *("./nowhere", "/nowhere/config.json", "models/none.json"),
-    ],
-)
-def test_a_misspelt_preset_or_a_path_is_not_looked_for_on_the_hub(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_config, "_from_hub", lambda *_: pytest.fail("asked the hub"))
-    assert problem_of(f"model.name={name}")
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("lama-3-8b", "llama-3-8b or "),
-        ("Llama_3_8B", "llama-3-8b or "),
-        ("lstn", "lstm?"),
-        ("grru", "gru?"),
-        ("qwen3", "qwen3-8b or "),
-        ("mixtral", "mixtral-8x7b"),
-        ("gpt-2", "gpt2-124m or "),
-        ("mistrall-7b", "mistral-7b-v0.3 or "),
-        ("qwen-2.5-7b", "qwen2.5-7b or "),
-        ("deepseekv3", "deepseek-v3?"),
-    ],
-)
-def test_a_misspelt_preset_is_answered_with_the_nearest_names(
-    name: str, near: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_config, "_from_hub", lambda *_: pytest.fail("asked the hub"))
-    problem = problem_of(f"model.name={name}")
-    assert problem.startswith(f"model.name is '{name}' (command line): it is no preset, no file or")
-    assert f"; did you mean {near}" in problem
-    assert len(problem) < 200
-
-
-def test_a_name_like_none_says_where_the_presets_are() -> None:
-    problem = problem_of("model.name=perceptron")
-    assert "a hub id is OWNER/NAME; the presets are deepseek-v3, " in problem
-    assert problem.endswith("more (harness/presets)")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/gpt2_124m"])
@@ -202,8 +156,6 @@ def test_values_of_each_layer_are_as_many_as_the_layers_of_an_override(tmp_path:
     config = {"model_type": "gemma3_text", "num_hidden_layers": 3, "layer_types": kinds}
     two = load_from(tmp_path, config, "model.overrides.num_hidden_layers=2")
     assert two["layer_types"] == kinds[:2]
-    problem = problem_of(f"model.name={tmp_path}", "model.overrides.num_hidden_layers=4")
-    assert "layer_types has a value for each of 3 layers: set" in problem
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "phi3", "falcon", "gpt_neox", "gptj"])
@@ -228,14 +180,6 @@ def test_each_kind_of_dropout_is_set_by_itself(folder: Path) -> None:
     config, _ = load("model.name=llama-1b", "model.attention_dropout=0.2")
     assert config["attention_dropout"] == 0.2
     assert load(f"model.name={folder}")[0] == LLAMA
-
-
-@pytest.mark.parametrize(
-    ("config", "positions"),
-    [({"max_position_embeddings": 64}, 64), ({"n_positions": 32}, 32), ({}, None)],
-)
-def test_positions(config: Config, positions: int | None) -> None:
-    assert max_positions(config) == positions
 
 
 def frequencies(config: Config) -> Any:

@@ -26,14 +26,6 @@ ROPE_THETA = {
     **dict.fromkeys(("qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b"), 1e6),
     "gpt2-124m": None,
 }
-# Without it transformers leaves the balancing loss out.
-BALANCED = {
-    "mixtral-8x7b": 0.02,
-    "qwen3-30b-a3b": 0.001,
-    "qwen3-235b-a22b": 0.001,
-    "gpt-oss-20b": 0.9,
-    "gpt-oss-120b": 0.9,
-}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -95,27 +87,25 @@ def test_rotary_positions_arrive(path: Path) -> None:
         assert (rope["rope_type"], rope["factor"]) == ("llama3", 32.0)
 
 
-@pytest.mark.parametrize("name", BALANCED)
-def test_a_mixture_trains_with_its_balancing_loss(name: str) -> None:
-    config = AutoConfig.for_model(**load(PRESETS[0].with_name(f"{name}.toml"))["config"])
-    assert config.output_router_logits
-    assert config.router_aux_loss_coef == BALANCED[name]
+# What classes have otherwise, or leave out.
+OWN_VALUES: list[tuple[str, str, Any]] = [
+    # Without its coefficient and the router's logits transformers leaves the balancing loss out.
+    ("mixtral-8x7b", "router_aux_loss_coef", 0.02),
+    ("qwen3-30b-a3b", "router_aux_loss_coef", 0.001),
+    ("qwen3-235b-a22b", "router_aux_loss_coef", 0.001),
+    ("gpt-oss-20b", "router_aux_loss_coef", 0.9),
+    ("gpt-oss-120b", "router_aux_loss_coef", 0.9),
+    ("gemma-2-9b", "attn_logit_softcapping", 50.0),
+    ("gemma-2-9b", "final_logit_softcapping", 30.0),
+    ("gemma-2-9b", "layer_types", ["sliding_attention", "full_attention"] * 21),
+    *((f"mistral-{of}", "sliding_window", None) for of in ("7b-v0.3", "nemo-12b", "small-24b")),
+    *((f"qwen2.5-{of}", "rms_norm_eps", eps) for of, eps in (("7b", 1e-6), ("14b", 1e-5))),
+    ("qwen2.5-72b", "rms_norm_eps", 1e-5),
+]
 
 
-def test_gemma_keeps_its_soft_caps_and_its_windows() -> None:
-    config = AutoConfig.for_model(**load(PRESETS[0].with_name("gemma-2-9b.toml"))["config"])
-    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
-    assert config.layer_types[:2] == ["sliding_attention", "full_attention"]
-
-
-@pytest.mark.parametrize("name", ["mistral-7b-v0.3", "mistral-nemo-12b", "mistral-small-24b"])
-def test_mistrals_later_models_attend_to_all_tokens(name: str) -> None:
-    """Their class has a window of 4,096 by default, which their config.json takes away."""
-    keys, _ = find_model_config(name)
-    assert {*Shape.from_hf(keys).sliding_windows} == {None}
-    assert hf_config(keys).sliding_window is None
-
-
-@pytest.mark.parametrize(("size", "eps"), [("7b", 1e-6), ("14b", 1e-5), ("72b", 1e-5)])
-def test_qwens_larger_base_models_have_another_epsilon(size: str, eps: float) -> None:
-    assert find_model_config(f"qwen2.5-{size}")[0]["rms_norm_eps"] == eps
+@pytest.mark.parametrize(("name", "key", "value"), OWN_VALUES)
+def test_a_preset_has_its_own_value(name: str, key: str, value: Any) -> None:
+    config = hf_config(find_model_config(name)[0])
+    assert getattr(config, key) == value
+    assert key != "router_aux_loss_coef" or config.output_router_logits

@@ -1,11 +1,18 @@
+"""Data in a plan: sources of equal share, and what a run that goes on keeps of the run before:
+packing, date and begin of text.
+"""
+
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness.checkpoint.resume import recorded_run, resume_problems
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data
 from harness.data.spec import DataSpec
@@ -54,8 +61,6 @@ def test_a_plan_for_elsewhere_keeps_the_key(uneven: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data.balance=l"], r"data\.balance without data\.path"),
-        (["data.balance=l", 'data.mix=[{path="a"}]'], r"data\.balance and data\.mix exclude"),
         (
             ["data.path=PATH", "data.balance=m"],
             r"data\.jsonl:1: has no 'm'.*it has 'text', 'l', 'n'",
@@ -72,19 +77,15 @@ def test_problems_are_named(
         plan_of(*(word.replace("PATH", str(path)) for word in words))
 
 
-def test_values_are_made_names(write_jsonl: Callable[..., Path]) -> None:
-    values = ("a/b", "a b", "", 1, "é")
-    path = write_jsonl(*({"text": "a", "l": value} for value in values))
-    names = [of.name for of in plan_of(f"data.path={path}", "data.balance=l").config.data.mix]
-    assert names == ["none", "1", "a_b", "a_b-2", "é"]
-
-
 def test_no_two_sources_have_one_name(write_jsonl: Callable[..., Path]) -> None:
-    values = ("a b", "a_b", "a_b-2", "a/b", "rehearsed", "x" * 70, "x" * 71)
+    values = ("a b", "a_b", "a_b-2", "a/b", "rehearsed", "x" * 70, "x" * 71, "", 1, "é")
     path = write_jsonl(*({"text": "a", "l": value} for value in values))
     plan = plan_of(f"data.path={path}", "data.balance=l", f"data.rehearse={path}")
     by_value = {of.where["l"]: of.name for of in plan.config.data.mix if of.where}
     assert by_value == {
+        "": "none",
+        "1": "1",
+        "é": "é",
         "a b": "a_b-3",
         "a_b": "a_b",
         "a_b-2": "a_b-2",
@@ -120,3 +121,98 @@ def test_counting_ends_with_what_decides(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,l\na,b\n\xff,b\n")
     with pytest.raises(ConfigError, match=r"a\.csv:3: is no UTF-8"):
         plan_of(f"data.path={tmp_path / 'a.csv'}", "data.balance=l")
+
+
+def planned(*words: str) -> Plan:
+    return make_plan(load_run_config(None, words), {}, World(0, 1, 0, 1))
+
+
+def begun(folder: Path, *words: str, earlier: bool = False) -> dict[str, object]:
+    """Write the plan.json of a run; of an `earlier` version it has no data.packing."""
+    record = planned(*words).to_json()
+    for key in ("packing", "too_long", "date", "bos") if earlier else ():
+        del record["run"]["data"][key]
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(record))
+    return record
+
+
+@pytest.mark.parametrize("how", ["run.dir", "resume.from"])
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (None, "packing", "stream"),
+        (["data.packing=whole"], "packing", "whole"),
+        (["data.packing=stream"], "packing", "stream"),
+        ([], "packing", None),
+        (["data.date=2024-07-26"], "date", "2024-07-26"),
+        (None, "bos", "off"),
+    ],
+)
+def test_a_run_keeps_what_decides_its_tokens(
+    how: str, words: list[str] | None, key: str, value: str | None, tmp_path: Path
+) -> None:
+    """Words of None are those of an earlier version, which had no such keys."""
+    record = begun(tmp_path / "run", *(words or ()), earlier=words is None)
+    plan = planned(f"{how}={tmp_path / 'run'}")
+    assert getattr(plan.config.data, key) == value
+    assert plan.config.origin(f"data.{key}") == "default"
+    notes = [event["message"] for event in plan.events if event["kind"] == "kept"]
+    assert ["data.packing is stream" in note for note in notes] == [True] * (words is None)
+    assert resume_problems(record, plan.to_json(), []) == []
+    assert getattr(recorded_run(record["run"]).data, key) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "other", "before"),
+    [
+        (None, "data.packing=whole", "stream"),
+        (["data.packing=stream"], "data.packing=whole", "stream"),
+        (["data.date=2024-07-26"], "data.date=2024-07-27T09:30", "2024-07-26"),
+        (None, "data.bos=auto", "off"),
+    ],
+)
+def test_another_value_takes_the_users_word(
+    words: list[str] | None, other: str, before: str, tmp_path: Path
+) -> None:
+    record = begun(tmp_path / "run", *(words or ()), earlier=words is None)
+    plan = planned(f"run.dir={tmp_path / 'run'}", other).to_json()
+    (problem,), (key, _, value) = resume_problems(record, plan, []), other.partition("=")
+    assert f"{key} is {value!r}, but the run in this folder has {before!r}" in problem
+    assert resume_problems(record, plan, [key]) == []
+
+
+def test_a_new_run_begins_texts_and_has_the_date_of_today() -> None:
+    data = planned().config.data
+    assert (data.date, data.bos) == (datetime.now(UTC).date().isoformat(), "auto")
+
+
+def test_a_damaged_record_is_no_packing(tmp_path: Path) -> None:
+    for number, text in enumerate(("", "[1]", '{"run": 3}', '{"run": {"data": {"packing": 7}}}')):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "plan.json").write_text(text)
+        assert planned(f"run.dir={folder}").config.data.packing is None
+
+
+def test_a_record_may_hold_the_default_of_a_key_that_another_excludes(tmp_path: Path) -> None:
+    words = ("optim.warmup_ratio=0.03", "optim.clip_value=1.0")
+    record = planned(f"run.dir={tmp_path / 'run'}", *words).to_json()
+    optim = recorded_run(record["run"]).optim
+    assert (optim.warmup_ratio, optim.clip_value) == (0.03, 1.0)
+    assert optim.warmup(200) == 6
+
+
+def test_a_run_of_an_earlier_version_keeps_an_override_without_effect(tmp_path: Path) -> None:
+    word = "model.overrides.sliding_window=64"
+    record: Any = begun(tmp_path / "run")
+    record["run"]["model"]["overrides"] = {"sliding_window": 64}
+    record["model_config"]["sliding_window"] = 64
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="changes nothing: llama models do not read it"):
+        planned(word)
+    plan = planned(f"run.dir={tmp_path / 'run'}", word)
+    assert "the run that goes on has it" in next(
+        e["message"] for e in plan.events if e["kind"] == "kept"
+    )
+    assert resume_problems(record, plan.to_json(), []) == []
