@@ -154,32 +154,15 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [
     ("a.jsonlines", LINES, {"format": "jsonl"}, ["one line", "another"]),
     ("a.jsonlines", LINES, {"format": "text"}, [LINES]),
     # Questions are chats of one turn.
-    (
-        "a.jsonl",
-        '{"instruction": "Add.", "input": "1 2", "output": "3", "id": 1}\n',
-        {},
-        [Chat(ADD)],
-    ),
-    (
-        "a.jsonl",
-        '{"instruction": "1 + 2?", "input": "", "output": "3"}\n',
-        {},
-        [Chat(QUESTION)],
-    ),
+    ("a.jsonl", '{"instruction": "Add.", "input": "1 2", "output": "3", "id": 1}\n', {},
+        [Chat(ADD)]),
+    ("a.jsonl", '{"instruction": "1 + 2?", "input": "", "output": "3"}\n', {}, [Chat(QUESTION)]),
     ("a.jsonl", '{"question": "1 + 2?", "answer": "3"}\n', {}, [Chat(QUESTION)]),
-    (
-        "a.jsonl",
-        '{"q": "1 + 2?", "a": "3", "text": "x"}\n',
-        {"columns": {"question": "q", "answer": "a"}},
-        [Chat(QUESTION)],
-    ),
+    ("a.jsonl", '{"q": "1 + 2?", "a": "3", "text": "x"}\n',
+        {"columns": {"question": "q", "answer": "a"}}, [Chat(QUESTION)]),
     # Prompts are read as they are under any name.
-    (
-        "a.jsonl",
-        '{"question": "1+2=", "answer": "3"}\n',
-        {"columns": {"prompt": "question", "completion": "answer"}},
-        ["1+2=3"],
-    ),
+    ("a.jsonl", '{"question": "1+2=", "answer": "3"}\n',
+        {"columns": {"prompt": "question", "completion": "answer"}}, ["1+2=3"]),
     ("a.jsonl", '{"prompt": "1+2=", "completion": "3", "id": 7}\n', {}, ["1+2=3"]),
 ]  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Files that a path leads to: a folder, a pair, the standard library, and what is no file."""
+"""Files that a path leads to: a folder, a pair, the standard library, and what is no file; and
+paths that cannot be.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import os
 import shutil
 import socket
 import sysconfig
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +24,7 @@ from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
 from harness.files.corpus_files import find_files
 from harness.files.data_format import BadLines
+from harness.files.paths import expanded_path, option_path, user_path
 from harness.plan.data import glance
 from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
 
@@ -194,19 +198,9 @@ def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path) -> None:
     assert find_files(str(tmp_path)).left_out == "2 pipes, devices or broken links"
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (
-            "~nosuchuser/x",
-            "data.path is '~nosuchuser/x': this machine knows no home of ~nosuchuser",
-        ),
-        ("a\0b", "no path holds a NUL character"),
-        ("x" * 300, "the name of a file or folder has 255 bytes at most"),
-    ],
-)
-def test_paths_that_cannot_be(path: str, message: str) -> None:
-    assert message in refused(path)[0]
+def test_a_path_that_cannot_be_is_refused() -> None:
+    assert "data.path" in (problem := refused("a\0b")[0])
+    assert "no path holds a NUL character" in problem
 
 
 def test_a_pair_is_glanced_at_by_its_header(tmp_path: Path) -> None:
@@ -277,3 +271,46 @@ def test_a_pair_is_found_by_prefix_or_either_name(tmp_path: Path) -> None:
         corpus = find_corpus(str(tmp_path / name))
         assert corpus.kind == "indexed"
         assert corpus.path == tmp_path / "my.tokens"
+
+
+def test_a_path_is_expanded_and_a_name_stays(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expanded_path("~/x") == "/home/me/x"
+    assert expanded_path("~") == "/home/me"
+    assert [expanded_path(name) for name in ("tiny", "org/model", "a/~b", "runs/x@5")] == [
+        "tiny",
+        "org/model",
+        "a/~b",
+        "runs/x@5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("~nosuchuser/x", "this machine knows no home of ~nosuchuser$"),
+        ("~nosuchuser@5", "no home of ~nosuchuser@5"),
+        ("a/" + "b" * 256, "255 bytes"),
+        ("é" * 128, "255 bytes"),
+        ("a/" * 3000, "4,095 bytes"),
+        ("a\0b", "NUL character"),
+    ],
+)
+def test_a_path_that_no_file_can_have(text, message):
+    with pytest.raises(ValueError, match=message):
+        expanded_path(text)
+
+
+@pytest.mark.parametrize("text", ["\udcff", "a" * 256, "a\0b", "~nosuchuser/x"])
+def test_a_path_in_an_option_can_be_one(text, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert option_path("~/x") == Path("/home/me/x")
+    with pytest.raises(ArgumentTypeError, match=r"UTF-8|255 bytes|NUL|no home"):
+        option_path(text)
+
+
+def test_a_path_of_a_key_is_expanded_or_refused_by_the_key(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_path("data.cache_dir", "~/x") == Path("/home/me/x")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir is '~nosuchuser/x': this machine"):
+        user_path("data.cache_dir", "~nosuchuser/x")

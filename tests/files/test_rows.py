@@ -41,41 +41,29 @@ def messages(*turns: object, **columns: object) -> dict[str, Any]:
 
 READ: dict[str, tuple[dict[str, Any], Chat]] = {
     # Questions with answers, and what stands beside them.
-    "alpaca": (
-        {"instruction": "1 + 2?", "output": "3", "system": "Add."},
-        Chat([S, Q, A]),
-    ),
+    "alpaca": ({"instruction": "1 + 2?", "output": "3", "system": "Add."}, Chat([S, Q, A])),
     "alpaca's history": (
         {"instruction": "and 4?", "input": "", "output": "7", "history": [["1 + 2?", "3"]]},
-        Chat([Q, A, Q2, A2]),
-    ),
+        Chat([Q, A, Q2, A2])),
     "history as text": (
         {"query": "and 4?", "response": "7", "history": json.dumps([["1 + 2?", "3"]])},
-        Chat([Q, A, Q2, A2]),
-    ),
-    "history of turns": (
-        {"question": "and 4?", "answer": "7", "history": [Q, A], "system": "Add."},
-        Chat([S, Q, A, Q2, A2]),
-    ),
+        Chat([Q, A, Q2, A2])),
+    "history of turns": ({"question": "and 4?", "answer": "7", "history": [Q, A], "system": "Add."},
+        Chat([S, Q, A, Q2, A2])),
     "an empty history": ({"query": "1 + 2?", "response": "3", "history": []}, Chat([Q, A])),
     # Turns in other forms.
     "turns as text": ({"messages": json.dumps([Q, A])}, Chat([Q, A])),
     "each turn as text": (messages(json.dumps(Q), json.dumps(A)), Chat([Q, A])),
-    "an object of arrays": (
-        {"conversations": {"from": ["human", "gpt"], "value": ["1 + 2?", "3"]}},
-        Chat([Q, A]),
-    ),
+    "an object of arrays": ({"conversations": {"from": ["human", "gpt"], "value": ["1 + 2?", "3"]}},
+        Chat([Q, A])),
     "keys of the other form": (
         {"conversations": [{"role": "user", "value": "1 + 2?"}, {"from": "gpt", "content": "3"}]},
-        Chat([Q, A]),
-    ),
+        Chat([Q, A])),
     "turns of text": (messages({"role": "user", "text": "1 + 2?"}, A), Chat([Q, A])),
     "content beside null": (messages({**Q, "value": None, "text": None}, A), Chat([Q, A])),
     "conversation": ({"conversation": [Q, A]}, Chat([Q, A])),
     "a row of a table with columns of other forms": (
-        {"text": None, "prompt": None, "messages": [Q, A], "label": None},
-        Chat([Q, A]),
-    ),
+        {"text": None, "prompt": None, "messages": [Q, A], "label": None}, Chat([Q, A])),
     "pairs": (
         {
             "conversation": [
@@ -86,16 +74,12 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         Chat([Q, A, Q2, A2]),
     ),
     "pairs with a system text": (
-        {"conversation": [{"system": "Add.", "input": "1 + 2?", "output": "3"}]},
-        Chat([S, Q, A]),
-    ),
+        {"conversation": [{"system": "Add.", "input": "1 + 2?", "output": "3"}]}, Chat([S, Q, A])),
     "system beside messages": (messages(Q, A, system="Add."), Chat([S, Q, A])),
     "the same system twice": (messages(S, Q, A, system="Add."), Chat([S, Q, A])),
     "developer": (messages({**S, "role": "developer"}, Q, A), Chat([S, Q, A])),
-    "parts": (
-        messages(Q, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}),
-        Chat([Q, A]),
-    ),
+    "parts": (messages(Q, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}),
+        Chat([Q, A])),
     "roles of either form, with content under any of its keys": (
         messages(
             {"role": "Human", "value": "1 + 2?"},
@@ -106,23 +90,16 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         Chat([Q, A, Q2, A2]),
     ),
     # A prompt of turns.
-    "turns that are completed": (
-        {"prompt": [S, Q, A, Q2], "completion": [A2]},
-        Chat([S, Q, A, Q2, A2], prompt=4),
-    ),
-    "with a system text": (
-        {"prompt": [Q], "completion": [A], "system": "Add."},
-        Chat([S, Q, A], prompt=2),
-    ),
+    "turns that are completed": ({"prompt": [S, Q, A, Q2], "completion": [A2]},
+        Chat([S, Q, A, Q2, A2], prompt=4)),
+    "with a system text": ({"prompt": [Q], "completion": [A], "system": "Add."},
+        Chat([S, Q, A], prompt=2)),
     "completed by text": ({"prompt": [Q], "completion": "3"}, Chat([Q, A], prompt=1)),
     "turns that are completed, as text": (
-        {"prompt": json.dumps([Q]), "completion": json.dumps([A])},
-        Chat([Q, A], prompt=1),
-    ),
+        {"prompt": json.dumps([Q]), "completion": json.dumps([A])}, Chat([Q, A], prompt=1)),
     "turns as text in lines": (
         {"prompt": json.dumps([Q], indent=1), "completion": json.dumps([A], indent=1)},
-        Chat([Q, A], prompt=1),
-    ),
+        Chat([Q, A], prompt=1)),
     # Marks of turns.
     **{
         f"{key}={value}": (
@@ -133,16 +110,13 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         for value in (0, False, 0.0)
     },
     "no mark": (messages(Q, {**A, "weight": None}), Chat([Q, A])),
-    "a mark of ShareGPT's": (
-        {"conversations": [HUMAN, {**GPT, "loss": False}, HUMAN, GPT]},
-        Chat([Q, A, Q, A], unlearned=frozenset({1})),
-    ),
+    "a mark of ShareGPT's": ({"conversations": [HUMAN, {**GPT, "loss": False}, HUMAN, GPT]},
+        Chat([Q, A, Q, A], unlearned=frozenset({1}))),
     # Calls of tools.
     "calls as text": (messages(Q, asks(call('{"a": 1}')), RESULT, A), Chat(CALLED)),
     "all calls as text": (
         messages(Q, {**asks(), "tool_calls": json.dumps([call({"a": 1})])}, RESULT, A),
-        Chat(CALLED),
-    ),
+        Chat(CALLED)),
     **{
         f"arguments {arguments!r}": (
             messages(Q, asks(call(arguments)), RESULT, A),
@@ -150,14 +124,10 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         )
         for arguments in (None, "", "null", "{}", {})
     },
-    "no arguments": (
-        messages(Q, asks({"function": {"name": "add"}}), RESULT, A),
-        Chat([Q, asks(call({})), RESULT, A]),
-    ),
-    "parameters": (
-        messages(Q, asks({"name": "add", "parameters": {"a": 1}}), RESULT, A),
-        Chat(CALLED),
-    ),
+    "no arguments": (messages(Q, asks({"function": {"name": "add"}}), RESULT, A),
+        Chat([Q, asks(call({})), RESULT, A])),
+    "parameters": (messages(Q, asks({"name": "add", "parameters": {"a": 1}}), RESULT, A),
+        Chat(CALLED)),
     **{
         f"arguments as {key}": (
             messages(Q, asks({"name": "add", **nothing, key: value}), RESULT, A),
@@ -168,8 +138,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     },
     "arguments beside the function": (
         messages(Q, asks({"function": {"name": "add"}, "arguments": {"a": 1}}), RESULT, A),
-        Chat(CALLED),
-    ),
+        Chat(CALLED)),
     "function_call": (
         messages(
             Q,
@@ -182,8 +151,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     ),
     "function_call beside text": (
         messages(Q, {**A, "function_call": {"name": "add", "arguments": "{}"}}, RESULT, A),
-        Chat([Q, asks(call({}), content="3"), RESULT, A]),
-    ),
+        Chat([Q, asks(call({}), content="3"), RESULT, A])),
     "function_call beside no calls": (
         messages(
             Q,
@@ -192,10 +160,8 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
         ),
         Chat(CALLED),
     ),
-    "tools without their wrapper": (
-        messages(Q, A, tools=json.dumps([SCHEMA])),
-        Chat([Q, A], [TOOL]),
-    ),
+    "tools without their wrapper": (messages(Q, A, tools=json.dumps([SCHEMA])),
+        Chat([Q, A], [TOOL])),
     "tools as texts": (messages(Q, A, tools=[json.dumps(TOOL)]), Chat([Q, A], [TOOL])),
     "a text, then its call": (
         {
@@ -220,21 +186,17 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     ),
     "a text that is marked, then its call": (
         messages(Q, {**A, "weight": 1}, asks(call({"a": 1})), RESULT, A),
-        Chat([Q, asks(call({"a": 1}), content="3"), RESULT, A]),
-    ),
+        Chat([Q, asks(call({"a": 1}), content="3"), RESULT, A])),
     "a call, then another": (
         messages(Q, asks(call({"a": 1})), asks(call({"a": 2})), RESULT, RESULT, A),
-        Chat([Q, asks(call({"a": 1}), call({"a": 2})), RESULT, RESULT, A]),
-    ),
+        Chat([Q, asks(call({"a": 1}), call({"a": 2})), RESULT, RESULT, A])),
     # Thoughts.
     **{
         key: (messages(Q, {**A, key: "hm"}), Chat([Q, {**A, "reasoning_content": "hm"}]))
         for key in ("reasoning_content", "reasoning", "thinking", "thought")
     },
-    "a thought twice": (
-        messages(Q, {**A, "reasoning": "hm", "reasoning_content": "hm"}),
-        Chat([Q, {**A, "reasoning_content": "hm"}]),
-    ),
+    "a thought twice": (messages(Q, {**A, "reasoning": "hm", "reasoning_content": "hm"}),
+        Chat([Q, {**A, "reasoning_content": "hm"}])),
     "calls twice": (
         messages(Q, asks({**call({"a": 1}), "id": "x"}, function_call=call({"a": 1})["function"]),
                  RESULT, A),
@@ -350,62 +312,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weight 0.5": (messages(Q, {**A, "weight": 0.5}), "weight=0.5, which must be 0 or false"),
     "weight of text": (messages(Q, {**A, "weight": "no"}), 'weight="no", which must be'),
     "marks of parts": (messages(Q, {**A, "train_detail": [{}]}), "train_detail, which marks parts"),
-    "arguments cut": (
-        messages(Q, asks(call('{"a": 1')), RESULT, A),
-        "calls add with arguments that are no whole JSON: Expecting",
-    ),
+    "arguments cut": (messages(Q, asks(call('{"a": 1')), RESULT, A),
+        "calls add with arguments that are no whole JSON: Expecting"),
     "arguments a list": (messages(Q, asks(call([1])), RESULT, A), "that are no object {...}: [1]"),
     "arguments a number": (messages(Q, asks(call("3")), RESULT, A), "no object {...}: '3'"),
     "arguments under an unknown name": (
         messages(Q, asks({"name": "add", "kwargs": {"a": 1}}), RESULT, A),
-        "calls add with kwargs, and none of arguments, parameters, args, input",
-    ),
+        "calls add with kwargs, and none of arguments, parameters, args, input"),
     "no name": (messages(Q, asks({"function": {}}), RESULT, A), "needs the name of a function"),
     "no tools": (messages(Q, A, tools="add"), "tools must be an array of objects"),
     "two systems": (messages(S, Q, A, system="Other."), "has two system texts"),
     "two texts": (messages(Q, A, A), "roles out of order: assistant after assistant"),
-    "text and call marked": (
-        messages(Q, {**A, "weight": 0}, asks(call({})), RESULT, A),
-        "marks a text and the tool call after it differently; they form one turn",
-    ),
-    "history of three": (
-        {"query": "a", "response": "b", "history": [["a", "b", "c"]]},
-        "history must hold pairs",
-    ),
+    "text and call marked": (messages(Q, {**A, "weight": 0}, asks(call({})), RESULT, A),
+        "marks a text and the tool call after it differently; they form one turn"),
+    "history of three": ({"query": "a", "response": "b", "history": [["a", "b", "c"]]},
+        "history must hold pairs"),
     "no completion": ({"prompt": [Q], "completion": [Q]}, "roles out of order"),
-    "a completion without an answer": (
-        {"prompt": [Q, A], "completion": [Q]},
-        "no assistant turn in its completion",
-    ),
-    "two thoughts": (
-        messages(Q, {**A, "reasoning": "a", "thinking": "b"}),
-        "a turn has thoughts in reasoning and thinking, which differ",
-    ),
+    "a completion without an answer": ({"prompt": [Q, A], "completion": [Q]},
+        "no assistant turn in its completion"),
+    "two thoughts": (messages(Q, {**A, "reasoning": "a", "thinking": "b"}),
+        "a turn has thoughts in reasoning and thinking, which differ"),
     "a thought and a part": (
         messages(Q, {**A, "content": [{"type": "thinking", "thinking": "a"}], "thought": "b"}),
-        "a turn has thoughts in thought and content, which differ",
-    ),
-    "two kinds of calls": (
-        messages(Q, asks(call({}), function_call={"name": "other"}), RESULT, A),
-        "a turn has tool_calls and function_call, which differ",
-    ),
-    "a call of the user": (
-        messages({**Q, "tool_calls": [call({})]}, A),
-        "a turn of the role user calls tools",
-    ),
-    "calls that complete a text": (
-        {"prompt": [Q, A], "completion": [asks(call({})), RESULT, A]},
-        "has a completion that begins with calls of the prompt's last turn",
-    ),
+        "a turn has thoughts in thought and content, which differ"),
+    "two kinds of calls": (messages(Q, asks(call({}), function_call={"name": "other"}), RESULT, A),
+        "a turn has tool_calls and function_call, which differ"),
+    "a call of the user": (messages({**Q, "tool_calls": [call({})]}, A),
+        "a turn of the role user calls tools"),
+    "calls that complete a text": ({"prompt": [Q, A], "completion": [asks(call({})), RESULT, A]},
+        "has a completion that begins with calls of the prompt's last turn"),
     "thoughts no text": (messages(Q, {**A, "thinking": ["hm"]}), "thinking of a turn must be a"),
-    "labels of others": (
-        {"input_ids": [1, 2], "labels": [2, -100]},
-        "label 2 at place 0, where input_ids has 1: a label is the token itself, or -100",
-    ),
-    "a mask of halves": (
-        {"input_ids": [1, 2], "loss_mask": [0.5, 1]},
-        "loss_mask must be an array of 0 and 1",
-    ),
+    "labels of others": ({"input_ids": [1, 2], "labels": [2, -100]},
+        "label 2 at place 0, where input_ids has 1: a label is the token itself, or -100"),
+    "a mask of halves": ({"input_ids": [1, 2], "loss_mask": [0.5, 1]},
+        "loss_mask must be an array of 0 and 1"),
     **{
         f"a row marked {key}={value!r}": (
             {**row, key: value},
@@ -427,21 +367,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
     "arrays that end before others": (
         {"conversations": {"from": ["human", "gpt", "human"], "value": ["1 + 2?", "3"]}},
-        "is an object of arrays that differ in length: 3 from, 2 value",
-    ),
-    "a turn without content": (
-        messages({"role": "user", "message": "1 + 2?"}, A),
-        "a turn needs content or value; it has role, message",
-    ),
+        "is an object of arrays that differ in length: 3 from, 2 value"),
+    "a turn without content": (messages({"role": "user", "message": "1 + 2?"}, A),
+        "a turn needs content or value; it has role, message"),
     "content and value": (messages({**Q, "value": "2?"}, A), "has content and value, which differ"),
     "deep parts": (messages({**Q, "content": nested("a")}, A), "is nested too deeply"),
     "deep keys": (messages({**Q, "more": nested("a")}, A), "is nested too deeply"),
     "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
     "a question of nothing": (messages({**Q, "content": None}, A), "of the user has no content"),
-    "a part without a text": (
-        messages(*CALLED[:2], {**RESULT, "content": [{"deg": 1}]}, A),
-        "has a part without a text; it has ['deg']",
-    ),
+    "a part without a text": (messages(*CALLED[:2], {**RESULT, "content": [{"deg": 1}]}, A),
+        "has a part without a text; it has ['deg']"),
 }  # fmt: skip
 
 
@@ -453,60 +388,41 @@ def test_a_row_is_refused_with_what_is_wrong(name: str) -> None:
 
 
 NAMED: dict[str, tuple[dict[str, Any], str]] = {
-    "a question": (
-        {"id": "7", "question_text": "1 + 2?", "gold_answer": "3"},
-        'data.columns={prompt="question_text", completion="gold_answer"} learns gold_answer alone',
-    ),
-    "a prompt": (
-        {"prompt": "1 + 2?", "response": "3"},
-        'data.columns={question="prompt", answer="response"} makes a chat of them',
-    ),
-    "names of one alone": (
-        {"text_de": "a", "target text": "b"},
-        'data.columns={prompt="text_de", completion="target text"}',
-    ),
-    "a preference": (
-        {"prompt": "1 + 2?", "chosen": "3", "rejected": "4"},
-        'data.columns={prompt="prompt", completion="chosen"} learns chosen alone',
-    ),
-    "a preference of turns": (
-        {"prompt": "1 + 2?", "chosen": [Q, A], "rejected": [Q, A2]},
-        "data.columns.messages=chosen names the turns",
-    ),
-    "a preference of prompts of turns": (
-        {"prompt": [Q], "chosen": [A], "rejected": [A2]},
-        'data.columns={prompt="prompt", completion="chosen"} learns chosen alone',
-    ),
+    "a question": ({"id": "7", "question_text": "1 + 2?", "gold_answer": "3"},
+        'data.columns={prompt="question_text", completion="gold_answer"} learns gold_answer alone'),
+    "a prompt": ({"prompt": "1 + 2?", "response": "3"},
+        'data.columns={question="prompt", answer="response"} makes a chat of them'),
+    "names of one alone": ({"text_de": "a", "target text": "b"},
+        'data.columns={prompt="text_de", completion="target text"}'),
+    "a preference": ({"prompt": "1 + 2?", "chosen": "3", "rejected": "4"},
+        'data.columns={prompt="prompt", completion="chosen"} learns chosen alone'),
+    "a preference of turns": ({"prompt": "1 + 2?", "chosen": [Q, A], "rejected": [Q, A2]},
+        "data.columns.messages=chosen names the turns"),
+    "a preference of prompts of turns": ({"prompt": [Q], "chosen": [A], "rejected": [A2]},
+        'data.columns={prompt="prompt", completion="chosen"} learns chosen alone'),
     "a preference behind a conversation": (
         {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "4"}},
-        'data.columns={prompt="conversations", completion="chosen"} learns chosen alone',
-    ),
+        'data.columns={prompt="conversations", completion="chosen"} learns chosen alone'),
     "a preference behind turns with answers": (
         {"messages": [Q, A, Q], "chosen": "3", "rejected": "4"},
-        'data.columns={prompt="messages", completion="chosen"} learns chosen alone',
-    ),
+        'data.columns={prompt="messages", completion="chosen"} learns chosen alone'),
     "a preference of Alpaca's": (
         {"instruction": "1 + 2?", "input": "", "chosen": "3", "rejected": "4"},
-        'data.columns={instruction="instruction", input="input", output="chosen"} learns chosen',
-    ),
+        'data.columns={instruction="instruction", input="input", output="chosen"} learns chosen'),
     "Dolly's": (
         {"instruction": "1 + 2?", "context": "Add.", "response": "3", "category": "open_qa"},
-        'data.columns={instruction="instruction", input="context", output="response"}',
-    ),
+        'data.columns={instruction="instruction", input="context", output="response"}'),
     "a preference without a prompt": (
         {"chosen": "Human: 1 + 2? Assistant: 3", "rejected": "Human: 1 + 2? Assistant: 4"},
-        "data.columns.text=chosen names the text",
-    ),
+        "data.columns.text=chosen names the text"),
     "turns": ({"id": 7, "dialog": [HUMAN, GPT]}, "data.columns.messages=dialog names the turns"),
-    "turns before a text": (
-        {"context": [Q], "response": "3"},
-        'data.columns={prompt="context", completion="response"} learns response alone',
-    ),
+    "turns before a text": ({"context": [Q], "response": "3"},
+        'data.columns={prompt="context", completion="response"} learns response alone'),
     "one text": ({"txet": "a"}, "data.columns.text=txet names the text"),
     "a prompt alone": ({"prompt": "1 + 2?"}, "name those to read by data.columns"),
     "two answers": ({"problem": "a", "solution": "b", "answer": "c"}, "name those to read by"),
     "texts of any kind": ({"title": "a", "body": "b"}, "it has 'title', 'body': name those"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)
