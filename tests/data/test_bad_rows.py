@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 
 from harness.config.data_section import DataConfig
-from harness.config.run_file import load_run_config
-from harness.data.build import build_data
-from harness.data.data import Data
 from harness.data.prepare import SKIPPED
-from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.plan.balance import balanced
 from harness.plan.data import glance
 from tests.data.chat_tokenizers import tokenizer_of
+from tests.data.test_build import opened, refused
 from tests.files.test_contents import as_parquet
 from tests.report.runs import write_run
 
@@ -28,17 +25,6 @@ TEXT = "the model reads a text and learns which word follows another"
 
 def record(number: int) -> dict[str, Any]:
     return {"text": f"{TEXT} {number}", "l": "de" if number % 2 else "en"}
-
-
-def opened(path: Path, tmp_path: Path, **options: object) -> Data:
-    settings = {"seq_len": 16, "held_out": 0.2, "cache_dir": str(tmp_path / "cache"), **options}
-    return build_data(DataSpec(DataConfig(path=str(path), **settings)))
-
-
-def refused(path: Path, tmp_path: Path, **options: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        opened(path, tmp_path, **options)
-    return caught.value.problems
 
 
 def as_lines(records: list[Any]) -> list[str]:
@@ -223,14 +209,3 @@ def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "run", events=[event, event]))
     (text,) = (of.text for of in verdicts(run) if "bad" in of.text)
     assert text == f"{event['message']}."
-
-
-def test_settings_of_bad_rows_fit_together() -> None:
-    for words, message in (
-        (["data.bad_rows_limit=5"], r"data.bad_rows_limit is for data.bad_rows=skip"),
-        (["data.bad_rows=skip", "data.bad_rows_limit=1.5"], "above 1 it is a whole number"),
-        (["data.bad_rows=skip", "data.bad_rows_limit=0"], "data.bad_rows_limit is 0"),
-        (["data.bad_rows=drop"], "'refuse'.*'skip'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_run_config(None, words)

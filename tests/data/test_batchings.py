@@ -291,8 +291,6 @@ def test_each_row_of_a_contiguous_stream_reads_on(
     assert length == corpus.packed().num_windows // ROWS
     for step in range(2 * length):  # two epochs
         batch = stream.batch(step * ROWS, ROWS)
-        assert batch.windows is not None
-        assert batch.goes_on is not None
         assert batch.windows.tolist() == [row * length + step % length for row in range(ROWS)]
         begins = [stream.sample(step * ROWS + row).spans[0].first for row in range(ROWS)]
         assert batch.goes_on.tolist() == [begin > 0 for begin in begins]
@@ -312,8 +310,6 @@ def test_an_evaluation_reads_texts_on_and_counts_what_has_a_state(
     counted, last = 0, [-9] * rows
     for step in range(length):
         batch = stream.batch(step * rows, rows)
-        assert batch.windows is not None
-        assert batch.goes_on is not None
         plain = packed.read(batch.windows.numpy()).labels
         for row, window in enumerate(batch.windows.tolist()):
             within = not packed.begin_documents(np.array([window]))[0]
@@ -325,7 +321,6 @@ def test_an_evaluation_reads_texts_on_and_counts_what_has_a_state(
         last = batch.windows.tolist()
     assert stream.targets_in(0, stream.samples) == counted > 0
     first = stream.first(8)
-    assert first.windows is not None
     assert first.windows.tolist() == [*range(min(8, length))]
 
 
@@ -342,7 +337,6 @@ def test_a_contiguous_row_stays_on_its_rank_and_in_its_micro_batch(
         steps.close()
         for before, now in itertools.pairwise(read):
             for one, other in zip(before, now, strict=True):
-                assert one.windows is not None
                 assert torch.equal(one.windows + 1, other.windows)
 
 

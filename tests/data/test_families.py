@@ -1,21 +1,80 @@
-"""The chat templates of 21 families: ids are apply_chat_template's, and what is learned is told by
-words that only one turn says, found in the text by their characters.
+"""The chat templates of 21 families, each with a small tokenizer: ids are apply_chat_template's,
+and what is learned is told by words that only one turn says, found in the text by their characters.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from harness.data.chat_tokens import ChatEncoder
 from harness.data.tokenizer_files import SpecialIds
 from harness.files.chat import chat_of
 from harness.files.turns import turns_of
-from tests.data.families import FAMILIES, Family, tokenizer_of
+
+TEMPLATES = Path(__file__).with_name("templates")
+_TOKENS = re.compile(
+    r"<\|[^|<> ']+\|>|<\uff5c[^\uff5c]+\uff5c>|\[/?[A-Z_]+\]|\[gMASK\]|<sop>"
+    r"|</?(?:think|tool_call|tool_response|arg_key|arg_value|start_of_turn|end_of_turn)>"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of families.toml."""
+
+    name: str
+    eos: str
+    ends: tuple[str, ...]
+    prompt: str
+    calls: str
+    arguments: str
+    thoughts: str
+    bos: str | None = None
+    markers: str = "tokens"
+
+    @property
+    def template(self) -> str:
+        return (TEMPLATES / f"{self.name}.jinja").read_text()
+
+
+FAMILIES = {
+    name: Family(name, **{**row, "ends": tuple(row["ends"])})
+    for name, row in tomllib.loads((TEMPLATES / "families.toml").read_text()).items()
+}
+
+
+@cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes, a few joined ones, and those of the family's template."""
+    family = FAMILIES[name]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("e", "r"), ("i", "n"), ("o", "."), ("Ġ", "i"), ("}", "}")]
+    vocab = [*alphabet, *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE({token: n for n, token in enumerate(vocab)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    ends = [token for end in family.ends for token in _TOKENS.findall(end)]
+    special = {*ends, family.eos, *([family.bos] if family.bos else [])}
+    if family.markers == "tokens":
+        special |= {*_TOKENS.findall(family.template)}
+    backend.add_special_tokens(sorted(special))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=family.bos, eos_token=family.eos
+    )
+    tokenizer.chat_template = family.template
+    return tokenizer
+
 
 Turns = list[dict[str, Any]]
 family = pytest.mark.parametrize("name", FAMILIES)
@@ -55,39 +114,22 @@ def result(word: str, number: int) -> dict[str, Any]:
 
 
 SYSTEM = {"role": "system", "content": "Be brisk."}
+BY_TAG = "<think>\nI {}\n</think>\n\nIt is {}."
 CONVERSATIONS: dict[str, Turns] = {
     "single": [user("aria"), said("alto")],
     "multi": [
-        SYSTEM,
-        user("aria"),
-        said("alto"),
-        user("bora"),
-        said("bach"),
-        user("cora"),
+        *(SYSTEM, user("aria"), said("alto"), user("bora"), said("bach"), user("cora")),
         said("coda"),
     ],
-    "same words": [
-        user("aria"),
-        said("alto"),
-        user("aria"),
-        said("alto"),
-        user("aria"),
-        said("alto"),
-    ],
+    "same words": [user("aria"), said("alto")] * 3,
     "ends with a user": [user("aria"), said("alto"), user("bora")],
     "thoughts": [
         *(user("aria"), said("alto", reasoning_content="I muse upon it.")),
         *(user("bora"), said("bach", reasoning_content="I ponder it.")),
     ],
     "thoughts in the text": [
-        *(
-            user("aria"),
-            {"role": "assistant", "content": "<think>\nI muse\n</think>\n\nIt is alto."},
-        ),
-        *(
-            user("bora"),
-            {"role": "assistant", "content": "<think>\nI pond\n</think>\n\nIt is bach."},
-        ),
+        *(user("aria"), {"role": "assistant", "content": BY_TAG.format("muse", "alto")}),
+        *(user("bora"), {"role": "assistant", "content": BY_TAG.format("pond", "bach")}),
     ],
     "tools": [
         *(user("aria"), called("alto", 1), result("rain", 1), said("bach")),

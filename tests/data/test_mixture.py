@@ -189,28 +189,6 @@ def test_a_tokenizer_is_trained_on_all_sources(sources: dict[str, Path], tmp_pat
     assert not any("pairs" in piece for piece in alone.tokenizer.get_vocab())
 
 
-MISTAKES = {
-    'data.mix=[{path="a", share=1}, {path="b"}]': "b without share",
-    'data.mix=[{path="x/a"}, {path="y/a"}]': "2 sources of data.mix are named 'a'",
-    'data.mix=[{path="a b"}]': "'a b' is no name",
-    'data.mix=[{path="a", share=0}]': "share is 0 for every source",
-    "data.mix_by=tokens": "data.mix_by without data.mix",
-    'data.mix=[{path="a", share=1, then=1}]': "data.mix_until and the share `then`",
-    'data.eval_path={"a b"="c"}': "'a b' is no name",
-    'data.mix=[{path="a", share=1, then=1}]|data.mix_until=1.5': "above 1 it is a whole number",
-    # Everything that does not fit is said at once.
-    'data.mix=[{path="a", share=1}]|data.path=x|data.mix_temperature=2|data.eval_path=e': (
-        "exclude each other.*makes shares of sizes"
-    ),
-}
-
-
-@pytest.mark.parametrize("word", MISTAKES)
-def test_mistakes_are_sentences(word: str) -> None:
-    with pytest.raises(ConfigError, match=MISTAKES[word]):
-        load_run_config(None, word.split("|"))
-
-
 def test_all_unreadable_sources_are_named_at_once(tokenizer_dir: str, tmp_path: Path) -> None:
     argument = f'data.mix=[{{path="{tmp_path}/a"}}, {{path="{tmp_path}/b"}}]'
     with pytest.raises(ConfigError) as caught:

@@ -1,9 +1,12 @@
-"""Folders of .bin/.idx pairs, against the same documents joined into one pair."""
+"""Folders of .bin/.idx pairs, against the same documents joined into one pair; and documents by
+their length: data.min_tokens and data.max_tokens, of data and of a source.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +14,16 @@ import pytest
 import torch
 
 from harness.config.batch import Curriculum
+from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data import pair, token_files
-from harness.data.build import build_data
+from harness.data.build import build_data, cached_fingerprint
 from harness.data.data import Data
 from harness.data.mixture import Mixture
 from harness.data.pair import IndexedTokens, join_indexed, write_indexed
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
+from harness.plan.data import glances
 from tests.data.number_tokenizer import write_number_tokenizer
 
 SEQ_LEN, VOCAB = 16, 8192
@@ -140,22 +145,98 @@ def test_blocks_are_those_of_the_whole_index(shards: Path) -> None:
     assert (several.ids.block(0, len(several.ids)) == raw).all()
 
 
-def test_shares_of_a_mixture_of_pairs(tmp_path: Path, tokenizer_dir: str) -> None:
-    for seed, name in enumerate(("one", "two")):
-        write(tmp_path / name, seed, 60)
-    sources = [{"path": str(tmp_path / n), "share": s} for n, s in (("one", 0.75), ("two", 0.25))]
-    mix = ", ".join(f"{{path={json.dumps(of['path'])}, share={of['share']}}}" for of in sources)
-    asked = [
-        *(f"data.mix=[{mix}]", f"data.tokenizer={tokenizer_dir}", f"data.seq_len={SEQ_LEN}"),
-        *(f"data.cache_dir={tmp_path / 'cache'}", "data.held_out=0.1"),
+LONG = 40
+
+
+@pytest.fixture
+def asked(tmp_path: Path, tokenizer_dir: str) -> list[str]:
+    """Arguments; of 200 documents in PAIR one in ten has 40 tokens or more with its separator."""
+    sizes = [3 + n % 20 if n % 10 else LONG + n % 7 for n in range(200)]
+    write_indexed(
+        tmp_path / "pair", 8192, (([5 + n % 9] * (s - 1) + [2], True) for n, s in enumerate(sizes))
+    )
+    return [
+        *(f"data.tokenizer={tokenizer_dir}", "data.seq_len=16", "data.held_out=0.2"),
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]  # fmt: skip
+
+
+def spec(*words: str) -> DataSpec:
+    return DataSpec.of_run(load_run_config(None, words), {})
+
+
+def numbers(data: Data, side: str, source: int = 0) -> set[int]:
+    return {*data.sources[source].sides[side].split.numbers[:-1].tolist()}
+
+
+def test_documents_of_other_lengths_are_on_neither_side(asked: list[str], tmp_path: Path) -> None:
+    path = f"data.path={tmp_path / 'pair'}"
+    whole, long, rest = (
+        build_data(spec(*asked, path, *words))
+        for words in ((), (f"data.min_tokens={LONG}",), (f"data.max_tokens={LONG - 1}",))
+    )
+    every = {*range(0, 200, 10)}
+    for side in ("train", "held_out"):  # what is held out is held out whatever the bounds are
+        assert numbers(long, side) == numbers(whole, side) & every
+        assert numbers(rest, side) == numbers(whole, side) - every
+        lengths = np.diff(long.sources[0].sides[side].split.starts)
+        assert lengths.min() >= LONG
+    assert len({whole.fingerprint, long.fingerprint, rest.fingerprint}) == 3
+    assert cached_fingerprint(spec(*asked, path, f"data.min_tokens={LONG}")) == long.fingerprint
+    assert "; not read: 180 shorter than 40 tokens" in long.summary()[0]
+    (event,) = (of for of in rest.events() if of["kind"] == "left_out_by_length")
+    assert (event["documents"], event["shorter"], event["longer"]) == (200, 0, 20)
+    assert not [of for of in whole.events() if of["kind"] == "left_out_by_length"]
+
+
+@pytest.mark.parametrize("batching", ["packed", "length_grouped"])
+def test_long_documents_are_sampled_more_often(
+    asked: list[str], tmp_path: Path, batching: str
+) -> None:
+    path = json.dumps(str(tmp_path / "pair"))
+    mix = f"data.mix=[{{path={path}, share=0.5}}, {{path={path}, share=0.5, min_tokens={LONG}}}]"
+    data = build_data(spec(*asked, mix, f"data.batching={batching}"))
+    assert isinstance(mixed := data._ordered, Mixture)
+    assert data.names == ["pair", f"pair-min-{LONG}"]
+    assert mixed.order.drawn_before(100) == [50, 50]
+    held_out = numbers(data, "held_out") | numbers(data, "held_out", 1)
+    assert not held_out & (numbers(data, "train") | numbers(data, "train", 1))
+    read = [span.document for sample in range(200) for span in data.train.sample(sample).spans]
+    assert sum(not number % 10 for number in read) > 0.4 * len(read)
+    text = glances(load_run_config(None, [mix]).data).lines(100)
+    assert "; read are those of min_tokens=40 alone; share 50.00%" in text[1]
+
+
+def test_nothing_as_long_is_refused_with_the_counts(asked: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_data(spec(*asked, f"data.path={tmp_path / 'pair'}", "data.min_tokens=99"))
+    (train, held_out) = caught.value.problems
+    assert "train split has 0 tokens in 0 documents" in train
+    assert "; not read were 200 shorter than 99 tokens (data.min_tokens=99)" in held_out
+
+
+def test_a_sample_that_a_run_kept_has_no_documents(asked: list[str], tmp_path: Path) -> None:
+    np.save(tmp_path / "pair.masks.npy", np.zeros((3, 1), np.int64))
+    with pytest.raises(ConfigError, match=r"data\.min_tokens=9: .*pair holds samples that a run"):
+        build_data(spec(*asked, f"data.path={tmp_path / 'pair'}", "data.min_tokens=9"))
+
+
+def test_a_held_out_set_is_read_as_it_says(
+    asked: list[str], tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    """With the keys that data itself takes, and bounds of its own."""
+    lines = [{"t": f"{n} " * (1 + n % 40), "kind": "ab"[n % 2]} for n in range(60)]
+    text = write_jsonl(*lines).rename(tmp_path / "lines")
+    table = f'path="{text}", format="jsonl", columns={{text="t"}}, where={{kind="a"}}'
+    words = [
+        *(*(word for word in asked if "held_out" not in word), f"data.path={tmp_path / 'pair'}"),
+        *(f"data.min_tokens={LONG}", f'data.eval_path={{own={{{table}}}, pair="{tmp_path}/pair"}}'),
     ]
-    data = build_data(DataSpec.of_run(load_run_config(None, asked), {}))
-    assert isinstance(data.train, Mixture)
-    assert data.names == ["one", "two"]
-    batch = data.train.batch(0, 40)
-    assert batch.sources is not None
-    assert batch.sources.bincount().tolist() == [30, 10]
-    alone = {name: opened(tmp_path / name, tokenizer_dir) for name in ("one", "two")}
-    for number, name in enumerate(("one", "two")):
-        rows = batch.input_ids[batch.sources == number]
-        assert torch.equal(rows, alone[name].train.batch(0, len(rows)).input_ids)
+    data = build_data(spec(*words))
+    own, pair = data.set_sources
+    assert (own.facts.documents, own.facts.shorter) == (30, 0)
+    assert (pair.facts.documents, pair.facts.shorter) == (200, 0)
+    assert data.sources[0].facts.shorter == 180
+    # A run of an earlier version, which recorded a path alone, resumes.
+    recorded = DataConfig(eval_path="e").model_dump(mode="json")["eval_path"]
+    assert recorded == {"": "e"}

@@ -111,7 +111,6 @@ def test_the_sample_of_a_run_is_mixed_in(
     if batching == "packed":
         shares = np.bincount(data.train.batch(0, 100).sources.numpy())
         assert shares.tolist() == [75, 25]
-    assert data.old is not None
     assert data.old.targets_in(0, data.old.samples) > 0
     only_measured = pairs(path=str(path), rehearse=str(run), rehearse_share=0, batching=batching)
     assert only_measured.names == []
@@ -123,7 +122,6 @@ def test_old_data_can_be_a_path(pairs: Callable[..., Data], tmp_path: Path) -> N
     path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
     old = pairs().sources[0].corpus.path
     data = pairs(path=str(path), rehearse=str(old), document_mask=True)
-    assert data.old is not None
     assert data.old.documents == pairs().held_out.documents
 
 
@@ -138,5 +136,3 @@ def test_a_run_without_a_sample_or_with_another_tokenizer_is_refused(
     (run / "reservoir" / FACTS).write_text('{"tokenizer": "another"}')
     with pytest.raises(ConfigError, match=r"with another tokenizer: set data.tokenizer="):
         pairs(rehearse=str(run))
-    with pytest.raises(ValueError, match=r"data.rehearse_share without data.rehearse"):
-        DataConfig(rehearse_share=0.5)

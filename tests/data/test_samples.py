@@ -13,7 +13,6 @@ import torch
 
 from harness.config.batch import Curriculum, Slice
 from harness.config.data_section import DataConfig
-from harness.config.run_file import load_run_config
 from harness.data.build import build_data
 from harness.data.contiguous import Contiguous, HeldOutText
 from harness.data.data import Data
@@ -68,8 +67,6 @@ def test_documents_that_are_too_long_are_refused_with_their_number(
     assert dropped.train.targets_in(0, dropped.train.samples) < cut.train.targets_in(
         0, cut.train.samples
     )
-    with pytest.raises(ConfigError, match=r"data.packing=stream cuts documents of any length"):
-        load_run_config(None, ["data.packing=stream", "data.too_long=drop"])
 
 
 def test_pairs_are_packed_whole_and_text_is_joined_unless_asked_otherwise(opened: Opened) -> None:

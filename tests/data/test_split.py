@@ -97,24 +97,21 @@ def test_runs_are_a_value_per_token(tmp_path: Path, share: float) -> None:
     masks = load_masks(tmp_path / "masks.npy")
     places = np.arange(len(tokens)).reshape(2, -1) if len(tokens) % 2 == 0 else np.arange(9)
     assert masks.at(places).ravel().tolist() == tokens[: places.size]
-    bounds = np.arange(len(tokens) + 1)
+    bounds = np.arange(len(tokens) + 3)  # beyond the last, too
     assert masks.before(bounds).tolist() == [sum(tokens[:bound]) for bound in bounds]
+    assert not NO_MASKS.at(places).any()
+    assert not NO_MASKS.before(bounds).any()
     # Runs are maximal, and a document without any takes no room.
     changes = sum(a != b for a, b in zip([False, *tokens], [*tokens, False], strict=True))
     assert len(masks.starts) == 1 + changes // 2
-
-
-def test_masks_are_plain_arrays() -> None:
-    masks = Masks(*np.array([[0, 3, 9], [0, 5, 12], [0, 2, 5]]))
-    assert masks.at(np.array([2, 3, 4, 5, 9, 11, 12])).tolist() == [0, 1, 1, 0, 1, 1, 0]
-    assert masks.before(np.array([3, 4, 9, 11, 50])).tolist() == [0, 1, 2, 4, 5]
-    assert not NO_MASKS.at(np.arange(5)).any()
-    assert not NO_MASKS.before(np.arange(5)).any()
 
 
 def test_files_that_are_not_there_or_damaged_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.npy cannot be read .*which is then built again"):
         load_split(tmp_path, "train")
     np.save(tmp_path / "masks.npy", np.zeros((3, 0), dtype=np.int64))  # without the first run
-    with pytest.raises(ConfigError, match="which is then built again"):
-        load_masks(tmp_path / "masks.npy")
+    contents = [(tmp_path / "masks.npy").read_bytes(), b"", b"\x93NUMPY\1\0v\0{'descr'", b"{}"]
+    for content in contents:
+        (tmp_path / "masks.npy").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"data.cache_dir: .*masks.npy cannot be read \("):
+            load_masks(tmp_path / "masks.npy")
