@@ -53,6 +53,4 @@ def save(
     saver = Saver(Store(folder), 0, keep or Retention(), before_publishing)
     probe = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
     saver.start(manifest(step, held_out_loss), fragments(step), probe, background=False)
-    saved = saver.finish()
-    assert saved is not None
-    return saved
+    return saver.finish()

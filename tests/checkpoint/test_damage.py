@@ -1,6 +1,6 @@
-"""A newest checkpoint that is wrong and says that it is right: the one before is used.
-
-Its hashes and checksum are made anew after every change, as only a writer of checkpoints can.
+"""A run goes on from the newest checkpoint whose every byte is as it was written. Where the newest
+is wrong and says that it is right, its hashes and checksum made anew as only a writer of
+checkpoints can, the one before is used.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,88 @@ import pytest
 import torch
 from safetensors.torch import save as to_safetensors
 
-from harness.checkpoint.manifest import _checksum
-from harness.checkpoint.store import newest_usable
-from tests.checkpoint.small import save
+from harness.checkpoint.manifest import TrainState, _checksum
+from harness.checkpoint.store import checkpoint_of, is_run, newest_usable, verified
+from harness.errors import Unusable
+from tests.checkpoint.small import manifest, save, weights
+
+
+def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    save(tmp_path, 9)
+    path = save(tmp_path, 10, held_out_loss=2.25).path
+    newest, problems = newest_usable(tmp_path)
+    assert (newest.path, problems) == (path, [])
+    assert newest.state == TrainState(10, 80, 640)
+    assert newest.manifest.held_out_loss == 2.25
+    assert newest.manifest.engine == manifest(10).engine
+    reader = newest.reader()
+    assert reader.optimizer_kinds("norm") == ["exp_avg"]
+    for name, tensor in weights(10).items():
+        assert torch.equal(reader.whole(name, "weight"), tensor)
+
+
+FILES = ("rank-00000-000.safetensors", "probe.safetensors", "index.json", "manifest.json")
+
+
+def flip(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 0x04
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("at", [0.0, 0.31, 0.5, 0.77, 1.0])
+def test_a_flipped_bit_is_found_and_the_one_before_is_used(
+    tmp_path: Path, file: str, at: float
+) -> None:
+    before = save(tmp_path, 1).path
+    flip(save(tmp_path, 2).path / file, at)
+    newest, problems = newest_usable(tmp_path)
+    assert newest.path == before
+    assert len(problems) == 1
+    assert "step-00000002" in problems[0]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("rest", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_named(tmp_path: Path, file: str, rest: float) -> None:
+    path = save(tmp_path, 2).path / file
+    path.write_bytes(path.read_bytes()[: int(rest * path.stat().st_size)])
+    with pytest.raises(Unusable, match=re.escape(str(path))):
+        verified(path.parent)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
+    path = save(tmp_path, 2).path / file
+    path.unlink()
+    with pytest.raises(Unusable, match=f"{re.escape(str(path))} is not there"):
+        verified(path.parent)
+
+
+@pytest.mark.parametrize("pointer", [None, "", "garbage\n", "step-00000099\n", "../../x\n"])
+def test_nobody_believes_the_pointer(tmp_path: Path, pointer: str | None) -> None:
+    newest = save(tmp_path, 2).path
+    (tmp_path / "latest").unlink()
+    if pointer is not None:
+        (tmp_path / "latest").write_text(pointer)
+    checkpoint, _ = newest_usable(tmp_path)
+    assert checkpoint.path == newest
+
+
+def test_a_run_and_a_step_name_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "a@run"
+    for step in (3, 12):
+        save(run / "checkpoints", step)
+    assert is_run(str(run))
+    assert is_run(f"{run}@3")
+    assert not is_run(str(tmp_path))
+    assert not is_run("gpt2")
+    assert checkpoint_of(str(run)).state.step == 12
+    assert checkpoint_of(f"{run}@3").state.step == 3
+    with pytest.raises(Unusable, match="holds no step 4, but step-00000003, step-00000012"):
+        checkpoint_of(f"{run}@4")
+
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
@@ -33,7 +113,6 @@ def newest(tmp_path: Path) -> Path:
 def passed_over(newest: Path) -> str:
     """Return the reason why the newest was not used; asserts that the one before was."""
     checkpoint, problems = newest_usable(newest.parent)
-    assert checkpoint is not None
     assert checkpoint.path.name == "step-00000001"
     (problem,) = problems
     assert str(newest) in problem
@@ -74,7 +153,9 @@ def put(content: dict[str, Any], key: str, value: object) -> None:
         *(("watch", value) for value in ([], None, {"bad_steps": "x"}, {"seen": 3})),
         ("watch", {"seen": {"in_a_row": 0, "loss": ["x"], "log_grad_norm": []}}),
         ("watch", {"patience": {"best": "x", "best_step": 0, "since": 0}}),
-        *(("files.0.name", value) for value in (7, None, ["x"], "probe.safetensors/../x")),
+        *(("files.0.name", value) for value in (7, None, ["x"], "probe.safetensors/../x", "")),
+        *(("files.0.name", value) for value in ("../../../etc/passwd", "/etc/passwd", "a\nb")),
+        ("files.0.name", "rank-0.pt"),
         *(("files.0.bytes", value) for value in ("x", None, -1, 1.5)),
         *(("files.0.sha256", value) for value in (7, "x", None)),
         *(("files", value) for value in (None, {}, [7], [])),
@@ -209,5 +290,4 @@ def test_a_checkpoint_that_is_a_link_is_none(newest: Path) -> None:
     newest.rename(newest.parent / "elsewhere")
     newest.symlink_to(newest.parent / "elsewhere")
     checkpoint, problems = newest_usable(newest.parent)
-    assert checkpoint is not None
     assert (checkpoint.path.name, problems) == ("step-00000001", [])

@@ -1,0 +1,272 @@
+"""Fragments on disk: what is written is what safetensors reads, in any pieces; from and to an
+accelerator, and copied for saves in the background, in memory that stands for its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.checkpoint import tensor_file
+from harness.checkpoint.index import Fragment, Index, to_index
+from harness.checkpoint.reader import Reader
+from harness.checkpoint.save import Saver
+from harness.checkpoint.store import Retention, Store
+from harness.checkpoint.tensor_file import (
+    STAGING,
+    HostCopies,
+    Staging,
+    TensorReader,
+    pinned_bytes,
+    write_fragments,
+)
+from harness.errors import Unusable
+from harness.layout.box import Part
+from tests.checkpoint.small import fragments, manifest, save, weights
+
+
+def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
+    (written,), entries = write_fragments(tmp_path, 3, fragments())
+    tensors = load_file(tmp_path / "rank-00003-000.safetensors")
+    for name, tensor in weights().items():
+        assert torch.equal(tensors[f"{name}@0/weight"], tensor.view(-1))
+        assert torch.equal(tensors[f"{name}@0/exp_avg"], 2 * tensor.view(-1))
+    data = (tmp_path / written.name).read_bytes()
+    assert (written.bytes, written.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert [entry.name for entry in entries] == list(weights())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
+    _, entries = write_fragments(tmp_path, 0, [Fragment("b", Part.of((5,)), 0, {"buffer": tensor})])
+    assert torch.equal(Reader(tmp_path, Index(to_index(entries))).whole("b", "buffer"), tensor)
+
+
+def test_large_fragments_are_cut_into_files_of_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "FILE_BYTES", 100)
+    written, entries = write_fragments(tmp_path, 0, fragments())
+    assert len(written) > 5
+    for file in written:
+        size = sum(t.nbytes for t in load_file(tmp_path / file.name).values())
+        assert size <= 100
+    reader = Reader(tmp_path, Index(to_index(entries)))
+    for name, tensor in weights().items():
+        assert torch.equal(reader.whole(name, "weight"), tensor)
+
+
+def test_any_range_is_read_from_whatever_pieces(tmp_path: Path) -> None:
+    whole = torch.arange(20.0)
+    pieces = [
+        Fragment("w", Part.of((4, 5)), start, {"weight": whole[start:end]})
+        for start, end in ((0, 3), (3, 4), (4, 15), (15, 20))
+    ]
+    _, first = write_fragments(tmp_path, 0, pieces[:2])
+    _, second = write_fragments(tmp_path, 1, pieces[2:])
+    reader = Reader(tmp_path, Index(to_index([*second, *first])))
+    for start in range(20):
+        for end in range(start, 21):
+            out = torch.full((end - start,), -1.0)
+            reader.fill("w", "weight", start, out)
+            assert torch.equal(out, whole[start:end])
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    half = Fragment("w", Part.of((8,)), 0, {"weight": torch.zeros(4)})
+    _, entries = write_fragments(tmp_path, 0, [half])
+    reader = Reader(tmp_path, Index(to_index(entries)))
+    with pytest.raises(Unusable, match="has 2 of elements 2 to 8 of w/weight"):
+        reader.fill("w", "weight", 2, torch.zeros(6))
+    with pytest.raises(Unusable, match="has 0 of elements 0 to 3 of other/weight"):
+        reader.fill("other", "weight", 0, torch.zeros(3))
+    with pytest.raises(Unusable, match="w/exp_avg"):
+        reader.fill("w", "exp_avg", 0, torch.zeros(3))
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 5, 16])
+def test_shares_are_the_whole_once(shares: int) -> None:
+    fragment = Fragment("w", Part.of((13,)), 0, {"weight": torch.arange(13)})
+    parts = [fragment.share(index, shares) for index in range(shares)]
+    joined = torch.cat([part.tensors["weight"] for part in parts if part is not None])
+    assert torch.equal(joined, torch.arange(13))
+    offsets = [part.offset for part in parts if part is not None]
+    assert offsets == [int(part.tensors["weight"][0]) for part in parts if part is not None]
+
+
+PART_BYTES = 64
+
+
+class Bus:
+    """Notes buffers, and which half is waited for before it is filled again."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.log: list[str] = []
+        self.staging = Staging(lambda tensor: True, self.new, self.sent, PART_BYTES)
+
+    def new(self, count: int) -> torch.Tensor:
+        self.sizes.append(count)
+        return torch.full((count,), 255, dtype=torch.uint8)
+
+    def sent(self, device: torch.device) -> Callable[[], object]:
+        number = sum(entry.startswith("sent") for entry in self.log)
+        self.log.append(f"sent {number}")
+        return lambda: self.log.append(f"waited for {number}")
+
+
+@pytest.fixture
+def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
+    bus = Bus()
+    monkeypatch.setattr(tensor_file, "STAGING", bus.staging)
+    return bus
+
+
+def test_a_save_from_an_accelerator_has_the_bytes_of_one_from_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = save(tmp_path / "host", 1)
+    bus = Bus()
+    monkeypatch.setattr(tensor_file, "STAGING", bus.staging)
+    saved = save(tmp_path / "accelerator", 1)
+    save(tmp_path / "again", 1)
+    assert max(tensor.nbytes for f in fragments(1) for tensor in f.tensors.values()) > PART_BYTES
+    for path in expected.path.iterdir():
+        assert (saved.path / path.name).read_bytes() == path.read_bytes(), path.name
+    assert bus.sizes == [2 * PART_BYTES]  # one buffer, kept
+
+
+def test_a_half_is_filled_while_the_other_is_hashed() -> None:
+    bus, log = Bus(), []
+    parts = bus.staging.on_host(torch.arange(40, dtype=torch.int64))  # five parts
+    for number, part in enumerate(parts):
+        log.append(f"filled {number}")
+        assert part.view(torch.int64).tolist() == [*range(8 * number, 8 * number + 8)]
+        bus.staging.used_until(lambda number=number: log.append(f"hashed {number}"))
+    assert log == [
+        *("filled 0", "filled 1"),
+        *("hashed 0", "filled 2", "hashed 1", "filled 3", "hashed 2", "filled 4"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_is_read_while_what_was_read_is_sent(
+    tmp_path: Path, bus: Bus, dtype: torch.dtype
+) -> None:
+    values = torch.arange(70, dtype=torch.float32)
+    path = tmp_path / "values.safetensors"
+    writer = tensor_file.TensorWriter(path, {"x": values})
+    writer.write("x", 0, values)
+    writer.close()
+    out = torch.zeros(66, dtype=dtype)
+    TensorReader(path).read("x", 3, out)  # of 16 elements each: five parts
+    assert torch.equal(out, values[3:69].to(dtype))
+    assert bus.sizes == [2 * PART_BYTES]
+    assert bus.log == [
+        *("sent 0", "sent 1"),
+        *("waited for 0", "sent 2", "waited for 1", "sent 3", "waited for 2", "sent 4"),
+    ]
+
+
+def test_what_is_on_the_host_takes_no_buffer(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (path,) = tmp_path.rglob("rank-*.safetensors")
+    reader = TensorReader(path)
+    name = next(iter(reader._stored))
+    reader.read(name, 0, torch.empty(reader.shape(name), dtype=torch.float64).view(-1))
+    assert STAGING._halves == []
+
+
+class Buffers:
+    """Counts buffers and waits, and remembers the last buffer."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.waits = 0
+
+    def new(self, count: int) -> torch.Tensor:
+        self.sizes.append(count)
+        self.last = torch.full((count,), 255, dtype=torch.uint8)
+        return self.last
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def copies(self) -> HostCopies:
+        return HostCopies(lambda tensor: tensor.numel() != 1, self.new, self.wait)
+
+
+def test_a_copy_does_not_follow_the_live_memory() -> None:
+    live = torch.zeros(3)
+    (copy,) = HostCopies().of([Fragment("w", Part.of((3,)), 0, {"weight": live})])
+    live += 1
+    assert torch.equal(copy.tensors["weight"], torch.zeros(3))
+
+
+def test_what_is_on_the_host_takes_no_buffer_and_no_wait() -> None:
+    buffers = Buffers()
+    HostCopies(buffer_of=buffers.new, wait=buffers.wait).of(fragments())
+    assert (buffers.sizes, buffers.waits) == ([], 0)
+
+
+def test_all_copies_of_a_save_wait_once_in_a_buffer_that_is_kept() -> None:
+    buffers = Buffers()
+    copies = buffers.copies()
+    for seed in (0, 1):
+        live = fragments(seed)
+        made = copies.of(live)
+        assert [(f.name, f.part, f.offset) for f in made] == [
+            (f.name, f.part, f.offset) for f in live
+        ]
+        for copy, fragment in zip(made, live, strict=True):
+            for kind, tensor in fragment.tensors.items():
+                assert torch.equal(copy.tensors[kind], tensor)
+                storage = copy.tensors[kind].untyped_storage().data_ptr()
+                in_buffer = storage == buffers.last.untyped_storage().data_ptr()
+                assert in_buffer is (tensor.numel() != 1)
+                assert storage != tensor.untyped_storage().data_ptr()
+        assert buffers.waits == seed + 1
+    assert len(buffers.sizes) == 1
+    copies.of([Fragment("w", Part.of((9999,)), 0, {"weight": torch.zeros(9999)})])
+    assert len(buffers.sizes) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64])
+def test_every_dtype_lies_where_it_can_be_read(dtype: torch.dtype) -> None:
+    tensors = {kind: torch.arange(n).to(dtype) for kind, n in (("weight", 3), ("exp_avg", 5))}
+    (copy,) = Buffers().copies().of([Fragment("w", Part.of((5,)), 0, tensors)])
+    for kind, tensor in tensors.items():
+        assert torch.equal(copy.tensors[kind], tensor)
+
+
+def test_files_from_the_buffer_are_those_of_a_save_in_the_foreground(tmp_path: Path) -> None:
+    expected = save(tmp_path / "foreground", 1)
+    saver = Saver(Store(tmp_path / "background"), 0, Retention())
+    saver.copies = Buffers().copies()
+    probe = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
+    live = fragments(1)
+    saver.start(manifest(1), live, probe, background=True)
+    for fragment in live:  # the next step, while this one is written
+        for tensor in fragment.tensors.values():
+            tensor.zero_()
+    saved = saver.finish()
+    for path in expected.path.iterdir():
+        assert (saved.path / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_memory_that_cannot_be_pinned_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refuse(*args: int, pin_memory: bool = False, **kwargs: torch.dtype) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert pinned_bytes(5).shape == (5,)
