@@ -1,22 +1,28 @@
-"""Predicted activations against what autograd saves of the real models, on tiny shapes."""
+"""Predicted activations against what autograd saves of the real models, on tiny shapes, and
+predicted bytes of the loss in chunks against those of the real head and loss.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.data.batch import Batch
 from harness.estimate.activations import activation_evidence, activations, saved_for_backward
+from harness.estimate.dividable import division_problems
+from harness.estimate.fit import helpful_changes
+from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
-from harness.estimate.zero_settings import ZeroSettings
+from harness.estimate.timeline import estimate_memory
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.grid import Grid
 from harness.layout.recompute import REVERSIBLE
-from harness.layout.shape import Shape
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.efficient_attention.kinds import function_name
 from harness.models.layer_changes import tile_mlps
@@ -25,103 +31,63 @@ from harness.models.loss import forward
 from harness.models.recompute import checkpoint_layers, saved_by
 from harness.models.reversible import reverse_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.vocabulary_loss import Vocabulary
 from harness.plan.layers import REVERSIBLE_FAMILIES
 from harness.plan.model_config import find_model_config
-from tests.estimate.defaults import default_value
+from tests.estimate.runs import run_of
+from tests.models.test_chunked_loss import HeadAlone, Peak
 from tests.tiers import rest_in_gate
 
 MICRO_BATCH, SEQ_LEN = 2, 64
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+_SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
 _DECODER = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+    **_SMALL, "intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 8, **_TOKENS,
+    "max_position_embeddings": 128, "sliding_window": None, "tie_word_embeddings": False,
+}  # fmt: skip
 _GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 8,
-    "n_positions": 128,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+    "model_type": "gpt2", "vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 8,
+    "n_positions": 128, **_TOKENS,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}  # fmt: skip
+
+
+def _decoder(model_type: str, **changes: object) -> dict[str, object]:
+    return {**_DECODER, "model_type": model_type, **changes}
+
+
 FAMILIES = {
-    "llama": {**_DECODER, "model_type": "llama"},
-    "mistral": {**_DECODER, "model_type": "mistral"},
-    "mistral-window": {**_DECODER, "model_type": "mistral", "sliding_window": 32},
-    "qwen2": {**_DECODER, "model_type": "qwen2"},
-    "qwen3": {**_DECODER, "model_type": "qwen3"},
+    "llama": _decoder("llama"),
+    "mistral": _decoder("mistral"),
+    "mistral-window": _decoder("mistral", sliding_window=32),
+    "qwen2": _decoder("qwen2"),
+    "qwen3": _decoder("qwen3"),
     "gpt2": _GPT2,
-    "mixtral": {
-        **_DECODER,
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "qwen3_moe": {
-        **_DECODER,
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-    },
-    "gemma": {**_DECODER, "model_type": "gemma", "pad_token_id": 0},
-    "gemma2": {
-        **_DECODER,
-        "model_type": "gemma2",
-        "sliding_window": 32,
-        "query_pre_attn_scalar": 8,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    },
-    "olmo2": {**_DECODER, "model_type": "olmo2", "pad_token_id": 0},
-    "phi3": {**_DECODER, "model_type": "phi3", "pad_token_id": 0},
-    "gpt_neox": {**_DECODER, "model_type": "gpt_neox", "num_key_value_heads": None},
-    "gpt_neox-serial": {
-        **_DECODER,
-        "model_type": "gpt_neox",
-        "num_key_value_heads": None,
-        "use_parallel_residual": False,
-    },
-    "opt": {
-        **_DECODER,
-        "model_type": "opt",
-        "num_key_value_heads": None,
-        "ffn_dim": 160,
-        "word_embed_proj_dim": 64,
-        "dropout": 0.0,
-        "pad_token_id": 0,
-        "tie_word_embeddings": True,
-    },
-    "falcon": {
-        **{key: _DECODER[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
-        "model_type": "falcon",
-        "num_attention_heads": 8,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
+    "mixtral": _decoder("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": _decoder(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "gemma": _decoder("gemma", pad_token_id=0),
+    "gemma2": _decoder(
+        "gemma2", sliding_window=32, query_pre_attn_scalar=8, tie_word_embeddings=True,
+        pad_token_id=0,
+    ),
+    "olmo2": _decoder("olmo2", pad_token_id=0),
+    "phi3": _decoder("phi3", pad_token_id=0),
+    "gpt_neox": _decoder("gpt_neox", num_key_value_heads=None),
+    "gpt_neox-serial": _decoder(
+        "gpt_neox", num_key_value_heads=None, use_parallel_residual=False
+    ),
+    "opt": _decoder(
+        "opt", num_key_value_heads=None, ffn_dim=160, word_embed_proj_dim=64, dropout=0.0,
+        pad_token_id=0, tie_word_embeddings=True,
+    ),
+    "falcon": {**_SMALL, "model_type": "falcon", **_TOKENS},
     "bloom": {
-        **{key: _DECODER[key] for key in ("vocab_size", "hidden_size")},
-        "model_type": "bloom",
-        "n_layer": 2,
-        "n_head": 8,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
+        "model_type": "bloom", "vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 8,
+        **_TOKENS,
     },
-}
+}  # fmt: skip
 CPU = torch.device("cpu")
 # precision, attention, checkpointing, documents masked, activation offload, tiles of MLPs
 WAYS = [
@@ -183,22 +149,11 @@ def saved_bytes(
 def inputs_of(
     config, precision, attention, checkpointing, masked, offload=False, tiles=1
 ) -> Inputs:
-    return Inputs(
-        shape=Shape.from_hf(config),
-        zero=ZeroSettings.read(default_value),
-        precision=precision,
-        grid=Grid(1),
-        micro_batch=MICRO_BATCH,
-        seq_len=SEQ_LEN,
-        grad_accum=1,
-        checkpointing=checkpointing,
-        activation_offload=offload,
-        mlp_tiles=tiles,
-        attention=attention,
-        document_mask=masked,
-        accelerator="cpu",
-        parallel_residual=config.get("use_parallel_residual") is not False,
-    )
+    how = {"checkpointing": checkpointing, "activation_offload": offload, "mlp_tiles": tiles}
+    how |= {"attention": attention, "document_mask": masked, "accelerator": "cpu"}
+    is_parallel = config.get("use_parallel_residual") is not False
+    sizes = {"micro_batch": MICRO_BATCH, "seq_len": SEQ_LEN, "parallel_residual": is_parallel}
+    return run_of(config, precision, ranks=1, **sizes, **how)
 
 
 def exists(family, way):
@@ -206,7 +161,7 @@ def exists(family, way):
     if family in ("opt", "bloom", "falcon") and way[1] == "varlen":
         return False  # it does not tell attention where documents begin
     if family in ("gemma2", "bloom") and way[1] == "sdpa":
-        return False  # it has no sdpa: tests/plan/test_attention.py
+        return False  # it has no sdpa: tests/plan/test_kernels.py
     if family == "opt" and way[3]:
         return False  # it ignores where documents end, and is refused: tests/engine/test_build.py
     if family == "falcon" and way[2] == "selective" and way[-1] != 4:
@@ -321,3 +276,108 @@ def test_the_mask_of_divided_rows_is_of_whole_rows():
         for run in (whole, divided)
     )
     assert mask == theirs == whole.micro_batch * whole.seq_len**2
+
+
+VOCAB, CHUNK = 5000, 1024
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def chunked(family: str, precision: str) -> Inputs:
+    config = {**FAMILIES[family], "vocab_size": VOCAB}
+    return replace(inputs_of(config, precision, "eager", "none", False), loss_chunk=CHUNK)
+
+
+def predicted(run: Inputs, phase: str) -> int:
+    parts = activations(run)
+    return sum(p.bytes for p in parts if p.component == "logits and loss" and phase in p.phases)
+
+
+def most(head: HeadAlone, trains: bool) -> int:
+    with Peak() as peak:
+        head.run(trains)
+    return peak.most
+
+
+def head_of(run: Inputs, family: str) -> HeadAlone:
+    dtype = DTYPES[run.precision]
+    operations = operations_on_logits(skeleton(hf_config(FAMILIES[family]), dtype, "eager"))
+    sizes = (run.tokens, run.shape.hidden_size, run.shape.vocab_size)
+    return HeadAlone(*sizes, CHUNK, dtype=dtype, operations=operations)
+
+
+@pytest.mark.parametrize("precision", rest_in_gate("memory", ["bf16", "fp32"]))
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_peaks_in_training_and_evaluation(family: str, precision: str) -> None:
+    run = chunked(family, precision)
+    head = head_of(run, family)
+    assert most(head, True) == pytest.approx(predicted(run, "loss"), rel=0.01)
+    assert most(head, False) == pytest.approx(predicted(run, "evaluation"), rel=0.01)
+
+
+def test_peaks_of_a_part_of_the_vocabulary(alone: dist.ProcessGroup) -> None:
+    run = replace(chunked("llama", "bf16"), divides_vocabulary=True)
+    head = head_of(run, "llama")
+    head.model.vocabulary = Vocabulary(0, VOCAB, 2 * VOCAB, alone)
+    assert most(head, True) == pytest.approx(predicted(run, "loss"), rel=0.01)
+    assert most(head, False) == pytest.approx(predicted(run, "evaluation"), rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("precision", rest_in_gate("memory", ["fp32", "bf16"]))
+def test_what_is_saved_of_the_real_model(family: str, precision: str) -> None:
+    run, way = chunked(family, precision), (precision, "eager", "none", False)
+    config = {**FAMILIES[family], "vocab_size": VOCAB}
+    saved = saved_bytes(config, *way, chunk=CHUNK)
+    assert saved == pytest.approx(saved_for_backward(run), rel=0.01)
+    assert saved < saved_bytes(config, *way)
+
+
+def test_divisions_that_cannot_be_run_are_named() -> None:
+    for grid, start in (
+        (Grid(3, sequence=3), "sequence_parallel_size is 3: 64 tokens cannot be divided over 3"),
+        (Grid(3, tensor=3), "tensor_parallel.autotp_size is 3: 8 attention heads cannot be"),
+        (Grid(4, pipeline=2, sequence=2), "sequence_parallel_size is 2: not built together with"),
+    ):
+        assert division_problems(run_of(FAMILIES["llama"], grid=grid, seq_len=64))[0].startswith(
+            start
+        )
+    assert not division_problems(run_of(FAMILIES["llama"], grid=Grid(4, tensor=2, sequence=2)))
+
+
+def test_no_change_is_proposed_that_cannot_be_run() -> None:
+    grid = Grid(4, sequence=2)
+    ds = {"stage": 2, "grad_accum_dtype": "fp32"}
+    divided = run_of(FAMILIES["llama"], grid=grid, seq_len=2048, **ds)
+    texts = [c.text for c in helpful_changes(estimate_memory(divided, GIB))]
+    assert "model.checkpointing=full" in texts
+    assert not any("pipeline" in text for text in texts)
+
+
+def test_a_rank_reads_the_whole_model_or_a_piece_at_a_time_of_what_it_divides() -> None:
+    whole = run_of(FAMILIES["llama"], grid=Grid(1), loads_weights=True, stage=1)
+    parts = [
+        sum(
+            p.bytes
+            for p in estimate_memory(inputs).worst.parts
+            if p.component == "weights being made"
+        )
+        for inputs in (whole, replace(whole, grid=Grid(2, tensor=2)))
+    ]
+    largest = max(sum(t.numel for t in unit) for unit in whole.shape.body.units)
+    assert parts == [2 * whole.parameters, 2 * largest]
+
+
+def test_divided_logits_are_there_in_full_precision_three_times() -> None:
+    """models/vocabulary_loss.py; in bf16 14 bytes of each logit, of half the vocabulary."""
+    inputs = run_of(FAMILIES["llama"], grid=Grid(2, tensor=2))
+    rank = estimate_memory(inputs).worst
+    assert rank.phase("loss")["logits and loss"] == 14 * 150 * inputs.tokens
+    assert rank.evidence("logits and loss") == "read"
+    assert estimate_memory(run_of(FAMILIES["llama"])).worst.evidence("logits and loss") == "traced"

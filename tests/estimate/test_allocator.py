@@ -101,7 +101,6 @@ def estimated(
     world = replace(world, rank=0, world_size=8, local_world_size=8)
     ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
     plan = make_plan(RunConfig.model_validate({"model": {"name": "llama-1b"}} | run), ds, world)
-    assert plan.estimate is not None
     return plan.estimate
 
 

@@ -1,7 +1,10 @@
-"""Runs that this machine cannot hold are refused, with the changes that would help."""
+"""Runs that this machine cannot hold are refused, with the changes that would help; carried states
+count.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 
 from harness.config.run_config import RunConfig
+from harness.config.run_file import load_run_config
 from harness.estimate import fit
 from harness.estimate.held import GIB, as_size
 from harness.estimate.host import CUDA_HOST, PROCESS_HOST
@@ -37,9 +41,7 @@ def plan(
 
 
 def estimate(ds: dict[str, Any], accelerator: str = "cuda", **run: dict[str, Any]) -> Estimate:
-    estimated = plan(ds, accelerator, **run).estimate
-    assert estimated is not None
-    return estimated
+    return plan(ds, accelerator, **run).estimate
 
 
 LLAMA = {"model": {"name": "llama-1b"}, "data": {"seq_len": 1024}}
@@ -103,8 +105,6 @@ def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_alloca
     notes = [event["message"] for event in rounded.events if event["kind"] == "pinned_memory"]
     assert ["add pinned_max_cached_size_mb:64" in note for note in notes] == [True]
     assert "pinned_memory" not in [event["kind"] for event in exact.events]
-    assert exact.estimate
-    assert rounded.estimate
     sizes = exact.estimate.worst.phase("step", "host")
     names = ("master", "fp32 gradients", "parameter staging", "gradient staging", "gradient sums")
     more = sum(2 ** math.ceil(math.log2(sizes[name])) - sizes[name] for name in names)
@@ -113,7 +113,6 @@ def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_alloca
     offload = {"device": "cpu", "pin_memory": False}
     ds = {**OFFLOADED, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
     pageable = plan(ds, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA).estimate
-    assert pageable
     assert not plan(STAGE_1, allocators="PYTORCH_ALLOC_CONF=x:1", **LLAMA).events
     assert pageable.host_bytes_per_node == exact.estimate.host_bytes_per_node
 
@@ -121,8 +120,6 @@ def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_alloca
 def test_pinned_blocks_count_as_a_torch_rounds_them_that_has_no_setting_against_it() -> None:
     by_user = plan(OFFLOADED, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA)
     old = plan(OFFLOADED, torch="2.11.0", **LLAMA)
-    assert old.estimate
-    assert by_user.estimate
     assert old.estimate.host_bytes_per_node == by_user.estimate.host_bytes_per_node
     notes = [event["message"] for event in old.events if event["kind"] == "pinned_memory"]
     assert ["torch 2.11.0 knows no setting against it: torch 2.13 does" in n for n in notes] == [
@@ -135,8 +132,6 @@ def test_activations_on_the_host_are_kept_between_steps_in_pinned_blocks_of_a_la
     kept = {"checkpointing": "full", "activation_offload": True, "name": "llama-1b"}
     run = {"model": kept, "data": {"seq_len": 1536}, "train": {"micro_batch": 1}}
     exact, rounded = plan(STAGE_1, **run), plan(STAGE_1, torch="2.12.0", **run)
-    assert exact.estimate
-    assert rounded.estimate
     layer = 1536 * 2048 * 2  # bytes of its input: 6 MiB
     for phase in ("forward", "step", "between_steps"):
         sizes = exact.estimate.worst.phase(phase, "host")
@@ -237,3 +232,28 @@ def test_cpu_ranks_are_not_told_to_offload_to_the_memory_that_is_full() -> None:
     assert "model.checkpointing=full" in problem
     assert "offload" not in problem
     assert "GPUs" not in problem
+
+
+SIZES = {"vocab_size": 512, "hidden_size": 64, "recurrent_size": 96, "num_hidden_layers": 2}
+
+
+@pytest.fixture
+def lstm(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "recurrent", **SIZES}))
+    return f"model.name={tmp_path}"
+
+
+def estimated(*words: str) -> Estimate:
+    batch = ["train.global_batch=24", "train.micro_batch=3", "plan.force=true"]
+    run = load_run_config(None, [*batch, *words])
+    return make_plan(run, {"zero_optimization": {"stage": 1}}, World(0, 2, 0, 2)).estimate
+
+
+@pytest.mark.gate("memory")
+def test_a_rank_holds_the_states_of_all_of_its_rows(lstm: str) -> None:
+    carried, plain = estimated(lstm, "train.carry_state=true").worst, estimated(lstm).worst
+    row = 4 * 2 * 2 * 96  # bytes, layers, output and cell
+    for phase in ("built", "between_steps", "backward_last"):
+        assert carried.total(phase) - plain.total(phase) == 12 * row
+    assert carried.total("forward") - plain.total("forward") == (12 + 2 * 3) * row
+    assert carried.total("build") == plain.total("build")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.rank_timeline import rank_timeline
 from harness.estimate.states import optimizer_class
 from harness.estimate.timeline import estimate_memory
-from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
-from harness.layout.shape import Shape
 from harness.layout.stages import stage_parameters
 from harness.plan.model_config import find_model_config
-from tests.estimate.defaults import default_value
+from tests.estimate.runs import run_of
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -38,26 +35,10 @@ HALVES, QUARTERS = (0, 4, 8), (0, 2, 4, 6, 8)
 
 
 def inputs(
-    config: dict[str, Any],
-    bounds: tuple[int, ...],
-    precision: str = "bf16",
-    ranks: int = 4,
-    grad_accum: int = 4,
-    seq_len: int = 16,
-    **keys: Any,
+    config: dict[str, Any], bounds: tuple[int, ...], precision: str = "bf16", **keys: Any
 ) -> Inputs:
-    kept = {name: keys.pop(name) for name in ("checkpointing", "gpus_per_node") if name in keys}
-    return Inputs(
-        shape=Shape.from_hf(config),
-        zero=ZeroSettings.read(partial(default_value, **{"type": "AdamW", "stage": 1, **keys})),
-        precision=precision,
-        grid=Grid(ranks, pipeline=len(bounds) - 1),
-        micro_batch=1,
-        seq_len=seq_len,
-        grad_accum=grad_accum,
-        bounds=bounds,
-        **{"accelerator": "cpu", **kept},
-    )
+    small = {"ranks": 4, "grad_accum": 4, "seq_len": 16, "stage": 1, "accelerator": "cpu"}
+    return run_of(config, precision, bounds=bounds, **{**small, **keys})
 
 
 def bytes_in(run: Inputs, rank: int, phase: str) -> int:

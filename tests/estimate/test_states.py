@@ -1,41 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.fit import helpful_changes, with_stage
 from harness.estimate.held import GIB
-from harness.estimate.inputs import Inputs
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.estimate.states import model_states, optimizer_class
 from harness.estimate.timeline import estimate_memory
-from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.adapters import Adapters
 from harness.layout.grid import Grid
-from harness.layout.shape import Shape, Tensor
-from harness.plan.model_config import find_model_config
-from tests.estimate.defaults import default_value
+from harness.layout.shape import Tensor
+from tests.estimate.runs import run_of
 from tools.memory.text import paper_bytes
-
-
-def inputs(model="tiny", precision="bf16", ranks=2, micro_batch=1, seq_len=128, **keys) -> Inputs:
-    run = {
-        name: keys.pop(name)
-        for name in ("grad_accum", "checkpointing", "attention", "loss_chunk")
-        if name in keys
-    }
-    return Inputs(
-        shape=Shape.from_hf(find_model_config(model)[0]),
-        zero=ZeroSettings.read(partial(default_value, **{"type": "AdamW", **keys})),
-        precision=precision,
-        grid=Grid(ranks),
-        micro_batch=micro_batch,
-        seq_len=seq_len,
-        **{"grad_accum": 1, **run},
-    )
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -60,13 +39,13 @@ def test_the_papers_gpt2_needs_24_gigabytes():
     ],
 )
 def test_zero_3_takes_layers_as_a_whole_but_where_it_may_not(changes, whole):
-    run = inputs(**{"stage": 3, **changes})
+    run = run_of(**{"stage": 3, **changes})
     assert run.gathers_layers is whole
     assert not replace(run, adapters=Adapters(4)).gathers_layers
 
 
 def test_a_rank_alone_gathers_nothing():
-    (rank,) = estimate_memory(inputs(stage=3, ranks=1)).ranks
+    (rank,) = estimate_memory(run_of(stage=3, ranks=1)).ranks
     assert "gathered parameters" not in {part.component for part in rank.parts}
 
 
@@ -87,7 +66,7 @@ STEADY = [
 
 @pytest.mark.parametrize(("precision", "stage", "sums", "per_parameter"), STEADY)
 def test_bytes_per_parameter_between_steps(precision, stage, sums, per_parameter):
-    run = inputs(
+    run = run_of(
         "llama-1b",
         precision,
         stage=stage,
@@ -112,7 +91,7 @@ def test_bytes_per_parameter_between_steps(precision, stage, sums, per_parameter
     ],
 )
 def test_the_class_that_deepspeed_uses(precision, stage, sums, offload, expected):
-    run = inputs(precision=precision, stage=stage, grad_accum_dtype=sums, device=offload)
+    run = run_of(precision=precision, stage=stage, grad_accum_dtype=sums, device=offload)
     assert optimizer_class(run) == expected
 
 
@@ -139,7 +118,7 @@ def test_sub_groups_close_with_the_parameter_that_fills_them():
 
 def test_a_large_embedding_makes_ranks_differ():
     """Reduced gradients are kept by whole parameters."""
-    estimate = estimate_memory(inputs("llama-3-8b", ranks=64, stage=2))
+    estimate = estimate_memory(run_of("llama-3-8b", ranks=64, stage=2))
     assert len(estimate.ranks) == 2
     assert estimate.ranks[0].phase("gradients_ready")["gradients"] > 2 * 525_000_000
     assert estimate.ranks[0].peak > estimate.ranks[1].peak
@@ -148,7 +127,7 @@ def test_a_large_embedding_makes_ranks_differ():
 @pytest.mark.parametrize(("checkpointing", "gibibytes"), [("none", 26.601), ("full", 3.082)])
 def test_llama_3_8b_saves_what_was_traced(checkpointing, gibibytes):
     """Whole model on fake tensors, one sample of 4,096 tokens, all logits at once."""
-    run = inputs("llama-3-8b", seq_len=4096, checkpointing=checkpointing, loss_chunk=0)
+    run = run_of("llama-3-8b", seq_len=4096, checkpointing=checkpointing, loss_chunk=0)
     assert saved_for_backward(run) / GIB == pytest.approx(gibibytes, abs=0.002)
 
 
@@ -157,12 +136,12 @@ def test_llama_3_8b_saves_what_was_traced(checkpointing, gibibytes):
 )
 def test_a_checkpoint_has_twelve_bytes_per_parameter_in_every_layout(precision, stage):
     """tests/test_loop.py compares with what is on disk."""
-    run = inputs("llama-1b", precision, stage=stage)
+    run = run_of("llama-1b", precision, stage=stage)
     assert estimate_memory(run).checkpoint_bytes == 12 * run.parameters
 
 
 def test_a_save_in_the_background_holds_a_copy_on_the_host():
-    run = inputs("llama-1b", stage=2, ranks=4)
+    run = run_of("llama-1b", stage=2, ranks=4)
     more = replace(run, saves_in_background=True)
     (copy,) = [p for p in estimate_memory(more).worst.parts if p.component == "checkpoint copy"]
     assert (copy.bytes, copy.place) == (12 * run.parameters // 4, "host")
@@ -171,20 +150,20 @@ def test_a_save_in_the_background_holds_a_copy_on_the_host():
 
 def test_overlap_doubles_the_bucket():
     once, twice = (
-        estimate_memory(inputs(stage=2, overlap_comm=overlap)).worst.phase("backward_last")
+        estimate_memory(run_of(stage=2, overlap_comm=overlap)).worst.phase("backward_last")
         for overlap in (False, True)
     )
     assert twice["gradient buckets"] == 2 * once["gradient buckets"] == 2 * 2 * 500_000_000
 
 
 def test_another_stage_overlaps_as_that_stage_does_by_itself():
-    assert inputs(stage=3).zero.overlap_comm
-    assert not with_stage(inputs(stage=3), 2).zero.overlap_comm
-    assert with_stage(inputs(stage=3, overlap_comm=True), 2).zero.overlap_comm
+    assert run_of(stage=3).zero.overlap_comm
+    assert not with_stage(run_of(stage=3), 2).zero.overlap_comm
+    assert with_stage(run_of(stage=3, overlap_comm=True), 2).zero.overlap_comm
 
 
 def test_changes_say_what_they_save():
-    before = estimate_memory(inputs("llama-3-8b", ranks=8, seq_len=8192, stage=1), 40 * GIB)
+    before = estimate_memory(run_of("llama-3-8b", ranks=8, seq_len=8192, stage=1), 40 * GIB)
     assert before.verdict == "does not fit"
     changes = helpful_changes(before)
     assert {"model.checkpointing=full", "ds.zero_optimization.stage=3"} <= {c.text for c in changes}
@@ -194,7 +173,7 @@ def test_changes_say_what_they_save():
 
 def test_a_rank_alone_has_no_second_copy_of_what_persists():
     names = [
-        {part.component for part in model_states(inputs(ranks=ranks, stage=3), 0)}
+        {part.component for part in model_states(run_of(ranks=ranks, stage=3), 0)}
         for ranks in (1, 2)
     ]
     assert [("persistent parameters" in name) for name in names] == [False, True]
@@ -209,7 +188,7 @@ def test_a_rank_alone_has_no_second_copy_of_what_persists():
     ],
 )
 def test_gradients_travel_as_the_json_says(keys, axis, expected):
-    run = inputs(stage=3, reduce_bucket_size=1000, **keys)
+    run = run_of(stage=3, reduce_bucket_size=1000, **keys)
     run = replace(run, grid=Grid(2, **({} if axis == "data" else {axis: 2})))
     (bucket,) = [p for p in estimate_memory(run).worst.parts if p.component == "gradient buckets"]
     assert bucket.bytes == expected * 1000
@@ -217,8 +196,8 @@ def test_gradients_travel_as_the_json_says(keys, axis, expected):
 
 def test_a_gradient_that_is_widened_is_copied_by_itself():
     keys = {"stage": 1, "reduce_bucket_size": 1000}
-    narrow = inputs(**keys)
-    wide = inputs(**keys, communication_data_type="fp32")
+    narrow = run_of(**keys)
+    wide = run_of(**keys, communication_data_type="fp32")
     largest = max(tensor.numel for tensor in narrow.shape.tensors())
     for run, copy in ((narrow, 2 * 1000), (wide, 4 * largest)):
         assert estimate_memory(run).worst.phase("backward_last")["communication copy"] == copy
@@ -231,7 +210,7 @@ def test_a_gradient_that_is_widened_is_copied_by_itself():
 def test_sgd_has_a_moment_only_with_momentum(stage, sums, momentum, bytes_per_element):
     precision = "fp32" if stage == 0 else "bf16"
     keys = {"stage": stage, "grad_accum_dtype": sums, "params": {"momentum": momentum}}
-    run = inputs(precision=precision, **{"type": "SGD", **keys})
+    run = run_of(precision=precision, **{"type": "SGD", **keys})
     moment_bytes = sum(part.bytes for part in model_states(run, 0) if part.component == "moments")
     shard = run.parameters / (2 if stage else 1)
     assert moment_bytes == pytest.approx(bytes_per_element * shard, rel=0.01)

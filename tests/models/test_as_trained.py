@@ -134,7 +134,6 @@ def test_the_harness_opens_it_as_it_was_trained(
     assert opened_as_trained(tmp_path) is None
     model = exported(tmp_path, attention, **config)
     opened = opened_as_trained(tmp_path)
-    assert opened is not None
     assert torch.equal(logits(opened), logits(model))
     assert not torch.equal(logits(opened), logits(model_of()))
     values = json.loads((tmp_path / "config.json").read_text())

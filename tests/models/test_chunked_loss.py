@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from harness.layout.recompute import loss_chunk
@@ -18,10 +21,68 @@ from harness.models.initialize import materialize
 from harness.models.logits import Operations, operations_on_logits
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton
-from tests.models.head_alone import HeadAlone, Peak
 from tests.tiers import rest_in_gate
 from tools.proofs.memory.worker import rise
 from tools.proofs.models import ATTENTION, LEARNED
+
+
+class Peak(TorchDispatchMode):
+    """Follows the bytes of the storages that are made within it, on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.most = 0, 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self._count((args, kwargs), made=False)
+        output = function(*args, **(kwargs or {}))
+        self._count(output, made=True)
+        return output
+
+    def _count(self, tensors: Any, made: bool) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    size = self._sizes[storage._cdata] = storage.nbytes() if made else 0
+                    self.live += size
+                    weakref.finalize(storage, self._drop, storage._cdata)
+        self.most = max(self.most, self.live)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+class HeadAlone:
+    """A head, its input and labels: all that the loss is computed of."""
+
+    def __init__(
+        self,
+        tokens: int,
+        hidden: int,
+        vocab: int,
+        chunk: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        operations: Operations = (),
+    ) -> None:
+        self.head = nn.Linear(hidden, vocab, bias=False, device=device, dtype=dtype)
+        self.model: Any = nn.Module()
+        self.model.get_output_embeddings = lambda: self.head
+        self.loss = ChunkedLoss(self.model, chunk, operations)
+        self.hidden = torch.zeros(1, tokens, hidden, device=device, dtype=dtype)
+        self.hidden.requires_grad_()
+        self.labels = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+
+    def run(self, trains: bool = True) -> None:
+        """Forward pass, and backward pass."""
+        with self.loss.of(self.labels, 0.0), torch.set_grad_enabled(trains):
+            output = self.head(self.hidden)
+        loss = self.loss.taken(output)
+        if trains:
+            loss.backward()
+
 
 FAMILIES: dict[str, Any] = {
     **LEARNED,

@@ -1,4 +1,4 @@
-"""The training loss."""
+"""The training loss, and losses by source: the sums of the samples' own losses."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.models.by_source import is_recording, recording
 from harness.models.loss import forward, token_losses
 from harness.models.skeleton import hf_config
 from harness.models.stage import counted_tokens
+from tests.engine.small import MODEL
 
-MIXTRAL = {
-    "model_type": "mixtral",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+SIZES = {"intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4}
+MIXTRAL = {**MODEL, "model_type": "mixtral", **SIZES, **BALANCED}
 
 
 def test_the_loss_is_the_sum_over_target_tokens_alone() -> None:
@@ -86,3 +79,35 @@ def test_smoothed_targets_are_a_mixture_with_all_tokens() -> None:
     mixed = 0.9 * torch.nn.functional.one_hot(labels.clamp(min=0), 7) + 0.1 / 7
     expected = -(mixed * chances).sum(-1)[labels != -100].sum()
     assert float(token_losses(logits, labels, 0.1)) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_sums_are_those_of_each_sources_samples() -> None:
+    logits, labels = torch.randn(5, 7, 11, requires_grad=True), torch.randint(0, 11, (5, 7))
+    labels[2, 3:] = -100
+    sums, sources = torch.zeros(3, dtype=torch.float64), torch.tensor([2, 0, 2, 2, 0])
+    with recording(sums, sources):
+        loss = token_losses(logits, labels, 0.1)
+        token_losses(logits, labels, 0.1)
+    assert not is_recording()
+    apart = [float(token_losses(logits[n : n + 1], labels[n : n + 1], 0.1)) for n in range(5)]
+    expected = [2 * (apart[1] + apart[4]), 0, 2 * (apart[0] + apart[2] + apart[3])]
+    assert sums.tolist() == pytest.approx(expected, rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    (plain,) = torch.autograd.grad(token_losses(logits, labels, 0.1), logits)
+    assert torch.allclose(gradient, plain)
+
+
+def test_nothing_is_recorded_without_sources() -> None:
+    sums = torch.zeros(2)
+    with recording(sums, None):
+        assert not is_recording()
+    with recording(None, torch.zeros(1)):
+        assert not is_recording()
+    assert sums.tolist() == [0, 0]
+
+
+def test_a_loss_that_records_nothing_is_no_number() -> None:
+    sums = torch.zeros(2)
+    with recording(sums, torch.zeros(1, dtype=torch.int64)):
+        pass
+    assert sums.isnan().all()

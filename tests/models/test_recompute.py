@@ -17,28 +17,22 @@ from harness.models.layer_changes import drop_layers, tile_mlps
 from harness.models.loss import forward
 from harness.models.recompute import Buffers, HostCopy, Keep, Reuse, checkpoint_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
-from tests.models.gradients import gradients
+from tests.engine.small import CONFIGS
 
-_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-}
-_GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 16,
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3),
-}
-_BLOOM = {"model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_layer": 3, "n_head": 4}
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The loss of a batch with ids below 63, and the gradient of every trained parameter."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, 63, (2, 16))
+    loss = forward(model, ids, ids.clone())[0]
+    loss.backward()
+    values = {"loss": loss.detach()}
+    return values | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+_LLAMA, _BLOOM = CONFIGS["llama"], CONFIGS["bloom"]
+_DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
+_GPT2 = {**CONFIGS["gpt2"], **_DROPOUTS}
 _ATTENTION = {"bloom": "eager"}
 _LAYERS = 3
 

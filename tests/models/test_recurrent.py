@@ -1,4 +1,6 @@
-"""LSTM and GRU decoders: torch's own cells, causal; test_carried.py has their states."""
+"""LSTM and GRU decoders: torch's own cells, causal; and states that are carried, against single
+long windows and transformers' own cache.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +13,101 @@ import pytest
 import torch
 from torch import nn
 
+from harness.layout.carried import carried_numbers
+from harness.models.carried import WINDOWS
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 
-ROWS, TOKENS, LAYERS, SIZE, STATES = 3, 20, 2, 16, 24
-SIZES = {
-    "model_type": "recurrent",
-    "vocab_size": 64,
-    "hidden_size": SIZE,
-    "recurrent_size": STATES,
-    "num_hidden_layers": LAYERS,
+SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "eos_token_id": 0}
+MODELS: dict[str, dict[str, Any]] = {
+    "lstm": {"model_type": "recurrent", "cell": "lstm", "recurrent_size": 24, **SIZES},
+    "gru": {"model_type": "recurrent", "cell": "gru", **SIZES},
+    "mamba2": {
+        "model_type": "mamba2",
+        "state_size": 8,
+        "num_heads": 4,
+        "head_dim": 8,
+        **SIZES,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+    },
 }
-CELLS = {"lstm": nn.LSTM, "gru": nn.GRU}
+ROWS, TOKENS = 3, 20
 
 
-def model_of(cell: str) -> Any:
-    model = skeleton(hf_config({**SIZES, "cell": cell}), torch.float32)
+def model_of(kind: str) -> Any:
+    model = skeleton(hf_config(MODELS[kind]), torch.float32, "eager")
     materialize(model, 0, torch.device("cpu"))
-    return model
+    return model.train()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*MODELS.values(), {"model_type": "recurrent", "cell": "gru"}, {"model_type": "mamba2"}],
+)
+def test_the_plan_counts_a_rows_numbers(config: dict[str, Any]) -> None:
+    """Also those of a config that leaves its sizes to its class."""
+    window = WINDOWS[config["model_type"]]
+    assert carried_numbers(config) == window.numbers(hf_config(config))
 
 
 def text() -> torch.Tensor:
     return torch.randint(64, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
+def window_of(model: Any, states: torch.Tensor) -> Any:
+    return WINDOWS[model.config.model_type](model.config, states, torch.float32)
+
+
+def begin(model: Any) -> torch.Tensor:
+    return torch.zeros(ROWS, WINDOWS[model.config.model_type].numbers(model.config))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_windows_are_one_long_window(kind: str) -> None:
+    model, ids = model_of(kind), text()
+    states, parts = begin(model), []
+    for ids_of_window in ids.split(7, dim=1):  # which no chunk of a scan divides
+        window = window_of(model, states)
+        logits = model(input_ids=ids_of_window, use_cache=False, **window.keywords).logits
+        parts.append(logits)
+        states = window.after
+        assert states.shape == begin(model).shape
+        assert not states.requires_grad
+    long = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), long, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_layers_that_are_computed_again_read_the_same_states(kind: str) -> None:
+    gradients = []
+    for again in (False, True):
+        model = model_of(kind)
+        if again:
+            model.activation_checkpointing_enable()
+        first = window_of(model, begin(model))
+        model(input_ids=text()[:, :9], use_cache=False, **first.keywords)
+        second = window_of(model, first.after)
+        logits = model(input_ids=text()[:, 9:], use_cache=False, **second.keywords).logits
+        logits.logsumexp(-1).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.abs().sum() > 0
+
+
+CELLS = {"lstm": nn.LSTM, "gru": nn.GRU}
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_cell_computes_what_torchs_module_does(cell: str) -> None:
     ours = model_of(cell).model.layers[0].cell
-    theirs = CELLS[cell](SIZE, STATES, batch_first=True)
+    size = SIZES["hidden_size"]
+    theirs = CELLS[cell](size, ours.weight_hh.shape[1], batch_first=True)
     theirs.load_state_dict({f"{name}_l0": value for name, value in ours.state_dict().items()})
-    inputs = torch.randn(ROWS, TOKENS, SIZE)
+    inputs = torch.randn(ROWS, TOKENS, size)
     torch.testing.assert_close(ours(inputs)[0], theirs(inputs)[0])
 
 
@@ -52,18 +119,6 @@ def test_no_position_reads_the_future(cell: str) -> None:
     logits, after = model(input_ids=ids).logits, model(input_ids=changed).logits
     assert torch.equal(logits[:, :12], after[:, :12])
     assert (logits[:, 12:] != after[:, 12:]).any(-1).all()
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_layers_that_are_computed_again_have_the_same_gradients(cell: str) -> None:
-    gradients = []
-    for again in (False, True):
-        model = model_of(cell).train()
-        if again:
-            model.activation_checkpointing_enable()
-        model(input_ids=text()).logits.logsumexp(-1).sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.gate("models")
@@ -93,4 +148,4 @@ def test_it_generates_from_rows_without_padding() -> None:
 
 def test_an_unknown_cell_is_named() -> None:
     with pytest.raises(ValueError, match=r"cell is .elman.: it must be one of lstm, gru"):
-        hf_config({**SIZES, "cell": "elman"})
+        hf_config({**MODELS["lstm"], "cell": "elman"})

@@ -21,22 +21,11 @@ from harness.models.recompute import saved_by
 from harness.models.reversible import Streams, arguments_of, halves_of, reverse_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.plan.layers import REVERSIBLE_FAMILIES
-from tests.models.gradients import gradients
-from tests.models.test_recompute import Counted
+from tests.engine.small import MODEL
+from tests.models.test_recompute import Counted, gradients
 from tests.tiers import rest_in_gate
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 63,
-}
+SIZES: dict[str, Any] = {**MODEL, "pad_token_id": 63}
 MORE: dict[str, dict[str, Any]] = {
     "gpt2": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3),
     "gpt_neox": {"use_parallel_residual": False, "hidden_dropout": 0.3},
@@ -46,7 +35,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def built(model_type: str = "llama", precision: str = "fp32", **sizes: Any) -> PreTrainedModel:
-    config = {"model_type": model_type, **SIZES, **MORE.get(model_type, {}), **sizes}
+    config = {**SIZES, "model_type": model_type, **MORE.get(model_type, {}), **sizes}
     model = skeleton(hf_config(config), DTYPES[precision])
     materialize(model, 0, torch.device("cpu"))
     return model.train()
@@ -197,7 +186,7 @@ def test_all_products_of_a_layer_run_again(tiles: int) -> None:
         with Counted() as counted:
             gradients(model)
         counts[name] = counted.counts["aten::mm"]
-    shape = Shape.from_hf({"model_type": "llama", **SIZES})
+    shape = Shape.from_hf(SIZES)
     mlp, layer = 2 * matrix_elements(shape.body.layers[0]), flops_per_unit(shape, 16)[1] // 3
     again = 0 if tiles == 1 else mlp
     assert flops_again(shape, 16, "reversible", tiles)[1] == layer + again

@@ -22,16 +22,9 @@ from harness.models.skeleton import (
     tied_names,
 )
 from harness.plan.model_config import find_model_config, preset_names
+from tests.engine.small import MODEL
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA = {**MODEL, "num_hidden_layers": 2}
 OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 class OwnConfig(LlamaConfig):

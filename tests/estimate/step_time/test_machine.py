@@ -1,4 +1,6 @@
-"""Rates of GPUs: every GPU of the table has them, with where they come from."""
+"""Rates of GPUs with where they come from, and what is bound by them: matrix products and
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ import pytest
 
 import harness.estimate.step_time
 from harness.estimate.hardware import GPUS
+from harness.estimate.step_time.exchanges import Group
+from harness.estimate.step_time.layer import TILE, product_seconds
 from harness.estimate.step_time.machine import machine_of, measured, rates_of
 
 RATES = tomllib.loads((Path(harness.estimate.step_time.__file__).parent / "rates.toml").read_text())
@@ -74,3 +78,78 @@ def test_measured_rates_take_the_place_of_the_tables() -> None:
 def test_rates_that_are_none_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="rates"):
         measured(machine_of("h100-80", 8, "bf16"), wrong)
+
+
+A100 = machine_of("a100-80", 8, "bf16")
+
+
+def test_a_large_product_reaches_the_share_of_the_peak() -> None:
+    size = TILE * A100.multiprocessors
+    seconds = product_seconds(size, size, size, 2, A100) - A100.kernel_seconds
+    assert 2 * size**3 / seconds == pytest.approx(A100.peak_flops * A100.products)
+
+
+def test_a_vector_is_bound_by_the_bytes_of_the_matrix() -> None:
+    columns = TILE * A100.multiprocessors
+    seconds = product_seconds(1, columns, 8192, 2, A100)
+    moved = columns * 8192 + columns + 8192
+    assert seconds == pytest.approx(2 * moved / A100.memory_rate + A100.kernel_seconds)
+
+
+def test_one_tile_more_than_a_wave_takes_two_waves() -> None:
+    rows, columns = TILE * 12, TILE * 9
+    assert A100.multiprocessors == 12 * 9
+    one = product_seconds(rows, columns, 8192, 2, A100) - A100.kernel_seconds
+    two = product_seconds(rows + 1, columns, 8192, 2, A100) - A100.kernel_seconds
+    assert two == pytest.approx(2 * one)
+
+
+def test_kernels_that_share_the_last_wave_lose_less_in_it() -> None:
+    machine = replace(A100, partial_wave=0.25, kernel_seconds=0.0)
+    rows, columns = TILE * 12, TILE * 9  # a whole wave, and a quarter of another
+    one = product_seconds(rows, columns, 8192, 2, machine)
+    quarter = product_seconds(rows + TILE * 3, columns, 8192, 2, machine)
+    assert quarter == pytest.approx((1.25 + 0.25 * 0.75) * one)
+
+
+MACHINE = replace(machine_of("h100-80", 8, "bf16"), link_latency=0.0, network_latency=0.0)
+
+
+def test_groups_know_their_nodes_and_neighbours() -> None:
+    assert Group.of(8, 1, 8) == Group(8, nodes=1, sharing=1)
+    assert Group.of(64, 1, 8) == Group(64, nodes=8, sharing=1)
+    # Eight data ranks, one of each node: all eight tensor ranks' groups share the network.
+    assert Group.of(8, 8, 8) == Group(8, nodes=8, sharing=8)
+    assert Group.of(4, 2, 8) == Group(4, nodes=1, sharing=1)
+
+
+def test_a_ring_sends_all_but_its_own_part() -> None:
+    group = Group.of(8, 1, 8)
+    assert group.gather(8e9, MACHINE) == pytest.approx(7e9 / MACHINE.link_rate)
+    assert group.reduce(8e9, MACHINE) == pytest.approx(14e9 / MACHINE.link_rate)
+
+
+def test_between_nodes_a_ring_has_the_cards_of_a_whole_node() -> None:
+    far = Group.of(16, 1, 8)
+    assert far.rate(MACHINE) == min(MACHINE.link_rate, 8 * MACHINE.network_rate)
+    shared = Group.of(2, 8, 8)
+    assert shared.rate(MACHINE) == pytest.approx(MACHINE.network_rate)
+
+
+def test_an_exchange_is_bound_by_the_network() -> None:
+    near, far = Group.of(8, 1, 8), Group.of(16, 1, 8)
+    assert near.exchange(8e9, MACHINE) == pytest.approx(7e9 / MACHINE.link_rate)
+    assert far.exchange(16e9, MACHINE) == pytest.approx(8e9 / MACHINE.network_rate)
+
+
+def test_each_collective_has_the_latency_of_its_ring() -> None:
+    slow = replace(MACHINE, link_latency=1e-6, network_latency=1e-5)
+    group = Group.of(16, 1, 8)
+    more = group.gather(1e9, slow, calls=10) - group.gather(1e9, MACHINE, calls=10)
+    assert more == pytest.approx(10 * (14e-6 + 1e-5))
+
+
+def test_one_rank_talks_to_nobody() -> None:
+    alone = Group.of(1, 1, 8)
+    assert alone.gather(1e9, MACHINE) == alone.reduce(1e9, MACHINE) == 0.0
+    assert alone.exchange(1e9, MACHINE) == 0.0
