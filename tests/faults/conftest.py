@@ -1,11 +1,9 @@
-"""An undisturbed run to compare with, and the table of faults."""
+"""An undisturbed run to compare with, and trials of a run that something is done to."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from tests.two_ranks import SHORT_RUN, SMALL_MODEL
 
 STEPS = 8
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
-_tried: dict[str, list[bool]] = defaultdict(list)
 
 
 def arguments(run: Path, data: list[str], *more: str, json: str = "zero1") -> list[str]:
@@ -99,23 +96,3 @@ def undisturbed(
     ended = zygote.run(arguments(folder / "run", data), folder)
     assert ended.codes == [0, 0], ended.output
     return RunFolder(folder / "run")
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    outcome = yield
-    report = outcome.get_result()  # type: ignore[attr-defined]
-    marker = item.get_closest_marker("fault")
-    if marker is not None and (report.when == "call" or report.failed):
-        _tried[marker.args[0]].append(report.passed)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how often each fault was tried, and how often it was survived."""
-    if _tried:
-        width = max(map(len, _tried))
-        terminalreporter.write_line(f"\n{'fault'.ljust(width)}  tries  survived")
-        for name, results in _tried.items():
-            terminalreporter.write_line(
-                f"{name.ljust(width)}  {len(results):>5}  {sum(results):>8}"
-            )

@@ -1,19 +1,87 @@
-"""Runs that stop of their own accord: before their time is up, in the middle of an evaluation."""
+"""Runs that stop: signals while ranks start, of their own accord, and ranks that stop, sleep or go
+their own way, which are found and named, ended, and gone on from.
+"""
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.faults.checks import check_tidy, curve, executed, newest
-from tests.faults.conftest import Trial
-from tests.two_ranks import events
+from harness.runfolder import RunFolder
+from tests.faults.checks import check_survived, check_tidy, curve, executed, newest
+from tests.faults.conftest import STEPS, Trial, arguments
+from tests.tiers import rest_in_gate
+from tests.two_ranks import TRAIN, environment, events, wait_for
+
+STARTS = [
+    ("usr1", "before the data", 1),
+    ("int", "before joining", 0),
+    ("hup", "before the engine", 1),
+    ("usr1", "before the folder", 0),
+    ("usr1", "before the plan", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "rank"), rest_in_gate("faults", STARTS))
+def test_a_signal_while_ranks_start_ends_all_with_75(
+    name: str, place: str, rank: int, trial: Trial
+) -> None:
+    ended = trial.start(code=75, rank=rank, at=place, do=name)
+    assert f"asked to stop by {'Ctrl-C' if name == 'int' else 'SIG'}" in ended.output
+    assert "Traceback" not in ended.output
+    assert trial.run.read_metrics() == []
+    status = trial.run.read_status()
+    if place in ("before the folder", "before the plan"):
+        assert (status["outcome"], status["code"], status["step"]) == ("stopped", 75, 0)
+    else:
+        assert not trial.path.exists()
+
+
+@pytest.mark.gate("faults")
+def test_two_signals_while_ranks_start_end_all_at_once(trial: Trial) -> None:
+    ended = trial.start(code=75, rank=1, at="before the engine", do="term")
+    assert "rank 1 failed: asked twice to stop" in ended.output
+    assert "Traceback" not in ended.output
+    assert not trial.path.exists()
+
+
+@pytest.mark.gate("faults")
+def test_a_closed_terminal_stops_a_run_like_sigterm(trial: Trial) -> None:
+    trial.start(code=75, rank=1, at="in a step", nth=3, do="hup")
+    (event,) = events(trial.run, "stopped")
+    assert "asked to stop by" in event["message"]
+    assert events(trial.run, "saved")[-1]["step"] == event["step"]
+
+
+@pytest.mark.gate("faults")
+def test_a_signal_during_the_imports_is_noted(data: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(TRAIN), *arguments(tmp_path / "run", data)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        status = Path(f"/proc/{process.pid}/status")
+
+        def is_noting() -> bool:
+            caught = re.search(r"SigCgt:\s*(\w+)", status.read_text())
+            return bool(caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+        wait_for(is_noting, "the first lines of train.py", 60)
+        process.send_signal(signal.SIGUSR1)
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 75, errors
+    assert "stopped before the first step: asked to stop by SIGUSR1" in errors
+    assert not (tmp_path / "run").exists()
+
 
 # Evaluations long enough to be broken off: 32 micro-batches on each rank, four times 8.
 LONG = ("data.held_out=0.4", "eval.samples=64", "train.micro_batch=1")
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("SIGTERM in a long evaluation")
 def test_a_stop_breaks_an_evaluation_off_which_is_made_up_for(trial: Trial) -> None:
     undisturbed = Trial(trial.logs / "undisturbed", trial.logs / "logs", trial.data, trial.zygote)
     undisturbed.start(*LONG)
@@ -27,7 +95,6 @@ def test_a_stop_breaks_an_evaluation_off_which_is_made_up_for(trial: Trial) -> N
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("the time limit")
 def test_a_run_saves_and_ends_before_its_time_is_up(trial: Trial) -> None:
     endless = ("train.steps=100000", "optim.schedule=constant", "save.every=20")
     trial.start(*endless, "guard.time_limit_s=30", code=75)
@@ -40,3 +107,79 @@ def test_a_run_saves_and_ends_before_its_time_is_up(trial: Trial) -> None:
     check_tidy(run)
     trial.start(*endless[1:], f"train.steps={done[-1] + 2}")
     assert executed(run) == list(range(1, done[-1] + 3))
+
+
+LIMIT_S = 6
+# Limits are learned within three steps; what takes long is then a hang.
+WATCHED = (f"guard.hang_floor_s={LIMIT_S}", "guard.hang_factor=10", "guard.hang_first_s=60")
+
+
+def check_report(run: RunFolder, named: str) -> dict[str, Any]:
+    """The one report names who holds the others up."""
+    (event,) = events(run, "hang")
+    assert re.search(named, event["message"]), event["message"]
+    seconds = re.search(r"no progress for (\d+) s, (\d+) s is the limit", event["message"])
+    assert seconds, event["message"]
+    assert int(seconds[1]) >= int(seconds[2]) >= LIMIT_S
+    return event
+
+
+@pytest.mark.gate("faults")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_named(rank: int, trial: Trial, undisturbed: RunFolder) -> None:
+    fault = {"rank": rank, "at": "in a step", "nth": 6, "do": "stop"}
+    codes = trial.hang(*WATCHED, fault=fault, patience_s=5)
+    assert codes[1 - rank] == 78
+    assert codes[rank] is None  # still stopped: what starts the ranks ends it
+    check_report(trial.run, rf"rank {rank}.*: stopped, gone")
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"]) == ("failed", 78)
+    assert f"rank {rank}" in status["message"]
+    trial.start()
+    check_survived(trial.run, undisturbed)
+
+
+@pytest.mark.slow("a rank is waited for until the watchdog gives up")
+def test_a_rank_that_waits_for_its_data_is_named(trial: Trial, undisturbed: RunFolder) -> None:
+    fault = {"rank": 1, "at": "reading a step's batches", "nth": 6, "do": "sleep", "seconds": 1000}
+    assert trial.hang(*WATCHED, fault=fault) == [78, 78]
+    event = check_report(trial.run, r"rank 1 on .*, in 'data' of step \d, .*is behind")
+    assert "1 ranks (0) in 'step'" in event["message"]
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"]) == ("failed", 78)
+    stacks = (trial.run.heartbeats_dir / "rank-00001.stacks").read_text()
+    assert "load_ahead" in stacks
+    trial.start()
+    check_survived(trial.run, undisturbed)
+    assert not trial.run.heartbeats_dir.exists()
+
+
+@pytest.mark.gate("faults")
+def test_a_rank_that_goes_its_own_way_is_found(trial: Trial, undisturbed: RunFolder) -> None:
+    """Its next collective is an all-reduce of another size. gloo ends it there, and with it the
+    other; NCCL would leave both to the watchdog.
+    """
+    fault = {"rank": 1, "at": "comparing replicas", "nth": 6, "do": "skip"}
+    assert trial.hang(*WATCHED, "guard.replicas_every=1", fault=fault) == [1, -6]
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"], status["step"]) == ("failed", 1, 6)
+    trial.start()
+    check_survived(trial.run, undisturbed)
+
+
+@pytest.mark.gate("faults")
+@pytest.mark.parametrize("at", ["in a step", "in an evaluation", "before a save"])
+def test_what_is_slow_at_first_is_no_hang(at: str, trial: Trial) -> None:
+    slow = {"rank": 1, "at": at, "nth": 1, "do": "sleep", "seconds": LIMIT_S + 3}
+    trial.start(*WATCHED, code=0, **slow)
+    assert executed(trial.run) == list(range(1, STEPS + 1))
+    assert events(trial.run, "hang") == []
+    assert not trial.run.heartbeats_dir.exists()
+
+
+@pytest.mark.gate("faults")
+def test_all_ranks_wait_for_the_export(trial: Trial) -> None:
+    slow = {"rank": 0, "at": "exporting", "nth": 1, "do": "sleep", "seconds": 3 * LIMIT_S}
+    ended = trial.start(*WATCHED, "save.export=true", code=0, **slow)
+    assert min(ended.seconds) > 3 * LIMIT_S  # srun would end the one that is left
+    assert trial.run.export_dir.exists()

@@ -1,7 +1,10 @@
-"""Damage on disk, full and read-only disks, folders that belong to others, changed data."""
+"""Damage on disk, full and read-only disks, folders that belong to others, changed data. Where no
+room is left, all ranks end with code 74 and one clear message, and nothing is lost.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import signal
@@ -9,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,25 +31,13 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def nest(path: Path) -> None:
     path.write_text("[" * 100_000 + "]" * 100_000)
 
 
-FILES = ["rank-00001-000.safetensors", "index.json", "manifest.json", "probe.safetensors"]
-DAMAGES = [
-    *((file, flip) for file in FILES),
-    *((FILES[0], cut), (FILES[2], cut), (FILES[0], Path.unlink), (FILES[2], nest)),
-]
-
-
-@pytest.mark.fault("a flipped bit, a truncated or a lost file")
 @pytest.mark.parametrize(
     ("file", "damage"),
-    rest_in_gate("faults", DAMAGES),
+    rest_in_gate("faults", [("rank-00001-000.safetensors", flip), ("manifest.json", nest)]),
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     file: str, damage: Callable[[Path], None], finished: Trial, undisturbed: RunFolder
@@ -62,11 +54,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("no checkpoint that can be used")
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Trial) -> None:
     run = finished.run
     for path in run.checkpoints_dir.glob("step-*"):
-        flip(path / FILES[1])
+        flip(path / "index.json")
     before = run.metrics_path.read_text()
     refused = finished.start(code=77)
     assert "index.json is damaged: its SHA-256 is not the manifest's" in refused.output
@@ -74,22 +65,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Tri
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("`latest` empty, garbage or absent")
-@pytest.mark.parametrize("text", ["", "garbage", "step-00000099", None])
-def test_a_broken_pointer_changes_nothing(text: str | None, finished: Trial) -> None:
-    run = finished.run
-    pointer = run.checkpoints_dir / "latest"
-    pointer.unlink()
-    if text is not None:
-        pointer.write_text(text)
-    before = curve(run)
-    finished.start()
-    assert events(run, "resumed")[-1]["step"] == STEPS
-    assert curve(run) == before
-
-
-@pytest.mark.gate("faults")
-@pytest.mark.fault("weights that do not give the loss that was saved")
 def test_weights_that_compute_something_else_are_refused(finished: Trial) -> None:
     """All files are as they were saved; what the model makes of them is not."""
     manifest = read_manifest(newest(finished.run))
@@ -100,7 +75,6 @@ def test_weights_that_compute_something_else_are_refused(finished: Trial) -> Non
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("a step that is not the folder's")
 def test_a_renamed_checkpoint_is_refused(finished: Trial) -> None:
     newest(finished.run).rename(finished.run.checkpoints_dir / "step-00000009")
     finished.start()
@@ -108,7 +82,6 @@ def test_a_renamed_checkpoint_is_refused(finished: Trial) -> None:
     assert "step-00000009 says that it is of step 8" in event["message"]
 
 
-@pytest.mark.fault("a full disk")
 @pytest.mark.parametrize("background", rest_in_gate("faults", ["false", "true"]))
 def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
     background: str, small_disk: Path, trial: Trial, undisturbed: RunFolder
@@ -128,7 +101,6 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("no room although the check saw some")
 def test_a_disk_that_fills_up_during_a_save(
     small_disk: Path, trial: Trial, undisturbed: RunFolder
 ) -> None:
@@ -139,7 +111,6 @@ def test_a_disk_that_fills_up_during_a_save(
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("a read-only file system")
 def test_a_read_only_file_system(small_disk: Path, trial: Trial, undisturbed: RunFolder) -> None:
     trial.path.mkdir()
     trial.run.checkpoints_dir.symlink_to(small_disk)  # the lock is held open elsewhere
@@ -152,7 +123,6 @@ def test_a_read_only_file_system(small_disk: Path, trial: Trial, undisturbed: Ru
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("no room for a single checkpoint")
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     small_disk: Path, trial: Trial
 ) -> None:
@@ -162,7 +132,6 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     assert re.search(r"a checkpoint needs 1\.\d\d MiB, but 1\.\d\d MiB are free", refused.output)
 
 
-@pytest.mark.fault("changed data")
 def test_changed_data_is_refused(finished: Trial, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", documents=150)
     refused = finished.start(f"data.path={corpus}", "resume.allow=data.path", code=2)
@@ -187,7 +156,6 @@ def pair(trial: Trial) -> Path:
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("changed data")
 def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Trial) -> None:
     """Every id but the separator, in a file of the same size with the same .idx."""
     first = trial.start("train.steps=2")
@@ -204,7 +172,6 @@ def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Tri
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("data without a target")
 def test_held_out_samples_without_a_target_are_refused_before_anything_is_written(
     trial: Trial, write_jsonl: Callable[..., Path]
 ) -> None:
@@ -219,7 +186,6 @@ def test_held_out_samples_without_a_target_are_refused_before_anything_is_writte
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.fault("data cut while it is read")
 def test_a_file_of_tokens_that_shrinks_is_named_by_all_ranks(
     pair: Path, trial: Trial, undisturbed: RunFolder
 ) -> None:
@@ -236,7 +202,6 @@ def test_a_file_of_tokens_that_shrinks_is_named_by_all_ranks(
     assert curve(trial.run)[8] == curve(undisturbed)[8]
 
 
-@pytest.mark.fault("two jobs in one folder")
 def test_a_second_job_in_the_folder_is_refused(finished: Trial, undisturbed: RunFolder) -> None:
     first = finished.run
     first.open()
@@ -244,3 +209,114 @@ def test_a_second_job_in_the_folder_is_refused(finished: Trial, undisturbed: Run
     assert "is being written by process" in refused.output
     first.close()
     assert curve(finished.run) == curve(undisturbed)
+
+
+@pytest.mark.gate("faults")
+@pytest.mark.parametrize(
+    ("place", "nth", "file"),
+    [("a line of metrics", 6, "metrics.jsonl"), ("recording a save", 2, "events.jsonl")],
+)
+def test_records_that_cannot_be_written_stop_the_run(
+    place: str, nth: int, file: str, trial: Trial, undisturbed: Any
+) -> None:
+    path = trial.path / file
+    ended = trial.start(code=74, rank=0, at=place, nth=nth, do="full", file=str(path), nccl=True)
+    assert "Traceback" not in ended.output
+    assert ended.outputs[0].count(f"{path} cannot be written (No space left on device)") == 1
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"]) == ("failed", 74)
+    assert str(path) in status["message"]
+    path.unlink()
+    path.with_name(f"{file}.whole").rename(path)
+    trial.start()
+    check_survived(trial.run, undisturbed)
+
+
+@pytest.mark.gate("faults")
+@pytest.mark.parametrize("place", ["before the plan", "keeping the tokenizer"])
+def test_a_run_that_cannot_write_how_it_begins(
+    place: str, small_disk: Path, trial: Trial, undisturbed: Any
+) -> None:
+    ended = trial.fill(small_disk, at=place)
+    assert "Traceback" not in ended.output
+    assert "No space left on device" in ended.outputs[0]
+    assert (trial.run.read_status() or {})["code"] == 74
+    trial.start()
+    check_survived(trial.run, undisturbed, resumed=False)
+    assert (trial.run.tokenizer_dir / "tokenizer_config.json").stat().st_size
+
+
+@pytest.mark.gate("faults")
+def test_a_cache_without_room_is_no_mistake_of_the_config(small_disk: Path, trial: Trial) -> None:
+    trial.data = [trial.data[0], f"data.cache_dir={small_disk / 'cache'}"]
+    with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    ended = trial.start(code=74)
+    assert "Traceback" not in ended.output
+    assert "cannot train: data.cache_dir: cannot use " in ended.outputs[0]
+    assert "No space left on device" in ended.outputs[0]
+    assert not trial.path.exists()
+
+
+@pytest.mark.gate("faults")
+def test_a_tokenizer_is_there_whole_or_not_at_all(trial: Trial, undisturbed: Any) -> None:
+    trial.kill(0, "within the tokenizer", 1)
+    assert not trial.run.tokenizer_dir.exists()
+    assert list(trial.path.glob(".unfinished-*"))
+    trial.start()
+    check_survived(trial.run, undisturbed, resumed=False)
+    names = {path.name for path in undisturbed.tokenizer_dir.iterdir()}
+    assert {path.name for path in trial.run.tokenizer_dir.iterdir()} == names
+    assert not list(trial.path.glob(".unfinished-*"))
+
+
+@pytest.mark.gate("faults")
+def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, trial: Trial) -> None:
+    words = ("save.export=true", "save.keep=1", "save.every=8")
+    ended = trial.fill(small_disk, *words, at="exporting", nccl=True)
+    assert "Traceback" not in ended.output
+    assert f"run: python tools/export_hf.py {trial.path}" in ended.outputs[0]
+    assert newest(trial.run).name == f"step-{STEPS:08d}"
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"], status["step"]) == ("failed", 74, STEPS)
+    assert list(trial.path.glob("*export*")) == []
+    before = curve(trial.run)
+    trial.start(*words)
+    assert (trial.run.export_dir / "model.safetensors").exists()
+    assert curve(trial.run) == before
+
+
+@pytest.mark.gate("faults")
+def test_a_run_whose_export_differs_ends_as_the_tool_does(trial: Trial) -> None:
+    ended = trial.start("save.export=true", code=77, rank=0, at="exporting", do="differ")
+    assert "Traceback" not in ended.output
+    assert "but the exported model has 1000" in ended.outputs[0]
+    assert f"python tools/export_hf.py {trial.path} --no-check exports it" in ended.outputs[0]
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"], status["step"]) == ("failed", 77, STEPS)
+    assert list(trial.path.glob("*export*")) == []
+
+
+def test_a_file_named_export_is_found_before_training(trial: Trial) -> None:
+    trial.path.mkdir()
+    trial.run.export_dir.write_text("mine")
+    ended = trial.start("save.export=true", code=2)
+    assert f"save.export: {trial.run.export_dir} exists and is no exported model" in ended.output
+    assert [path.name for path in trial.path.iterdir()] == ["export"]
+
+
+@pytest.mark.gate("faults")
+def test_damaged_records_do_not_keep_a_run_from_going_on(finished: Trial, undisturbed: Any) -> None:
+    run = finished.run
+    run.status_path.write_text('{"outcome": "don')
+    run.plan_path.write_text("")
+    (run.path / "lock").write_bytes(b"\xff\xfe")
+    with run.metrics_path.open("a") as file:
+        file.write("\0\0\0\n")
+    ended = finished.start()
+    assert "Traceback" not in ended.output
+    for path in (run.status_path, run.plan_path):
+        assert f"not needed, not used: {path}" in ended.outputs[0]
+    assert curve(run) == curve(undisturbed)
+    assert (run.read_status() or {})["attempt"] == 2
