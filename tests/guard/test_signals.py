@@ -166,7 +166,6 @@ def test_a_process_that_only_starts_ends_by_the_second_ctrl_c_or_where_no_rank_c
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "waits\n"
         for number in numbers:
             process.send_signal(number)
