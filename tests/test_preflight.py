@@ -22,7 +22,9 @@ from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.two_ranks import REPOSITORY
-from tools.preflight_checks import environment, network, report
+from tools import preflight
+from tools.preflight_checks import network, report
+from tools.preflight_checks.files import Seen, Storage
 from tools.preflight_checks.flight import Facts, judge
 from tools.preflight_checks.machine import Machine
 from tools.preflight_checks.network import (
@@ -34,8 +36,6 @@ from tools.preflight_checks.network import (
     ring_rounds,
 )
 from tools.preflight_checks.report import Row
-from tools.preflight_checks.sameness import Seen
-from tools.preflight_checks.storage import Storage
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 SEEN = {
@@ -58,6 +58,9 @@ MACHINE = Machine(
     shared_free_bytes=100 * GIB,
     open_files=65536,
     infiniband=True,
+    checksum="abc",
+    toolkit="driver 550",
+    links="PCIe 16x",
 )
 STORAGE = Storage("/runs", True, 1000 * GIB, 0, 1e9)
 
@@ -224,7 +227,7 @@ def test_memory_that_is_not_there_fails_and_is_forced() -> None:
         ("GPU memory free", {"gpu_free_bytes": 60 * GIB}, "warn", "not all free: n2 (rank 1)"),
         ("GPU ECC", {"ecc": "Disabled, N/A uncorrected errors"}, "warn", "n2 (rank 1): Disabled"),
         ("/dev/shm", {"shared_free_bytes": GIB - 1}, "warn", "little on n2 (rank 1)"),
-        ("memlock", {"memlock_bytes": 2**23}, "warn", "0.008 GiB on n2 (rank 1)"),
+        ("memlock", {"memlock_bytes": 2**23}, "warn", "0.008 GiB; limited on n2 (rank 1)"),
         ("open files", {"open_files": 512}, "warn", "too few on n2 (rank 1)"),
     ],
 )
@@ -305,7 +308,7 @@ def test_a_library_that_torch_lacks_is_named(tmp_path: Path) -> None:
 def test_what_is_looked_for_is_what_is_installed() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     declared = {re.split("[<>=]", line)[0] for line in project["dependencies"]}
-    assert set(environment.NEEDED) - declared == {"tomllib"}
+    assert set(preflight.NEEDED) - declared == {"tomllib"}
 
 
 def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:
