@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +12,6 @@ import pytest
 import torch
 
 from tools.preflight_checks import machine as checks
-from tools.preflight_checks.machine import Machine
-
-HOSTS = ["n1", "n2"]
-GPU = Machine(checksum="abc", toolkit="driver 550", links="PCIe 16x")
 
 
 def fake_nvml(**answers: Any) -> SimpleNamespace:
@@ -187,30 +182,3 @@ def test_exact_products_are_one_number_whoever_takes_them(
     other, steady = checks.exact_products(device)
     assert steady
     assert other != digest
-
-
-def rows(**changes: Any) -> dict[str, tuple[str, str]]:
-    machines = {0: GPU, 1: replace(GPU, **changes)}
-    judged = checks._product_rows(machines, HOSTS) + checks._driver_rows(machines, HOSTS)
-    return {row.check: (row.verdict, row.found) for row in judged}
-
-
-@pytest.mark.parametrize(
-    ("changes", "check", "verdict", "text"),
-    [
-        ({"checksum": "xyz"}, "matmul checksum", "FAIL", "n2 (rank 1): xyz; all others: abc"),
-        ({"steady": False}, "matmul checksum", "FAIL", "n2 (rank 1): another one each time"),
-        ({"locks": "/home: no"}, "build locks", "warn", "n2 (rank 1): /home: no"),
-        ({"toolkit": "driver 535"}, "CUDA versions", "warn", "n2 (rank 1): driver 535"),
-        ({"toolkit_problem": "old"}, "CUDA versions", "warn", "n2 (rank 1): old"),
-        ({"health": "Pending: Yes"}, "GPU health", "warn", "n2 (rank 1): Pending: Yes"),
-        ({"links": "PCIe 8x"}, "GPU links", "warn", "n2 (rank 1): PCIe 8x"),
-    ],
-)
-def test_the_rank_that_differs_is_named(
-    changes: dict[str, Any], check: str, verdict: str, text: str
-) -> None:
-    found = rows(**changes)
-    assert found[check][0] == verdict
-    assert text in found[check][1]
-    assert [name for name, (how, _) in found.items() if how != "ok"] == [check]

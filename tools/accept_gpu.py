@@ -32,16 +32,8 @@ sys.path[0] = str(REPOSITORY)
 from harness.launch.ranks import python_path
 from harness.layout.world import find_accelerator, listed_gpus
 from harness.terminal import say
-from tools.acceptance.report import (
-    Check,
-    Result,
-    Step,
-    as_json,
-    code,
-    read_result,
-    readable,
-    table,
-)
+from tools.acceptance import report
+from tools.acceptance.report import Check, Result, Step, readable
 from tools.bounded import run_bounded
 from tools.made_with import machine, versions
 
@@ -55,18 +47,8 @@ _INTERRUPTED = 130  # as shells have it
 STEPS = tuple(
     Step(name, question, limit_s, f"tools.acceptance.{where}")
     for name, question, limit_s, where in (
-        (
-            "environment",
-            "are driver, toolkit, packages, limits and links there?",
-            90,
-            "machine:look_at",
-        ),
-        (
-            "optimizer",
-            "does AdamW equal torch's? does a killed build matter?",
-            120,
-            "optimizer:look",
-        ),
+        ("environment", "are driver, packages, limits and links there?", 90, "machine:look_at"),
+        ("optimizer", "is AdamW torch's? does a killed build matter?", 120, "optimizer:look"),
         ("joining", "do ranks meet under every launcher?", 90, "machine:join_ranks"),
         ("parity", "does every layout learn what a plain loop learns?", 240, "parity:look"),
         ("attention", "do all implementations give one loss and gradient?", 90, "attention:look"),
@@ -116,12 +98,12 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
     except KeyboardInterrupt:
         _say("interrupted; nothing of it runs any more")
         if results:
-            say(table(results))
+            say(report.table(results))
         return _INTERRUPTED
-    say(table(results))
+    say(report.table(results))
     if args.json:
-        args.json.write_text(json.dumps(as_json(results, about), indent=2), encoding="utf-8")
-    return code(results)
+        args.json.write_text(json.dumps(report.as_json(results, about), indent=2), encoding="utf-8")
+    return report.code(results)
 
 
 def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float) -> Result:
@@ -145,7 +127,7 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
     env["PYTHONPATH"] = python_path(env.get("PYTHONPATH"))
     ended = run_bounded(command, limit_s, log, REPOSITORY, env, progress)
     if ended.code == 0:
-        return read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
+        return report.read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
     at = readable(now.read_text(errors="replace")) if now.exists() else "its start"
     why = f"it took longer than {limit_s:.0f} s, and was ended, at: {at}"
     if ended.code is not None:
@@ -171,19 +153,12 @@ def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=f"{__doc__}{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="Run only these steps.")
-    parser.add_argument(
-        "--ranks", type=int, help="Number of ranks (default: all GPUs of this node, at most 8)."
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="Write the results to this file, as JSON."
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        metavar="SECONDS",
-        help="Time limit of each step, instead of its own.",
-    )
+    add = parser.add_argument
+    add("--only", nargs="+", metavar="STEP", help="Run only these steps.")
+    add("--ranks", type=int, help="Number of ranks (default: all GPUs of this node, at most 8).")
+    add("--json", type=Path, metavar="FILE", help="Write the results to this file, as JSON.")
+    limit = "Time limit of each step, instead of its own."
+    add("--limit", type=float, metavar="SECONDS", help=limit)
     return parser
 
 

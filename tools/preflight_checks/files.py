@@ -80,13 +80,10 @@ class Seen:
 class Storage:
     """One rank's view of the file system of the run folder."""
 
-    folder: str
-    """The run folder, or the nearest folder above it that exists."""
-    sees_token: bool = False
-    """True if the file that rank 0 made is visible here."""
+    folder: str  # the run folder, or the nearest folder above it that exists
+    sees_token: bool = False  # True if the file that rank 0 made is visible here
     free_bytes: int | None = None
-    checkpoints: int = 0
-    """Those that the run has already."""
+    checkpoints: int = 0  # those that the run has already
     written_bytes_per_s: float | None = None
     """With fsync, while the first ranks of all other nodes write too; None on other ranks."""
     problem: str | None = None

@@ -19,40 +19,9 @@ from harness.plan.plan import Plan
 from harness.plan.text import spread
 from harness.run.progress import Progress
 from harness.terminal import columns, say
-from tools.preflight_checks.files import (
-    Seen,
-    Storage,
-    look,
-    measure_storage,
-    nearest_folder,
-    sameness_rows,
-    storage_rows,
-    token,
-)
-from tools.preflight_checks.machine import Machine, machine_rows, measure_machine
-from tools.preflight_checks.network import (
-    BETWEEN,
-    WITHIN,
-    Absent,
-    Links,
-    Meeting,
-    absent,
-    measure_links,
-    meet,
-    neighbour_rows,
-    network_rows,
-)
-from tools.preflight_checks.report import (
-    Row,
-    as_json,
-    by_text,
-    code,
-    count,
-    named_row,
-    problem_row,
-    table,
-    who,
-)
+from tools.preflight_checks import files, machine, network, report
+from tools.preflight_checks.network import Absent, Links, Meeting
+from tools.preflight_checks.report import Row, count, who
 
 CLOCKS_S = 5.0  # locks and status files of two nodes are compared by their times
 _COMING = 0.5  # of the limit, for all ranks to start
@@ -66,16 +35,16 @@ class Facts:
 
     clock_s: float
     links: Links
-    seen: Seen | None = None
-    storage: Storage | None = None
-    machine: Machine | None = None
+    seen: files.Seen | None = None
+    storage: files.Storage | None = None
+    machine: machine.Machine | None = None
     problem: str | None = None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Facts:
         """Return the facts from their JSON form."""
         parts: dict[str, Any] = {
-            "links": Links, "seen": Seen, "storage": Storage, "machine": Machine
+            "links": Links, "seen": files.Seen, "storage": files.Storage, "machine": machine.Machine
         }  # fmt: skip
         made = {name: part(**value[name]) for name, part in parts.items() if value[name]}
         return cls(**{**value, **made})
@@ -95,19 +64,19 @@ def fly(command: Command, host: str, in_json: bool, limit_s: float) -> int:
     except ConfigError as error:
         plan, problems = None, error.problems
     progress.say(f"waiting up to {come_s:.0f} s for {count(world.world_size, 'rank')}")
-    meeting = meet(world, host, come_s)
+    meeting = network.meet(world, host, come_s)
     meeting.give("here", {"host": host, "problems": problems})
     with ExitStack() as stack:
         if world.rank == 0:
             came = meeting.collect("here", began + come_s)
-            refusal = absent(came, come_s) or _refusal(came)
+            refusal = network.absent(came, come_s) or _refusal(came)
             there = sum(value is not None for value in came)
             word: dict[str, Any] = {"refused": refusal is not None, "ranks": there}
             if refusal is not None:
                 say(f"cannot train: {refusal}", sys.stderr)
             else:
                 word["hosts"] = [value["host"] for value in came]
-                word["token"] = stack.enter_context(token(nearest_folder(plan)))
+                word["token"] = stack.enter_context(files.token(files.nearest_folder(plan)))
             meeting.tell("word", word)
         word = meeting.hear("word", end_s)
         clock_s = time.time()
@@ -131,8 +100,8 @@ def fly(command: Command, host: str, in_json: bool, limit_s: float) -> int:
 def _refusal(came: Sequence[dict[str, Any]]) -> str | None:
     """Return one report of what is wrong with the configs on any rank; None if nothing is."""
     hosts = [value["host"] for value in came]
-    ranks_of = by_text(
-        (rank, text) for rank, report in enumerate(came) for text in report["problems"]
+    ranks_of = report.by_text(
+        (rank, text) for rank, value in enumerate(came) for text in value["problems"]
     )
     if not ranks_of:
         return None
@@ -155,13 +124,13 @@ def _measured(
     parts: dict[str, tuple[str, Callable[[], Any]]] = {
         "seen": (
             f"all came, on {nodes}; comparing code, configs and data",
-            lambda: look(plan, command.trust_remote_code, first_of_node),
+            lambda: files.look(plan, command.trust_remote_code, first_of_node),
         ),
         "storage": (
             "writing to the run folder's storage",
-            lambda: measure_storage(plan, word["token"], writes=first_of_node),
+            lambda: files.measure_storage(plan, word["token"], writes=first_of_node),
         ),
-        "machine": ("measuring machines", lambda: measure_machine(plan)),
+        "machine": ("measuring machines", lambda: machine.measure_machine(plan)),
     }
     results: dict[str, Any] = {}
     for name, (title, measure) in parts.items():
@@ -176,7 +145,7 @@ def _measured(
     if len(hosts) > 1:
         progress.say("measuring the network")
         left_s = end_s - time.monotonic() - _REPORTING_S
-        links, ended = measure_links(meeting, hosts, max(1.0, left_s))
+        links, ended = network.measure_links(meeting, hosts, max(1.0, left_s))
     return Facts(clock_s, links, **results), ended
 
 
@@ -189,16 +158,16 @@ def _reported(
     """Print the table; return the exit code."""
     rows = judge(plan, hosts, reports)
     if in_json:
-        report = {**as_json(rows), "rates": _rates(plan, hosts, reports)}
-        print(json.dumps(report, indent=2), flush=True)
+        values = {**report.as_json(rows), "rates": _rates(plan, hosts, reports)}
+        print(json.dumps(values, indent=2), flush=True)
     else:
-        say(table(rows, columns(sys.stdout)))
-    return int(code(rows))
+        say(report.table(rows, columns(sys.stdout)))
+    return int(report.code(rows))
 
 
 def judge(plan: Plan, hosts: Sequence[str], reports: Sequence[Facts | None]) -> list[Row]:
     """Return all rows. `reports` by rank: None if a rank came, but did not report."""
-    facts = {rank: report for rank, report in enumerate(reports) if report is not None}
+    facts = {rank: f for rank, f in enumerate(reports) if f is not None}
     seen, machines, storage = (
         {rank: getattr(f, part) for rank, f in facts.items() if getattr(f, part)}
         for part in ("seen", "machine", "storage")
@@ -206,14 +175,15 @@ def judge(plan: Plan, hosts: Sequence[str], reports: Sequence[Facts | None]) -> 
     rows = [
         Row("plan", "ok", f"{plan.deepspeed_source}: {spread(plan)}"),
         _nodes(plan, hosts),
-        *neighbour_rows(plan, hosts),
+        *network.neighbour_rows(plan, hosts),
         *_silent(reports, hosts),
     ]
-    rows += sameness_rows(seen, hosts) if seen else []
+    rows += files.sameness_rows(seen, hosts) if seen else []
     rows.append(_clocks({rank: f.clock_s for rank, f in facts.items()}, hosts))
-    rows += machine_rows(plan, machines, hosts, _rates(plan, hosts, reports)) if machines else []
-    rows += network_rows({rank: f.links for rank, f in facts.items()}, hosts)
-    return rows + (storage_rows(plan, storage, hosts) if storage else [])
+    rates = _rates(plan, hosts, reports)
+    rows += machine.machine_rows(plan, machines, hosts, rates) if machines else []
+    rows += network.network_rows({rank: f.links for rank, f in facts.items()}, hosts)
+    return rows + (files.storage_rows(plan, storage, hosts) if storage else [])
 
 
 def _nodes(plan: Plan, hosts: Sequence[str]) -> Row:
@@ -221,7 +191,9 @@ def _nodes(plan: Plan, hosts: Sequence[str]) -> Row:
     text = f"{count(len(hosts), 'rank')} on {count(len(set(hosts)), 'node')}"
     ranks = [rank for rank, host in enumerate(hosts) if hosts.count(host) != planned]
     todo = "the memory of a node is planned with so many ranks: use --ntasks-per-node"
-    return named_row("nodes", text, f"planned with {planned} a node, unlike", ranks, hosts, todo)
+    return report.named_row(
+        "nodes", text, f"planned with {planned} a node, unlike", ranks, hosts, todo
+    )
 
 
 def _silent(reports: Sequence[Facts | None], hosts: Sequence[str]) -> list[Row]:
@@ -233,7 +205,7 @@ def _silent(reports: Sequence[Facts | None], hosts: Sequence[str]) -> list[Row]:
         rows.append(Row("reports", "FAIL", f"none from {who(missing, hosts)}", todo))
     problems = [(rank, f.problem) for rank, f in enumerate(reports) if f and f.problem]
     todo = "a run would fail there too: repair it, or leave the node out (--exclude)"
-    row = problem_row("reports", "", problems, hosts, todo, "FAIL")
+    row = report.problem_row("reports", "", problems, hosts, todo, "FAIL")
     return [*rows, *([row] if problems else [])]
 
 
@@ -244,14 +216,14 @@ def _clocks(clocks_s: dict[int, float], hosts: Sequence[str]) -> Row:
     far = [rank for rank, value in off.items() if value > CLOCKS_S]
     text = f"within {max(off.values()):.1f} s of their median"
     todo = "start the time service there (chronyc tracking): locks and times of saves rely on it"
-    return named_row("clocks", text, "off:", far, hosts, todo)
+    return report.named_row("clocks", text, "off:", far, hosts, todo)
 
 
 def _rates(plan: Plan, hosts: Sequence[str], reports: Iterable[Facts | None]) -> dict[str, Any]:
     """Return medians for tools/plan_cluster.py --measured: 10**12 operations of matrix products per
     second, 10**9 bytes per second of links; None if nothing was measured.
     """
-    facts = [report for report in reports if report is not None]
+    facts = [each for each in reports if each is not None]
 
     def median(values: Iterable[float | None]) -> float | None:
         numbers = [value for value in values if value is not None]
@@ -267,8 +239,8 @@ def _rates(plan: Plan, hosts: Sequence[str], reports: Iterable[Facts | None]) ->
         "nodes": len(set(hosts)),
         "matmul_tflops": median(each.machine.tflops for each in facts if each.machine),
         "all_reduce_gb_per_s": median(each.links.all_reduce_gb_per_s for each in facts),
-        "within_node_gb_per_s": between(WITHIN),
-        "between_nodes_gb_per_s": between(BETWEEN),
+        "within_node_gb_per_s": between(network.WITHIN),
+        "between_nodes_gb_per_s": between(network.BETWEEN),
     }
 
 

@@ -59,12 +59,10 @@ class Driver:
     """NVML's answers about one GPU. None: the driver did not answer."""
 
     version: str | None = None
-    cuda: str | None = None
-    """The newest CUDA that this driver runs."""
+    cuda: str | None = None  # the newest CUDA that this driver runs
     bus_id: str | None = None
     """As the kernel's log writes it: "0000:06:00"."""
-    link_width: int | None = None
-    """Of the PCIe link, at most."""
+    link_width: int | None = None  # of the PCIe link, at most
     ecc: str | None = None
     problems: tuple[str, ...] = ()
 
@@ -83,25 +81,18 @@ class Machine:
     """Of matrix products in the run's precision, while all ranks of the node compute."""
     host_free_bytes: int | None = None
     shared_free_bytes: int | None = None
-    memlock_bytes: int | None = None
-    """None: unlimited."""
+    memlock_bytes: int | None = None  # None: unlimited
     open_files: int = 0
     infiniband: bool = False
     shortages: tuple[str, ...] = ()
     """Memory that the run needs and this machine lacks (harness/estimate/fit.py)."""
-    checksum: str = ""
-    """Of exact products of small whole numbers: the same on every device."""
-    steady: bool = True
-    """False if one of several such products differed from the first."""
-    locks: str = ""
-    """Why builds in the folder of compiled operators cannot be locked."""
-    toolkit: str = ""
-    """Versions of CUDA: the driver's, torch's, the compiler's."""
+    checksum: str = ""  # of exact products of small whole numbers: the same on every device
+    steady: bool = True  # False if one of several such products differed from the first
+    locks: str = ""  # why builds in the folder of compiled operators cannot be locked
+    toolkit: str = ""  # versions of CUDA: the driver's, torch's, the compiler's
     toolkit_problem: str = ""
-    health: str = ""
-    """Problems of the GPU that its driver reports."""
-    links: str = ""
-    """Its way to the GPUs of the node that this rank sees."""
+    health: str = ""  # problems of the GPU that its driver reports
+    links: str = ""  # its way to the GPUs of the node that this rank sees
 
 
 def measure_machine(plan: Plan) -> Machine:

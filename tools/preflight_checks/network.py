@@ -159,8 +159,7 @@ class Links:
     """Bus bandwidth; None where there is nobody to reduce with."""
     pairs: list[tuple[str, int, float]] = field(default_factory=list)
     """(level, the other rank, what went each way at once)."""
-    stage: str = "not begun"
-    """The measurement begun last: the place of a hang, if there is one."""
+    stage: str = "not begun"  # the measurement begun last: the place of a hang, if there is one
     problem: str | None = None
 
 

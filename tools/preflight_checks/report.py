@@ -27,10 +27,8 @@ class Row:
 
     check: str
     verdict: Verdict
-    found: str
-    """The values, from lowest to highest, and the ranks that stand out."""
-    todo: str = ""
-    """Advice; empty if the check passed."""
+    found: str  # the values, from lowest to highest, and the ranks that stand out
+    todo: str = ""  # advice; empty if the check passed
 
 
 def table(rows: Sequence[Row], width: int | None = None) -> str:
