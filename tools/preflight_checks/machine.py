@@ -102,9 +102,10 @@ def measure_machine(plan: Plan) -> Machine:
     free_gpu = free_on_gpu(plan.world.local_rank) if on_cuda else None
     device, host = own_device(plan.world), free_on_host()
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    tflops = matmul_tflops(device, _DTYPES[plan.precision])  # first: all ranks of a node at once
     checksum, steady = exact_products(device)
     machine = Machine(
-        tflops=matmul_tflops(device, _DTYPES[plan.precision]),
+        tflops=tflops,
         host_free_bytes=host,
         shared_free_bytes=_free(SHARED_MEMORY),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
