@@ -17,20 +17,22 @@ import psutil
 import pytest
 import torch
 
+from harness.engine import processes
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment, wait_for
 from tools import accept_gpu
-from tools.acceptance import attending, saving, speed
-from tools.acceptance import waits as waits_step
+from tools.accept_gpu import STEPS
+from tools.acceptance import attention as attending
+from tools.acceptance import measured as measured_steps
+from tools.acceptance import runs
 from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed
+from tools.acceptance.measured import MOST, RUN_AHEAD
 from tools.acceptance.report import Check, Result, as_json, code, table
-from tools.acceptance.steps import STEPS
-from tools.acceptance.waits import MOST, RUN_AHEAD
 from tools.bounded import Ended, run_bounded
 from tools.speed.cases import Case
 
-COMMAND = [sys.executable, "-m", "tests.planted_acceptance.command"]
+COMMAND = [sys.executable, "-m", "tests.planted_acceptance"]
 
 
 def gone(pid: int) -> bool:
@@ -231,8 +233,8 @@ def test_an_attention_whose_kernel_raises_leaves_the_others(
         return 9.0, {"w": torch.ones(2)}, {"precision": "bf16"}
 
     monkeypatch.setattr(attending, "_computed", computed)
-    monkeypatch.setattr(attending, "join", lambda world: torch.device("cpu"))
-    monkeypatch.setattr(attending, "ending_together", contextlib.nullcontext)
+    monkeypatch.setattr(processes, "join", lambda world: torch.device("cpu"))
+    monkeypatch.setattr(processes, "ending_together", contextlib.nullcontext)
     attending.main([str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())
     bench = Bench(tmp_path, tmp_path, 1, "cuda")
@@ -248,7 +250,7 @@ def test_one_rank_has_neither_replicas_nor_other_ranks(
 ) -> None:
     monkeypatch.setattr(Bench, "train", lambda *of, **how: None)
     bench = Bench(tmp_path, tmp_path, 1, "cuda")
-    saving.look(bench)
+    runs.save(bench)
     skipped = {check.name: check.text for check in bench.checks if check.verdict == "skipped"}
     assert skipped == dict.fromkeys(("resume on other ranks", "replicas"), "needs two ranks")
 
@@ -296,26 +298,26 @@ def planted_line(waits: dict[str, int]) -> dict[str, Any]:
 def test_more_waits_than_simulated_fail(
     waits: dict[str, int], problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits_step, "measured", lambda *of: planted_line(waits))
+    monkeypatch.setattr(measured_steps, "measured", lambda *of: planted_line(waits))
     bench, counts = Bench(tmp_path, tmp_path, 1, "cuda"), {}
     if problem is None:
-        assert waits_step._counted(bench, "zero3", counts).startswith("95 waits a step")
+        assert measured_steps._counted(bench, "zero3", counts).startswith("95 waits a step")
         return
     with pytest.raises(Failed, match=problem):
-        waits_step._counted(bench, "zero3", counts)
+        measured_steps._counted(bench, "zero3", counts)
 
 
 def test_rungs_of_gpus_are_named_on_cpu_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = {"step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0}
-    monkeypatch.setattr(speed, "measured", lambda *of, **more: line)
+    monkeypatch.setattr(measured_steps, "measured", lambda *of, **more: line)
     bench = Bench(tmp_path, tmp_path, 2, "cpu")
-    speed.look(bench)
+    measured_steps.climb(bench)
     verdicts = {check.name: (check.verdict, check.text) for check in bench.checks}
     only = {name for name, verdict in verdicts.items() if verdict == ("skipped", "needs CUDA")}
     rungs = {"flash", "fused optimizer", "liger", "compile", "MFU and host waits"}
-    assert only == {*rungs, *speed.BESIDE}
+    assert only == {*rungs, *measured_steps.BESIDE}
     assert {name for name, (verdict, _) in verdicts.items() if verdict == "held"} == {
         "eager",
         "sdpa",
@@ -334,10 +336,10 @@ def test_rungs_that_a_step_has_no_time_for_are_skipped(
         now[0] += 10
         return {"step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0}
 
-    monkeypatch.setattr(speed, "measured", measured)
+    monkeypatch.setattr(measured_steps, "measured", measured)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     bench = Bench(tmp_path, tmp_path, 2, "cuda", limit_s=75, began=0.0)
-    speed.look(bench)
+    measured_steps.climb(bench)
     late = [check.name for check in bench.checks if check.verdict == "skipped"]
     assert late == ["ZeRO 3"]
     assert [json_name for json_name, *_ in tried] == ["zero1"] * 7
@@ -359,7 +361,7 @@ def test_ranks_on_gpus_are_processes_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "met").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
-        ended = bench.run("tools.acceptance.meeting", [str(tmp_path / "met")], "logs")
+        ended = bench.run("tools.acceptance.machine", [str(tmp_path / "met")], "logs")
     assert ended.codes == [0], ended.output
     met = json.loads((tmp_path / "met" / "0.json").read_text())
     assert (met["launcher"], met["gathered"]) == ("torch", [0])

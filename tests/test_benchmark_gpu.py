@@ -23,8 +23,7 @@ from tests.two_ranks import REPOSITORY, SMALL_MODEL
 from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.speed.cases import LADDER, Case, swept
-from tools.speed.recorder import Enough, Recorder, _ends
-from tools.speed.waits import call_site, counted_waits
+from tools.speed.recorder import Enough, Recorder, _ends, call_site, counted_waits
 from tools.speed.worker import FALLBACKS, fallbacks
 
 SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)

@@ -22,7 +22,9 @@ from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.two_ranks import REPOSITORY
-from tools.preflight_checks import environment, network, report
+from tools import preflight
+from tools.preflight_checks import network, report
+from tools.preflight_checks.files import Seen, Storage
 from tools.preflight_checks.flight import Facts, judge
 from tools.preflight_checks.machine import Machine
 from tools.preflight_checks.network import (
@@ -34,8 +36,6 @@ from tools.preflight_checks.network import (
     ring_rounds,
 )
 from tools.preflight_checks.report import Row
-from tools.preflight_checks.sameness import Seen
-from tools.preflight_checks.storage import Storage
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 SEEN = {
@@ -58,6 +58,9 @@ MACHINE = Machine(
     shared_free_bytes=100 * GIB,
     open_files=65536,
     infiniband=True,
+    checksum="abc",
+    toolkit="driver 550",
+    links="PCIe 16x",
 )
 STORAGE = Storage("/runs", True, 1000 * GIB, 0, 1e9)
 
@@ -95,18 +98,62 @@ def row(check: str, reports: list[Facts | None] | list[Facts], **run: dict[str, 
     return result
 
 
-def with_machine(rank: int, **changes: Any) -> list[Facts]:
+def changed(rank: int, part: str = "", **changes: Any) -> list[Facts]:
+    """Healthy reports, with a part of one rank changed; its facts themselves without a part."""
     reports = healthy()
-    machine = reports[rank].machine
-    assert machine is not None
-    reports[rank] = replace(reports[rank], machine=replace(machine, **changes))
+    if part == "seen":
+        reports[rank] = replace(reports[rank], seen=Seen({**SEEN, **changes}))
+    elif part:
+        of_rank = replace(getattr(reports[rank], part), **changes)
+        reports[rank] = replace(reports[rank], **{part: of_rank})
+    else:
+        reports[rank] = replace(reports[rank], **changes)
     return reports
 
 
-def with_seen(rank: int, check: str, value: str) -> list[Facts]:
-    reports = healthy()
-    reports[rank] = replace(reports[rank], seen=Seen({**SEEN, check: value}))
-    return reports
+@pytest.mark.parametrize(
+    ("check", "part", "changes", "verdict", "text"),
+    [
+        ("code", "seen", {"code": "beef, commit abc"}, "FAIL", "n2 (rank 1): beef; all others: c0"),
+        ("code", "seen", {"code": "c0de, commit def"}, "FAIL", "n2 (rank 1): c0de, commit def"),
+        ("data", "seen", {"data": "other"}, "FAIL", "n2 (rank 1): other"),
+        ("fingerprint", "seen", {"fingerprint": "other"}, "FAIL", "n2 (rank 1): other"),
+        ("data times", "seen", {"data times": "other"}, "warn", "n2 (rank 1): other"),
+        ("clocks", "", {"clock_s": 1005.0}, "ok", ""),
+        ("clocks", "", {"clock_s": 1005.1}, "warn", "n2 (rank 1)"),
+        ("matmul rate", "machine", {"tflops": 420.0}, "ok", ""),  # seven tenths of the median
+        ("matmul rate", "machine", {"tflops": 419.9}, "warn", "slow: n2 (rank 1)"),
+        ("GPU", "machine", {"gpu": "NVIDIA A100"}, "warn", "n2 (rank 1): NVIDIA A100, 79 GiB"),
+        ("GPU of its own", "machine", {"gpu_id": "GPU-0"}, "FAIL", "one GPU for n1 (rank 0), n2"),
+        ("GPU memory free", "machine", {"gpu_free_bytes": 60 * GIB}, "warn", "free: n2 (rank 1)"),
+        ("GPU ECC", "machine", {"ecc": "Disabled, 0"}, "warn", "n2 (rank 1): Disabled"),
+        ("/dev/shm", "machine", {"shared_free_bytes": GIB - 1}, "warn", "little on n2 (rank 1)"),
+        ("memlock", "machine", {"memlock_bytes": 2**23}, "warn", "0.008 GiB; limited on n2"),
+        ("open files", "machine", {"open_files": 512}, "warn", "too few on n2 (rank 1)"),
+        (
+            "matmul checksum",
+            "machine",
+            {"checksum": "x"},
+            "FAIL",
+            "n2 (rank 1): x; all others: abc",
+        ),
+        ("matmul checksum", "machine", {"steady": False}, "FAIL", "n2 (rank 1): another one each"),
+        ("build locks", "machine", {"locks": "/home: no"}, "warn", "n2 (rank 1): /home: no"),
+        ("CUDA versions", "machine", {"toolkit": "driver 535"}, "warn", "n2 (rank 1): driver 535"),
+        ("CUDA versions", "machine", {"toolkit_problem": "old"}, "warn", "n2 (rank 1): old"),
+        ("GPU health", "machine", {"health": "hot"}, "warn", "n2 (rank 1): hot"),
+        ("GPU links", "machine", {"links": "PCIe 8x"}, "warn", "n2 (rank 1): PCIe 8x"),
+        ("run folder", "storage", {"sees_token": False}, "FAIL", "is not seen on n2 (rank 1)"),
+        ("write speed", "storage", {"written_bytes_per_s": 1e8}, "warn", "slow: n2 (rank 1)"),
+    ],
+)
+def test_a_rank_out_of_line_is_named(
+    check: str, part: str, changes: dict[str, Any], verdict: str, text: str
+) -> None:
+    result = row(check, changed(1, part, **changes))
+    assert result.verdict == verdict
+    assert text in result.found
+    assert bool(result.todo) == (verdict != "ok")
 
 
 def test_healthy_nodes_are_ready() -> None:
@@ -180,68 +227,13 @@ def test_a_network_that_hangs_names_those_that_others_wait_for_first() -> None:
     assert "NCCL_SOCKET_IFNAME" in result.todo
 
 
-def test_a_rank_with_other_code_is_named() -> None:
-    result = row("code", with_seen(3, "code", "beef, commit abc"))
-    assert result.verdict == "FAIL"
-    assert result.found == "n4 (rank 3): beef; all others: c0de"
-
-
-def test_the_same_files_at_another_commit_are_named() -> None:
-    result = row("code", with_seen(1, "code", "c0de, commit def"))
-    assert (result.verdict, "n2 (rank 1): c0de, commit def" in result.found) == ("FAIL", True)
-
-
-@pytest.mark.parametrize(
-    ("check", "verdict"), [("data", "FAIL"), ("fingerprint", "FAIL"), ("data times", "warn")]
-)
-def test_other_data_are_named(check: str, verdict: str) -> None:
-    result = row(check, with_seen(2, check, "other"))
-    assert (result.verdict, result.found.startswith("n3 (rank 2): other")) == (verdict, True)
-
-
-@pytest.mark.parametrize(("tflops", "verdict"), [(420.0, "ok"), (419.9, "warn")])
-def test_a_rank_below_seven_tenths_of_the_median_is_slow(tflops: float, verdict: str) -> None:
-    result = row("matmul rate", with_machine(1, tflops=tflops))
-    assert (result.verdict, "slow: n2 (rank 1)" in result.found) == (
-        verdict,
-        verdict == "warn",
-    )
-
-
 def test_memory_that_is_not_there_fails_and_is_forced() -> None:
-    reports = with_machine(3, shortages=("the run needs 9.00 GiB of GPU memory, but 8: less; no",))
+    short = ("the run needs 9.00 GiB of GPU memory, but 8: less; no",)
+    reports = changed(3, "machine", shortages=short)
     result = row("memory", reports)
     assert result.verdict == "FAIL"
     assert "n4 (rank 3)" in result.found
     assert row("memory", reports, plan={"force": True}).verdict == "warn"
-
-
-@pytest.mark.parametrize(
-    ("check", "changes", "verdict", "text"),
-    [
-        ("GPU", {"gpu": "NVIDIA A100"}, "warn", "n2 (rank 1): NVIDIA A100, 79 GiB"),
-        ("GPU of its own", {"gpu_id": "GPU-0"}, "FAIL", "one GPU for n1 (rank 0), n2 (rank 1)"),
-        ("GPU memory free", {"gpu_free_bytes": 60 * GIB}, "warn", "not all free: n2 (rank 1)"),
-        ("GPU ECC", {"ecc": "Disabled, N/A uncorrected errors"}, "warn", "n2 (rank 1): Disabled"),
-        ("/dev/shm", {"shared_free_bytes": GIB - 1}, "warn", "little on n2 (rank 1)"),
-        ("memlock", {"memlock_bytes": 2**23}, "warn", "0.008 GiB on n2 (rank 1)"),
-        ("open files", {"open_files": 512}, "warn", "too few on n2 (rank 1)"),
-    ],
-)
-def test_a_machine_out_of_line_is_named(
-    check: str, changes: dict[str, Any], verdict: str, text: str
-) -> None:
-    result = row(check, with_machine(1, **changes))
-    assert result.verdict == verdict
-    assert text in result.found
-    assert result.todo
-
-
-@pytest.mark.parametrize(("clock_s", "verdict"), [(1005.0, "ok"), (1005.1, "warn")])
-def test_a_clock_that_is_off_is_named(clock_s: float, verdict: str) -> None:
-    reports = healthy()
-    reports[0] = replace(reports[0], clock_s=clock_s)
-    assert row("clocks", reports).verdict == verdict
 
 
 @pytest.mark.parametrize(("short_bytes", "verdict"), [(0, "ok"), (1, "FAIL")])
@@ -271,20 +263,6 @@ def test_no_more_checkpoints_are_expected_than_a_run_saves(save: dict[str, Any],
     assert f"for {due} checkpoint" in row("room", healthy(), save=save).found
 
 
-def test_a_node_with_another_run_folder_is_named() -> None:
-    reports = healthy()
-    reports[2] = replace(reports[2], storage=replace(STORAGE, sees_token=False))
-    result = row("run folder", reports)
-    assert (result.verdict, "is not seen on n3 (rank 2)" in result.found) == ("FAIL", True)
-
-
-def test_a_node_that_writes_slowly_is_named() -> None:
-    reports = healthy()
-    reports[2] = replace(reports[2], storage=replace(STORAGE, written_bytes_per_s=1e8))
-    result = row("write speed", reports)
-    assert (result.verdict, result.found.endswith("slow: n3 (rank 2)")) == ("warn", True)
-
-
 def test_a_rank_that_does_not_report_is_named() -> None:
     result = row("reports", [*healthy()[:3], None])
     assert (result.verdict, result.found) == ("FAIL", "none from n4 (rank 3)")
@@ -305,7 +283,7 @@ def test_a_library_that_torch_lacks_is_named(tmp_path: Path) -> None:
 def test_what_is_looked_for_is_what_is_installed() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     declared = {re.split("[<>=]", line)[0] for line in project["dependencies"]}
-    assert set(environment.NEEDED) - declared == {"tomllib"}
+    assert set(preflight.NEEDED) - declared == {"tomllib"}
 
 
 def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:

@@ -1,86 +1,115 @@
-"""The preflight looks at a device: the output of NVIDIA's tools is read, and judged."""
+"""The preflight measures a device, asks its driver, and judges the answers."""
 
 from __future__ import annotations
 
 import fcntl
-from dataclasses import replace
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tools.preflight_checks import device as checks
-from tools.preflight_checks.device import Device, device_rows
-
-HOSTS = ["n1", "n2"]
-# A part of `nvidia-smi -q -i ...`, in the form of driver 550.
-QUERY = """
-==============NVSMI LOG==============
-
-Timestamp                                 : Mon Jun  2 10:00:00 2025
-Driver Version                            : 550.127.05
-CUDA Version                              : 12.4
-
-Attached GPUs                             : 1
-GPU 00000000:06:00.0
-    Product Name                          : NVIDIA H100 80GB HBM3
-    GPU Reset Status
-        Reset Required                    : No
-        Drain and Reset Recommended       : No
-    PCI
-        Bus                               : 0x06
-        Bus Id                            : 00000000:06:00.0
-        GPU Link Info
-            PCIe Generation
-                Max                       : 5
-                Current                   : 5
-            Link Width
-                Max                       : 16x
-                Current                   : 16x
-        Replays Since Reset               : 0
-    Clocks Event Reasons
-        Idle                              : Active
-        HW Slowdown                       : Not Active
-            HW Thermal Slowdown           : Not Active
-        SW Thermal Slowdown               : Not Active
-    Remapped Rows
-        Correctable Error                 : 0
-        Pending                           : No
-        Remapping Failure Occurred        : No
-    Clocks
-        SM                                : 1980 MHz
-    Processes                             : None
-"""
-GPU = Device("abc", toolkit="driver 550", links="PCIe 16x")
+from tools.preflight_checks import machine as checks
 
 
-def test_the_drivers_report_is_read_by_path() -> None:
-    said = checks.parse_query(QUERY)
-    assert said["CUDA Version"] == "12.4"
-    assert said["PCI/Bus Id"] == "00000000:06:00.0"
-    assert said["PCI/GPU Link Info/Link Width/Current"] == "16x"
-    assert said["Clocks Event Reasons/HW Slowdown"] == "Not Active"
-    assert said["Remapped Rows/Pending"] == "No"
-    assert said["Clocks/SM"] == "1980 MHz"
-    assert checks.unhealthy(said) == []
-    assert checks.parse_query("") == {}
+def fake_nvml(**answers: Any) -> SimpleNamespace:
+    """NVML of a healthy GPU, changed by `answers`: a value, or an exception."""
+
+    class NVMLError(Exception):
+        pass
+
+    def field(value: int, code: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(uiVal=value))
+
+    healthy: dict[str, Any] = {
+        "nvmlInit": None,
+        "nvmlDeviceGetHandleByUUID": "the GPU",
+        "nvmlDeviceGetEccMode": [1, 1],
+        "nvmlDeviceGetTotalEccErrors": 0,
+        "nvmlDeviceGetPciInfo": SimpleNamespace(domain=0, bus=6, device=0),
+        "nvmlSystemGetCudaDriverVersion_v2": 12040,
+        "nvmlSystemGetDriverVersion": "550.127.05",
+        "nvmlDeviceGetMaxPcieLinkWidth": 16,
+        "nvmlDeviceGetCurrPcieLinkWidth": 16,
+        "nvmlDeviceGetCurrentClocksEventReasons": 1,  # idle
+        "nvmlDeviceGetRemappedRows": (3, 0, 0, 0),
+        "nvmlDeviceGetFieldValues": [field(0), field(0), field(1, code=3)],  # 3: not supported
+    }
+    assert answers.keys() <= healthy.keys()
+    answered = {**healthy, **answers}
+    if isinstance(number := answered["nvmlDeviceGetFieldValues"], int):
+        answered["nvmlDeviceGetFieldValues"] = [field(number)]
+
+    def function(answer: Any) -> Any:
+        def called(*_: Any) -> Any:
+            if answer is Exception:
+                raise NVMLError("planted")
+            return answer
+
+        return called
+
+    constants = {
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
+        "NVML_VOLATILE_ECC": 0,
+        "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 274,
+        "NVML_FI_DEV_RESET_STATUS": 226,
+        "NVML_FI_DEV_DRAIN_AND_RESET_STATUS": 227,
+        "NVML_SUCCESS": 0,
+        "nvmlClocksEventReasonHwSlowdown": 8,
+        "nvmlClocksEventReasonSwThermalSlowdown": 32,
+    }
+    functions = {name: function(answer) for name, answer in answered.items()}
+    return SimpleNamespace(NVMLError=NVMLError, **constants, **functions)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> checks.Driver:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**answers))
+    return checks.ask_driver("GPU-0")
+
+
+def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ecc = "Enabled, 0 uncorrected errors"
+    expected = checks.Driver("550.127.05", "12.4", "0000:06:00", 16, ecc)
+    assert asked(monkeypatch) == expected
+    silent = dict.fromkeys(
+        name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystem"))
+    )
+    silent = {name: Exception for name in silent if not name.endswith("HandleByUUID")}
+    assert asked(monkeypatch, **silent) == checks.Driver()
+
+
+def test_the_real_package_has_what_is_asked() -> None:
+    nvml = pytest.importorskip("pynvml")
+    assert [name for name in vars(fake_nvml()) if not hasattr(nvml, name)] == []
 
 
 @pytest.mark.parametrize(
-    ("line", "changed", "problem"),
+    ("answers", "problem"),
     [
-        ("Pending                           : No", "Yes", "Pending: Yes"),
-        ("Remapping Failure Occurred        : No", "Yes", "Remapping Failure Occurred: Yes"),
-        ("HW Slowdown                       : Not Active", "Active", "HW Slowdown: Active"),
-        ("Reset Required                    : No", "Yes", "Reset Required: Yes"),
-        ("Current                   : 16x", "8x", "PCIe link is 8x wide of 16x"),
+        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "remapped rows are pending"),
+        ({"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)}, "remapping rows failed"),
+        (
+            {"nvmlDeviceGetCurrentClocksEventReasons": 9},
+            "the hardware slows its clocks",
+        ),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": 32}, "heat slows its clocks"),
+        ({"nvmlDeviceGetFieldValues": 1}, "the driver asks for a reset"),
+        ({"nvmlDeviceGetCurrPcieLinkWidth": 8}, "PCIe link is 8x wide of 16x"),
+        ({"nvmlInit": Exception}, "not checked, the driver does not answer: planted"),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_named(line: str, changed: str, problem: str) -> None:
-    assert QUERY.count(line) == 1
-    text = QUERY.replace(line, f"{line.partition(': ')[0]}: {changed}")
-    assert checks.unhealthy(checks.parse_query(text)) == [problem]
+def test_what_is_wrong_with_a_gpu_is_named(
+    answers: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked(monkeypatch, **answers).problems == (problem,)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    (problem,) = checks.ask_driver("GPU-0").problems
+    assert "pip install nvidia-ml-py" in problem
 
 
 def test_errors_in_the_kernels_log_are_counted_for_the_gpu_alone() -> None:
@@ -89,9 +118,9 @@ def test_errors_in_the_kernels_log_are_counted_for_the_gpu_alone() -> None:
 [12.4] NVRM: Xid (PCI:0000:06:00): 79, pid=1, name=python, GPU has fallen off the bus.
 [12.5] NVRM: Xid (PCI:0000:07:00): 94, pid=2, name=python, Contained ECC error.
 """
-    assert checks.parse_xids(log, "00000000:06:00.0") == ["Xid 79 (2 times)"]
+    assert checks.parse_xids(log, "0000:06:00") == ["Xid 79 (2 times)"]
     assert checks.parse_xids(log, None) == ["Xid 79 (2 times)", "Xid 94 (1 times)"]
-    assert checks.parse_xids("", "00000000:06:00.0") == []
+    assert checks.parse_xids("", "0000:06:00") == []
 
 
 @pytest.mark.parametrize(
@@ -153,33 +182,3 @@ def test_exact_products_are_one_number_whoever_takes_them(
     other, steady = checks.exact_products(device)
     assert steady
     assert other != digest
-
-
-def rows(on_cuda: bool = True, **changes: Any) -> dict[str, tuple[str, str]]:
-    devices = {0: GPU, 1: replace(GPU, **changes)}
-    return {row.check: (row.verdict, row.found) for row in device_rows(devices, HOSTS, on_cuda)}
-
-
-@pytest.mark.parametrize(
-    ("changes", "check", "verdict", "text"),
-    [
-        ({"checksum": "xyz"}, "matmul checksum", "FAIL", "n2 (rank 1): xyz; all others: abc"),
-        ({"steady": False}, "matmul checksum", "FAIL", "n2 (rank 1): another one each time"),
-        ({"locks": "/home: no"}, "build locks", "warn", "n2 (rank 1): /home: no"),
-        ({"toolkit": "driver 535"}, "CUDA versions", "warn", "n2 (rank 1): driver 535"),
-        ({"toolkit_problem": "old"}, "CUDA versions", "warn", "n2 (rank 1): old"),
-        ({"health": "Pending: Yes"}, "GPU health", "warn", "n2 (rank 1): Pending: Yes"),
-        ({"links": "PCIe 8x"}, "GPU links", "warn", "n2 (rank 1): PCIe 8x"),
-    ],
-)
-def test_the_rank_that_differs_is_named(
-    changes: dict[str, Any], check: str, verdict: str, text: str
-) -> None:
-    found = rows(**changes)
-    assert found[check][0] == verdict
-    assert text in found[check][1]
-    assert [name for name, (how, _) in found.items() if how != "ok"] == [check]
-
-
-def test_without_cuda_there_are_products_and_locks() -> None:
-    assert [*rows(on_cuda=False)] == ["matmul checksum", "build locks"]

@@ -30,12 +30,11 @@ from tests.run_tools import run_tool
 from tests.shipped import ranks_with_experts
 from tests.two_ranks import REPOSITORY, Group, environment, start, wait_for
 from tools import rehearse
-from tools.rehearsal import report
 from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.compare import apart, differing, done_twice
-from tools.rehearsal.job import STEPS, VOCAB_SIZE, Job, Layout, elsewhere, rehearsed
+from tools.rehearsal.job import STEPS, Job, elsewhere, grid_of, rehearsed, shown
 from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
-from tools.rehearsal.shrink import MOST_BYTES, excerpt, shrunk, size_of
+from tools.rehearsal.shrink import MOST_BYTES, VOCAB_SIZE, excerpt, shrunk, size_of
 from tools.rehearsal.stages import Done, train_command
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads for a key make Llama-3.1-405B the largest
@@ -140,30 +139,30 @@ def test_a_model_that_cannot_be_shrunk_says_why() -> None:
 @pytest.mark.parametrize(
     ("gpus", "stages", "expected"),
     [
-        (1, 1, Layout(1, 1)),
-        (2, 1, Layout(1, 2)),
-        (64, 1, Layout(1, 4)),
-        (2, 2, Layout(2, 1)),
-        (64, 2, Layout(2, 2)),
-        (4, 4, Layout(4, 1)),
-        (64, 4, Layout(4, 2)),
+        (1, 1, grid_of(1, 1)),
+        (2, 1, grid_of(1, 2)),
+        (64, 1, grid_of(1, 4)),
+        (2, 2, grid_of(2, 1)),
+        (64, 2, grid_of(2, 2)),
+        (4, 4, grid_of(4, 1)),
+        (64, 4, grid_of(4, 2)),
     ],
 )
-def test_stages_stay_and_data_ranks_go(gpus: int, stages: int, expected: Layout) -> None:
+def test_stages_stay_and_data_ranks_go(gpus: int, stages: int, expected: Grid) -> None:
     assert rehearsed(Grid(gpus, pipeline=stages)) == expected
 
 
 def test_two_tensor_ranks_stand_for_eight() -> None:
-    assert rehearsed(Grid(8, tensor=8)) == Layout(1, 1, 2)
+    assert rehearsed(Grid(8, tensor=8)) == grid_of(1, 1, 2)
     both = rehearsed(Grid(64, pipeline=2, tensor=8))
-    assert both == Layout(2, 2, 2)
-    assert str(both) == "8 ranks = 2 stages x 2 data x 2 tensor"
+    assert both == grid_of(2, 2, 2)
+    assert shown(both) == "8 ranks = 2 stages x 2 data x 2 tensor"
     with pytest.raises(ConfigError, match=r"--ranks is 3: .* in 2 tensor ranks is .* on 2, 4, 6"):
         rehearsed(Grid(64, tensor=8), 3)
 
 
 def test_ranks_that_are_no_such_layout_are_refused() -> None:
-    assert rehearsed(Grid(64, pipeline=4), 12) == Layout(4, 3)
+    assert rehearsed(Grid(64, pipeline=4), 12) == grid_of(4, 3)
     with pytest.raises(ConfigError, match=r"--ranks is 6: .* in 4 pipeline stages .* on 4, 8, 12"):
         rehearsed(Grid(64, pipeline=4), 6)
     with pytest.raises(ConfigError, match=r"--ranks is 9: .* on 1 to 8"):
@@ -173,19 +172,19 @@ def test_ranks_that_are_no_such_layout_are_refused() -> None:
 @pytest.mark.parametrize(
     ("layout", "micro", "accum", "expected"),
     [
-        (Layout(1, 4), 2, 1, (Layout(1, 2), 2)),
-        (Layout(1, 3), 2, 1, (Layout(1, 1), 2)),
-        (Layout(2, 2), 2, 2, (Layout(2, 1), 2)),
-        (Layout(1, 2, 2), 2, 2, (Layout(1, 2), 2)),
-        (Layout(1, 1, 1, 2), 2, 2, (Layout(1, 1), 2)),
-        (Layout(4, 1), 2, 4, (Layout(2, 1), 2)),
-        (Layout(1, 1), 1, 2, (Layout(1, 2), 1)),
-        (Layout(1, 1), 2, 1, (Layout(1, 2), 1)),
-        (Layout(1, 1), 1, 1, None),
+        (grid_of(1, 4), 2, 1, (grid_of(1, 2), 2)),
+        (grid_of(1, 3), 2, 1, (grid_of(1, 1), 2)),
+        (grid_of(2, 2), 2, 2, (grid_of(2, 1), 2)),
+        (grid_of(1, 2, 2), 2, 2, (grid_of(1, 2), 2)),
+        (grid_of(1, 1, 1, 2), 2, 2, (grid_of(1, 1), 2)),
+        (grid_of(4, 1), 2, 4, (grid_of(2, 1), 2)),
+        (grid_of(1, 1), 1, 2, (grid_of(1, 2), 1)),
+        (grid_of(1, 1), 2, 1, (grid_of(1, 2), 1)),
+        (grid_of(1, 1), 1, 1, None),
     ],
 )
 def test_another_layout_takes_the_same_batch(
-    layout: Layout, micro: int, accum: int, expected: tuple[Layout, int] | None
+    layout: Grid, micro: int, accum: int, expected: tuple[Grid, int] | None
 ) -> None:
     replacement = elsewhere(layout, micro, accum)
     assert replacement == expected
@@ -208,7 +207,7 @@ def test_what_is_made_of_every_shipped_json_can_be_planned(
         arguments.append("model.overrides.n_head=16")  # which eight ranks share
     made = job(*arguments, json_name=name)
     command = parse_command([*made.write(tmp_path / "made"), f"run.dir={tmp_path / 'run'}"])
-    plan = plan_from(command, world=cpu(made.layout.ranks))
+    plan = plan_from(command, world=cpu(made.layout.world_size))
     assert plan.precision == made.real.precision
     assert plan.zero_stage == made.real.zero_stage
     assert plan.grid.pipeline == made.real.grid.pipeline
@@ -219,7 +218,7 @@ def test_what_is_made_of_every_shipped_json_can_be_planned(
     assert (plan.steps, plan.global_batch) == (STEPS, made.global_batch)
     assert made.other
     other = parse_command([*made.write(tmp_path / "other"), *made.at_the_other()])
-    there = plan_from(other, world=cpu(made.other[0].ranks))
+    there = plan_from(other, world=cpu(made.other[0].world_size))
     assert there.global_batch == plan.global_batch
     assert there.world.world_size != plan.world.world_size
 
@@ -273,7 +272,7 @@ def test_what_grows_and_what_is_stepped_otherwise_is_rehearsed(tmp_path: Path) -
         gpus=8,
     )
     command = parse_command(made.write(tmp_path / "small"))
-    plan = plan_from(command, world=cpu(made.layout.ranks))
+    plan = plan_from(command, world=cpu(made.layout.world_size))
     steps = list(islice(plan.curriculum.walk(0), STEPS))
     assert steps[0].global_batch < steps[-1].global_batch == made.global_batch
     assert steps[0].pieces == 2
@@ -431,25 +430,19 @@ def test_all_takes_a_mixture_where_a_json_divides_experts() -> None:
     assert "it chooses of --all" in " ".join(alone.stderr.split())
 
 
-def test_rows_that_are_not_rehearsed_again_stay_in_the_table(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def result(name: str, seconds: float, model: str | None = None) -> report.Result:
-        done = [Done("plan", seconds, "")]
-        return report.Result(name, job("model.name=llama-1b"), done, model=model)
-
-    monkeypatch.setattr(report, "machine", lambda: "2 cores of one")
-    first = report.markdown([result("b.json", 2), result("a.json", 1)], "--gpus 8")
-    monkeypatch.setattr(report, "machine", lambda: "4 cores of another")
-    second = report.markdown([result("c.json", 4, "mixtral-8x7b")], "--gpus 8", first)
-    third = report.markdown([result("c.json", 5, "mixtral-8x7b")], "--gpus 8", second)
-    kept = [line for line in first.splitlines() if line.startswith("| `")]
-    rows = [line for line in third.splitlines() if line.startswith("| `")]
-    assert rows[:2] == kept
-    assert rows[2].startswith("| `c.json` with mixtral-8x7b | ")
-    assert "\non 2 cores of one: torch " in third
-    assert "\nOthers, `c.json`: 4 cores of another: torch " in third
-    assert third.endswith("All together: 8 s.\n")
+def test_the_table_has_a_row_for_each_json() -> None:
+    made = job("model.name=llama-1b")
+    results = [
+        rehearse.Result("b.json", made, [Done("plan", 2, "")]),
+        rehearse.Result("c.json", made, [Done("plan", 4, "")], "train: x", "mixtral-8x7b"),
+    ]
+    table = rehearse.markdown(results, ["--all", "--gpus", "8"])
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert rows[0].startswith("| `b.json` | 8 | 4 ranks | bf16 | 2.0 | ")
+    assert rows[1].startswith("| `c.json` with mixtral-8x7b | ")
+    assert rows[1].endswith(" 4 | FAILED at train |")
+    assert "    python tools/rehearse.py --all --gpus 8\n" in table
+    assert table.endswith("All together: 6 s.\n")
 
 
 def kept_folder(printed: str) -> Path:

@@ -16,8 +16,9 @@ pytest.importorskip("optuna")
 
 from tests.sweeps.launched import STEPS, ended, start, write_sweep
 from tests.two_ranks import wait_for
+from tools.sweeps.cost import Record
 from tools.sweeps.spec import read_sweep
-from tools.sweeps.study import Record, Study
+from tools.sweeps.study import Study
 from tools.sweeps.text import best_of
 
 pytestmark = pytest.mark.gate("tools")

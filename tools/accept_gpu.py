@@ -1,12 +1,12 @@
-"""Does everything work on this machine's GPUs? Ten steps, one table; run it first of all.
+"""Checks whether everything works on this machine's GPUs. Ten steps, one table; run it first.
 
     python tools/accept_gpu.py
     python tools/accept_gpu.py --ranks 2 --only joining parity --json accepted.json
 
-Each step is a process of its own with a time limit, which ends all that it started; on GPUs all of
-them together end within ten minutes. On a machine without GPUs (or with DS_ACCELERATOR=cpu) the
-same steps run on two CPU ranks at smaller sizes; what needs CUDA is named. Exit code 0 if nothing
-failed, 1 if a step did, 2 for wrong arguments.
+Each step runs in its own process with a time limit, and ends every process it started. On GPUs all
+steps together take at most ten minutes. On a machine without GPUs (or with DS_ACCELERATOR=cpu) the
+same steps run on two CPU ranks at smaller sizes; checks that need CUDA are listed. Exit code 0 if
+nothing failed, 1 if a step failed, 2 for wrong arguments.
 
 steps:
 """
@@ -32,8 +32,8 @@ sys.path[0] = str(REPOSITORY)
 from harness.launch.ranks import python_path
 from harness.layout.world import find_accelerator, listed_gpus
 from harness.terminal import say
-from tools.acceptance.report import Check, Result, as_json, code, read_result, readable, table
-from tools.acceptance.steps import STEPS, Step
+from tools.acceptance import report
+from tools.acceptance.report import Check, Result, Step, readable
 from tools.bounded import run_bounded
 from tools.made_with import machine, versions
 
@@ -44,6 +44,21 @@ CPU_LIMIT_S = 900.0  # of any step: CPU ranks may share their cores with anythin
 _SAY_EVERY_S = 10.0
 _LEAST_S = 20.0  # that a step needs to find anything
 _INTERRUPTED = 130  # as shells have it
+STEPS = tuple(
+    Step(name, question, limit_s, f"tools.acceptance.{where}")
+    for name, question, limit_s, where in (
+        ("environment", "are driver, packages, limits and links there?", 90, "machine:look_at"),
+        ("optimizer", "is AdamW torch's? does a killed build matter?", 120, "optimizer:look"),
+        ("joining", "do ranks meet under every launcher?", 90, "machine:join_ranks"),
+        ("parity", "does every layout learn what a plain loop learns?", 240, "parity:look"),
+        ("attention", "do all implementations give one loss and gradient?", 90, "attention:look"),
+        ("waits", "does the host wait for the device only where it must?", 90, "measured:wait"),
+        ("saving", "is nothing lost in a save, a resume, another layout?", 120, "runs:save"),
+        ("faults", "does every end have its exit code, on all ranks?", 150, "runs:fail"),
+        ("memory", "does a run hold what the estimate says?", 120, "measured:hold"),
+        ("speed", "how fast is a step, and what makes it so?", 180, "measured:climb"),
+    )
+)
 
 
 def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
@@ -83,21 +98,22 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
     except KeyboardInterrupt:
         _say("interrupted; nothing of it runs any more")
         if results:
-            say(table(results))
+            say(report.table(results))
         return _INTERRUPTED
-    say(table(results))
+    say(report.table(results))
     if args.json:
-        args.json.write_text(json.dumps(as_json(results, about), indent=2), encoding="utf-8")
-    return code(results)
+        args.json.write_text(json.dumps(report.as_json(results, about), indent=2), encoding="utf-8")
+    return report.code(results)
 
 
 def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float) -> Result:
-    """Run a step in a process of its own, and end all of its processes with it."""
+    """Run a step in its own process, and end all processes that it started."""
     own = folder / step.name
     own.mkdir()
     log, now = own / "log.txt", own / "now"
-    command = [sys.executable, "-m", "tools.acceptance.one_step", step.module, str(own)]
-    command += [f"--ranks={ranks}", f"--accelerator={accelerator}", f"--limit-s={limit_s}"]
+    code = "import sys; from tools.acceptance.bench import do_step; do_step(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, step.where, str(own)]
+    command += [str(ranks), accelerator, str(limit_s)]
     began = said_at = time.monotonic()
 
     def progress() -> None:
@@ -111,7 +127,7 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
     env["PYTHONPATH"] = python_path(env.get("PYTHONPATH"))
     ended = run_bounded(command, limit_s, log, REPOSITORY, env, progress)
     if ended.code == 0:
-        return read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
+        return report.read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
     at = readable(now.read_text(errors="replace")) if now.exists() else "its start"
     why = f"it took longer than {limit_s:.0f} s, and was ended, at: {at}"
     if ended.code is not None:
@@ -137,12 +153,12 @@ def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=f"{__doc__}{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
-    parser.add_argument("--ranks", type=int, help="default: all GPUs of this node, at most 8")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the results, for programs")
-    parser.add_argument(
-        "--limit", type=float, metavar="SECONDS", help="of each step, instead of its own"
-    )
+    add = parser.add_argument
+    add("--only", nargs="+", metavar="STEP", help="Run only these steps.")
+    add("--ranks", type=int, help="Number of ranks (default: all GPUs of this node, at most 8).")
+    add("--json", type=Path, metavar="FILE", help="Write the results to this file, as JSON.")
+    limit = "Time limit of each step, instead of its own."
+    add("--limit", type=float, metavar="SECONDS", help=limit)
     return parser
 
 

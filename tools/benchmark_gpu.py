@@ -1,19 +1,19 @@
-"""Time training steps of the real loop on real data, by setting.
+"""Times training steps of the real loop on real data, by setting.
 
     python tools/benchmark_gpu.py model.name=llama-1b data.seq_len=4096
     python tools/benchmark_gpu.py --deepspeed ds_configs/zero3.json --sweep micro_batch=1,2,4 \\
         --sweep model.checkpointing=none,full model.name=llama-1b data.seq_len=4096
     python tools/benchmark_gpu.py --ladder model.name=llama-1b data.seq_len=4096 train.micro_batch=2
 
-A line of JSON for each case, which has processes of its own: one that runs out of memory, or past
---limit seconds, ends alone, and is shown beside its estimate. Medians over four windows of --steps
-optimizer steps after --warmup, with the corpus of data.path or the default one; the host waits for
-the device between windows only, and its own waits in one more step are counted (on a GPU). One
-micro-batch a step unless train.global_batch says otherwise.
---ladder takes eager attention and an optimizer that is not fused, and puts on top of it sdpa,
-flash attention, the fused optimizer, Liger's kernels, compiled layers, activation checkpointing,
-one after the other; what this machine lacks is skipped, with the reason. A rung whose first losses
-differ from the lowest rung's by more than rounding has them under `differs`: exit code 1.
+It prints a line of JSON for each case. Each case runs in its own processes: one that runs out of
+memory, or past --limit seconds, ends alone, and its estimate is shown. Numbers are medians over
+four windows of --steps optimizer steps after --warmup, with the corpus of data.path or the default
+one. The host waits for the device only between windows; its own waits are counted in one more step
+(on a GPU). A step is one micro-batch unless train.global_batch is set.
+--ladder starts with eager attention and an optimizer that is not fused, and adds sdpa, flash
+attention, the fused optimizer, Liger's kernels, compiled layers and activation checkpointing, one
+after the other. It skips what this machine lacks, with the reason. If the first losses of a rung
+differ from the lowest rung's by more than rounding, `differs` lists them: exit code 1.
 """
 
 from __future__ import annotations
@@ -115,18 +115,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
-    parser.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=V,V", help="each by each, if several"
-    )
-    parser.add_argument("--ladder", action="store_true", help="what each step brings")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs (default: 1)")
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of a case: %(default)g"
-    )
-    parser.add_argument("--warmup", type=int, default=5, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=20, help="steps that are")
-    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    add = parser.add_argument
+    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
+    each = "Values of a key; several sweeps give every combination."
+    add("--sweep", action="append", default=[], metavar="KEY=V,V", help=each)
+    add("--ladder", action="store_true", help="Add one improvement after the other.")
+    add("--ranks", type=int, default=1, help="Number of GPUs (default: 1).")
+    limit = "Time limit of a case (default: %(default)g)."
+    add("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=limit)
+    add("--warmup", type=int, default=5, help="Steps before the timed ones (default: 5).")
+    add("--steps", type=int, default=20, help="Timed steps (default: 20).")
+    add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     return parser.parse_intermixed_args()
 
 

@@ -20,11 +20,9 @@ _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 class Ended:
     """The end of a command."""
 
-    code: int | None
-    """A signal's as a negative number; None if it was ended at its limit."""
+    code: int | None  # a signal's as a negative number; None if it was ended at its limit
     seconds: float
-    cpu_s: float
-    """Processor seconds of all its processes."""
+    cpu_s: float  # processor seconds of all its processes
 
 
 def run_bounded(

@@ -56,16 +56,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=option_path, help="run folder, or an exported model")
-    parser.add_argument("--prompt", action="append", help="say this, and end; may be repeated")
-    parser.add_argument("--before", action="store_true", help="answer before training, too")
-    parser.add_argument("--tokens", type=int, default=256, help="longest answer; default: 256")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the likeliest token; default: 0"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
-    parser.add_argument("--system", help="the system turn of each conversation")
-    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    add = parser.add_argument
+    add("run", type=option_path, help="Run folder, or an exported model.")
+    add("--prompt", action="append", help="Send one prompt, and exit; may be repeated.")
+    add("--before", action="store_true", help="Show the answer before training, too.")
+    add("--tokens", type=int, default=256, help="Length of the longest answer (default: 256).")
+    warmth = "Sampling temperature; 0 takes the likeliest token (default: 0)."
+    add("--temperature", type=float, default=0.0, help=warmth)
+    add("--seed", type=int, default=0, help="Sampling seed (default: 0).")
+    add("--system", help="System turn of each conversation.")
+    add("--trust-remote-code", action="store_true", help="Run code that the model brings.")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Clean a corpus: duplicates, quality, language, harmful words, personal data, evaluation data.
+"""Cleans a corpus: duplicates, quality, language, harmful words, personal data, evaluation data.
 
     python tools/clean_data.py corpus.jsonl cleaned --recipe light
     python tools/clean_data.py pages/ cleaned --recipe fineweb language.keep='["de"]' c4=false
@@ -6,16 +6,16 @@
     python tools/clean_data.py pages/ cleaned --tokenizer my-tokenizer
     python tools/clean_data.py --keys
 
-IN is what data.path reads, as plain text: JSON lines, CSV, Parquet, text files, a folder of them.
-OUT becomes a folder: data/ (JSON lines, for data.path=OUT/data), removed/STEP/ (what each step
-removed), report.html, report.json and report.txt. A recipe is a preset or a TOML file with a table
-for each step; key=value changes it. The work is datatrove's, on all cores or, under --slurm, as
-arrays that wait for each other, with slurm/site.env. --tokenizer, a folder or hub id, tokenises the
-cleaned text straight after, as tools/tokenize_data.py does: into OUT/tokens.bin and OUT/tokens.idx,
-for data.path=OUT/tokens.
+IN is plain text in any form that data.path reads: JSON lines, CSV, Parquet, text files, a folder of
+them. OUT becomes a folder: data/ (JSON lines, for data.path=OUT/data), removed/STEP/ (what each
+step removed), report.html, report.json and report.txt. A recipe is a preset or a TOML file with a
+table for each step; key=value changes it. datatrove does the work, on all cores or, with --slurm,
+as dependent job arrays that use slurm/site.env. --tokenizer, a folder or hub id, then tokenises the
+cleaned text, as tools/tokenize_data.py does: into OUT/tokens.bin and OUT/tokens.idx, for
+data.path=OUT/tokens.
 
-Interrupted or killed, the same command goes on, and ends with the same bytes. Exit code 0; 2 for
-input with problems; 74 if the disk is full; 75 if it was stopped.
+If the command is interrupted or killed, the same command continues, and the result has the same
+bytes. Exit code 0; 2 for input with problems; 74 if the disk is full; 75 if it was stopped.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
 from harness.terminal import say
-from tools.cleaning.folder import alone, empty, keep_identity, write_report
 from tools.cleaning.recipe import PRESETS, Recipe, keys_as_text, missing_for, read_recipe
 from tools.workers import Stopped, WorkerFailed, cores, stopping
 
 if TYPE_CHECKING:
     from tools.cleaning.pipeline import Pipeline
 
-_SAMPLE_BYTES = 2_000_000
-"""Text that is measured for the report."""
+_SAMPLE_BYTES = 2_000_000  # text that is measured for the report
 
 
 def main(argv: list[str]) -> int:
@@ -71,33 +69,29 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("input", nargs="?", metavar="IN", help="text, as data.path reads it")
-    parser.add_argument("output", nargs="?", type=option_path, metavar="OUT", help="folder")
-    parser.add_argument(
-        "--recipe",
-        default="light",
-        help=f"{', '.join(PRESETS)} or FILE.toml (default: %(default)s)",
-    )
-    parser.add_argument("--text", metavar="COLUMN", help="column of the text (default: text)")
-    parser.add_argument("--split", metavar="NAME", help="split of a folder, as data.split (train)")
-    parser.add_argument("--workers", type=int, default=cores(), help="processes: %(default)s")
-    parser.add_argument("--slurm", action="store_true", help="as Slurm arrays, with slurm/site.env")
-    parser.add_argument(
-        "--tokenizer", metavar="TOKENIZER", help="write OUT/tokens.bin and .idx, too"
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="of the tokenizer")
-    parser.add_argument("--keep-work", action="store_true", help="keep what lies between the steps")
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, and stop")
-    parser.add_argument("--keys", action="store_true", help="list the keys of a recipe")
-    parser.add_argument("assignments", nargs="*", metavar="key=value", help="changes of the recipe")
+    add = parser.add_argument
+    add("input", nargs="?", metavar="IN", help="Text, in a form that data.path reads.")
+    add("output", nargs="?", type=option_path, metavar="OUT", help="Folder for the result.")
+    presets = ", ".join(PRESETS)
+    add("--recipe", default="light", help=f"{presets}, or FILE.toml (default: %(default)s).")
+    add("--text", metavar="COLUMN", help="Column of the text (default: text).")
+    add("--split", metavar="NAME", help="Split of a folder, as data.split (default: train).")
+    add("--workers", type=int, default=cores(), help="Processes (default: %(default)s).")
+    add("--slurm", action="store_true", help="Run as Slurm arrays, with slurm/site.env.")
+    add("--tokenizer", metavar="TOKENIZER", help="Also write OUT/tokens.bin and OUT/tokens.idx.")
+    add("--trust-remote-code", action="store_true", help="Run code that the tokenizer brings.")
+    add("--keep-work", action="store_true", help="Keep the files between the steps.")
+    add("--json", action="store_true", help="Print the report as JSON.")
+    add("--dry-run", action="store_true", help="Check everything, and stop.")
+    add("--keys", action="store_true", help="List the keys of a recipe.")
+    add("assignments", nargs="*", metavar="key=value", help="Changes of the recipe.")
     return parser
 
 
 def _clean(args: argparse.Namespace) -> int:
     recipe, problems = _checked(args)
     if not problems:
-        from tools.cleaning.reading import why_no_text
+        from tools.cleaning.steps import why_no_text
 
         corpus = _corpus(args)
         if corpus.split:
@@ -106,6 +100,8 @@ def _clean(args: argparse.Namespace) -> int:
             problems.append(f"IN: {corpus.path} {why}")
     if problems or recipe is None:
         raise ConfigError(problems)
+    from tools.cleaning.pipeline import alone, empty, keep_identity, write_report
+
     pipeline = _pipeline(args, recipe, corpus)
     if args.dry_run:
         stages = " -> ".join(f"{stage.name} ({stage.tasks})" for stage in pipeline.stages())
@@ -118,7 +114,7 @@ def _clean(args: argparse.Namespace) -> int:
         try:
             _run(args, pipeline)
         except ConfigError:
-            if pipeline.problems.exists():  # once its lines are mended, the corpus is another one
+            if pipeline.problems.exists():  # once its lines are repaired, it is another corpus
                 empty(args.output)
                 if is_new:
                     args.output.rmdir()
@@ -139,19 +135,17 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
-    """Write OUT/tokens.bin and .idx of what is left. Raises ConfigError, OSError, WorkerFailed."""
+    """Write the cleaned text's tokens. Raises ConfigError, OSError, WorkerFailed."""
     from harness.config.run_config import RunConfig
     from tools.tokenizing.sources import Share, tokenized
 
-    def report(line: str) -> None:
-        say(line, sys.stderr)
-
     data = {"path": str(pipeline.data), "tokenizer": args.tokenizer}
-    run = RunConfig.model_validate({"data": data})
-    how = Share(args.workers), report
+    run, how = RunConfig.model_validate({"data": data}), Share(args.workers)
     out, trust = args.output / "tokens", args.trust_remote_code
     try:
-        for line in tokenized(run, out, *how, trust_remote_code=trust):
+        for line in tokenized(
+            run, out, how, lambda line: say(line, sys.stderr), trust_remote_code=trust
+        ):
             say(line, sys.stderr if args.json else sys.stdout)
     except ConfigError as error:
         texts = [text.removeprefix("data.path: ") for text in error.problems]
@@ -193,7 +187,7 @@ def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
         return []
     if args.slurm:
         return [
-            "--tokenizer with --slurm would tokenise on this node: leave it away, and then sbatch "
+            "--tokenizer with --slurm would tokenise on this node: leave it out, and then sbatch "
             f"--array=0-15 slurm/tokenize.sbatch data.path={args.output}/data "
             f"data.tokenizer={args.tokenizer}"
         ]

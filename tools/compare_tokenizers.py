@@ -43,16 +43,16 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tokenizers", nargs="+", metavar="TOKENIZER", help="folder or hub id")
-    parser.add_argument(
-        "--data", action="append", required=True, metavar="[NAME=]PATH", help="again for more"
-    )
-    parser.add_argument("--by", default="language", help="language, data, or a column's name")
-    parser.add_argument("--hidden", type=int, default=4096, help="width of the model: %(default)s")
-    parser.add_argument("--most-mb", type=float, default=4.0, help="of each --data: %(default)s")
-    parser.add_argument("--plot", type=option_path, metavar="FILE.svg|.png", help="draw it, too")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    add = parser.add_argument
+    add("tokenizers", nargs="+", metavar="TOKENIZER", help="Folders or hub ids.")
+    data = "Text to tokenise; may be repeated."
+    add("--data", action="append", required=True, metavar="[NAME=]PATH", help=data)
+    add("--by", default="language", help="Group by language, data, or the name of a column.")
+    add("--hidden", type=int, default=4096, help="Width of the model (default: %(default)s).")
+    add("--most-mb", type=float, default=4.0, help="MB to read of each --data (%(default)s).")
+    add("--plot", type=option_path, metavar="FILE.svg|.png", help="Draw the comparison, too.")
+    add("--json", action="store_true", help="Print one JSON object.")
+    add("--trust-remote-code", action="store_true", help="Run code that the tokenizer brings.")
     args = parser.parse_args(argv)
     try:
         measured = _measured(args)

@@ -1,4 +1,4 @@
-"""Estimate the memory that a run will need, before a GPU is booked.
+"""Estimates the memory that a run will need, before a GPU is booked.
 
     python tools/estimate_memory.py --model llama-3-8b --deepspeed ds_configs/zero3.json \\
         --gpus 64 --gpus-per-node 8 --gpu h100-80 --seq-len 4096
@@ -6,9 +6,9 @@
     python tools/estimate_memory.py --model qwen3-8b --gpus 8 --gpu a100-80 \\
         --sweep micro_batch=1..8 seq_len=2048..32768 --plot memory.svg
 
-The numbers are those of the plan that train.py would make from the same arguments. Exit code 0,
-or 2 for arguments that cannot be planned. Needs no GPU, and torch only for --trace
-and for architectures that have to be traced.
+The numbers are those of the plan that train.py would make from the same arguments. Exit code 0, or
+2 for arguments that cannot be planned. It needs no GPU, and torch only for --trace and for
+architectures that have to be traced.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def main(argv: list[str]) -> int:
         if args.sweep:
             say(f"\n{sweep_text(points)}")
     if args.plot:
-        from tools.memory import heat, plot
+        from tools.memory import plot
 
         if points:
-            figure = heat.drawn(points, *titles(plan, batch=False))
+            figure = plot.sweep_drawn(points, *titles(plan, batch=False))
         else:
-            figure = plot.drawn(memory, *titles(plan))
+            figure = plot.estimate_drawn(memory, *titles(plan))
         write_plot(args.plot, figure)
     return int(ExitCode.DONE)
 
@@ -137,24 +137,17 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_plan_arguments(parser)
-    parser.add_argument(
-        "--host-memory", type=float, metavar="GIB", help="of a node, for a verdict on its host"
-    )
-    parser.add_argument("--json", action="store_true", help="machine-readable, sizes in GiB")
-    parser.add_argument(
-        "--accounting",
-        choices=("deepspeed", "paper"),
-        default="deepspeed",
-        help="what DeepSpeed really allocates, or the ZeRO paper's formula",
-    )
-    parser.add_argument(
-        "--sweep", nargs="+", default=[], metavar="NAME=FROM..TO", help="micro_batch, seq_len, gpus"
-    )
-    parser.add_argument(
-        "--trace",
-        action="store_true",
-        help="run the model's own class on fake tensors, too, and print what it saves",
-    )
+    add = parser.add_argument
+    host = "Host memory of a node, for a verdict on it."
+    add("--host-memory", type=float, metavar="GIB", help=host)
+    add("--json", action="store_true", help="Print machine-readable JSON, sizes in GiB.")
+    kinds = ("deepspeed", "paper")
+    counted = "Count what DeepSpeed really allocates, or the ZeRO paper's formula."
+    add("--accounting", choices=kinds, default=kinds[0], help=counted)
+    ranges = "Estimate a range of micro_batch, seq_len or gpus, or several."
+    add("--sweep", nargs="+", default=[], metavar="NAME=FROM..TO", help=ranges)
+    traced = "Also run the model's own class on fake tensors, and print what it saves."
+    add("--trace", action="store_true", help=traced)
     return parser
 
 

@@ -85,20 +85,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=option_path, help="run folder, or RUN@STEP")
-    parser.add_argument("--step", type=int, help="of its checkpoints; default: the newest usable")
-    parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="default: the run's precision"
-    )
-    parser.add_argument(
-        "--out", type=option_path, help="default: RUN/export, or RUN/export-step-N with a step"
-    )
-    parser.add_argument(
-        "--shard-size", type=_bytes, default=4 * 10**9, help="of a file, e.g. 500MB; default: 4GB"
-    )
-    parser.add_argument("--no-check", action="store_true", help="do not open it to see its loss")
-    parser.add_argument("--merge", action="store_true", help="add adapters (model.lora) to weights")
-    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    add = parser.add_argument
+    add("run", type=option_path, help="Run folder, or RUN@STEP.")
+    add("--step", type=int, help="Step of the checkpoint (default: the newest usable one).")
+    kinds = ("bf16", "fp16", "fp32")
+    add("--dtype", choices=kinds, help="Type of the weights (default: the run's precision).")
+    out = "Folder to write (default: RUN/export, or RUN/export-step-N with a step)."
+    add("--out", type=option_path, help=out)
+    size = "Largest size of a file, e.g. 500MB (default: 4GB)."
+    add("--shard-size", type=_bytes, default=4 * 10**9, help=size)
+    add("--no-check", action="store_true", help="Do not open the export to compare its loss.")
+    add("--merge", action="store_true", help="Add adapters (model.lora) to the weights.")
+    add("--trust-remote-code", action="store_true", help="Run code that the model brings.")
     return parser
 
 

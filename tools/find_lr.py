@@ -60,19 +60,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
-    parser.add_argument("--config", type=Path, metavar="TOML", help="a run config")
-    parser.add_argument(
-        "--from", dest="lowest", type=float, default=1e-6, metavar="LR", help="%(default)g"
-    )
-    parser.add_argument(
-        "--to", dest="highest", type=float, default=1.0, metavar="LR", help="%(default)g"
-    )
-    parser.add_argument("--steps", type=int, default=100, help="from one to the other: %(default)s")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg|.png")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    add = parser.add_argument
+    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
+    add("--config", type=Path, metavar="TOML", help="A run config.")
+    least, most = "Lowest learning rate (%(default)g).", "Highest learning rate (%(default)g)."
+    add("--from", dest="lowest", type=float, default=1e-6, metavar="LR", help=least)
+    add("--to", dest="highest", type=float, default=1.0, metavar="LR", help=most)
+    add("--steps", type=int, default=100, help="Steps in between (default: %(default)s).")
+    add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the losses, too.")
+    add("--json", action="store_true", help="Print one JSON object.")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     args = parser.parse_intermixed_args(argv)
     folder = _temporary()
     if int(os.environ.get("RANK", 0)) == 0:  # of a launch that was killed

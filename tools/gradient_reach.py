@@ -55,12 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=option_path, help="run folders, exported models")
-    parser.add_argument("--text", type=option_path, required=True, help="a text file, UTF-8")
-    parser.add_argument("--tokens", type=int, default=512, help="of a window; default: 512")
-    parser.add_argument("--windows", type=int, default=16, help="of the text; default: 16")
-    parser.add_argument("--plot", type=option_path, metavar="FILE", help="a picture: .svg or .png")
-    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    add = parser.add_argument
+    add("runs", nargs="+", type=option_path, help="Run folders, or exported models.")
+    add("--text", type=option_path, required=True, help="A text file, UTF-8.")
+    add("--tokens", type=int, default=512, help="Tokens of a window (default: 512).")
+    add("--windows", type=int, default=16, help="Windows of the text (default: 16).")
+    add("--plot", type=option_path, metavar="FILE", help="Draw the result as .svg or .png.")
+    add("--trust-remote-code", action="store_true", help="Run code that the model brings.")
     return parser
 
 

@@ -1,12 +1,12 @@
-"""Bring a checkpoint of DeepSpeed's own format here, so that training goes on: weights and moments.
+"""Imports a checkpoint of DeepSpeed's own format, weights and moments, to resume from it.
 
     python tools/import_checkpoint.py outputs --out runs/NEW
     python tools/import_checkpoint.py outputs/checkpoint-500 --out runs/NEW
 
 SOURCE is a checkpoint of the Hugging Face Trainer, or its output folder (the newest, or
-FOLDER@STEP); ZeRO 1, 2 or 3, any number of ranks. Its files are pickles: one that asks for anything
-but tensors and plain values is rejected before it is opened. resume.from=runs/NEW@STEP begins a run
-with its weights and moments.
+FOLDER@STEP), of ZeRO 1, 2 or 3 and any number of ranks. Its files are pickles: one that asks for
+anything but tensors and plain values is rejected before it is opened. resume.from=runs/NEW@STEP
+starts a run with its weights and moments.
 """
 
 from __future__ import annotations
@@ -39,12 +39,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "source", type=option_path, help="FOLDER, FOLDER@STEP, or a checkpoint's own"
-    )
-    parser.add_argument(
-        "--out", type=option_path, required=True, help="run folder, also one that exists"
-    )
+    add = parser.add_argument
+    add("source", type=option_path, help="FOLDER, FOLDER@STEP, or the folder of a checkpoint.")
+    add("--out", type=option_path, required=True, help="Run folder; it may exist already.")
     arguments = parser.parse_args(argv)
     try:
         source = find_source(str(arguments.source))

@@ -26,32 +26,32 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, both files, the machines, the batch, --plot, and key=value."""
-    parser.add_argument("--model", help="preset, config.json, folder or hub id")
-    parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
-    parser.add_argument("--config", type=Path, metavar="TOML", help="a run config")
+    """Add the model, both files, the machines, the batch, --plot, and key=value."""
+    add = parser.add_argument
+    add("--model", help="Preset, config.json, folder or hub id.")
+    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
+    add("--config", type=Path, metavar="TOML", help="A run config.")
     add_machine_arguments(parser)
-    parser.add_argument("--micro-batch", help="samples a GPU takes at once (default: 1)")
-    parser.add_argument("--seq-len", help="tokens of a sample")
-    parser.add_argument(
-        "--accumulation",
-        help="micro-batches per step (default: 1; 4 for each pipeline stage, which fills it)",
-    )
-    parser.add_argument("--checkpointing", help="none, selective, full, or of every N-th layer")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg|.png", help="draw it, too")
-    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    add("--micro-batch", help="Samples that a GPU computes at once (default: 1).")
+    add("--seq-len", help="Tokens of a sample.")
+    filling = "Micro-batches per step (default: 1; with pipeline stages 4 for each stage)."
+    add("--accumulation", help=filling)
+    add("--checkpointing", help="Layers to recompute: none, selective, full, or every N-th.")
+    add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the result, too.")
+    add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The machines of a job that is planned, not run."""
-    parser.add_argument("--gpus", type=int, default=1, help="of the whole job")
-    parser.add_argument("--gpus-per-node", type=int, help="default: up to 8")
-    parser.add_argument("--gpu", help="a name such as h100-80; without it there is no verdict")
+    """Add the machines of a job that is planned, not run."""
+    add = parser.add_argument
+    add("--gpus", type=int, default=1, help="Total number of GPUs (default: 1).")
+    add("--gpus-per-node", type=int, help="GPUs of a node (default: up to 8).")
+    add("--gpu", help="Name of the GPU, such as h100-80; without it there is no verdict.")
     add_kernels(parser)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Packages that are installed on those machines."""
+    """Add the packages that are installed on those machines."""
     parser.add_argument(
         "--kernels",
         nargs="+",
@@ -59,7 +59,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
         choices=STATE_KERNELS,
         default=(),
         metavar="PACKAGE",
-        help=f"installed there for layers that carry a state: {', '.join(STATE_KERNELS)}",
+        help=f"Packages there for recurrent layers: {', '.join(STATE_KERNELS)}.",
     )
 
 

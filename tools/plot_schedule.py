@@ -42,11 +42,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, metavar="TOML", help="a run config")
-    parser.add_argument("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON")
-    parser.add_argument("--steps", type=int, help="of a run that is given in epochs")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg|.png")
-    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    add = parser.add_argument
+    add("--config", type=Path, metavar="TOML", help="A run config.")
+    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
+    add("--steps", type=int, help="Number of steps, for a run whose length is given in epochs.")
+    add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the schedule.")
+    add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     args = parser.parse_intermixed_args(argv)
     try:
         problems = [*plot_problems(args.plot)]

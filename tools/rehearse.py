@@ -1,24 +1,24 @@
-"""Rehearse a job on this machine before paying for it: the same files, small, on CPU ranks.
+"""Rehearses a job on this machine before it costs money: the same files, small, on CPU ranks.
 
     python tools/rehearse.py --deepspeed ds_configs/zero3.json --gpus 8 model.name=llama-3-8b
     python tools/rehearse.py --deepspeed ds_configs/pipeline4.json --gpus 64 --gpu h100-80 \\
         --config run.toml data.path=corpus.jsonl train.global_batch=256
     python tools/rehearse.py --all --gpus 8 model.name=llama-3-8b
 
-Takes the arguments of harness/train.py, and how many GPUs the job has. First the real job is
-planned: whatever train.py would refuse shows here (code 2). Then a model of the same architecture,
-the same JSON, optimizer, guards and data, all of them small, go through what a long run meets:
+It takes the arguments of harness/train.py and the number of GPUs of the job. First it plans the
+real job, and reports whatever train.py would refuse (code 2). Then a small model of the same
+architecture, with the same JSON, optimizer, guards and data, goes through what a long run meets:
 
     train       ten steps, uninterrupted: the reference
     interrupt   the same again; one rank gets SIGUSR1, and all save and end with code 75
-    resume      to the end; every step equal to the reference's, bit for bit, none taken twice
+    resume      to the end; every step equals the reference's, bit for bit, none taken twice
     export      opens in transformers, with the loss that it had in training
-    elsewhere   what was saved goes on in another layout, within rounding
+    elsewhere   the checkpoint resumes in another layout, within rounding
 
-Exit code 0 only if all held, 1 if a stage did not or the disk is full, 2 for a job that cannot be
-planned. Pipeline stages all stay, and two tensor or sequence ranks of a job that has more; data
-ranks go, to four ranks or to two for each stage: 64 GPUs are 4 ranks, in 4 stages 8. --all takes
-mixtral-8x7b for a JSON that divides experts, where the job's model has none.
+Exit code 0 only if all stages held, 1 if a stage failed or the disk is full, 2 for a job that
+cannot be planned. All pipeline stages stay, and two tensor or sequence ranks of a job that has
+more; data ranks shrink to four ranks, or to two for each stage: 64 GPUs are 4 ranks, in 4 stages 8.
+--all takes mixtral-8x7b for a JSON that divides experts if the job's model has none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -38,28 +38,43 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.estimate.fit import shortages
 from harness.launch.ranks import REPOSITORY
+from harness.layout.shape import Shape, num_parameters
 from harness.layout.world import World
 from harness.plan.changes import takes
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.plan import Plan
 from harness.plan.text import describe
 from harness.terminal import say
+from tools.made_with import machine, versions
 from tools.plan_args import add_machine_arguments, world_of
 from tools.rehearsal import stages
-from tools.rehearsal.job import Job, rehearsed
-from tools.rehearsal.report import (
-    Result,
-    markdown,
-    planned,
-    rehearsed_as,
-    stage_line,
-    verdict,
-)
+from tools.rehearsal.job import STEPS, Job, rehearsed, shown
 from tools.rehearsal.shrink import with_experts
 from tools.rehearsal.stages import Done, Rehearsal, StageFailed, train_command
 
 INTERRUPTED = 130
-_OF_TABLES = {"--all": (0,), "--only": (0, 1), "--markdown": (0, 1)}
+STAGES = ("plan", "train", "interrupt", "resume", "export", "elsewhere")
+
+
+@dataclass
+class Result:
+    """One rehearsal, as far as it got."""
+
+    name: str  # the JSON's
+    job: Job | None = None
+    done: list[Done] = field(default_factory=list)
+    problem: str | None = None
+    model: str | None = None  # the preset that replaces a model without experts to divide
+
+    @property
+    def seconds(self) -> float:
+        """Of all stages together."""
+        return sum(stage.seconds for stage in self.done)
+
+    def add(self, done: Done) -> None:
+        """Add a stage that held, and print its line."""
+        self.done.append(done)
+        say(f"{done.stage:<10}{done.seconds:7.1f} s  {done.seen}")
 
 
 def main(argv: list[str], command: stages.Command = train_command) -> int:
@@ -93,50 +108,48 @@ def main(argv: list[str], command: stages.Command = train_command) -> int:
         passed = codes.count(0)
         print(f"{passed} of {len(results)} rehearsals held, {total:.0f} s together")
     if args.markdown:
-        kept = args.markdown.read_text("utf-8") if args.only and args.markdown.exists() else ""
-        table = markdown(results, " ".join(_shown(argv)), kept)
-        args.markdown.write_text(table, encoding="utf-8")
+        args.markdown.write_text(markdown(results, argv), encoding="utf-8")
     return max(codes)
 
 
 def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> tuple[Result, int]:
-    """Plan and rehearse one JSON; says everything."""
+    """Plan and rehearse one JSON, and print everything."""
     result, began = Result(asked.deepspeed_path.name), time.monotonic()
     if args.all:
         asked, result.model = with_experts(asked)
     if result.model:
-        _say(f"{result.name} divides experts, of which the model has none: {result.model} has them")
+        say(f"{result.name} divides experts, of which the model has none: {result.model} has them")
     try:
         world = world_of(args)
         real = _planned(asked, world)
         if asked.dry_run:
             say(describe(real))
         ranks = args.ranks
-        if args.all and ranks:  # one number for all: what is divided over more needs a rank each
+        if args.all and ranks:  # one number for all; a JSON that divides over more gets more
             grid = real.grid
             one = replace(grid, world_size=grid.world_size // grid.data, expert=1)
-            ranks = max(ranks, rehearsed(one).ranks)
+            ranks = max(ranks, rehearsed(one).world_size)
         job = result.job = Job.of(real, ranks, asked.trust_remote_code)
     except ValueError as error:
         aim = "plan" if isinstance(error, ConfigError) else "shrink the model of"
         say(f"cannot {aim} {asked.deepspeed_path}: {error}", sys.stderr)
         result.problem = f"plan: {error}"
         return result, int(ExitCode.BAD_CONFIG) if isinstance(error, ConfigError) else 1
-    _say(f"rehearsing {asked.deepspeed_path.name} as {rehearsed_as(job)}")
-    _stage(result, Done("plan", time.monotonic() - began, planned(real)))
+    say(f"rehearsing {asked.deepspeed_path.name} as {_rehearsed_as(job)}")
+    result.add(Done("plan", time.monotonic() - began, _planned_as(real)))
     if asked.dry_run:
         return result, 0
     return result, _rehearse(result, args, command)
 
 
 def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command) -> int:
-    """All stages, in a folder that is gone when they held; the exit code."""
+    """Run all stages, in a folder that is removed if they held; return the exit code."""
     assert result.job
     folder, keep, code = None, True, 0
     try:
         folder = Path(tempfile.mkdtemp(prefix="rehearsal-", dir=args.folder))
         for done in Rehearsal(result.job, folder, _say_aside, command).stages():
-            _stage(result, done)
+            result.add(done)
         keep = args.keep
     except StageFailed as failed:
         result.problem, code = f"{failed.stage}: {failed}", failed.code
@@ -153,13 +166,15 @@ def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command)
         if folder and not keep:
             shutil.rmtree(folder, ignore_errors=True)
     if folder and keep:
-        _say(f"kept: {folder}")
-    _say(verdict(result))
+        say(f"kept: {folder}")
+    missing = ", ".join(result.job.not_rehearsed())
+    held = f"all held in {result.seconds:.0f} s. Not rehearsed: {missing}"
+    say(held if result.problem is None else f"FAILED at {result.problem}")
     return code
 
 
 def _planned(asked: Command, world: World) -> Plan:
-    """The real job's plan. Raises ConfigError also where a GPU that is named cannot hold it."""
+    """Return the real job's plan. Raises ConfigError also if a GPU that is named cannot hold it."""
     real = plan_from(asked, world=world)
     if real.estimate and real.estimate.device_bytes and not real.config.plan.force:
         short = shortages(real.estimate, real.estimate.device_bytes, None, takes(real))
@@ -168,44 +183,87 @@ def _planned(asked: Command, world: World) -> Plan:
     return real
 
 
+def _planned_as(real: Plan) -> str:
+    verdict = real.estimate.verdict if real.estimate and real.world.gpu else None
+    return (
+        f"{shown(real.grid, 'GPU')}, ZeRO {real.zero_stage}, "
+        f"{real.precision}, {real.global_batch} windows a step = {real.micro_batch} x "
+        f"{real.grad_accum} accumulated x {real.grid.data} data ranks"
+        + (f"; {verdict} {real.world.gpu}" if verdict else "")
+    )
+
+
+def _rehearsed_as(job: Job) -> str:
+    try:
+        size = f"{num_parameters(Shape.from_hf(job.model)) / 1e6:.2f}M parameters"
+    except ValueError:  # an architecture that the planner does not know
+        size = "an unknown size"
+    return (
+        f"{shown(job.layout)}, a {job.model['model_type']} of {size}, {job.global_batch} windows a "
+        f"step = {job.micro_batch} x {job.grad_accum} accumulated x {job.layout.data} data ranks, "
+        f"{STEPS} steps"
+    )
+
+
+def markdown(results: list[Result], argv: list[str]) -> str:
+    """Return the rehearsals as a table."""
+    lines = [
+        "# Rehearsals of the shipped configs",
+        "",
+        "Generated by",
+        "",
+        f"    python tools/rehearse.py {' '.join(argv)}",
+        "",
+        f"on {machine()}: {versions()}.",
+        "",
+        f"Each row plans the real job, then trains its small model for {STEPS} steps on CPU",
+        "ranks; trains again and is stopped by a signal; resumes, equal bit for bit; exports, and",
+        "opens in transformers; resumes the checkpoint in another layout. The numbers are seconds,",
+        "most of them Python's imports: every rank of every stage is a new process.",
+        "",
+        f"| JSON | GPUs | rehearsed on | precision | {' | '.join(STAGES)} | total | verdict |",
+        f"|---|---|---|---|{'---:|' * (len(STAGES) + 1)}---|",
+        *(f"| {' | '.join(_cells(result))} |" for result in results),
+        "",
+        f"All together: {sum(result.seconds for result in results):.0f} s.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(result: Result) -> list[str]:
+    took = {done.stage: f"{done.seconds:.1f}" for done in result.done}
+    job = result.job
+    failed = result.problem and f"FAILED at {result.problem.partition(':')[0]}"
+    return [
+        f"`{result.name}`" + (f" with {result.model}" if result.model else ""),
+        *(
+            [str(job.real.grid.world_size), shown(job.layout), job.real.precision]
+            if job
+            else [""] * 3
+        ),
+        *(took.get(stage, "") for stage in STAGES),
+        f"{result.seconds:.0f}",
+        failed or "held",
+    ]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="Everything else is as for harness/train.py: --deepspeed, --config, key=value.",
+        epilog="Other arguments are those of harness/train.py: --deepspeed, --config, key=value.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_machine_arguments(parser)
-    parser.add_argument("--ranks", type=int, help="CPU ranks to rehearse on (default: see above)")
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where its temporary folder is made"
-    )
-    parser.add_argument("--keep", action="store_true", help="keep that folder; a failure does, too")
-    parser.add_argument("--all", action="store_true", help="every shipped ds_configs/*.json")
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="NAME.json",
-        help="of --all; with --markdown the other rows of FILE stay",
-    )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="with --all: write a table")
+    add = parser.add_argument
+    add("--ranks", type=int, help="Number of CPU ranks to rehearse on (default: see above).")
+    add("--folder", type=Path, metavar="DIR", help="Where to make the temporary folder.")
+    add("--keep", action="store_true", help="Keep that folder; a failure keeps it, too.")
+    add("--all", action="store_true", help="Rehearse every shipped ds_configs/*.json.")
+    only = "Rehearse this file of --all; may be repeated."
+    add("--only", action="append", default=[], metavar="NAME.json", help=only)
+    add("--markdown", type=Path, metavar="FILE", help="With --all: write a table.")
     return parser
-
-
-def _shown(argv: list[str]) -> list[str]:
-    """The arguments of a table, without those that every table has."""
-    own = {at + n for at, word in enumerate(argv) for n in _OF_TABLES.get(word, ())}
-    return [word for at, word in enumerate(argv) if at not in own]
-
-
-def _stage(result: Result, done: Done) -> None:
-    result.done.append(done)
-    _say(stage_line(done))
-
-
-def _say(text: str) -> None:
-    say(text)
 
 
 def _say_aside(text: str) -> None:

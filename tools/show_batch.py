@@ -39,12 +39,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", help="run folder")
-    parser.add_argument("--step", type=int, default=1, help="optimizer step, from 1 (default: 1)")
-    parser.add_argument("--all", action="store_true", help="every window, in full")
-    parser.add_argument("--ids", action="store_true", help="also ids, targets and positions")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
+    add = parser.add_argument
+    add("run", help="Run folder.")
+    add("--step", type=int, default=1, help="Optimizer step, from 1 (default: 1).")
+    add("--all", action="store_true", help="Show every window, in full.")
+    add("--ids", action="store_true", help="Show ids, targets and positions, too.")
+    add("--json", action="store_true", help="Print one JSON object.")
+    add("--trust-remote-code", action="store_true", help="Run code that the tokenizer brings.")
     arguments = parser.parse_args(argv)
     if arguments.step < 1:
         parser.error(f"--step {arguments.step}: steps count from 1")

@@ -1,10 +1,10 @@
-"""Sweep: many runs that differ in a few keys, compared by their held-out loss.
+"""Runs a sweep: many runs that differ in a few keys, compared by their held-out loss.
 
     python tools/sweep.py docs/sweep.toml --dry-run
     python tools/sweep.py docs/sweep.toml
 
-The file is a run config with two tables more: [sweep] says how (grid, random, or tpe; early
-stopping; a budget), [search] which keys vary:
+The file is a run config with two more tables: [sweep] sets the method (grid, random, or tpe), early
+stopping and a budget; [search] lists the keys that vary:
 
     [sweep]
     method = "random"
@@ -19,10 +19,11 @@ stopping; a budget), [search] which keys vary:
     [train]
     steps = 60
 
-Every trial is a run of its own in runs/NAME/trial-000 and so on. The plans of all are checked
-before the first starts. Killed or stopped by Ctrl-C, the same command goes on with the same trials.
-It ends with a ranked table, the command of the best, and runs/NAME/sweep.html. Exit code 0; 1 if no
-trial came to a result; 2 for a file with problems; 75 if it was stopped, or the budget ended it.
+Every trial is a run in runs/NAME/trial-000 and so on. All plans are checked before the first trial
+starts. If the sweep is killed or stopped by Ctrl-C, the same command continues the same trials. At
+the end it prints a ranked table and the command of the best trial, and writes runs/NAME/sweep.html.
+Exit code 0; 1 if no trial has a result; 2 for a file with problems; 75 if the sweep was stopped, or
+ended by its budget.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode
 from harness.files.folder_lock import release, take_lock
 from harness.terminal import say
-from tools.sweeps.cost import Cost, costs
-from tools.sweeps.local import lane_problems
+from tools.sweeps.cost import Cost, Record, costs
 from tools.sweeps.page import write_page
 from tools.sweeps.slurm import follow, slurm_problems, slurm_world, submit
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
@@ -49,8 +49,8 @@ from tools.sweeps.text import Screen, best_command, best_of, ending, listing, ra
 from tools.workers import on_stop
 
 if TYPE_CHECKING:  # Optuna, which a dry run does without
-    from tools.sweeps.local import Queue
-    from tools.sweeps.study import Record, Study
+    from tools.sweeps.running import Queue
+    from tools.sweeps.study import Study
 
 
 INTERRUPTED = 130
@@ -62,10 +62,16 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, metavar="SWEEP.toml")
-    parser.add_argument("--slurm", action="store_true", help="trials as one array (sweep.slurm)")
-    parser.add_argument("--dry-run", action="store_true", help="list trials and cost, and stop")
-    parser.add_argument("--retry", action="store_true", help="try failed trials again")
-    parser.add_argument("--report", action="store_true", help="only write table and page again")
+    parser.add_argument(
+        "--slurm", action="store_true", help="Submit the trials as one Slurm array."
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="List the trials and their cost, and stop."
+    )
+    parser.add_argument("--retry", action="store_true", help="Run failed trials again.")
+    parser.add_argument(
+        "--report", action="store_true", help="Only write the table and the page again."
+    )
     parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)  # of slurm/sweep.sbatch
     args = parser.parse_args(argv)
     try:
@@ -74,15 +80,18 @@ def main(argv: list[str]) -> int:
             say(listing(sweep, planned))
             return int(ExitCode.DONE)
         if args.trial is not None:
+            from tools.sweeps.running import run_task
             from tools.sweeps.study import Study
-            from tools.sweeps.task import run_task
 
             return run_task(sweep, Study(sweep), args.trial, Screen().say)
         keep_file(sweep)
-        with _alone(sweep):
+        lock, _ = take_lock(sweep.folder / "lock")
+        try:
             return _conduct(sweep, args)
+        finally:
+            release(lock)
     except KeyboardInterrupt:  # the second one
-        say("interrupted: what was not saved is lost; the same command goes on", sys.stderr)
+        say("interrupted: unsaved work is lost; the same command goes on", sys.stderr)
         return INTERRUPTED
     except ConfigError as error:
         say(f"cannot sweep: {error}", sys.stderr)
@@ -96,9 +105,13 @@ def _checked(args: argparse.Namespace) -> tuple[Sweep, list[Cost]]:
     is_array = args.slurm or args.trial is not None
     planned = costs(sweep, slurm_world(sweep) if is_array else None, problems)
     if not args.dry_run:
-        problems += slurm_problems() if is_array else lane_problems(sweep)
+        problems += slurm_problems() if is_array else []
         if importlib.util.find_spec("optuna") is None:
             problems.append("sweeps need the package optuna: pip install optuna")
+        elif not is_array:
+            from tools.sweeps.running import lane_problems
+
+            problems += lane_problems(sweep)
     if problems:
         raise ConfigError(problems)
     return sweep, planned
@@ -130,10 +143,9 @@ def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
 
 def _run_here(sweep: Sweep, study: Study, screen: Screen) -> None:
     """Run trials on this machine until all have ended or the sweep is stopped."""
-    from tools.sweeps.cost import Budget
-    from tools.sweeps.local import Queue
+    from tools.sweeps.running import queue_here
 
-    queue = Queue(sweep, study, Budget(sweep, None), screen.say)
+    queue = queue_here(sweep, study, screen.say)
     with _stopping(queue, screen):
         queue.run(screen.show, lambda record: _ended(sweep, study, screen, record))
 
@@ -151,16 +163,6 @@ def _run_array(sweep: Sweep, study: Study, screen: Screen) -> None:
 def _ended(sweep: Sweep, study: Study, screen: Screen, record: Record) -> None:
     screen.say(ending(sweep, record))
     write_page(sweep, study.records())
-
-
-@contextlib.contextmanager
-def _alone(sweep: Sweep) -> Iterator[None]:
-    """Keep a second process from the same sweep. Raises ConfigError if there is one."""
-    file, _ = take_lock(sweep.folder / "lock")
-    try:
-        yield
-    finally:
-        release(file)
 
 
 @contextlib.contextmanager

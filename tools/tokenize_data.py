@@ -1,16 +1,16 @@
-"""Tokenise a corpus without GPUs, in many processes, into the cache that training reads.
+"""Tokenises a corpus without GPUs, in many processes, into the cache that training reads.
 
     python tools/tokenize_data.py data.path=corpus.jsonl data.tokenizer=my-tokenizer
     python tools/tokenize_data.py --config run.toml --workers 8
     python tools/tokenize_data.py data.path=corpus.jsonl data.tokenizer=my-tokenizer --out tokens
     sbatch --array=0-15 --cpus-per-task=8 slurm/tokenize.sbatch --config run.toml
 
-Takes the run config and the key=value of train.py: every source of data.path, data.mix and
-data.eval_path gets the very files that the run would write at its start, so that the run only opens
+It takes the run config and the key=value of train.py. For every source of data.path, data.mix and
+data.eval_path it writes the files that the run would write at its start, so that the run only opens
 them. --out writes PREFIX.bin and PREFIX.idx instead, which data.path=PREFIX reads on any machine.
 
-Interrupted or killed, the same command goes on, and ends with the same bytes. Exit code 0; 2 for
-input with problems; 74 if the disk is full; 75 if it was stopped.
+If interrupted, rerun the command: it processes only the missing shards, and the files have the same
+bytes. Exit code 0; 2 for input with problems; 74 if the disk is full; 75 if it was stopped.
 """
 
 from __future__ import annotations
@@ -54,15 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=option_path, metavar="TOML", help="a run config")
-    parser.add_argument("--workers", type=int, default=cores(), help="processes: %(default)s")
-    parser.add_argument(
-        "--out", type=option_path, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
-    )
-    parser.add_argument("--task", type=int, default=0, help="a share of the work, from 0")
-    parser.add_argument("--tasks", type=int, default=1, help="shares, as of a Slurm array")
-    parser.add_argument("--trust-remote-code", action="store_true", help="as in training")
-    parser.add_argument("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    add = parser.add_argument
+    add("--config", type=option_path, metavar="TOML", help="A run config.")
+    add("--workers", type=int, default=cores(), help="Number of processes (default: %(default)s).")
+    add("--out", type=option_path, metavar="PREFIX", help="Write PREFIX.bin and PREFIX.idx.")
+    add("--task", type=int, default=0, help="Number of this share of the work, from 0.")
+    add("--tasks", type=int, default=1, help="Number of shares, as of a Slurm array.")
+    add("--trust-remote-code", action="store_true", help="Run code that the tokenizer brings.")
+    add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     return parser
 
 

@@ -1,13 +1,13 @@
-"""Train a tokenizer on a corpus, and write it as a Hugging Face folder for data.tokenizer.
+"""Trains a tokenizer on a corpus, and writes it as a Hugging Face folder for data.tokenizer.
 
     python tools/train_tokenizer.py corpus.jsonl my-bpe --vocab-size 32000
     python tools/train_tokenizer.py texts/ my-unigram --kind unigram --vocab-size 16000
     python tools/train_tokenizer.py texts/ my-bytes --kind byte_bpe --vocab-size 32000
 
-bpe is what train.py trains where no data.tokenizer is named: SentencePiece's pairs, every space
-kept, bytes for characters without a piece. unigram is SentencePiece's other algorithm. byte_bpe is
-byte-level BPE with GPT-2's division of text, by the library tokenizers. The same text gives the
-same files; of more than 48 million characters an even share is read. Compare them by
+bpe is what train.py trains without data.tokenizer: SentencePiece's BPE, which keeps every space and
+writes characters without a piece as bytes. unigram is SentencePiece's other algorithm. byte_bpe is
+byte-level BPE with GPT-2's split of text, by the library tokenizers. The same text gives the same
+files; of more than 48 million characters an even share is read. Compare tokenizers with
 tools/compare_tokenizers.py. Exit code 0; 2 for input with problems; 74 if the disk is full; 75 if
 it was stopped, with nothing written.
 """
@@ -36,14 +36,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("input", metavar="IN", help="text, as data.path reads it")
-    parser.add_argument("output", type=option_path, metavar="OUT", help="folder, which must be new")
-    parser.add_argument("--kind", choices=KINDS, default="bpe", help="default: %(default)s")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="pieces: %(default)s")
-    parser.add_argument("--text", metavar="COLUMN", help="column of the text (default: text)")
-    parser.add_argument(
-        "--no-byte-fallback", action="store_true", help="rare characters become <unk>"
-    )
+    add = parser.add_argument
+    add("input", metavar="IN", help="Text, in a form that data.path reads.")
+    add("output", type=option_path, metavar="OUT", help="Folder to write; it must be new.")
+    add("--kind", choices=KINDS, default="bpe", help="Kind of tokenizer (default: %(default)s).")
+    add("--vocab-size", type=int, default=8192, help="Number of pieces (default: %(default)s).")
+    add("--text", metavar="COLUMN", help="Column of the text (default: text).")
+    add("--no-byte-fallback", action="store_true", help="Turn rare characters into <unk>.")
     args = parser.parse_args(argv)
     temporary = args.output.with_name(f".{args.output.name}.partial")
     try:

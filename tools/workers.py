@@ -19,8 +19,7 @@ from harness import terminal
 from harness.errors import ConfigError
 
 _POLL_S = 0.5
-_LINE_EVERY_S = 30.0
-"""Seconds between lines where no terminal shows one that changes."""
+_LINE_EVERY_S = 30.0  # seconds between lines where no terminal shows one that changes
 
 
 class Stopped(Exception):

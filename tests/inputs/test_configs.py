@@ -280,7 +280,7 @@ _TOOLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--accounting=x", "--plot=a.txt", "--plot=", "--plot=/dev/null/x.svg", "--plot=no/x.svg",
          "--sweep", *(f"--sweep={sweep}" for sweep in _SWEEPS)),
     ),
-    "tools.show_layout": (("",), ("--plot=x.svg", "--plot=x", "--measure=1", "--json")),
+    "tools.show_layout": (("",), ("--plot=x.svg", "--plot=x", "--json")),
     "tools.plot_schedule": (
         ("--steps 10",),
         (*(f"--steps {n}" for n in (0, -1, "x", 9 * 10**20)), "train.epochs=2", "train.steps=0",

@@ -6,9 +6,9 @@ import math
 import os
 from pathlib import Path
 
+from tools.sweeps.cost import Record, Used
 from tools.sweeps.page import write_page
 from tools.sweeps.spec import read_sweep
-from tools.sweeps.study import Record, Used
 
 _FILE = """
 [sweep]

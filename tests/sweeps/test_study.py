@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("optuna")
 
 from harness.errors import ConfigError
-from tools.sweeps.cost import Budget
+from tools.sweeps.cost import Budget, Record, Used
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
-from tools.sweeps.study import JOURNAL, OpenTrial, Record, Study, Used, cut_torn_line
+from tools.sweeps.study import JOURNAL, OpenTrial, Study, cut_torn_line
 
 _SEARCH = """
 [search]

@@ -1,1 +1,1 @@
-"""The steps of tools/accept_gpu.py: a file each, and how they are run and reported."""
+"""The steps of tools/accept_gpu.py; each fills a Bench with checks."""

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-import json
+import gc
 import math
+import sys
+import traceback
 from typing import Any
 
+import torch
+
+from harness.config.run_config import RunConfig
+from harness.data.batch import Batch
+from harness.errors import ConfigError
+from harness.layout.attention_table import ATTENTIONS
+from harness.layout.world import World
+from harness.plan.make import make_plan
 from harness.run.verify import TOLERANCES
-from tools.acceptance.bench import Bench, Failed, Skipped, expect, tail
+from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank
+from tools.proofs.parity.measure import worst_relative
 
 _NEEDED = ("needs a GPU", "package", "import")
 _FUSED = ("flash", "fmha", "cudnn", "efficient")
 """Parts of the names of kernels that never hold all scores; torch's own backends of sdpa."""
+_KERNELS = (*_FUSED, "attention", "varlen", "softmax")
+_SEQ_LEN, _LONG = 256, 8192
+_DOCUMENT_TOKENS = 90
 
 
 def look(bench: Bench) -> str:
     """Compare all of them with eager attention, on one rank."""
-    out = bench.folder / "attention.json"
     rows: list[dict[str, Any]] = []
 
     def computed() -> str:
-        ended = bench.run("tools.acceptance.attending", [str(out)], "attending", ranks=1)
-        expect(ended.codes == [0], f"it ended with {ended.codes}: {tail(ended)}")
-        rows.extend(json.loads(out.read_text()))
+        rows.extend(bench.computed(__name__, "attention"))
         return f"{len(rows)} combinations"
 
     bench.check("loss and gradients", computed)
     bench.values["attention"] = rows
     for row in rows:
         name = f"{row['attention']}{' by documents' if row['documents'] else ''}"
-        bench.check(name, lambda row=row: _equal(bench, row))
+        bench.check(name, _equal, bench, row)
     bench.not_on_cpu("kernels and the peak at 8,192 tokens")
     computed_here = sum("loss" in row for row in rows)
     peaks = [row["peak_gib"] for row in rows if "peak_gib" in row]
@@ -41,9 +52,7 @@ def _equal(bench: Bench, row: dict[str, Any]) -> str:
     if refusal := row.get("refused"):
         if "GPU" in refusal and not bench.on_cuda:
             bench.cuda_only()
-        if any(word in refusal for word in _NEEDED):
-            raise Skipped(refusal)
-        raise Failed(refusal)
+        raise (Skipped if any(word in refusal for word in _NEEDED) else Failed)(refusal)
     if failure := row.get("failed"):
         raise Failed(failure)
     allowed_loss, allowed_gradient = TOLERANCES[row["precision"]]
@@ -59,3 +68,109 @@ def _equal(bench: Bench, row: dict[str, Any]) -> str:
         fused = any(word in kernel.lower() for kernel in kernels for word in _FUSED)
         expect(fused or row["attention"] != "sdpa", f"sdpa is not fused: {text}")
     return text
+
+
+# --- one rank: OUT ---
+
+
+def main(argv: list[str]) -> int:
+    """Compute loss and gradients of one batch by every exact implementation; write rows to OUT."""
+    (out,) = argv
+    return on_rank(out, _rows)
+
+
+def _rows(world: World, device: torch.device) -> list[dict[str, Any]]:
+    truth: dict[bool, Any] = {}
+    rows: list[dict[str, Any]] = []
+    exact = [name for name, row in ATTENTIONS.items() if row.is_exact and name != "eager"]
+    for attention in ("eager", *exact):
+        for documents in (False, True):
+            row: dict[str, Any] = {"attention": attention, "documents": documents}
+            rows.append(row)
+            try:
+                loss, gradients, more = _computed(attention, documents, world, device)
+            except (ConfigError, ImportError) as error:
+                row["refused"] = str(error)
+                continue
+            except Exception as error:  # of a kernel: the other implementations go on
+                traceback.print_exc()
+                row["failed"] = f"{type(error).__name__}: {error}"
+                continue
+            expected = truth.setdefault(documents, (loss, gradients))
+            apart = worst_relative(gradients, expected[1])
+            row |= {"loss": loss, "expected": expected[0], "gradients_apart": apart, **more}
+    return rows
+
+
+def _computed(
+    attention: str, documents: bool, world: World, device: torch.device
+) -> tuple[float, dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the loss, every gradient on the CPU, and on CUDA the kernels and the peak at 8k."""
+    engine = _engine(attention, documents, world, device, _SEQ_LEN)
+    batch = _batch(_SEQ_LEN, documents)
+    loss = float(engine.accumulate([batch], batch.labels.numel()))
+    gradients = {name: gradient.cpu() for name, gradient in engine.gradients()}
+    engine.apply(0.0)
+    more: dict[str, Any] = {"precision": engine.plan.precision}  # of the processor: it is "auto"
+    if device.type == "cuda":
+        more["kernels"] = _kernels(engine, batch)
+        engine.apply(0.0)
+    engine.close()
+    del engine
+    if device.type == "cuda":
+        more["peak_gib"] = _peak_gib(attention, documents, world, device)
+    return loss, gradients, more
+
+
+def _engine(
+    attention: str, documents: bool, world: World, device: torch.device, seq_len: int
+) -> Any:
+    from tools.proofs.engines import build_engine
+
+    longest = {"overrides": {"max_position_embeddings": seq_len}}
+    run = RunConfig.model_validate(
+        {
+            "model": {"name": "tiny", "attention": attention, **longest},
+            "data": {"seq_len": seq_len, "document_mask": documents},
+            "train": {"global_batch": 1, "micro_batch": 1, "steps": 2},
+            "optim": {"warmup_steps": 0},
+        }
+    )
+    stage = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}
+    return build_engine(make_plan(run, stage, world), device, document_mask=documents)
+
+
+def _batch(seq_len: int, documents: bool) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 8192, (1, seq_len + 1), generator=generator)
+    positions = torch.arange(seq_len)[None] % _DOCUMENT_TOKENS if documents else None
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions)
+
+
+def _kernels(engine: Any, batch: Batch) -> list[str]:
+    """Return the names of the attention kernels that ran on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        engine.accumulate([batch], batch.labels.numel())
+        torch.cuda.synchronize()
+    names = {event.key for event in profiler.key_averages()}
+    return sorted(n[:120] for n in names if any(word in n.lower() for word in _KERNELS))
+
+
+def _peak_gib(attention: str, documents: bool, world: World, device: torch.device) -> float:
+    """Return the peak of a micro-batch of 8,192 tokens above what was allocated before, GiB."""
+    engine = _engine(attention, documents, world, device, _LONG)
+    batch = _batch(_LONG, documents)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    engine.accumulate([batch], batch.labels.numel())
+    peak = torch.cuda.max_memory_allocated(device) - before
+    engine.apply(0.0)
+    engine.close()
+    return float(peak / 2**30)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

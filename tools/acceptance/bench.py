@@ -1,27 +1,30 @@
-"""The bench of a step: ranks to start, a model and data for them, checks to fill in."""
+"""The bench of a step: it starts ranks, has a model and data for them, and collects checks."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import math
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ExitCode
 from harness.launch.fork_server import Outcome, Zygote
 from harness.launch.ranks import ON_CPU, REPOSITORY, environment, start
+from harness.layout.world import World
 from harness.runfolder import RunFolder
 from tools.acceptance.report import Check, readable
 
 NEEDS_CUDA = "needs CUDA"
 NEEDS_TWO = "needs two ranks"
-_PATIENCE_S = 90.0
-"""Seconds that ranks may outlive one that failed; beyond them they hang."""
+_PATIENCE_S = 90.0  # seconds that ranks may outlive one that failed; beyond them they hang
 # A Llama of about a million parameters, most of them of 8,192 tokens, for CPU ranks.
 _SMALL = {
     "hidden_size": 64,
@@ -39,7 +42,7 @@ ON_CUDA = {
 
 
 class Failed(Exception):
-    """A check did not hold."""
+    """A check failed."""
 
 
 class Skipped(Exception):
@@ -48,17 +51,15 @@ class Skipped(Exception):
 
 @dataclass
 class Bench:
-    """One step at work in `folder`; `shared` is a folder of all steps."""
+    """One step at work in `folder`. `shared`: a folder of all steps."""
 
     folder: Path
     shared: Path
     ranks: int
     accelerator: str
-    limit_s: float = math.inf
-    """When the process of this step is ended."""
+    limit_s: float = math.inf  # when the process of this step is ended
     checks: list[Check] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    """Measurements, for programs."""
+    values: dict[str, Any] = field(default_factory=dict)  # measurements, for programs
     began: float = field(default_factory=time.monotonic)
     _zygote: Zygote | None = None
 
@@ -67,16 +68,21 @@ class Bench:
         """True on GPUs."""
         return self.accelerator == "cuda"
 
+    @property
+    def power_of_two(self) -> int:
+        """Ranks that divide every batch of this tool: at most all of them."""
+        return 2 ** int(math.log2(self.ranks))
+
     def say(self, text: str) -> None:
         """Show what is being done."""
         (self.folder / "now").write_text(text, encoding="utf-8")
         print(text, flush=True)
 
-    def check(self, name: str, look: Callable[[], str]) -> None:
+    def check(self, name: str, look: Callable[..., str], *arguments: Any) -> None:
         """Add a check: `look` returns what it measured, or raises Failed, Skipped, or anything."""
         self.say(name)
         try:
-            check = Check(name, "held", look())
+            check = Check(name, "held", look(*arguments))
         except Skipped as skipped:
             check = Check(name, "skipped", str(skipped))
         except Failed as failed:
@@ -92,10 +98,10 @@ class Bench:
         if not self.on_cuda:
             raise Skipped(NEEDS_CUDA)
 
-    def not_on_cpu(self, name: str) -> None:
-        """Add what CPU ranks leave out, on them."""
+    def not_on_cpu(self, *names: str) -> None:
+        """Add the checks that CPU ranks leave out, on them."""
         if not self.on_cuda:
-            self.checks.append(Check(name, "skipped", NEEDS_CUDA))
+            self.checks += [Check(name, "skipped", NEEDS_CUDA) for name in names]
 
     def two_ranks(self) -> None:
         """Raise Skipped on one rank."""
@@ -103,26 +109,17 @@ class Bench:
             raise Skipped(NEEDS_TWO)
 
     def time_for(self, seconds: float) -> None:
-        """Raise Skipped where so much is not left of the step's time."""
+        """Raise Skipped if less than that is left of the step's time."""
         if time.monotonic() - self.began + seconds > self.limit_s:
             raise Skipped(f"no time was left of {self.limit_s:.0f} s: see --limit")
 
-    @property
-    def power_of_two(self) -> int:
-        """Ranks that divide every batch of this tool: at most all of them."""
-        return 2 ** int(math.log2(self.ranks))
-
     def run(
-        self,
-        module: str,
-        arguments: list[str],
-        name: str,
-        ranks: int | None = None,
+        self, module: str, arguments: list[str], name: str, ranks: int | None = None
     ) -> Outcome:
         """Run main(arguments) of `module` on so many ranks, and wait for all of them.
 
-        `name`: folder of the logs. CPU ranks are forks of one process: imports are most of what
-        they do. CUDA does not survive a fork.
+        `name`: folder of the logs. CPU ranks are forks of one process: they would spend most of
+        their time on imports. CUDA does not survive a fork.
         """
         logs, count = self.folder / name, ranks or self.ranks
         if self.on_cuda:
@@ -140,6 +137,13 @@ class Bench:
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in group.logs]
         return Outcome(codes, outputs, [])
 
+    def computed(self, module: str, name: str, *arguments: str) -> Any:
+        """Run main([OUT, *arguments]) of `module` on one rank; return the JSON it writes to OUT."""
+        out = self.folder / f"{name}.json"
+        ended = self.run(module, [str(out), *arguments], name, ranks=1)
+        expect(ended.codes == [0], f"it ended with {ended.codes}: {tail(ended)}")
+        return json.loads(out.read_text())
+
     def train(
         self,
         run: RunFolder,
@@ -153,8 +157,7 @@ class Bench:
         """Train the tiny model on its data; all ranks must end with `code`."""
         words = [f"--deepspeed={REPOSITORY / 'ds_configs' / json_name}.json", *self.settings]
         words += [f"run.dir={run.path}", *settings]
-        module, arguments = "tools.acceptance.rank", [json.dumps(fault), *words]
-        ended = self.run(module, arguments, name, ranks)
+        ended = self.run("tools.acceptance.plant", [json.dumps(fault), *words], name, ranks)
         if set(ended.codes) != {int(code)}:
             raise Failed(f"{name}: ranks ended with {ended.codes}, not with {code}: {tail(ended)}")
         return ended
@@ -182,6 +185,11 @@ class Bench:
             "save.export=false",
         ]
 
+    def timed_settings(self, *without: str) -> dict[str, str]:
+        """Return `settings` for tools/speed, which sets the batch itself."""
+        settings = dict(text.split("=", 1) for text in self.settings)
+        return {k: v for k, v in settings.items() if k not in ("train.global_batch", *without)}
+
     def close(self) -> None:
         """End the process that forks ranks."""
         if self._zygote is not None:
@@ -189,7 +197,7 @@ class Bench:
 
 
 def tail(ended: Outcome) -> str:
-    """The last line of each rank."""
+    """Return the last line of each rank."""
     lines = [output.strip().rpartition("\n")[2] for output in ended.outputs]
     return readable("; ".join(dict.fromkeys(filter(None, lines))))
 
@@ -201,9 +209,35 @@ def expect(condition: bool, otherwise: str) -> None:
 
 
 def _write_corpus(folder: Path) -> None:
-    """This library's own source: real text, and little of it."""
+    """Write this library's own source: real text, and little of it."""
     partial = folder.with_name(f"{folder.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     for number, path in enumerate(sorted((REPOSITORY / "harness").rglob("*.py"))):
         (partial / f"{number:04}.txt").write_bytes(path.read_bytes())
     partial.rename(folder)
+
+
+def do_step(where: str, folder: str, ranks: str, accelerator: str, limit_s: str) -> None:
+    """Do a step, "MODULE:FUNCTION", in this process; write FOLDER/result.json."""
+    if accelerator == "cuda":
+        os.environ |= ON_CUDA
+    module, _, function = where.partition(":")
+    look = getattr(importlib.import_module(module), function)
+    own = Path(folder)
+    bench = Bench(own, own.parent, int(ranks), accelerator, float(limit_s))
+    with contextlib.closing(bench):
+        figure = look(bench)
+    checks = [asdict(check) for check in bench.checks]
+    result = {"figure": figure, "checks": checks, "values": bench.values}
+    (own / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def on_rank(out: str, compute: Callable[[World, Any], Any]) -> int:
+    """Join the other ranks and write compute(world, device) to `out`, which may name the {rank}."""
+    from harness.engine.processes import ending_together, join  # torch and DeepSpeed
+
+    world = World.from_environ()
+    with ending_together():
+        device = join(world)
+        Path(out.format(rank=world.rank)).write_text(json.dumps(compute(world, device)))
+    return 0

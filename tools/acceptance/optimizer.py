@@ -1,8 +1,7 @@
-"""The optimizer: every AdamW that is here takes torch's steps; a killed build does not matter."""
+"""The optimizer: every AdamW takes torch's steps, and a killed build does not matter."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,26 +10,35 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from harness.launch.ranks import REPOSITORY, environment
-from tools.acceptance.bench import Bench, Failed, Skipped, expect, tail
-from tools.acceptance.building import LOADED, SOURCE
+from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank
 
 _ELEMENTS = 10_000_000
 _ALLOWED = 1e-6  # of a weight below 1, after three steps of 0.001
 _PATIENCE_S = 300.0
+_STEPS = 3
+_SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_SOURCE = 'extern "C" int planted() { return 1; }\n'
+_LOADED = "loaded"
+# Waits for whoever builds the operator, builds it if need be, and loads it, as DeepSpeed's are.
+_BUILD = f"""
+import sys
+from torch.utils import cpp_extension
+from harness.engine.deepspeed_0_19.builds import watch_builds
+watch_builds(lambda text: print(text, flush=True))
+cpp_extension.load(name="planted", sources=[sys.argv[1]], is_python_module=False)
+print({_LOADED!r}, flush=True)
+"""
 
 
 def look(bench: Bench) -> str:
     """Compare the implementations; then kill a build for which another one waits."""
-    out = bench.folder / "apart.json"
     results: dict[str, float | str] = {}
 
     def stepped() -> str:
-        arguments = [str(out), str(_ELEMENTS)]
-        ended = bench.run("tools.acceptance.stepping", arguments, "stepping", ranks=1)
-        expect(ended.codes == [0], f"it ended with {ended.codes}: {tail(ended)}")
-        result = json.loads(out.read_text())
+        result = bench.computed(__name__, "stepping", str(_ELEMENTS))
         results.update(result["apart"])
         bench.values["engine"] = result["engine"]
         return f"a run of zero1.json here has {result['engine']}"
@@ -38,8 +46,8 @@ def look(bench: Bench) -> str:
     bench.check("three steps by each", stepped)
     bench.values["apart"] = results
     for name, apart in results.items():
-        bench.check(f"AdamW, {name}", lambda apart=apart: _close(apart))
-    bench.check("a build that is killed", lambda: _killed_build(bench.folder))
+        bench.check(f"AdamW, {name}", _close, apart)
+    bench.check("a build that is killed", _killed_build, bench.folder / "build")
     numbers = [apart for apart in results.values() if isinstance(apart, float)]
     most = f", at most {max(numbers):.0e} apart" if numbers else ""
     return f"{bench.values.get('engine', 'none')} in a run{most}"
@@ -53,15 +61,14 @@ def _close(apart: float | str) -> str:
     return text
 
 
-def _killed_build(folder: Path) -> str:
-    """Let a build wait for one that never ends, kill that, and see the waiting one build."""
+def _killed_build(own: Path) -> str:
+    """Let a build wait for one that never ends, kill that one, and see the waiting one build."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise Skipped("needs a C++ compiler")
-    own = folder / "build"
     own.mkdir()
     begun, slow, source = own / "begun", own / "slow-c++", own / "planted.cpp"
-    source.write_text(SOURCE)
+    source.write_text(_SOURCE)
     # Of a command only its flags say that it compiles.
     waits = f"case \" $* \" in *' -c '*) touch '{begun}'; sleep 3600;; esac"
     slow.write_text(f"#!/bin/sh\n{waits}\nexec '{compiler}' \"$@\"\n")
@@ -74,24 +81,19 @@ def _killed_build(folder: Path) -> str:
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     code = second.wait(_PATIENCE_S)
-    expect(code == 0 and LOADED in log.read_text(), f"it ended with {code}: {log.read_text()}")
-    return "whoever waited for it has built"
+    expect(code == 0 and _LOADED in log.read_text(), f"it ended with {code}: {log.read_text()}")
+    return "the build that waited for it succeeded"
 
 
 def _builder(folder: Path, compiler: str, source: Path, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tools.acceptance.building", str(source)]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     env = environment({"CXX": compiler, "TORCH_EXTENSIONS_DIR": str(folder), "PATH": path})
     with log.open("wb") as output:
         return subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            [sys.executable, "-c", _BUILD, str(source)], cwd=REPOSITORY, env=env,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        )  # fmt: skip
 
 
 def _until(condition: Callable[[], bool], what: str, process: subprocess.Popen[bytes]) -> None:
@@ -100,3 +102,67 @@ def _until(condition: Callable[[], bool], what: str, process: subprocess.Popen[b
         if process.poll() is not None or time.monotonic() > deadline:
             raise Failed(f"waited for {what}, in vain")
         time.sleep(0.1)
+
+
+# --- one rank: OUT ELEMENTS ---
+
+
+def main(argv: list[str]) -> int:
+    """Write {implementation: the largest difference of a weight, or why it is missing} to OUT.
+
+    The reference is torch's AdamW in fp64, one operation at a time.
+    """
+    import torch
+
+    from harness.config.run_config import RunConfig
+    from harness.plan.make import make_plan
+
+    out, elements = argv
+
+    def stepped(make: Callable[..., Any], how: dict[str, bool], device: Any, dtype: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        values = torch.rand(int(elements), generator=generator)
+        weight = torch.nn.Parameter(values.to(device, dtype))
+        optimizer = make([weight], **_SETTINGS, **how)
+        for _ in range(_STEPS):
+            weight.grad = torch.randn(int(elements), generator=generator).to(device, dtype)
+            optimizer.step()
+        return weight.detach()
+
+    def engines(world: Any, device: Any) -> str:
+        """Return the class of the optimizer that a run of zero1.json has here."""
+        from tools.proofs.engines import build_engine
+
+        run = RunConfig.model_validate(
+            {"data": {"seq_len": 32}, "train": {"global_batch": 1, "steps": 2}}
+            | {"optim": {"warmup_steps": 0}}
+        )
+        engine = build_engine(make_plan(run, {"zero_optimization": {"stage": 1}}, world), device)
+        name = str(engine.describe()["inner_optimizer"])
+        engine.close()
+        return name
+
+    def computed(world: Any, device: Any) -> dict[str, Any]:
+        from deepspeed.ops import adam
+
+        compiled = adam.FusedAdam if device.type == "cuda" else adam.DeepSpeedCPUAdam
+        torchs, apart = torch.optim.AdamW, {}
+        inner = engines(world, device)
+        expected = stepped(torchs, {}, device, torch.float64)
+        for name, make, how in (
+            ("torch's, fused", torchs, {"fused": True}),
+            ("torch's, foreach", torchs, {"foreach": True}),
+            ("DeepSpeed's, compiled", compiled, {}),
+        ):
+            try:
+                weights = stepped(make, how, device, torch.float32)
+                apart[name] = float((weights.double() - expected).abs().max())
+            except Exception as error:  # whatever a build raises
+                apart[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"engine": inner, "apart": apart}
+
+    return on_rank(out, computed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

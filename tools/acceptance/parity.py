@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from harness.runfolder import RunFolder
@@ -30,19 +29,18 @@ def look(bench: Bench) -> str:
     """Compare the gate's own cells; discard a step, and roll back."""
     worst = [0.0]
     cells = [cell_of(*names, ranks=bench.power_of_two) for names in _CELLS]
-    bench.check("train every layout", lambda: _trained_together(bench, cells, "cells", {}))
+    bench.check("train every layout", _trained_together, bench, cells, "cells", {})
     for cell in cells:
-        name = f"{cell.layout} in {cell.precision}"
-        bench.check(name, lambda cell=cell: _equal(bench, cell, worst))
-    bench.check("a loss that is NaN", lambda: _discarded(bench))
-    bench.check("roll back after a spike", lambda: _rolled_back(bench))
+        bench.check(f"{cell.layout} in {cell.precision}", _equal, bench, cell, worst)
+    bench.check("a loss that is NaN", _discarded, bench)
+    bench.check("roll back after a spike", _rolled_back, bench)
     racing = [cell for cell in cells if cell.layout in _RACING]
     if bench.on_cuda:
         name = "train with CUDA_LAUNCH_BLOCKING=1"
-        bench.check(name, lambda: _trained_together(bench, racing, "blocking", _BLOCKING))
+        bench.check(name, _trained_together, bench, racing, "blocking", _BLOCKING)
     for cell in racing:
         name = f"{cell.layout} with CUDA_LAUNCH_BLOCKING=1"
-        bench.check(name, lambda cell=cell: _blocking(bench, cell, worst))
+        bench.check(name, _blocking, bench, cell, worst)
     bench.values["worst_of_allowed"] = worst[0]
     return f"differences at most {worst[0]:.2f} of what is allowed"
 
@@ -101,16 +99,12 @@ def _last_line(ended: SystemExit) -> str:
 
 
 def _blocking(bench: Bench, cell: Cell, worst: list[float]) -> str:
-    """Let the host wait for every kernel: where it learns otherwise then, something races."""
+    """Let the host wait for every kernel: a run that learns something else then has a race."""
     bench.cuda_only()
     text = _equal(bench, cell, worst, "blocking", **_BLOCKING)
     paths = [bench.folder / name / f"{cell.name}.json" for name in ("cells", "blocking")]
-    alike = _bytes(paths[0]) == _bytes(paths[1])
+    alike = len({path.read_bytes() if path.exists() else None for path in paths}) == 1
     return f"losses {'equal bit for bit' if alike else f'within rounding: {text}'}"
-
-
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
 
 
 def _discarded(bench: Bench) -> str:

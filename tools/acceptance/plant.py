@@ -1,27 +1,37 @@
-"""Faults that an acceptance plants into a run, on one of its ranks."""
+"""One rank of a run with a planted fault: the fault as JSON, or null, then train.py's arguments."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from typing import Any
 from unittest import mock
 
 import torch
 
-from harness import loop
+from harness import loop, train
 from harness.run.run import Run
 from harness.steps import Step
 
 _MORE_THAN_ANY = 2**50  # bytes
 
 
-def plant(fault: dict[str, Any]) -> None:
-    """Let a rank do something in one of its steps: {"rank": 1, "step": 3, "do": "raise"}.
+def main(argv: list[str]) -> int:
+    """Plant the fault and train."""
+    fault, *arguments = argv
+    if planted := json.loads(fault):
+        plant(planted)
+    return train.main(arguments)
 
-    `do`: raise, sleep (for ever), usr1, oom (ask for more memory than there is), nan (a loss that
-    is no number), spike (a loss 10,000 times too large).
+
+def plant(fault: dict[str, Any]) -> None:
+    """Plant a fault into one step of one rank: {"rank": 1, "step": 3, "do": "raise"}.
+
+    `do`: raise, sleep (an hour), usr1, oom (ask for more memory than there is), nan (the loss is
+    NaN), spike (the loss is 10,000 times as large).
     """
     take_step, factors = loop.take_step, {"nan": float("nan"), "spike": 1e4}
 
@@ -47,18 +57,19 @@ def take_scaled_step(run: Run, step: Step, take_step: Any, factor: float) -> Any
     from harness.engine import forward as passes  # DeepSpeed, once the device is known
     from harness.engine import pipeline
 
-    forward, losses = passes.forward, pipeline.losses
+    def scaled(compute: Any) -> Any:
+        def with_factor(*tensors: Any, **more: Any) -> Any:
+            loss, auxiliary = compute(*tensors, **more)
+            return loss * factor, auxiliary
 
-    def scaled(*tensors: Any, **more: Any) -> Any:
-        loss, auxiliary = forward(*tensors, **more)
-        return loss * factor, auxiliary
-
-    def scaled_losses(*tensors: Any, **more: Any) -> Any:
-        loss, auxiliary = losses(*tensors, **more)
-        return loss * factor, auxiliary
+        return with_factor
 
     with (
-        mock.patch.object(passes, "forward", scaled),
-        mock.patch.object(pipeline, "losses", scaled_losses),
+        mock.patch.object(passes, "forward", scaled(passes.forward)),
+        mock.patch.object(pipeline, "losses", scaled(pipeline.losses)),
     ):
         return take_step(run, step)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

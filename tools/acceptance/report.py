@@ -1,4 +1,4 @@
-"""The result of an acceptance: checks, the steps that they belong to, a table of 80 columns."""
+"""Steps of an acceptance, their checks and results, and a table of 80 columns."""
 
 from __future__ import annotations
 
@@ -16,40 +16,45 @@ Verdict = Literal["held", "failed", "skipped"]
 WIDTH = 80
 _STEP, _VERDICT, _SECONDS = 15, 8, 6
 _INDENT = " " * 4
-_MOST = 400
-"""Characters of a text; the log has the rest."""
+_MOST = 400  # characters of a text; the log has the rest
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step."""
+
+    name: str
+    question: str
+    limit_s: float  # on GPUs
+    where: str
+    """ "MODULE:FUNCTION"; the function takes a Bench and returns the step's main figure."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One of the things that a step looks at."""
+    """One check of a step."""
 
     name: str
     verdict: Verdict
-    text: str = ""
-    """What was measured; why it failed, or was skipped."""
+    text: str = ""  # what was measured; why it failed, or was skipped
 
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a step."""
+    """The result of a step."""
 
     step: str
     seconds: float
-    figure: str = ""
-    """The one figure that counts."""
-    problem: str = ""
-    """Why the step itself did not come to an end."""
+    figure: str = ""  # the main figure
+    problem: str = ""  # why the step itself did not end
     checks: tuple[Check, ...] = ()
-    cpu_s: float = 0.0
-    """Processor seconds of all its processes."""
+    cpu_s: float = 0.0  # processor seconds of all its processes
     log: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    """What was measured, for programs."""
+    values: dict[str, Any] = field(default_factory=dict)  # measurements, for programs
 
     @property
     def verdict(self) -> Verdict:
-        """Failed if anything did, skipped if everything was."""
+        """Failed if any check failed, skipped if all were skipped."""
         verdicts = {check.verdict for check in self.checks}
         if self.problem or "failed" in verdicts or not verdicts:
             return "failed"
@@ -57,7 +62,7 @@ class Result:
 
 
 def read_result(path: Path, step: str, seconds: float, cpu_s: float, log: Path) -> Result:
-    """Return the result that a step's process wrote; one with a `problem` where that is none."""
+    """Return the result that a step's process wrote, or one with a `problem` if it is invalid."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         checks = tuple(Check(**check) for check in values.pop("checks"))
@@ -70,7 +75,7 @@ def read_result(path: Path, step: str, seconds: float, cpu_s: float, log: Path) 
 
 
 def table(results: Sequence[Result]) -> str:
-    """A line for each step, and under it what failed or was skipped."""
+    """Return a line for each step, and below it what failed or was skipped."""
     lines = [f"{'step':{_STEP}}{'verdict':{_VERDICT}}{'s':>{_SECONDS}}  figure"]
     lines.append("-" * WIDTH)
     for result in results:
@@ -111,7 +116,7 @@ def readable(text: str) -> str:
 
 
 def conclusion(results: Sequence[Result]) -> str:
-    """The verdict over all steps: a sentence, in lines of WIDTH."""
+    """Return the verdict over all steps: a sentence, in lines of WIDTH."""
     of = {v: [r.step for r in results if r.verdict == v] for v in ("held", "failed", "skipped")}
     seconds, cpu_s = (sum(getattr(r, name) for r in results) for name in ("seconds", "cpu_s"))
     time = f"{seconds:.0f} s, {cpu_s:.0f} s of processors"
@@ -122,11 +127,11 @@ def conclusion(results: Sequence[Result]) -> str:
 
 
 def code(results: Sequence[Result]) -> int:
-    """DONE, or 1 if a step failed."""
+    """Return DONE, or 1 if a step failed."""
     return 1 if any(result.verdict == "failed" for result in results) else int(ExitCode.DONE)
 
 
 def as_json(results: Sequence[Result], about: dict[str, Any]) -> dict[str, Any]:
-    """The same, for programs."""
+    """Return the results for programs."""
     steps = [{"verdict": result.verdict, **asdict(result)} for result in results]
     return {**about, "code": code(results), "steps": steps}

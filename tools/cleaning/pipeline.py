@@ -1,9 +1,15 @@
-"""A recipe as datatrove pipelines, one after the other."""
+"""A cleaning: its recipe as datatrove pipelines, one after the other, and its folder OUT."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +34,28 @@ from datatrove.pipeline.filters import (
 )
 from datatrove.pipeline.writers import JsonlWriter
 
-from harness.data.corpus import Corpus
+from harness.data.corpus import Corpus, find_corpus
 from harness.data.shards import Shard
-from tools.cleaning.reading import CorpusReader, Sample, TaskReader
-from tools.cleaning.recipe import Recipe
+from harness.errors import ConfigError
+from harness.files.splits import ALL
+from tools.cleaning.recipe import Recipe, packaged_model
 from tools.cleaning.steps import (
     BANNED_WORDS,
     C4,
     HASHES,
     BadWords,
+    CorpusReader,
     Language,
     PersonalData,
+    Sample,
+    TaskReader,
     Urls,
     n_grams_config,
     words_of,
 )
-from tools.language_model import packaged_model
 
-_BUFFER = 256
-"""Signatures that a file reads ahead."""
+_BUFFER = 256  # signatures that a file reads ahead
+_FORMAT = 1  # increase this if the same corpus and recipe would give other bytes
 
 
 @dataclass(frozen=True)
@@ -202,3 +211,94 @@ def language_model(recipe: Recipe) -> Path:
 def logs_of(logs: Path, number: int, stage: Stage) -> Path:
     """Return the folder of a stage's logs, statistics and completions."""
     return logs / f"{number}-{stage.name}"
+
+
+# --- the folder ---
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Lock OUT. Raises ConfigError if another process has it."""
+    with (out / "lock").open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, none of the workers'
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ConfigError(
+                    f"OUT: {out} is being written by another process: wait for it, or choose "
+                    "another OUT"
+                ) from None
+        yield
+
+
+def keep_identity(pipeline: Pipeline) -> None:
+    """Record what is cleaned and how. Raises ConfigError if OUT holds another cleaning."""
+    made_from = {
+        "format": _FORMAT,
+        "datatrove": version("datatrove"),
+        "recipe": json.loads(pipeline.recipe.identity()),
+        "corpus": pipeline.corpus.identity(),
+        "columns": dict(pipeline.corpus.columns),
+        **_files_of(pipeline.recipe),
+        "tasks": len(pipeline.shards),
+    }
+    made_from = json.loads(json.dumps(made_from))
+    path = pipeline.out / "made-from.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        differs = [key for key in made_from if made_from[key] != before.get(key)]
+        if differs:
+            raise ConfigError(
+                f"OUT: {pipeline.out} holds a cleaning with another {', '.join(differs)} "
+                f"({path}): choose another OUT, or remove this one"
+            )
+        return
+    if others := [of.name for of in pipeline.out.iterdir() if of.name != "lock"]:
+        raise ConfigError(
+            f"OUT: {pipeline.out} holds {others[0]}, which is not of this tool: choose another OUT"
+        )
+    temporary = path.with_name(".made-from.json")
+    temporary.write_text(json.dumps(made_from))
+    temporary.replace(path)
+
+
+def _files_of(recipe: Recipe) -> dict[str, Any]:
+    """Return names, sizes and modification times of the files that a recipe reads."""
+    read: dict[str, Any] = {}
+    if recipe.decontaminate:
+        corpora = [find_corpus(file, split=ALL) for file in recipe.decontaminate.files]
+        read["evaluation data"] = [corpus.identity() for corpus in corpora]
+    if recipe.bad_words and recipe.bad_words.file:
+        read["list of words"] = _state(recipe.bad_words.file)
+    if recipe.language and recipe.language.model:
+        read["language model"] = _state(recipe.language.model)
+    return read
+
+
+def _state(file: str) -> list[int]:
+    stat = Path(file).stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def empty(folder: Path) -> None:
+    """Remove what is in a folder."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def write_report(pipeline: Pipeline) -> dict[str, Any]:
+    """Write the report in three forms, once, and return it."""
+    from harness.report.write import write_page
+    from tools.cleaning.report import as_text, page_of, report_of
+
+    path = pipeline.out / "report.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    report = report_of(pipeline, pipeline.out / "logs")
+    (pipeline.out / "report.txt").write_text(as_text(report) + "\n", encoding="utf-8")
+    write_page(pipeline.out / "report.html", page_of(report))
+    write_page(path, json.dumps(report, indent=1))
+    return report

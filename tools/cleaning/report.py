@@ -1,17 +1,23 @@
-"""The report of a cleaning, from datatrove's own statistics and the documents that it removed."""
+"""The report of a cleaning: from datatrove's statistics and the documents that it removed, as plain
+values, as text, and as one page that needs no network.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from harness.report.chart import Chart, Curve, html_of
+from harness.report.page import document as html_page
+from harness.report.words import escaped, short
 from tools.cleaning.pipeline import Pipeline, logs_of
-from tools.cleaning.recipe import STEPS
 from tools.cleaning.strictness import STRICTNESS, Document, Report, from_json, report_at
 
+Values = Mapping[str, Any]
+_TITLES = {"characters": "size", "quality": "quality", "diversity": "diversity"}
 EXAMPLES = 20
 _MOST_SHOWN = 400
 _NAMES = {  # datatrove's name of a step, by a part of it
@@ -29,12 +35,7 @@ _NAMES = {  # datatrove's name of a step, by a part of it
 }
 
 
-class Step(NamedTuple):
-    """A step of a pipeline."""
-
-    name: str
-    stats: Counter[str]
-    """datatrove's statistics, and the seconds in it."""
+Stats = Counter[str]  # datatrove's statistics of a step, and the seconds in it
 
 
 def report_of(pipeline: Pipeline, logs: Path) -> dict[str, Any]:
@@ -43,27 +44,22 @@ def report_of(pipeline: Pipeline, logs: Path) -> dict[str, Any]:
         _stats(logs_of(logs, number, stage) / "stats")
         for number, stage in enumerate(pipeline.stages(), 1)
     ]
-    first, last = stages[0], stages[-1]
-    reader, writer = first[0].stats, last[-1].stats
+    (_, reader), (_, writer) = stages[0][0], stages[-1][-1]
     # The exact filter runs twice, before the signatures and at the end: the later counts hold.
-    by_name = {step_name(of.name): of.stats for stage in (first, last) for of in stage}
-    steps = [
-        _step(name, by_name[name], pipeline)
-        for name in STEPS
-        if getattr(pipeline.recipe, name) is not None
-    ]
+    by_name = {
+        next((ours for part, ours in _NAMES.items() if part in name), name): stats
+        for stage in (stages[0], stages[-1])
+        for name, stats in stage
+    }
     sample = _sample(pipeline)
+    counts = {"read": reader["documents"], "empty": reader["empty"], "written": writer["total"]}
     return {
         "corpus": str(pipeline.corpus.path),
         "output": str(pipeline.data),
         "recipe": pipeline.recipe.model_dump(exclude_none=True),
-        "documents": {
-            "read": reader["documents"],
-            "empty": reader["empty"],
-            "written": writer["total"],
-        },
+        "documents": counts,
         "characters": {"read": reader["doc_len"], "written": writer["doc_len"]},
-        "steps": steps,
+        "steps": [_step(name, by_name[name], pipeline) for name in pipeline.recipe.steps],
         "sample": {"documents": len(sample), "one_in": pipeline.sample_one_in},
         "after_steps": [*_after_steps(pipeline, sample)],
         "strictness": [
@@ -71,62 +67,42 @@ def report_of(pipeline: Pipeline, logs: Path) -> dict[str, Any]:
             for at, left in ((at, report_at(sample.values(), at)) for at in STRICTNESS)
         ],
         "cpu_seconds": {
-            of.name: round(of.stats["seconds"], 3)
+            name: round(stats["seconds"], 3)
             for stage in stages
-            for of in stage
-            if of.stats["seconds"]
+            for name, stats in stage
+            if stats["seconds"]
         },
     }
 
 
-def _stats(folder: Path) -> list[Step]:
-    """Return the statistics of a stage's steps, added up over its tasks."""
-    added: list[Counter[str]] = []
-    names: dict[int, str] = {}
+def _stats(folder: Path) -> list[tuple[str, Stats]]:
+    """Return the name and statistics of each step of a stage, added up over its tasks."""
+    added: list[tuple[str, Stats]] = []
     for file in sorted(folder.glob("*.json")):
         for place, step in enumerate(json.loads(file.read_text())):
             if place == len(added):
-                added.append(Counter())
-            added[place]["seconds"] += total_of(step["time_stats"])
-            added[place].update({key: total_of(value) for key, value in step["stats"].items()})
-            names[place] = step["name"]
-    return [Step(name, stats) for name, stats in zip(names.values(), added, strict=True)]
+                added.append((step["name"], Counter()))
+            values = {**step["stats"], "seconds": step["time_stats"]}
+            # datatrove writes a number, or a total with its spread.
+            added[place][1].update(
+                {key: of["total"] if isinstance(of, dict) else of for key, of in values.items()}
+            )
+    return added
 
 
-def total_of(value: Any) -> float:
-    """Return a statistic's total: datatrove writes a number, or one with its spread."""
-    return value["total"] if isinstance(value, dict) else value
-
-
-def step_name(name: str) -> str:
-    """Return a recipe's name of a step of datatrove's."""
-    return next((ours for part, ours in _NAMES.items() if part in name), name)
-
-
-def _step(name: str, stats: Counter[str], pipeline: Pipeline) -> dict[str, Any]:
+def _step(name: str, stats: Stats, pipeline: Pipeline) -> dict[str, Any]:
     if name == "personal_data":
         kinds = {kind: stats[kind] for kind in ("emails", "ips", "phones") if stats[kind]}
         numbers = {"changed": stats["changed"], "reasons": kinds, "removed": 0}
     else:
-        reasons = {
-            key.removeprefix("dropped_"): count
-            for key, count in stats.items()
-            if key.startswith("dropped_")
-        }
-        numbers = {"removed": stats["dropped"], "reasons": _sorted(reasons)}
+        start = "dropped_"
+        dropped = {k.removeprefix(start): n for k, n in stats.items() if k.startswith(start)}
+        reasons = dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
+        numbers = {"removed": stats["dropped"], "reasons": reasons}
     folder = pipeline.removed / name
-    return {
-        "step": name,
-        "read": stats["total"],
-        **numbers,
-        "kept": stats["total"] - numbers["removed"],
-        "folder": str(folder),
-        "examples": _examples(folder),
-    }
-
-
-def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    kept = stats["total"] - numbers["removed"]
+    shown = {"kept": kept, "folder": str(folder), "examples": _examples(folder)}
+    return {"step": name, "read": stats["total"], **numbers, **shown}
 
 
 def _examples(folder: Path) -> list[dict[str, Any]]:
@@ -167,8 +143,8 @@ def _after_steps(pipeline: Pipeline, sample: Mapping[str, Document]) -> Iterator
     left = dict(sample)
     yield {"step": "read", **_trade_off(Report((*left.values(),), {}))}
     ranks = {name.partition("-")[0] for name in sample}
-    for step in STEPS:
-        if getattr(pipeline.recipe, step) is None or step == "personal_data":
+    for step in pipeline.recipe.steps:
+        if step == "personal_data":
             continue
         for rank in ranks:
             file = pipeline.removed / step / f"{rank}.jsonl"
@@ -211,3 +187,155 @@ def as_text(report: Mapping[str, Any]) -> str:
         reasons = ", ".join(f"{name} {count:,}" for name, count in [*step["reasons"].items()][:4])
         lines.append(f"{step['step']:<18} {step['removed']:>9,} removed  {share:6.1%}  {reasons}")
     return "\n".join(line.rstrip() for line in lines)
+
+
+# --- the page ---
+
+
+def page_of(report: Values) -> str:
+    """Return the page."""
+    drawn = [_over_strictness(report), _chart_after_steps(report)]
+    body = "".join(
+        (
+            f"<header><h1>Cleaned: {escaped(report['corpus'])}</h1><p>{escaped(_steps(report))}</p>"
+            "</header>",
+            _tiles(report),
+            f"<section class=card><h2>What each step removed</h2>{_table(report)}</section>",
+            f"<section class=charts>{''.join(map(html_of, drawn))}</section>",
+            _rules(report),
+            *(_examples_shown(step) for step in report["steps"]),
+        )
+    )
+    return html_page(f"Cleaned: {report['corpus']}", body, drawn, by="tools/clean_data.py")
+
+
+def _steps(report: Values) -> str:
+    return " · ".join(step["step"].replace("_", " ") for step in report["steps"])
+
+
+def _tiles(report: Values) -> str:
+    documents, characters, after = report["documents"], report["characters"], report["after_steps"]
+    first, last = after[0], after[-1]
+    tiles = {
+        "Documents kept": (
+            _share(documents), f"{documents['written']:,} of {documents['read']:,}"
+        ),
+        "Characters kept": (
+            _share(characters), f"{short(characters['written'])} of {short(characters['read'])}"
+        ),
+        "Common words": (f"{last['quality']:.1%}", f"{first['quality']:.1%} before"),
+        "Different words": (
+            f"{last['diversity']:,}", f"{first['diversity']:,} before, in the sample"
+        ),
+        "zlib bytes a character": (f"{last['packing']:.3f}", f"{first['packing']:.3f} before"),
+    }  # fmt: skip
+    shown = "".join(
+        f"<div><span>{name}</span><b>{escaped(value)}</b><small>{escaped(note)}</small></div>"
+        for name, (value, note) in tiles.items()
+    )
+    return f"<section class=tiles>{shown}</section>"
+
+
+def _spaced(name: str) -> str:
+    return escaped(name.replace("_", " "))
+
+
+def _share(counts: Values) -> str:
+    return f"{counts['written'] / max(1, counts['read']):.1%}"
+
+
+def _table(report: Values) -> str:
+    most = max(1, report["documents"]["read"])
+    rows = []
+    for step in report["steps"]:
+        reasons = ", ".join(f"{name} {count:,}" for name, count in [*step["reasons"].items()][:4])
+        reasons += ", ..." * (len(step["reasons"]) > 4)
+        affected = step.get("changed", step["removed"])
+        word = "changed" if "changed" in step else "removed"
+        colour = "series-1" if "changed" in step else "series-2"
+        parts = ((step["read"] - affected, "faint"), (affected, colour))
+        bar = "".join(
+            f'<i style="min-width:0;width:{100 * count / most:.2f}%;background:var(--{fill})"></i>'
+            for count, fill in parts
+        )
+        rows.append(
+            f"<tr><th>{_spaced(step['step'])}<small>{escaped(reasons)}</small></th>"
+            f"<td class=bars><div class=bar>{bar}</div></td><td>{affected:,} {word}</td></tr>"
+        )
+    return f"<table class=rows>{''.join(rows)}</table>"
+
+
+def _curves(points: Sequence[Values], axis: str, x: list[float]) -> list[Curve]:
+    curves = []
+    for number, (key, name) in enumerate(_TITLES.items(), 1):
+        y = [100 * point[key] / (points[0][key] or 1) for point in points]
+        colour = f"var(--series-{number})"
+        curves.append(Curve(name, colour, {axis: x}, y, last=f"{y[-1]:.0f} %"))
+    return curves
+
+
+def _over_strictness(report: Values) -> Chart:
+    points = report["strictness"]
+    return Chart(
+        "strictness",
+        "Size, quality and diversity over strictness",
+        "% of what was read",
+        _curves(points, "strictness", [float(point["strictness"]) for point in points]),
+        note=f"Counted on {report['sample']['documents']:,} documents of this corpus, not by this "
+        "recipe: six rules whose thresholds rise together, from keeping everything to prose alone. "
+        "Quality: share of the 2,000 most frequent words of English prose; diversity: different "
+        "words; size: characters.",
+        axes={"strictness": "strictness, %"},
+        from_zero=True,
+    )
+
+
+def _chart_after_steps(report: Values) -> Chart:
+    points = report["after_steps"]
+    names = ", ".join(
+        f"{number} {point['step'].replace('_', ' ')}" for number, point in enumerate(points)
+    )
+    return Chart(
+        "steps",
+        "Size, quality and diversity after each step",
+        "% of what was read",
+        _curves(points, "steps", [float(number) for number in range(len(points))]),
+        note=f"The same documents through this recipe: {names}.",
+        axes={"steps": "step"},
+        from_zero=True,
+    )
+
+
+def _rules(report: Values) -> str:
+    names = [*dict.fromkeys(name for point in report["strictness"] for name in point["rejected"])]
+    if not names:
+        return ""
+    head = "".join(f"<th>{escaped(name.replace('_', ' '))}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td>{point['strictness']} %</td><td>{point['documents']:,}</td>"
+        + "".join(f"<td>{point['rejected'].get(name, 0):,}</td>" for name in names)
+        + "</tr>"
+        for point in report["strictness"][::4]
+    )
+    return (
+        "<section class=card><details><summary>Documents that each rule rejects, by strictness"
+        f"</summary><div class=scroll><table class=runs><tr><th>strictness</th><th>kept</th>{head}"
+        f"</tr>{rows}</table></div></details></section>"
+    )
+
+
+def _examples_shown(step: Values) -> str:
+    if not step["examples"]:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escaped(of['reason'])}</td><td>{escaped(of['text'])}"
+        f"<br><small>{escaped(of['source'])}</small></td></tr>"
+        for of in step["examples"]
+    )
+    word = "changed" if "changed" in step else "removed"
+    of = f"{len(step['examples'])} of the {step.get('changed', step['removed']):,} documents"
+    return (
+        f"<section class=card><details><summary>{_spaced(step['step'])}: {of} that it {word}"
+        f"</summary><div class=scroll><table class=plan>{rows}</table></div>"
+        f"<p class=note>All of them: <code>{escaped(step['folder'])}</code></p></details></section>"
+    )

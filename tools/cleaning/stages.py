@@ -17,9 +17,11 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 
 from harness.errors import ConfigError
-from tools.cleaning import reading
+from harness.launch.ranks import REPOSITORY
+from tools.cleaning import steps
 from tools.cleaning.pipeline import Stage, logs_of
 from tools.cleaning.recipe import SlurmSection
+from tools.sweeps.slurm import queued
 from tools.workers import Progress, ProgressLine, WorkerFailed, run_workers
 
 
@@ -38,7 +40,7 @@ class Local(LocalPipelineExecutor):
 
         def work(rank: int, progress: Progress) -> None:
             own = deepcopy(self)  # steps collect the statistics of one task
-            reading.read_so_far = progress
+            steps.read_so_far = progress
             try:
                 with Path(os.devnull).open("w") as log, redirect_stderr(log):  # it has a file, too
                     own._run_for_rank(rank, local_rank=1)
@@ -63,12 +65,11 @@ def run_here(
         local = Local(stage.steps, stage.tasks, workers, str(logs_of(logs, number, stage)))
         local.run_stage(stage, sizes if stage.tasks == len(sizes) else [1] * stage.tasks)
         if stage.reads_corpus:
-            reading.require_no_problems(problems)
+            steps.require_no_problems(problems)
         if left := local.get_incomplete_ranks():
             raise WorkerFailed(f"{len(left)} tasks of {stage.name} did not end")
 
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_S = 2.0
 _LOST_S = 20.0
 """After which a stage without jobs in the queue that has not ended has failed: files of other
@@ -116,20 +117,20 @@ def run_on_slurm(
         )
         executors.append(before)
     jobs = logs / "slurm-jobs.json"
-    queued = json.loads(jobs.read_text()) if jobs.exists() else []
-    if not _queued(queued):
+    numbers = json.loads(jobs.read_text()) if jobs.exists() else []
+    if queued(numbers):
+        say(f"jobs {', '.join(numbers)} are in the queue")
+    else:
         logger.remove()
         try:
             executors[-1].launch_job()
         except subprocess.CalledProcessError as error:
             raise ConfigError(f"sbatch refused the job: {error}") from error
-        queued = [str(of.job_id) for of in executors if of.job_id not in (None, -1)]
+        numbers = [str(of.job_id) for of in executors if of.job_id not in (None, -1)]
         jobs.parent.mkdir(parents=True, exist_ok=True)
-        jobs.write_text(json.dumps(queued))
-        say(f"submitted {len(queued)} arrays as jobs {', '.join(queued)}")
-    else:
-        say(f"jobs {', '.join(queued)} are in the queue")
-    _follow(executors, queued, problems, say)
+        jobs.write_text(json.dumps(numbers))
+        say(f"submitted {len(numbers)} arrays as jobs {', '.join(numbers)}")
+    _follow(executors, numbers, problems, say)
 
 
 def _follow(executors: Sequence[Slurm], jobs: Sequence[str], problems: Path, say: Say) -> None:
@@ -142,36 +143,15 @@ def _follow(executors: Sequence[Slurm], jobs: Sequence[str], problems: Path, say
         reported = max(reported, ended)
         if ended == len(executors):
             return
-        if _queued(jobs):
+        if queued(jobs):
             idle_since = None
         elif idle_since is None:
             idle_since = time.monotonic()
         elif time.monotonic() > idle_since + _LOST_S or any(problems.glob("*.json")):
-            reading.require_no_problems(problems)
+            steps.require_no_problems(problems)
             failed = executors[ended]
             raise WorkerFailed(
                 f"{left[ended]} tasks of {failed.job_name} failed: see "
                 f"{failed.logging_dir.path}/logs and /slurm_logs"
             )
         time.sleep(_POLL_S)
-
-
-def _queued(jobs: Sequence[str]) -> bool:
-    """Return True while a job waits or runs that can still start."""
-    return bool(_states(jobs))
-
-
-def _states(jobs: Sequence[str]) -> list[str]:
-    """Return the jobs in the queue, without those whose dependency failed, which are cancelled."""
-    if not jobs:
-        return []
-    command = ["squeue", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i %r"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and "Invalid job id" not in done.stderr:
-        return [*jobs]  # Slurm does not answer just now
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.strip()]
-    never = [words[0] for words in lines if words[-1] == "DependencyNeverSatisfied"]
-    if never:
-        numbers = sorted({name.partition("_")[0] for name in never})
-        subprocess.run(["scancel", *numbers], capture_output=True, check=False)
-    return [words[0] for words in lines if words[0] not in never]

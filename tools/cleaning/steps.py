@@ -1,4 +1,4 @@
-"""Steps that datatrove lacks, or that would load something from the network."""
+"""Steps of pipelines that datatrove lacks, or that would load something from the network."""
 
 from __future__ import annotations
 
@@ -13,21 +13,158 @@ from typing import Any
 import numpy as np
 import regex
 from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.decont.n_grams import NGramsDecontConfig
 from datatrove.pipeline.filters import C4BadWordsFilter, C4QualityFilter, URLFilter
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.formatters import PIIFormatter
 from datatrove.pipeline.formatters.pii import PIIReplacer
+from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils._import_utils import ASSETS_PATH
 from datatrove.utils.hashing import HashConfig, create_hash_func
 from datatrove.utils.text import TERMINAL_PUNCTUATION, ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer, load_word_tokenizer
 
-from harness.data.corpus import find_corpus
-from harness.files.pieces import shortened
+from harness.data.corpus import Corpus, Part, find_corpus
+from harness.data.shards import Shard, corpus_of_shard, settle_lines
+from harness.files.chat import Chat
+from harness.files.data_format import BadLines
+from harness.files.pieces import Ids, Piece, shortened
 from harness.files.splits import ALL
 from tools.cleaning.recipe import words_in
+from tools.cleaning.strictness import as_json, measured
+
+# --- reading ---
+
+read_so_far: Callable[[int], None] = lambda characters: None  # noqa: E731
+"""Receives the characters that this process has read of its task. The executor sets it."""
+
+
+class CorpusReader(PipelineStep):
+    """Reads the documents of a shard of a corpus. Bad lines fail the task, all in one report."""
+
+    type = "📖 - READER"
+    name = "corpus"
+
+    def __init__(self, corpus: Corpus, shards: list[Shard], problems: Path) -> None:
+        """`problems`: folder of the bad lines of each shard."""
+        super().__init__()
+        self.corpus, self.shards, self.problems = corpus, shards, problems
+
+    def run(
+        self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
+    ) -> DocumentsPipeline:
+        """Yield the documents of shard number `rank`."""
+        corpus = corpus_of_shard(self.corpus, self.shards[rank])
+        bad_lines = BadLines()
+        characters, number = 0, 0
+        for texts, part in _whole(corpus.parts(bad_lines)):
+            text = "".join(texts)
+            characters += len(text)
+            read_so_far(characters)
+            if not text.strip():
+                self.stat_update("empty")
+                continue
+            document = Document(text, f"{rank:05}-{number:07}", metadata=_metadata(part))
+            number += 1
+            self.stat_update("documents")
+            self.update_doc_stats(document)
+            yield document
+        settle_lines(corpus, bad_lines)
+        if bad_lines.by_problem:
+            self.problems.mkdir(parents=True, exist_ok=True)
+            (self.problems / f"{rank:05}.json").write_text(json.dumps(bad_lines.as_json()))
+        bad_lines.require_none()
+
+
+def require_no_problems(folder: Path) -> None:
+    """Raise ConfigError with the bad lines of all shards, and forget them."""
+    bad_lines = BadLines()
+    for file in sorted(folder.glob("*.json")):
+        bad_lines.merge(BadLines.from_json(json.loads(file.read_text())))
+        file.unlink()
+    bad_lines.require_none()
+
+
+class TaskReader(JsonlReader):
+    """Reads the documents that the same task of an earlier stage wrote.
+
+    datatrove's own reader distributes existing files: a task without a file would shift the numbers
+    of all later documents.
+    """
+
+    def run(
+        self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
+    ) -> DocumentsPipeline:
+        """Yield the documents of the file of `rank`; none without the file."""
+        name = f"{rank:05}.jsonl"
+        for document in self.read_files_shard([name] if self.data_folder.isfile(name) else []):
+            self.update_doc_stats(document)
+            yield document
+
+
+def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
+    """Yield the pieces of each document."""
+    texts: list[str] = []
+    for part in parts:
+        assert isinstance(part.document, Piece), "refused before"
+        texts.append(part.document.text)
+        if part.is_last:
+            yield texts, part
+            texts = []
+
+
+def _metadata(part: Part) -> dict[str, Any]:
+    """Return the other columns of the record, and where it came from."""
+    record = dict(part.record) if isinstance(part.record, dict) else {}
+    nested = record.pop("metadata", None)
+    record = {**nested, **record} if isinstance(nested, dict) else record
+    source = f"{part.file}:{part.line}" if record else str(part.file)
+    return {**{k: v for k, v in record.items() if k != "text"}, "source": source}
+
+
+def why_no_text(corpus: Corpus) -> str | None:
+    """Return why a corpus cannot be cleaned; None if it can be."""
+    if corpus.kind == "indexed":
+        return "holds token ids: clean the text that they were made of"
+    first = next(corpus.parts(BadLines()), None)
+    if first is None:
+        return None
+    if isinstance(first.document, Chat):
+        return "holds conversations: this tool cleans plain text, one document a record"
+    if isinstance(first.document, Ids):
+        return "holds token ids: clean the text that they were made of"
+    if not first.document.is_learned:
+        return "holds prompts and completions: this tool cleans plain text, one document a record"
+    return None
+
+
+class Sample(PipelineStep):
+    """Measures an even share of the documents before any step, for the report."""
+
+    type = "📊 - STATS"
+    name = "sample"
+
+    def __init__(self, folder: Path, one_in: int, shards: frozenset[int]) -> None:
+        super().__init__()
+        self.folder, self.one_in, self.shards = folder, one_in, shards
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Yield every document; measure the first of each `one_in`, of some shards."""
+        if rank not in self.shards:
+            yield from data
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{rank:05}.jsonl").open("w", encoding="utf-8") as file:
+            for number, document in enumerate(data):
+                if (number + rank) % self.one_in == 0:
+                    self.stat_update("measured")
+                    file.write(json.dumps(as_json(measured(document.id, document.text))) + "\n")
+                yield document
+
+
+# --- words ---
 
 # A letter of a script that is written without spaces is a word; punctuation is one each.
 _WORD = regex.compile(

@@ -22,8 +22,7 @@ class Filter(NamedTuple):
     what: str
     loosest: float
     strictest: float
-    keeps_above: bool
-    """True if a document is kept whose measure is at least the threshold."""
+    keeps_above: bool  # True if a document is kept whose measure is at least the threshold
 
     def threshold(self, strictness: float) -> float:
         """Return the threshold at a strictness in percent."""
@@ -52,14 +51,10 @@ class Document:
     name: str
     characters: int
     measures: dict[str, float]
-    words: frozenset[str]
-    """Different words, in small letters."""
-    count: int
-    """Words, each time that they occur."""
-    common: int
-    """Of them, those that are frequent in prose."""
-    packed: int
-    """Bytes that zlib makes of it."""
+    words: frozenset[str]  # different words, in small letters
+    count: int  # words, each time that they occur
+    common: int  # of them, those that are frequent in prose
+    packed: int  # bytes that zlib makes of it
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,7 @@ class Report:
     """The documents that are left of a corpus."""
 
     kept: tuple[Document, ...]
-    rejected: Mapping[str, int]
-    """Documents by the first rule that rejects them."""
+    rejected: Mapping[str, int]  # documents by the first rule that rejects them
 
     @cached_property
     def characters(self) -> int:

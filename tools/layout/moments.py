@@ -17,12 +17,9 @@ class Moment:
     """Work of all ranks at the same time."""
 
     kind: Kind
-    work: tuple[Work, ...]
-    """Of each stage: the pass that it computes, or that it has just computed."""
-    tick: int = 0
-    """Of the schedule, from 0; its last one after the passes."""
-    sends: tuple[tuple[int, int], ...] = ()
-    """(stage, stage that it sends to)."""
+    work: tuple[Work, ...]  # of each stage: the pass that it computes, or that it has just computed
+    tick: int = 0  # of the schedule, from 0; its last one after the passes
+    sends: tuple[tuple[int, int], ...] = ()  # (stage, stage that it sends to)
 
 
 def moments(grid: Grid, micro_batches: int, zero_stage: int) -> Iterator[Moment]:

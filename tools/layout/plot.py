@@ -1,23 +1,30 @@
-"""One step of a pipeline as a picture: what each stage does over time."""
+"""Layouts as pictures: a step of a pipeline over time, and ZeRO's parts on each rank."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from harness.estimate.held import GIB
 from harness.layout.stages import bubble
 from harness.plan.plan import Plan
+from harness.report.charts import grouped
 from tools.figure import new_figure
 from tools.layout.schedules import plan_spans, waiting
-from tools.look.palette import GRID, SERIES, titles
+from tools.look.palette import COMPONENTS, FAINT, GRID, MUTED, SERIES, titles
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLOURS = {"forward": SERIES[0].light, "backward": SERIES[1].light}
 _READABLE = 0.014  # of the step: a shorter bar has no room for its number
+_MOST_RANKS = 16
+_STATES = {"weights": 3, "gradients": 2, "optimizer": 1}
+"""The ZeRO stage from which on each is divided (arXiv 1910.02054, figure 1)."""
+_THINNEST = 0.045  # of a lane: a slice that can still be seen
 
 
-def drawn(plan: Plan) -> Figure:
+def pipeline_drawn(plan: Plan) -> Figure:
     """A row for each stage; a bar's length is its arithmetic, sending takes no time."""
     from matplotlib.patches import Rectangle
 
@@ -54,3 +61,56 @@ def drawn(plan: Plan) -> Figure:
     )
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return figure
+
+
+def zero_drawn(plan: Plan) -> Figure:
+    """A column for each rank, a lane for each kind of state; coloured: held by that rank."""
+    title, subtitle = titles(plan)
+    figure = new_figure(11.5, 4.2, title, subtitle)
+    axis = figure.subplots()
+    shards = plan.grid.data * plan.grid.sequence
+    ranks = min(shards, _MOST_RANKS)
+    for lane, (state, from_stage) in enumerate(reversed(_STATES.items())):
+        is_divided = plan.zero_stage >= from_stage
+        _lane(axis, lane, state, ranks, shards if is_divided else 1)
+        share = f"1/{shards:,} on each rank" if is_divided else "whole on every rank"
+        axis.text(
+            ranks - 0.2, lane + 0.5, f"{share}{_size(plan, state)}", va="center", color=MUTED.light
+        )
+    per_node = plan.world.local_world_size // (plan.grid.tensor * plan.grid.pipeline) or 1
+    for node in range(per_node, ranks, per_node):
+        axis.axvline(node - 0.5, color=FAINT.light, lw=1, ls=":")
+    names = [f"rank {rank * plan.grid.tensor:,}" for rank in range(ranks)]
+    if ranks < shards:
+        names[-1] = f"... {plan.grid.world_size - 1:,}"
+    axis.set_xticks(range(ranks), names, rotation=35 if ranks > 8 else 0)
+    axis.set_yticks([lane + 0.5 for lane in range(len(_STATES))], list(reversed(_STATES)))
+    axis.set_xlim(-0.6, ranks + 3.4)
+    axis.set_ylim(-0.04, len(_STATES))
+    axis.grid(visible=False)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    if per_node < ranks:
+        axis.set_xlabel("dotted: the next node begins", loc="left")
+    return figure
+
+
+def _lane(axis: Axes, lane: int, state: str, ranks: int, parts: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    for rank in range(ranks):
+        box = (rank - 0.42, lane + 0.08)
+        axis.add_patch(Rectangle(box, 0.84, 0.84, fc=GRID.light, ec="none"))
+        height = max(0.84 / parts, _THINNEST)
+        part = rank if rank < ranks - 1 or parts == 1 else parts - 1  # the last column: last rank
+        bottom = lane + 0.92 - height - (part * (0.84 - height) / max(parts - 1, 1))
+        colour = COMPONENTS[state].light
+        axis.add_patch(Rectangle((rank - 0.42, bottom), 0.84, height, fc=colour, ec="none"))
+
+
+def _size(plan: Plan, state: str) -> str:
+    """Return the size that the estimate counts between two steps, where the model is known."""
+    if plan.estimate is None:
+        return ""
+    size = grouped(plan.estimate.worst.phase("between_steps"))[state]
+    return f", {size / GIB:,.2f} GiB" if size else ", none between steps"

@@ -117,8 +117,7 @@ def waiting(spans: Sequence[Span]) -> float:
     return 1 - sum(span.end - span.begin for span in spans) / (length * stages)
 
 
-Order = list[list[Task]]
-"""Of each stage, its tasks one after the other."""
+Order = list[list[Task]]  # of each stage, its tasks one after the other
 
 
 def one_f_one_b(stages: int, batches: int, _: int = 1) -> Order:

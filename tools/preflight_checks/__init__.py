@@ -1,1 +1,1 @@
-"""Checks of the preflight: one noun a file, measured on every rank and judged on rank 0."""
+"""Checks of the preflight: measured on every rank, judged on rank 0."""

@@ -1,13 +1,19 @@
-"""A rank's machine: its GPU, how fast it multiplies, memory, and what the system allows."""
+"""A rank's machine: its GPU and driver, matrix products, memory, and the limits of the system."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
+import re
 import resource
 import shutil
 import statistics
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,52 +21,91 @@ from typing import Any
 import torch
 
 from harness.config.ds_json import offloaded_to
+from harness.engine.processes import own_device
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
 from harness.estimate.held import GIB
 from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan
-from tools.preflight_checks.report import Row, by_text, grouped, same_row, slow, span, who
+from tools.preflight_checks.report import (
+    Row,
+    by_text,
+    grouped,
+    named_row,
+    problem_row,
+    same_row,
+    slow,
+    span,
+    who,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 SHARED_BYTES_PER_RANK = GIB  # NCCL's buffers and DeepSpeed's between the ranks of a node
-FREE_PART = 0.9  # of a GPU that nobody else uses; its driver and ECC keep a few per cent
+FREE_PART = 0.9  # of a GPU that nobody else uses; its driver and ECC keep a few percent
 _OWN_FILES, _FILES_PER_PEER = 512, 4  # guessed: sockets to every other rank, a few groups of them
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _EDGE = {"cuda": 8192, "cpu": 512}
 _MULTIPLY_S, _WINDOWS = 1.0, 9
+_EXACT_EDGE = {"cuda": 4096, "cpu": 256}
+_SPARSE = 64  # one factor of so many is not 0
+_REPEATS = 8
+_COMMAND_S = 20.0  # time limit of nvcc and dmesg
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVML's answers about one GPU. None: the driver did not answer."""
+
+    version: str | None = None
+    cuda: str | None = None  # the newest CUDA that this driver runs
+    bus_id: str | None = None
+    """As the kernel's log writes it: "0000:06:00"."""
+    link_width: int | None = None  # of the PCIe link, at most
+    ecc: str | None = None
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's machine; None for unknown values."""
+    """One rank's machine. None: unknown. Texts of problems are empty if there are none."""
 
     gpu: str = "no GPU"
     gpu_id: str | None = None
     gpu_free_bytes: int | None = None
     gpu_total_bytes: int | None = None
     ecc: str | None = None
-    """ "Enabled, 0 uncorrected errors", as the driver has it."""
+    """ "Enabled, 0 uncorrected errors"."""
     tflops: float = 0.0
-    """Of matrix products in the run's precision, with all ranks of the node at work."""
+    """Of matrix products in the run's precision, while all ranks of the node compute."""
     host_free_bytes: int | None = None
     shared_free_bytes: int | None = None
-    memlock_bytes: int | None = None
-    """None: as much as there is."""
+    memlock_bytes: int | None = None  # None: unlimited
     open_files: int = 0
     infiniband: bool = False
     shortages: tuple[str, ...] = ()
-    """Shortages of this machine for the run (harness/estimate/fit.py)."""
+    """Memory that the run needs and this machine lacks (harness/estimate/fit.py)."""
+    checksum: str = ""  # of exact products of small whole numbers: the same on every device
+    steady: bool = True  # False if one of several such products differed from the first
+    locks: str = ""  # why builds in the folder of compiled operators cannot be locked
+    toolkit: str = ""  # versions of CUDA: the driver's, torch's, the compiler's
+    toolkit_problem: str = ""
+    health: str = ""  # problems of the GPU that its driver reports
+    links: str = ""  # its way to the GPUs of the node that this rank sees
 
 
-def measure_machine(plan: Plan, device: torch.device, free_gpu: int | None) -> Machine:
-    """Look at this rank's machine. `free_gpu`: bytes, from before torch took its own."""
-    host = free_on_host()
+def measure_machine(plan: Plan) -> Machine:
+    """Measure this rank's machine."""
+    # Before torch takes its own.
+    on_cuda = plan.world.accelerator == "cuda"
+    free_gpu = free_on_gpu(plan.world.local_rank) if on_cuda else None
+    device, host = own_device(plan.world), free_on_host()
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    tflops = matmul_tflops(device, _DTYPES[plan.precision])  # first: all ranks of a node at once
+    checksum, steady = exact_products(device)
     machine = Machine(
-        tflops=matmul_tflops(device, _DTYPES[plan.precision]),
+        tflops=tflops,
         host_free_bytes=host,
         shared_free_bytes=_free(SHARED_MEMORY),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
@@ -69,28 +114,41 @@ def measure_machine(plan: Plan, device: torch.device, free_gpu: int | None) -> M
         shortages=tuple(shortages(plan.estimate, free_gpu, host, takes(plan)))
         if plan.estimate
         else (),
+        checksum=checksum,
+        steady=steady,
+        locks=lock_problem(extension_folder()),
     )
-    if device.type != "cuda":
-        return machine
+    return _with_gpu(machine, device, free_gpu) if on_cuda else machine
+
+
+def _with_gpu(machine: Machine, device: torch.device, free_bytes: int | None) -> Machine:
     about = torch.cuda.get_device_properties(device)
-    name = f"GPU-{about.uuid}"  # as nvidia-smi has it
+    driver = ask_driver(f"GPU-{about.uuid}")
+    nvcc = nvcc_release(_output(_nvcc(), "--version"))
+    others = [n for n in range(torch.cuda.device_count()) if n != device.index]
+    peers = sum(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    reach = f"reaches the memory of {peers} of {len(others)} others directly"
+    width = f"{driver.link_width}x" if driver.link_width else "unknown"
     return replace(
         machine,
         gpu=about.name,
-        gpu_id=name,
-        gpu_free_bytes=free_gpu,
+        gpu_id=f"GPU-{about.uuid}",
+        gpu_free_bytes=free_bytes,
         gpu_total_bytes=about.total_memory,
-        ecc=_ecc(name),
+        ecc=driver.ecc,
+        toolkit=f"driver {driver.version or 'unknown'} (CUDA {driver.cuda or 'unknown'}), "
+        f"torch's CUDA {torch.version.cuda}, nvcc {nvcc or 'not found'}",
+        toolkit_problem=toolkit_problem(driver.cuda, torch.version.cuda, nvcc),
+        health="; ".join([*driver.problems, *parse_xids(_output("dmesg"), driver.bus_id)]),
+        links=f"PCIe {width}; {reach if others else 'sees no other GPU'}",
     )
 
 
-def free_gpu_bytes(plan: Plan) -> int | None:
-    """Return the free memory of this rank's GPU by its driver, before torch uses the GPU."""
-    return free_on_gpu(plan.world.local_rank) if plan.world.accelerator == "cuda" else None
+# --- measurements ---
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """10**12 operations a second of square matrix products, over about a second."""
+    """Return 10**12 operations per second of square matrix products, over about a second."""
     edge = _EDGE[device.type]
     a, b, out = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(3))
     torch.mm(a, b, out=out)  # loads the libraries
@@ -115,22 +173,152 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def exact_products(device: torch.device) -> tuple[str, bool]:
+    """Return a digest of a matrix product, and True if several products are all equal.
+
+    Factors are -1, 0 and 1, few of them not 0: sums stay below 256 and are exact in bf16, in any
+    order. A GPU that computes wrong without an error gives another digest than its neighbours.
+    """
+    edge = _EXACT_EDGE[device.type]
+    generator = torch.Generator().manual_seed(0)
+    signs, sparse = (torch.randint(-1, 2, (edge, edge), generator=generator) for _ in range(2))
+    sparse *= torch.randint(0, _SPARSE, (edge, edge), generator=generator) == 0
+    a, b = (factor.to(torch.bfloat16).to(device) for factor in (signs, sparse))
+    first = a @ b
+    steady = all(torch.equal(a @ b, first) for _ in range(_REPEATS))
+    digest = hashlib.sha256(first.cpu().to(torch.int32).numpy().tobytes())
+    return digest.hexdigest()[:12], steady
+
+
+def ask_driver(gpu_id: str) -> Driver:
+    """Ask NVML about a GPU. A missing package or driver is one of the problems."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return Driver(problems=("not checked, nvidia-ml-py is missing: pip install nvidia-ml-py",))
+    try:
+        nvml.nvmlInit()
+        gpu = nvml.nvmlDeviceGetHandleByUUID(gpu_id)
+    except nvml.NVMLError as error:
+        return Driver(problems=(f"not checked, the driver does not answer: {error}",))
+
+    def ask(query: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return query(*arguments)
+        except nvml.NVMLError:  # not of every GPU, driver and slice of a GPU
+            return None
+
+    ecc = ask(nvml.nvmlDeviceGetEccMode, gpu)
+    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = ask(nvml.nvmlDeviceGetTotalEccErrors, gpu, *kinds)
+    place = ask(nvml.nvmlDeviceGetPciInfo, gpu)
+    cuda = ask(nvml.nvmlSystemGetCudaDriverVersion_v2)
+    return Driver(
+        ask(nvml.nvmlSystemGetDriverVersion),
+        f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        f"{place.domain:04x}:{place.bus:02x}:{place.device:02x}" if place else None,
+        ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, gpu),
+        ecc
+        and f"{'Enabled' if ecc[0] else 'Disabled'}, "
+        f"{'unknown' if errors is None else errors} uncorrected errors",
+        tuple(_gpu_problems(nvml, gpu, ask)),
+    )
+
+
+def _gpu_problems(nvml: Any, gpu: Any, ask: Callable[..., Any]) -> list[str]:
+    clocks = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0
+    _, _, pending, failed = ask(nvml.nvmlDeviceGetRemappedRows, gpu) or (0, 0, 0, 0)
+    width, most = (
+        ask(query, gpu) for query in (nvml.nvmlDeviceGetCurrPcieLinkWidth,
+                                      nvml.nvmlDeviceGetMaxPcieLinkWidth)
+    )  # fmt: skip
+    # The first is a newer driver's word for the two others.
+    recovery = [
+        nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,
+        nvml.NVML_FI_DEV_RESET_STATUS,
+        nvml.NVML_FI_DEV_DRAIN_AND_RESET_STATUS,
+    ]
+    answers = ask(nvml.nvmlDeviceGetFieldValues, gpu, recovery) or []
+    problems = {
+        "the driver asks for a reset": any(
+            answer.nvmlReturn == nvml.NVML_SUCCESS and answer.value.uiVal for answer in answers
+        ),
+        "the hardware slows its clocks": clocks & nvml.nvmlClocksEventReasonHwSlowdown,
+        "heat slows its clocks": clocks & nvml.nvmlClocksEventReasonSwThermalSlowdown,
+        "remapped rows are pending": pending,
+        "remapping rows failed": failed,
+        f"PCIe link is {width}x wide of {most}x": width and most and width != most,
+    }
+    return [text for text, bad in problems.items() if bad]
+
+
+def parse_xids(kernel_log: str, bus_id: str | None) -> list[str]:
+    """Return the driver's errors of one GPU in the kernel's log: "Xid 79 (2 times)"."""
+    listed = re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:]+)\): (\d+)", kernel_log)
+    counts = Counter(number for bus, number in listed if bus_id in (None, bus.lower()))
+    return [f"Xid {number} ({count} times)" for number, count in counts.items()]
+
+
+def nvcc_release(text: str) -> str | None:
+    """Return the release in the output of `nvcc --version`: "12.8"."""
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else None
+
+
+def toolkit_problem(driver: str | None, torchs: str | None, nvcc: str | None) -> str:
+    """Return why three versions of CUDA do not work together; "" if they do.
+
+    Within a major version programs of a newer toolkit run on an older driver (CUDA's minor version
+    compatibility); what nvcc builds must be of torch's own major version.
+    """
+    major = [version and int(version.partition(".")[0]) for version in (driver, torchs, nvcc)]
+    if major[0] and major[1] and major[0] < major[1]:
+        return f"the driver is of CUDA {driver}, torch of {torchs}: it will find no GPU"
+    if major[1] and major[2] and major[2] != major[1]:
+        return f"nvcc is of CUDA {nvcc}, torch of {torchs}: operators that it builds may not load"
+    return ""
+
+
+def _nvcc() -> str:
+    """Return torch's choice: the one of CUDA_HOME, then the one of PATH."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+
+
+def _output(*command: str) -> str:
+    """Return the output of a command; "" if it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMMAND_S, check=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def extension_folder() -> Path:
+    """Return the folder in which torch builds operators, or the nearest one that exists."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    wished = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute()
+    return next(path for path in (wished, *wished.parents) if path.is_dir())
+
+
+def lock_problem(folder: Path) -> str:
+    """Return why a file in `folder` cannot be locked; "" if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return f"{folder}: {error.strerror or error}"
+    return ""
+
+
 def _free(folder: Path) -> int | None:
     try:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
-
-
-def _ecc(gpu_id: str) -> str | None:
-    fields = "ecc.mode.current,ecc.errors.uncorrected.volatile.total"
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-i", gpu_id]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        mode, errors = done.stdout.strip().split(", ")
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None  # no driver's tool here, or a slice of a GPU that it does not list
-    return f"{mode}, {errors} uncorrected errors"
 
 
 # --- judged on rank 0, which has the machines of all ranks ---
@@ -141,16 +329,17 @@ Machines = dict[int, Machine]
 def machine_rows(
     plan: Plan, machines: Machines, hosts: Sequence[str], rates: Mapping[str, Any]
 ) -> list[Row]:
-    """The checks of all machines; `machines` by rank, `rates`: their medians."""
-    rows = _gpu_rows(machines, hosts) if plan.world.accelerator == "cuda" else []
+    """Return the checks of all machines. `machines`: by rank; `rates`: their medians."""
+    on_cuda = plan.world.accelerator == "cuda"
+    step = step_time(plan, rates)  # on GPUs of the table alone
     return [
-        *rows,
+        *(_gpu_rows(machines, hosts) if on_cuda else []),
         _speed(plan, machines, hosts),
         _memory(plan, machines, hosts),
-        *_step(plan, rates),
-        _shared_memory(machines, hosts),
-        _memlock(plan, machines, hosts),
-        _open_files(machines, hosts),
+        *([Row("time of a step", "ok", step_line(step))] if step else []),
+        *_limit_rows(plan, machines, hosts),
+        *_product_rows(machines, hosts),
+        *(_driver_rows(machines, hosts) if on_cuda else []),
     ]
 
 
@@ -170,14 +359,11 @@ def _gpu_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
     free = {rank: m.gpu_free_bytes / GIB for rank, m in machines.items() if m.gpu_free_bytes}
     taken = [r for r, f in free.items() if f < FREE_PART * (machines[r].gpu_total_bytes or 0) / GIB]
     text = span(free.values(), "GiB") if free else "the driver does not say"
-    if taken:
-        todo = "nvidia-smi there shows what holds it: end it, or drain the node"
-        text = f"{text}; not all free: {who(taken, hosts)}"
-    rows.append(Row("GPU memory free", "warn" if taken else "ok", text, todo if taken else ""))
-    ecc = {rank: machine.ecc or "not told" for rank, machine in machines.items()}
-    todo = "uncorrected errors are a GPU to drain; ECC off on one alone is a setting that was lost"
-    row = same_row("GPU ECC", ecc, hosts, todo, "warn")
-    return [*rows, row]
+    todo = "nvidia-smi there shows which process holds it: end it, or drain the node"
+    rows.append(named_row("GPU memory free", text, "not all free:", taken, hosts, todo))
+    ecc = {rank: machine.ecc or "unknown" for rank, machine in machines.items()}
+    todo = "drain a GPU with uncorrected errors; if ECC is off on one GPU alone, switch it on"
+    return [*rows, same_row("GPU ECC", ecc, hosts, todo, "warn")]
 
 
 def _speed(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
@@ -188,50 +374,43 @@ def _speed(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
     if gpu:
         part = max(rates.values()) / gpu.peak_tflops(plan.precision)
         text += f", at most {part:.0%} of the datasheet's"
-    late = slow(rates)
-    if not late:
-        return Row("matmul rate", "ok", text)
-    worst = min(late, key=lambda rank: rates[rank])
-    return Row(
-        "matmul rate",
-        "warn",
-        f"{text}; slow: {who(late, hosts)}, down to {scale * rates[worst]:.1f}",
+    todo = (
         "every step waits for the slowest: look for throttled clocks, heat and other processes "
-        "there, or leave the node out (--exclude)",
+        "there, or leave the node out (--exclude)"
     )
+    return named_row("matmul rate", text, "slow:", slow(rates), hosts, todo)
 
 
 def _memory(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
     host = [m.host_free_bytes / GIB for m in machines.values() if m.host_free_bytes]
-    free = span(host, "GiB of host memory free", ".0f") if host else "host memory not told"
+    free = span(host, "GiB of host memory free", ".0f") if host else "host memory unknown"
     if plan.estimate is None:
         return Row("memory", "ok", f"not estimated for this architecture; {free}")
     texts = [(rank, text) for rank, machine in machines.items() for text in machine.shortages]
     short = by_text((rank, text.partition(", but ")[0]) for rank, text in texts)
-    text = f"{memory_line(plan.estimate)}; {free}"
     if not short:
-        return Row("memory", "ok", text)
-    advice = texts[0][1].partition(": ")[2]
+        return Row("memory", "ok", f"{memory_line(plan.estimate)}; {free}")
     text = f"{grouped(short, hosts)}, and less is free; {free}"
-    return Row("memory", "warn" if plan.config.plan.force else "FAIL", text, advice)
+    verdict = "warn" if plan.config.plan.force else "FAIL"
+    return Row("memory", verdict, text, texts[0][1].partition(": ")[2])
 
 
-def _step(plan: Plan, rates: Mapping[str, Any]) -> list[Row]:
-    """The predicted time of a step with the rates that were measured, on GPUs that are known."""
-    step = step_time(plan, rates)
-    return [] if step is None else [Row("time of a step", "ok", step_line(step))]
-
-
-def _shared_memory(machines: Machines, hosts: Sequence[str]) -> Row:
+def _limit_rows(plan: Plan, machines: Machines, hosts: Sequence[str]) -> list[Row]:
     free = {r: m.shared_free_bytes for r, m in machines.items() if m.shared_free_bytes is not None}
-    if not free:
-        return Row("/dev/shm", "warn", "cannot be read", "mount it: NCCL's ranks meet there")
-    text = span((size / GIB for size in free.values()), "GiB free")
-    few = [r for r, size in free.items() if size < SHARED_BYTES_PER_RANK * hosts.count(hosts[r])]
-    if not few:
-        return Row("/dev/shm", "ok", text)
-    todo = "give the node 1 GiB for each of its ranks (in a container --shm-size)"
-    return Row("/dev/shm", "warn", f"{text}; little on {who(few, hosts)}", todo)
+    if free:
+        text = span((size / GIB for size in free.values()), "GiB free")
+        few = [r for r, n in free.items() if n < SHARED_BYTES_PER_RANK * hosts.count(hosts[r])]
+        todo = "give the node 1 GiB for each of its ranks (in a container --shm-size)"
+        shared = named_row("/dev/shm", text, "little on", few, hosts, todo)
+    else:
+        shared = Row("/dev/shm", "warn", "cannot be read", "mount it: NCCL's ranks meet there")
+    needed = _OWN_FILES + _FILES_PER_PEER * len(hosts)
+    files = {rank: machine.open_files for rank, machine in machines.items()}
+    text = f"{span(files.values(), 'allowed', 'd')}, about {needed} needed"
+    few = [rank for rank, limit in files.items() if limit < needed]
+    todo = f"`ulimit -n {needed}` or more in slurm/site.env: a socket leads to every other rank"
+    opened = named_row("open files", text, "too few on", few, hosts, todo)
+    return [shared, _memlock(plan, machines, hosts), opened]
 
 
 def _memlock(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
@@ -244,15 +423,39 @@ def _memlock(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
     if not pins:
         return Row("memlock", "ok", f"{text}, and nothing here pins memory")
     todo = "InfiniBand and offload pin memory: set `ulimit -l unlimited` for jobs (limits.conf)"
-    return Row("memlock", "warn", f"{text} on {who(pins, hosts)}", todo)
+    return named_row("memlock", text, "limited on", pins, hosts, todo)
 
 
-def _open_files(machines: Machines, hosts: Sequence[str]) -> Row:
-    needed = _OWN_FILES + _FILES_PER_PEER * len(hosts)
-    limits = {rank: machine.open_files for rank, machine in machines.items()}
-    text = f"{span(limits.values(), 'allowed', 'd')}, about {needed} needed"
-    few = [rank for rank, limit in limits.items() if limit < needed]
-    if not few:
-        return Row("open files", "ok", text)
-    todo = f"`ulimit -n {needed}` or more in slurm/site.env: a socket leads to every other rank"
-    return Row("open files", "warn", f"{text}; too few on {who(few, hosts)}", todo)
+def _product_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
+    checksums = {
+        rank: machine.checksum if machine.steady else "another one each time"
+        for rank, machine in machines.items()
+    }
+    todo = "that device computes wrong without an error: drain the node and have it tested"
+    fine = "the folder of compiled operators takes locks"
+    locks = [(rank, machine.locks) for rank, machine in machines.items()]
+    advice = "set TORCH_EXTENSIONS_DIR to a folder of the node: two ranks may build at once there"
+    return [
+        same_row("matmul checksum", checksums, hosts, todo),
+        problem_row("build locks", fine, locks, hosts, advice),
+    ]
+
+
+def _driver_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
+    problems = [(rank, machine.toolkit_problem) for rank, machine in machines.items()]
+    todo = "install torch for the driver's CUDA, or set CUDA_HOME to a toolkit of torch's"
+    versions = problem_row("CUDA versions", "", problems, hosts, todo)
+    if versions.verdict == "ok":
+        toolkits = {rank: machine.toolkit for rank, machine in machines.items()}
+        todo = "update the node that differs"
+        versions = same_row("CUDA versions", toolkits, hosts, todo, "warn")
+    health = [(rank, machine.health) for rank, machine in machines.items()]
+    fine = "no remapped rows pending, no slowdown, no reset required"
+    todo = "see nvidia-smi -q and dmesg there; a reset repairs pending rows, else drain the node"
+    links = {rank: machine.links for rank, machine in machines.items()}
+    advice = "see nvidia-smi topo -m there: a GPU without peer access copies through the host"
+    return [
+        versions,
+        problem_row("GPU health", fine, health, hosts, todo),
+        same_row("GPU links", links, hosts, advice, "warn"),
+    ]

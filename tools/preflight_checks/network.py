@@ -1,50 +1,147 @@
-"""The network: an all-reduce over all ranks, pairs of neighbours, and groups within a node."""
+"""The ranks meet, and the links between them are measured: all-reduce, and pairs of neighbours."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness.engine.processes import own_device
+from harness.engine.processes import own_device, set_environment
+from harness.errors import ExitCode
 from harness.layout.exclusions import KEYS
 from harness.layout.grid import Purpose
 from harness.layout.world import World
 from harness.plan.plan import Plan
-from tools.preflight_checks.meeting import Meeting
-from tools.preflight_checks.report import Row, by_text, count, grouped, slow, span, who
+from tools.preflight_checks.report import Row, by_text, count, grouped, named_row, slow, span, who
 
-_AXES: dict[str, Purpose] = {"tensor": "tensor", "sequence": "sequence", "expert": "experts"}
-
-
-def neighbour_rows(plan: Plan, hosts: Sequence[str]) -> list[Row]:
-    """Return a row for each axis whose ranks exchange something in every layer."""
-    return [
-        _row(axis, KEYS[axis], plan.share.every(purpose), hosts)
-        for axis, purpose in _AXES.items()
-        if getattr(plan.grid, axis) > 1
-    ]
+_POLL_S = (0.01, 0.2)  # the first pause, and the longest
+_CRASHED = 1
+_FAREWELL_S = 10.0  # for the others to read the last word
 
 
-def _row(axis: str, key: str, groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> Row:
-    size = len(groups[0])
-    apart = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
-    text = f"{count(len(groups), 'group')} of {size}"
-    if not apart:
-        return Row(f"{axis} ranks", "ok", f"{text}, each within a node")
-    text += f", {len(apart)} of them over several nodes, as {who(apart[0], hosts)}"
-    todo = (
-        "they talk in every layer, over the slower links between nodes: start a multiple of "
-        f"{size} neighbouring ranks on each node, or set {key} to what divides a node's ranks"
+class Absent(Exception):
+    """Ranks that did not join, or left; `code`: the exit code."""
+
+    def __init__(self, message: str, code: int = ExitCode.BAD_CONFIG) -> None:
+        super().__init__(message)
+        self.code = int(code)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All ranks of `world`, around a TCP store of rank 0.
+
+    The store alone, no collective: a rank that does not come, or does not come back, is named
+    instead of waited for. Deadlines are values of time.monotonic().
+    """
+
+    world: World
+    store: dist.Store
+    host: str
+
+    def give(self, name: str, value: Any) -> None:
+        """Leave a value of this rank for rank 0."""
+        self.store.set(f"{name}/{self.world.rank}", json.dumps(value))
+
+    def collect(self, name: str, end_s: float) -> list[Any]:
+        """Return every rank's value, on rank 0; None for ranks that sent none in time."""
+        return [
+            json.loads(self.store.get(key)) if self._comes(key, end_s) else None
+            for key in (f"{name}/{rank}" for rank in range(self.world.world_size))
+        ]
+
+    def tell(self, name: str, value: Any) -> None:
+        """Send a value to all ranks, on rank 0."""
+        self.store.set(name, json.dumps(value))
+
+    def hear(self, name: str, end_s: float) -> Any:
+        """Return rank 0's value. Raises Absent if there is none in time."""
+        if not self._comes(name, end_s + _FAREWELL_S):
+            raise Absent(f"rank 0 sent nothing more; {self.host} had come")
+        return json.loads(self.store.get(name))
+
+    def together(self, name: str, patience_s: float, end_s: float) -> None:
+        """Let all ranks start at once; without those that come later than `patience_s`."""
+        self.give(name, True)
+        if self.world.rank == 0:
+            self.collect(name, min(end_s, time.monotonic() + patience_s))
+            self.tell(name, True)
+        self.hear(name, end_s)
+
+    def part(self, ranks: int) -> None:
+        """Leave. Rank 0, whose store it is, leaves as the last of so many `ranks`."""
+        with contextlib.suppress(dist.DistNetworkError):  # rank 0 did not wait for this one
+            self.store.add("left", 1)
+            until = time.monotonic() + _FAREWELL_S
+            while self.world.rank == 0 and time.monotonic() < until:
+                if self.store.add("left", 0) >= ranks:
+                    return
+                time.sleep(_POLL_S[0])
+
+    def _comes(self, key: str, end_s: float) -> bool:
+        """Poll: torch's own wait does not hear Ctrl-C, and logs each time that it was in vain."""
+        pause_s, longest_s = _POLL_S
+        try:
+            while not self.store.check([key]):
+                if time.monotonic() >= end_s:
+                    return False
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+        except dist.DistNetworkError:
+            message = f"rank 0 ended before it sent what {self.host} waits for"
+            raise Absent(message, _CRASHED) from None
+        return True
+
+
+def meet(world: World, host: str, come_s: float) -> Meeting:
+    """Open rank 0's store, or connect to it within `come_s`.
+
+    Raises Absent if rank 0 cannot be reached, or cannot open it.
+    """
+    set_environment(world)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torchrun holds a store there already.
+    opens = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=come_s)
+    try:
+        store = dist.TCPStore(
+            address, port, world.world_size, opens, timeout=limit, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        goal = "open" if opens else f"reach rank 0 from {host} within {come_s:.0f} s at"
+        raise Absent(
+            f"cannot {goal} {address}:{port} ({reason}): see whether rank 0 runs, whether another "
+            "job holds the port, and which network interface its name leads to"
+        ) from None
+    return Meeting(world, dist.PrefixStore("preflight", store), host)
+
+
+def absent(came: list[Any], come_s: float) -> str | None:
+    """Return the ranks missing in the result of `collect`; None if all joined."""
+    missing = [rank for rank, value in enumerate(came) if value is None]
+    if not missing:
+        return None
+    hosts = [value["host"] if value else "" for value in came]
+    there = who([rank for rank in range(len(came)) if rank not in missing], hosts)
+    listed = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+    return (
+        f"{len(missing)} of {len(came)} ranks did not come within {come_s:.0f} s: {listed}; those "
+        f"that came: {there}. Look for nodes that are down, or on which Python cannot start"
     )
-    return Row(f"{axis} ranks", "warn", text, todo)
 
+
+# --- measurements ---
 
 WITHIN, BETWEEN = "links in a node", "links between nodes"
 _ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
@@ -62,8 +159,7 @@ class Links:
     """Bus bandwidth; None where there is nobody to reduce with."""
     pairs: list[tuple[str, int, float]] = field(default_factory=list)
     """(level, the other rank, what went each way at once)."""
-    stage: str = "not begun"
-    """The measurement begun last: the place of a hang, if there is one."""
+    stage: str = "not begun"  # the measurement begun last: the place of a hang, if there is one
     problem: str | None = None
 
 
@@ -207,9 +303,34 @@ def _timed(act: Callable[[], object], device: torch.device) -> list[float]:
 
 # --- judged on rank 0 ---
 
+_AXES: dict[str, Purpose] = {"tensor": "tensor", "sequence": "sequence", "expert": "experts"}
+
+
+def neighbour_rows(plan: Plan, hosts: Sequence[str]) -> list[Row]:
+    """Return a row for each axis whose ranks exchange something in every layer."""
+    return [
+        _row(axis, KEYS[axis], plan.share.every(purpose), hosts)
+        for axis, purpose in _AXES.items()
+        if getattr(plan.grid, axis) > 1
+    ]
+
+
+def _row(axis: str, key: str, groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> Row:
+    size = len(groups[0])
+    apart = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
+    text = f"{count(len(groups), 'group')} of {size}"
+    if not apart:
+        return Row(f"{axis} ranks", "ok", f"{text}, each within a node")
+    text += f", {len(apart)} of them over several nodes, as {who(apart[0], hosts)}"
+    todo = (
+        "they communicate in every layer, over the slower links between nodes: start a multiple of "
+        f"{size} neighbouring ranks on each node, or set {key} to what divides a node's ranks"
+    )
+    return Row(f"{axis} ranks", "warn", text, todo)
+
 
 def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
-    """The checks of the network; `links` by rank."""
+    """Return the checks of the network; `links` by rank."""
     if len(hosts) == 1:
         return [Row("all-reduce", "ok", "one rank has nobody to reduce with")]
     broken = {rank: of_rank for rank, of_rank in links.items() if of_rank.problem}
@@ -219,39 +340,29 @@ def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
     text = f"{span(rates, 'GB/s', '.2f')} of bus bandwidth over {len(hosts)} ranks"
     rows = [Row("all-reduce", "ok", text)]
     for level in (WITHIN, BETWEEN):
+        pairs = {
+            rank: [rate for name, _, rate in of_rank.pairs if name == level]
+            for rank, of_rank in links.items()
+        }
         # The better of a rank's two pairs: the other one may be slow by its neighbour.
-        best: dict[int, float] = {}
-        for rank, of_rank in links.items():
-            here = [rate for name, _, rate in of_rank.pairs if name == level]
-            if here:
-                best[rank] = max(here)
+        best = {rank: max(pair_rates) for rank, pair_rates in pairs.items() if pair_rates}
         if best:
-            rows.append(_level(level, best, hosts))
+            text = f"{span(best.values(), 'GB/s', '.2f')} each way between neighbours"
+            todo = (
+                "look at the link's width and error counters there (nvidia-smi nvlink, ibstat, "
+                "ethtool), or leave the node out (--exclude)"
+            )
+            rows.append(named_row(level, text, "slow:", slow(best), hosts, todo))
     return rows
-
-
-def _level(level: str, best: dict[int, float], hosts: Sequence[str]) -> Row:
-    text = f"{span(best.values(), 'GB/s', '.2f')} each way between neighbours"
-    late = slow(best)
-    if not late:
-        return Row(level, "ok", text)
-    todo = (
-        "look at the link's width and error counters there (nvidia-smi nvlink, ibstat, ethtool), "
-        "or leave the node out (--exclude)"
-    )
-    return Row(level, "warn", f"{text}; slow: {who(late, hosts)}", todo)
-
-
-def _is_waiting(text: str) -> bool:
-    return _WAITING in text
 
 
 def _broken(broken: dict[int, Links], hosts: Sequence[str]) -> Row:
     ranks_of = by_text(
         (rank, f"{of_rank.problem} in {of_rank.stage}") for rank, of_rank in broken.items()
     )
-    # Those that wait, wait for the others.
-    listed = grouped({text: ranks_of[text] for text in sorted(ranks_of, key=_is_waiting)}, hosts)
+    # Ranks that wait for others come last.
+    ordered = sorted(ranks_of, key=lambda text: _WAITING in text)
+    listed = grouped({text: ranks_of[text] for text in ordered}, hosts)
     todo = (
         "name the interface between the nodes in slurm/site.env (NCCL_SOCKET_IFNAME, "
         "GLOO_SOCKET_IFNAME), open the firewall between them, and see NCCL_DEBUG=INFO"

@@ -1,4 +1,4 @@
-"""Two runs of one job, step by step, as their metrics.jsonl has them."""
+"""Compares two runs of one job, step by step, by their metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ EXACT = (
 
 
 def differing(lines: list[Line], expected: list[Line]) -> list[str]:
-    """Every value that two runs do not have in common to the last bit; nothing of what times say.
-
-    A step that either lacks is one, too.
-    """
+    """Return every difference of two runs in EXACT, to the last bit, and steps that one lacks."""
     here, there = by_step(lines), by_step(expected)
     problems = [
         f"step {step} is in one of the two runs only" for step in sorted(here.keys() ^ there.keys())
@@ -33,7 +30,7 @@ def differing(lines: list[Line], expected: list[Line]) -> list[str]:
 
 
 def done_twice(lines: list[Line], stopped_at: int) -> list[int]:
-    """Steps that the second attempt took although the first had them behind it, or left out."""
+    """Return steps that the second attempt repeated, or that it left to the first."""
     return [
         step
         for step, line in by_step(lines).items()
@@ -42,9 +39,9 @@ def done_twice(lines: list[Line], stopped_at: int) -> list[int]:
 
 
 def apart(ours: list[Line], expected: list[Line], steps: list[int], key: str) -> float:
-    """The largest relative difference of a quantity over these steps; NaN for what is no number.
+    """Return the largest relative difference of `key` over these steps; NaN if one is not finite.
 
-    Steps without it (null) in both runs are alike.
+    A step that has null in both runs counts as equal.
     """
     here, there = by_step(ours), by_step(expected)
     worst = 0.0
@@ -60,5 +57,5 @@ def apart(ours: list[Line], expected: list[Line], steps: list[int], key: str) ->
 
 
 def by_step(lines: list[Line]) -> dict[int, Line]:
-    """The lines of steps that were taken; that of step 0 is an evaluation."""
+    """Return the lines of steps that were taken; the line of step 0 is an evaluation."""
     return {line["step"]: line for line in lines if "loss" in line}

@@ -1,7 +1,7 @@
-"""A model of the same architecture with a thousandth of the weights, and a part of its data.
+"""The job's model with a thousandth of the weights, and a part of its data.
 
-Everything that makes an architecture stays: tied or untied embeddings, queries per key, heads wider
-than the hidden size, a mixture of experts, the order of kinds of layers. Only its size goes.
+All traits of the architecture stay: tied or untied embeddings, queries per key, heads wider than
+the hidden size, a mixture of experts, the order of kinds of layers. Only sizes shrink.
 """
 
 from __future__ import annotations
@@ -12,24 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.ds_file import PREFIX, load_ds_json
+from harness.config.run_config import run_and_step
 from harness.config.run_file import load_run_config
 from harness.data.corpus import find_corpus
 from harness.errors import ConfigError
 from harness.files.file_kinds import format_of
+from harness.files.splits import ALL, TO_EVALUATE
 from harness.layout.expert import ExpertPlan
 from harness.layout.families import SIZE_KEYS, Family, family_of
 from harness.plan.command import Command
 from harness.plan.model_config import load_model_config
+from harness.plan.plan import Plan
+from harness.runfolder import RunFolder
 
 MOST_BYTES = 4 * 2**20
 MOST_FILES = 256
+VOCAB_SIZE = 8192  # of the tokenizer that is trained if the job has none
 
 
 def excerpt(path: str, folder: Path, format: str | None = None, split: str | None = None) -> str:
-    """`path` itself, where it is small or holds token ids, which are read where they lie; else a
-    copy under `folder` of the beginnings of the first files of its split, with their names.
+    """Return `path` itself if it is small or holds token ids; else copy the beginnings of the
+    first files of its split to `folder`, under their names, and return that path.
 
-    Raises ConfigError where there is no text, as a run would.
+    Raises ConfigError if there is no text, as a run would.
     """
     corpus = find_corpus(path, format, split=split)
     if corpus.kind == "indexed" or corpus.num_bytes() <= MOST_BYTES:
@@ -43,14 +48,70 @@ def excerpt(path: str, folder: Path, format: str | None = None, split: str | Non
     return str(folder if corpus.path.is_dir() else folder / corpus.path.name)
 
 
+def tokenizer_of(real: Plan) -> str | None:
+    """Return the job's tokenizer: its own, or the one of the weights that it starts from."""
+    source = real.config.model.init_from
+    if real.config.data.tokenizer or source is None:
+        return real.config.data.tokenizer
+    folder = RunFolder(run_and_step(source)[0]).tokenizer_dir
+    return str(folder) if folder.is_dir() else source
+
+
+def data_keys(real: Plan, folder: Path) -> dict[str, Any]:
+    """Return the keys for the first part of the job's data, kept in `folder`, and its tokenizer."""
+    keys: dict[str, Any] = {}
+    data = real.config.data
+
+    def first(path: str, name: str, format: str | None, split: str | None) -> dict[str, Any]:
+        shown = excerpt(path, folder / "data" / name, format, split)
+        if find_corpus(shown, format, split=ALL).path.is_relative_to(folder):
+            keys["data.cache_dir"] = str(folder / "cache")
+        if shown != path:  # a copy of the files of the split alone
+            split = ALL
+        return {"path": shown, **({} if split in (None, TO_EVALUATE) else {"split": split})}
+
+    if data.vocab_size < VOCAB_SIZE:
+        keys["data.vocab_size"] = data.vocab_size
+    if data.path is not None:
+        own = first(data.path, "", data.format, data.split)
+        keys |= {f"data.{key}": value for key, value in own.items()}
+    if data.mix:  # without limits: the beginnings of the sources have fewer samples
+        keys["data.mix"] = [
+            {
+                **source.model_dump(
+                    exclude_none=True, exclude={"epochs", "min_tokens", "max_tokens"}
+                ),
+                "name": source.label,
+                **first(
+                    source.path,
+                    source.label,
+                    source.format or data.format,
+                    source.split or data.split,
+                ),
+            }
+            for source in data.mix
+        ]
+    sets: dict[str, Any] = {}
+    for name, of in data.eval_path.items():
+        shown = first(of.path, f"sets/{name}", of.format or data.format, of.split or TO_EVALUATE)
+        changes = {"split": None, **shown, "min_tokens": None, "max_tokens": None}
+        sets[name] = of.model_copy(update=changes).model_dump()
+    if sets:
+        keys["data.eval_path"] = sets[""] if isinstance(sets.get(""), str) else sets
+    if (tokenizer := tokenizer_of(real)) is not None:
+        keys["data.tokenizer"] = tokenizer
+    return keys
+
+
 MIXTURE = "mixtral-8x7b"
 _OF_THE_MODEL = ("model.name=", "model.init_from=", "model.overrides")
 
 
 def with_experts(asked: Command) -> tuple[Command, str | None]:
-    """Return the command with experts that its JSON can divide, and the preset that brings them;
-    the command as it is, and None, where nothing is divided, its own model has experts, or it
-    cannot be read, as planning will say.
+    """Return the command with a preset whose experts its JSON can divide, and the preset's name.
+
+    The command is unchanged, and the name None, if the JSON divides no experts, the model has
+    experts, or it cannot be read, which planning then reports.
     """
     words = asked.assignments
     of_ds = (word.removeprefix(PREFIX) for word in words if word.startswith(PREFIX))
@@ -85,8 +146,8 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 def shrunk(config: Mapping[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:
-    """A config of at most `vocab_size` tokens and about `layers` decoder layers, never more than
-    the model has, and as many as it takes to show each kind of layer.
+    """Return a config of at most `vocab_size` tokens and about `layers` decoder layers: never more
+    than the model has, and enough to show each kind of layer.
 
     Raises ValueError for a config that does not name its sizes, or that brings its own code.
     """
@@ -110,9 +171,13 @@ def shrunk(config: Mapping[str, Any], layers: int, vocab_size: int) -> dict[str,
 
 
 def size_of(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """The value under the first of synonyms that is set."""
+    """Return the value of the first of synonyms that is set."""
     key = _key(config, names)
     return None if key is None else int(config[key])
+
+
+def _sizes(config: Mapping[str, Any], *names: tuple[str, ...]) -> list[int]:
+    return [size_of(config, synonyms) or 1 for synonyms in names]
 
 
 def _key(config: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
@@ -124,17 +189,13 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
-    hidden, heads = size_of(config, HIDDEN), size_of(config, _HEADS)
-    assert hidden
-    assert heads
+    hidden, heads = _sizes(config, HIDDEN, _HEADS)
     return int(config.get("head_dim") or _family(config).head_dim or hidden // heads)
 
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads, their width, and the hidden size; the groups of queries that share a key stay."""
-    heads, hidden = size_of(config, _HEADS), size_of(config, HIDDEN)
-    assert heads
-    assert hidden
+    """Shrink heads, their width and the hidden size; groups of queries that share a key stay."""
+    heads, hidden = _sizes(config, _HEADS, HIDDEN)
     key_heads = size_of(config, _KEY_HEADS) or heads
     if config.get("multi_query"):  # Falcon's and GPTBigCode's word for one key head
         key_heads = 1
@@ -166,10 +227,8 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _widths(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """Of MLPs and experts, in proportion to the hidden size."""
-    was, now = size_of(config, HIDDEN), size_of(small, HIDDEN)
-    assert was
-    assert now
+    """Shrink the widths of MLPs and experts in proportion to the hidden size."""
+    (was,), (now,) = _sizes(config, HIDDEN), _sizes(small, HIDDEN)
     return {
         name: max(8, round(config[name] * now / was / 8) * 8)
         for name in _WIDTHS
@@ -186,7 +245,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(config: Mapping[str, Any], wanted: int) -> dict[str, Any]:
-    """Their number, and every list that has an entry for each of them."""
+    """Cut the number of layers, and every list that has an entry per layer."""
     name = _key(config, LAYERS)
     assert name is not None
     count = min(config[name], max(wanted, 2, *_shows_every_kind(config, config[name])))
@@ -203,7 +262,7 @@ def _layers(config: Mapping[str, Any], wanted: int) -> dict[str, Any]:
 
 
 def _shows_every_kind(config: Mapping[str, Any], count: int) -> Iterator[int]:
-    """Of how many layers each list needs its first entries to have all kinds in them."""
+    """Yield how many layers each list needs to contain all its kinds."""
     yield int(config.get("decoder_sparse_step") or 1)
     yield int(config.get("sliding_window_pattern") or 1)
     for value in config.values():
@@ -218,7 +277,7 @@ def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(config: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Its size, and the special tokens that would fall out of it."""
+    """Cut the vocabulary, and move special tokens that would fall out of it to 0."""
     size = min(config.get("vocab_size") or most, most)
     tokens = {
         key: 0

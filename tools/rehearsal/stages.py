@@ -1,8 +1,4 @@
-"""The stages of a rehearsal, each a command that a user would start, in real processes.
-
-train, uninterrupted: the reference; interrupt, the same run again and a signal to one rank; resume;
-export; elsewhere, the interrupted run goes on in another layout.
-"""
+"""The stages of a rehearsal, each a command that a user would start, in real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from harness.errors import ExitCode
 from harness.launch.ranks import REPOSITORY, Ranks, started
 from harness.runfolder import RunFolder
 from tools.rehearsal.compare import apart, by_step, differing, done_twice
-from tools.rehearsal.job import STEPS, Job
+from tools.rehearsal.job import STEPS, Job, shown
 
 Command = Callable[[str, list[str]], list[str]]
 """(stage, arguments) -> the command line of every rank."""
@@ -43,7 +39,7 @@ class Done:
 
 
 class StageFailed(Exception):
-    """A stage did not hold: why, what its ranks wrote, what the rehearsal ends with."""
+    """A stage failed: why, what its ranks wrote, and the exit code."""
 
     stage = ""
 
@@ -54,13 +50,13 @@ class StageFailed(Exception):
 
 
 def train_command(stage: str, arguments: list[str]) -> list[str]:
-    """The main command, whatever the stage."""
+    """Return the command line of harness/train.py."""
     return [sys.executable, str(REPOSITORY / "harness" / "train.py"), *arguments]
 
 
 @dataclass
 class Rehearsal:
-    """A job in a folder of its own, where making one writes the model, the JSON and the data.
+    """A job in `folder`, to which it writes the model, the JSON and the data.
 
     `say` gets a line every few seconds.
     """
@@ -70,8 +66,7 @@ class Rehearsal:
     say: Callable[[str], None] = print
     command: Command = train_command
     arguments: list[str] = field(default_factory=list)
-    stopped_at: int = 0
-    """The step that the interrupted run was saved at."""
+    stopped_at: int = 0  # the step that the interrupted run was saved at
 
     def __post_init__(self) -> None:
         self.arguments = self.job.write(self.folder)
@@ -80,27 +75,20 @@ class Rehearsal:
         )
 
     def stages(self) -> Iterator[Done]:
-        """Each as it is done. Raises StageFailed at the first that does not hold."""
-        steps = {
-            "train": self.train,
-            "interrupt": self.interrupt,
-            "resume": self.resume,
-            "export": self.export,
-        }
-        if self.job.other:
-            steps["elsewhere"] = self.elsewhere
-        for name, stage in steps.items():
+        """Yield each stage as it is done. Raises StageFailed at the first that fails."""
+        stages = [self.train, self.interrupt, self.resume, self.export]
+        for stage in [*stages, *([self.elsewhere] if self.job.other else [])]:
             began = time.monotonic()
             try:
                 seen = stage()
             except StageFailed as failed:
-                failed.stage = name
+                failed.stage = stage.__name__
                 raise
-            yield Done(name, time.monotonic() - began, seen)
+            yield Done(stage.__name__, time.monotonic() - began, seen)
 
     def train(self) -> str:
-        """The reference, from the first step to the last."""
-        self._run("train", self.reference, self.job.layout.ranks, ExitCode.DONE)
+        """Train the reference, from the first step to the last."""
+        self._run("train", self.reference, self.job.layout.world_size, ExitCode.DONE)
         lines = by_step(self.reference.read_metrics())
         last = lines.get(STEPS, {})
         applied = STEPS - last.get("skipped_steps", STEPS)
@@ -113,8 +101,8 @@ class Rehearsal:
         return f"{STEPS} steps{skipped}: loss {lines[1]['loss']:.4f}, then {last['loss']:.4f}"
 
     def interrupt(self) -> str:
-        """The same run, which is asked to stop; and a copy of what that leaves."""
-        self._run("interrupt", self.resumed, self.job.layout.ranks, ExitCode.STOPPED, SIGNAL)
+        """Train the same run, stop it, and copy what that leaves."""
+        self._run("interrupt", self.resumed, self.job.layout.world_size, ExitCode.STOPPED, SIGNAL)
         status = self.resumed.read_status() or {}
         step = status.get("step", 0)
         saved = self.resumed.checkpoints_dir / f"step-{step:08}"
@@ -125,13 +113,13 @@ class Rehearsal:
         return f"{SIGNAL.name} to one rank: all ended with code 75, saved at step {step}"
 
     def resume(self) -> str:
-        """It goes on to the end, as if nothing had been."""
-        self._run("resume", self.resumed, self.job.layout.ranks, ExitCode.DONE)
+        """Resume it, to the end."""
+        self._run("resume", self.resumed, self.job.layout.world_size, ExitCode.DONE)
         lines = self.resumed.read_metrics()
         problems = differing(lines, self.reference.read_metrics())
         twice = done_twice(lines, self.stopped_at)
         if twice:
-            problems.append(f"not taken once, by the attempt whose turn it was: steps {twice}")
+            problems.append(f"not taken once, by the right attempt: steps {twice}")
         if problems:
             more = len(problems) - _DIFFERENCES_SHOWN
             shown = problems[:_DIFFERENCES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
@@ -143,7 +131,7 @@ class Rehearsal:
         )
 
     def export(self) -> str:
-        """Its weights, opened in transformers."""
+        """Export its weights, and open them in transformers."""
         tool, out = REPOSITORY / "tools" / "export_hf.py", self.folder / "export"
         command = [sys.executable, str(tool), str(self.resumed.path), "--out", str(out)]
         command += ["--trust-remote-code"] if self.job.trust_remote_code else []
@@ -157,7 +145,7 @@ class Rehearsal:
         return f"opens in transformers; {last}"
 
     def elsewhere(self) -> str:
-        """The interrupted run goes on in another layout."""
+        """Resume the interrupted run in another layout."""
         # What stages may differ by from the unsplit model: wider than what other layouts made of
         # the checkpoint gate's one model (tests/proofs/test_checkpoints.py), since this may be any.
         from harness.run.verify import TOLERANCES  # and with it torch, which planning does without
@@ -165,14 +153,14 @@ class Rehearsal:
         assert self.job.other
         layout, precision = self.job.other[0], self.job.real.precision
         more = self.job.at_the_other()
-        self._run("elsewhere", self.moved, layout.ranks, ExitCode.DONE, more=more)
+        self._run("elsewhere", self.moved, layout.world_size, ExitCode.DONE, more=more)
         steps = [self.stopped_at + n for n in range(1, STEPS_ELSEWHERE + 1)]
         lines, expected = self.moved.read_metrics(), self.reference.read_metrics()
         if self.job.random_steps:
             # Before it goes on, a run compares the loss of the checkpoint's probe.
             return (
-                f"goes on with {layout}, its probe's loss as it was; dropout is drawn for each "
-                "rank, so the curve is another"
+                f"goes on with {shown(layout)}, its probe's loss as it was; dropout differs for "
+                "each rank, so the curve differs"
             )
         loss, norm = (apart(lines, expected, steps, key) for key in ("loss", "grad_norm"))
         allowed = TOLERANCES[precision]
@@ -181,8 +169,8 @@ class Rehearsal:
             f"{norm:.0e} of the reference (allowed {allowed[0]:.0e} and {allowed[1]:.0e})"
         )
         if not (loss <= allowed[0] and norm <= allowed[1]):
-            raise StageFailed(f"on {layout}, {seen}")
-        return f"goes on with {layout}: {seen}"
+            raise StageFailed(f"on {shown(layout)}, {seen}")
+        return f"goes on with {shown(layout)}: {seen}"
 
     def _run(
         self,
@@ -193,7 +181,7 @@ class Rehearsal:
         stop: signal.Signals | None = None,
         more: list[str] | None = None,
     ) -> None:
-        """Train on so many ranks, and `stop` the last of them after a step; all must end alike."""
+        """Train on so many ranks; `stop` the last one after a step. All must end as `expected`."""
         began = told_at = time.monotonic()
         command = self.command(stage, [*self.arguments, f"run.dir={run.path}", *(more or [])])
         with started(command, ranks, Path.cwd(), self.folder / "logs" / stage) as group:
@@ -221,7 +209,7 @@ class Rehearsal:
 
 
 def _tail(ranks: Ranks) -> str:
-    """The last lines of the rank that says most: one that failed by itself, or rank 0."""
+    """Return the last lines of the first rank that failed by itself, else of rank 0."""
     codes = [process.returncode for process in ranks.processes]
     first = next((rank for rank, code in enumerate(codes) if code not in (0, 75) and code > 0), 0)
     lines = ranks.logs[first].read_text(errors="replace").splitlines()[-_TAIL_LINES:]

@@ -1,4 +1,4 @@
-"""The cost of trials, and the limits on all of them together."""
+"""What trials cost, what they have taken, and the limits on all of them together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,42 @@ from harness.plan.command import plan_from
 from harness.plan.plan import Plan
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep
-from tools.sweeps.study import Record, Used
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Cost:
-    """A trial that is not stopped."""
+class Used:
+    """Steps, tokens and hours of a trial."""
 
-    steps: int
-    """Optimizer steps."""
-    tokens: int
-    """Tokens that they read."""
+    steps: int = 0
+    tokens: int = 0
+    hours: float = 0.0  # time that its processes ran
+
+
+@dataclass(frozen=True)
+class Record:
+    """A trial as the journal describes it."""
+
+    number: int
+    state: str  # waiting, running, done, pruned, diverged or failed
+    choice: Choice  # its values; empty until they are decided
+    value: float  # its metric, at the end or when it was last evaluated; infinite without one
+    used: Used
+    reason: str  # why it failed, diverged or was stopped
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it does not go on."""
+        return self.state not in ("waiting", "running")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a trial that is not stopped."""
+
+    steps: int  # optimizer steps
+    tokens: int  # tokens that they read
     peak_gib: float | None
     """Memory in tensors of the fullest rank; None for an unknown architecture."""
 

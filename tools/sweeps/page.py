@@ -9,9 +9,9 @@ from pathlib import Path
 from harness.files.records import Unreadable
 from harness.runfolder import RunFolder
 from tools.look.palette import css
+from tools.sweeps.cost import Record
 from tools.sweeps.plots import Curve, Plots
 from tools.sweeps.spec import Sweep
-from tools.sweeps.study import Record
 from tools.sweeps.text import best_command, best_of, ranked, short_names, shown
 
 _STYLE = """

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tools.sweeps.cost import Record
 from tools.sweeps.space import Dimension, Values
 from tools.sweeps.spec import Sweep
-from tools.sweeps.study import Record
 from tools.sweeps.text import best_of, ranked, short_names, shown, values_text
 
 _MOST_TICKS = 6

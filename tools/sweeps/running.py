@@ -1,67 +1,89 @@
-"""A trial that runs: its processes, watched from outside through its run folder."""
+"""Trials that run: some at a time on this machine, or one in the Slurm job of this process.
+
+A trial's processes are watched from outside, through its run folder.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 
 from harness.errors import ConfigError
 from harness.files.folder_lock import release, take_lock
 from harness.files.records import Unreadable
+from harness.launch import ranks as cpu_ranks
+from harness.launch.ranks import REPOSITORY
+from harness.layout.world import find_accelerator, listed_gpus, published_gpus
 from harness.runfolder import RunFolder
 from tools.batch_job import PRUNED
-from tools.sweeps.cost import Cost
-from tools.sweeps.study import OpenTrial, Used
+from tools.sweeps.cost import Budget, Cost, Record, Used
+from tools.sweeps.slurm import slurm_world
+from tools.sweeps.space import Choice
+from tools.sweeps.spec import Sweep
+from tools.sweeps.study import OpenTrial, Study
 
+_TASK_POLL_S = 0.2  # which reads the journal, perhaps over a network
 _LOG_LINES = 3
-_LATEST = 2 / 3  # after so much of its run a trial may as well finish, and tell its final metric
+_LATEST = 2 / 3  # after so much of its run a trial may as well finish, for its final metric
 _BUSY_S = 600.0  # how long a killed sweep's ranks may take over their last checkpoint
+Say = Callable[[str], None]
 
 
-class Processes(Protocol):
-    """Processes of a trial: ranks of this machine, or a job of Slurm."""
+@dataclass
+class Processes:
+    """Processes of a trial: ranks of this machine, or the batch script in a job of Slurm."""
+
+    processes: Sequence[subprocess.Popen[Any]]
+    log: Path
+    end: Callable[[], None]  # ends them at once
+    requeues: bool = False  # True if an exit code of 0 says that Slurm starts them again
 
     def poll(self) -> int | None:
-        """Return the exit code of all, None while they run."""
-        ...
+        """Return the first code that is not 0; None while any of them runs."""
+        codes = [process.poll() for process in self.processes]
+        return None if None in codes else next(filter(None, codes), 0)
 
     def stop(self) -> None:
-        """Ask for a checkpoint and an end."""
-        ...
+        """Ask all for a checkpoint and an end, as Slurm's own warning does."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
 
-    def end(self) -> None:
-        """End it at once."""
-        ...
-
-    def goes_on(self, code: int) -> bool:
-        """Return True if what ended with `code` is started again by itself."""
-        ...
-
-    def last_lines(self) -> list[str]:
+    def last_lines(self) -> str:
         """Return the end of the output."""
-        ...
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return " ".join([line.strip() for line in lines if line.strip()][-_LOG_LINES:])
+
+
+Start = Callable[[Choice, Path, int], Processes]
+"""(values, run folder, lane) -> the processes of a trial."""
 
 
 class Running:
     """A trial and its processes."""
 
     def __init__(
-        self,
-        trial: OpenTrial,
-        cost: Cost,
-        folder: RunFolder,
-        metric: str,
+        self, trial: OpenTrial, cost: Cost, folder: RunFolder, metric: str,
         start: Callable[[], Processes],
-    ) -> None:
-        """Wait for what a killed sweep left, and start. Raises ConfigError if that stays."""
+    ) -> None:  # fmt: skip
+        """Wait for processes of a killed sweep, and start. Raises ConfigError if they stay."""
         self.trial, self.cost = trial, cost
         self.step = trial.used_before.steps
-        self.value = math.inf
-        """The metric when it was last evaluated."""
+        self.value = math.inf  # the metric when it was last evaluated
         self._folder, self._metric = folder, metric
         self._read, self._tokens = 0, trial.used_before.tokens
         self._began = time.monotonic()
@@ -73,23 +95,13 @@ class Running:
         self.processes = start()
 
     @property
-    def number(self) -> int:
-        """Its number."""
-        return self.trial.number
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of its whole run."""
-        return self.cost.steps
-
-    @property
     def used(self) -> Used:
         """Steps, tokens and hours of the trial, earlier attempts included."""
         hours = self.trial.used_before.hours + (time.monotonic() - self._began) / 3600
         return Used(self.step, self._tokens, hours)
 
     def watch(self) -> bool:
-        """Read what is new, stop a trial that the pruner gives up, record an end.
+        """Read new metrics, stop a trial that the pruner gives up, record an end.
 
         Return True once the trial has ended, or cannot go on here.
         """
@@ -122,7 +134,7 @@ class Running:
 
     def _record_end(self, code: int) -> None:
         status = _status(self._folder)
-        if status.get("attempt") == self._attempt_before:  # it did not come to its run folder
+        if status.get("attempt") == self._attempt_before:  # it did not reach its run folder
             status = {}
         outcome, message = status.get("outcome"), status.get("message") or ""
         if outcome == "done":
@@ -131,11 +143,11 @@ class Running:
             self.trial.done(math.inf, self.used, message)
         elif self._why_stopped:
             self.trial.pruned(self.used, self._why_stopped)
-        elif self._is_interrupted or self.processes.goes_on(code):
+        elif self._is_interrupted or (self.processes.requeues and code == 0):
             self.trial.note(self.used)
         else:
-            text = message or " ".join(self.processes.last_lines())
-            self.trial.failed(self.used, f"exit code {code}: {text}")
+            reason = f"exit code {code}: {message or self.processes.last_lines()}"
+            self.trial.failed(self.used, reason)
 
     def _new_lines(self) -> list[dict[str, Any]]:
         """Return the whole lines of metrics.jsonl that were not read yet."""
@@ -182,10 +194,145 @@ def _status(folder: RunFolder) -> dict[str, Any]:
         return {}
 
 
-def last_lines(log: Path) -> list[str]:
-    """Return the last lines of a log."""
-    try:
-        text = log.read_text(errors="replace")
-    except OSError:
+class Queue:
+    """Runs trials, some at a time, until none is left, the budget is used up, or it is stopped."""
+
+    def __init__(
+        self, sweep: Sweep, study: Study, budget: Budget, say: Say, start: Start,
+        numbers: Sequence[int], lanes: int, poll_s: float = 0.05,
+    ) -> None:  # fmt: skip
+        self._poll_s = poll_s
+        self._sweep, self._study, self._budget, self._say = sweep, study, budget, say
+        self._start, self._left, self._lanes = start, [*numbers], range(lanes)
+        self._running: dict[int, Running] = {}  # by lane, which has GPUs of its own
+        self.is_stopped = False  # set it to stop: trials save and end
+
+    def run(
+        self,
+        show: Callable[[list[Running]], None] = lambda running: None,
+        ended: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        """Run the trials. `show` gets those that run, often; `ended` each one that has ended."""
+        is_stopping = False
+        try:
+            while True:
+                if not is_stopping and self._must_stop():
+                    is_stopping, self._left = True, []
+                    for running in self._running.values():
+                        running.stop()
+                self._start_more()
+                if not self._running:
+                    return
+                for lane, running in [*self._running.items()]:
+                    if running.watch():
+                        del self._running[lane]
+                        ended(self._study.records()[running.trial.number])
+                show([*self._running.values()])
+                time.sleep(self._poll_s)
+        finally:
+            for running in self._running.values():
+                running.processes.end()
+                running.trial.note(running.used)
+
+    def _must_stop(self) -> bool:
+        if self.is_stopped:
+            return True
+        over = self._budget.is_over(self._study.records(), self._used)
+        if over and (self._running or self._left):
+            self._say(over)
+        return over is not None
+
+    @property
+    def _used(self) -> dict[int, Used]:
+        return {running.trial.number: running.used for running in self._running.values()}
+
+    def _start_more(self) -> None:
+        while self._left and (free := [n for n in self._lanes if n not in self._running]):
+            number, lane = self._left[0], free[0]
+            trial = self._study.take(number)
+            over = self._budget.is_over(self._study.records(), self._used, trial.choice)
+            if over:
+                self._study.put_back(number)
+                self._say(over)
+                self._left = []
+                return
+            del self._left[0]
+            path, cost = self._sweep.folder_of(number), self._budget.cost(trial.choice)
+            start = partial(self._start, trial.choice, path, lane)
+            metric = self._sweep.settings.metric
+            self._running[lane] = Running(trial, cost, RunFolder(path), metric, start)
+
+
+# --- on this machine ---
+
+
+def queue_here(sweep: Sweep, study: Study, say: Say) -> Queue:
+    """Return the queue of what is left, `sweep.parallel` trials at a time."""
+    ranks, parallel = sweep.settings.ranks, sweep.settings.parallel
+
+    def start(choice: Choice, folder: Path, lane: int) -> Processes:
+        command = [sys.executable, str(REPOSITORY / "harness" / "train.py")]
+        command += sweep.command(choice, folder).words()
+        env = _lane_environment(ranks, parallel, lane)
+        logs = folder / "logs"
+        group = cpu_ranks.start(command, ranks, Path.cwd(), logs, env, stop_with_parent=True)
+        return Processes(group.processes, group.logs[0], group.end)
+
+    left = [record.number for record in study.records() if not record.has_ended]
+    return Queue(sweep, study, Budget(sweep, None), say, start, left, parallel)
+
+
+def lane_problems(sweep: Sweep) -> list[str]:
+    """Return why this machine cannot run so many trials at a time."""
+    settings = sweep.settings
+    needed, gpus = settings.ranks * settings.parallel, _gpus()
+    if find_accelerator() == "cpu" or needed <= len(gpus):
         return []
-    return [line.strip() for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    return [
+        f"sweep.ranks {settings.ranks} x sweep.parallel {settings.parallel} are {needed} GPUs, and "
+        f"{len(gpus)} are here: set fewer"
+    ]
+
+
+def _gpus() -> list[str]:
+    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    return [str(number) for number, _ in enumerate(published_gpus() or listed_gpus())]
+
+
+def _lane_environment(ranks: int, parallel: int, lane: int) -> dict[str, str | None]:
+    """Return the environment's changes for the trial of a lane: its threads, or its GPUs."""
+    if find_accelerator() == "cpu":
+        threads = max(1, (os.cpu_count() or 1) // (ranks * parallel))
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus()[lane * ranks : (lane + 1) * ranks])}
+
+
+# --- in a job of Slurm ---
+
+
+def run_task(sweep: Sweep, study: Study, number: int, say: Say) -> int:
+    """Run one trial by slurm/train.sbatch in this job; return the job's exit code."""
+    if study.records()[number].has_ended:
+        say(f"trial {number:03} has ended before")
+        return 0
+    script, environ = REPOSITORY / "slurm" / "train.sbatch", os.environ
+    log = f"slurm-{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}.out"
+
+    def start(choice: Choice, folder: Path, lane: int) -> Processes:
+        words = sweep.command(choice, folder.absolute()).words()
+        process = subprocess.Popen(["bash", str(script), *words])
+        return Processes([process], sweep.folder / log, process.terminate, requeues=True)
+
+    budget = Budget(sweep, slurm_world(sweep))
+    queue = Queue(sweep, study, budget, say, start, [number], 1, _TASK_POLL_S)
+
+    def stop(signal_number: int, frame: FrameType | None) -> None:
+        queue.is_stopped = True
+
+    for signal_number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(signal_number, stop)
+    queue.run()
+    return 1 if study.records()[number].state == "failed" else 0

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from harness.errors import ConfigError
+from harness.guard.watchdog import ranges
 from harness.launch.ranks import REPOSITORY
 from harness.layout.world import World
+from tools.sweeps.cost import Record
 from tools.sweeps.spec import Sweep
-from tools.sweeps.study import Record
 
 if TYPE_CHECKING:  # Optuna
     from tools.sweeps.study import Study
 
 _POLL_S = 1.0
-_JOB = "slurm_job"
-"""Name of the file with the number of the sweep's newest array."""
+_JOB = "slurm_job"  # name of the file with the number of the sweep's newest array
 Say = Callable[[str], None]
 
 
@@ -51,15 +51,16 @@ def submit(sweep: Sweep, study: Study, say: Say) -> str | None:
     None if nothing is left. Raises ConfigError with Slurm's reason for a refusal.
     """
     file = sweep.folder / _JOB
-    if file.exists() and _is_queued(job := file.read_text().strip()):
+    if file.exists() and queued([job := file.read_text().strip()]):
         say(f"job {job} is in the queue")
         return job
     left = [record.number for record in study.records() if not record.has_ended]
     if not left:
         return None
+    array = ranges(left).replace(" ", "")
     options = {f"--{key}": value for key, value in sweep.settings.slurm.items()}
     words = [
-        *("sbatch", "--parsable", f"--array={ranges(left)}%{sweep.settings.parallel}"),
+        *("sbatch", "--parsable", f"--array={array}%{sweep.settings.parallel}"),
         *(f"--job-name={sweep.folder.name}", f"--output={sweep.folder}/slurm-%A_%a.out"),
         *(f"{name}={value}" for name, value in options.items()),
         *(str(REPOSITORY / "slurm" / "sweep.sbatch"), str(REPOSITORY), str(sweep.path)),
@@ -77,7 +78,7 @@ def follow(job: str, study: Study, ended: Callable[[Record], None]) -> None:
     """Wait until no task of an array is left; `ended` is called with every trial that has ended."""
     seen = {record.number for record in study.records() if record.has_ended}
     while True:
-        is_queued = _is_queued(job)
+        is_queued = bool(queued([job]))
         for record in study.records():
             if record.has_ended and record.number not in seen:
                 seen.add(record.number)
@@ -87,20 +88,20 @@ def follow(job: str, study: Study, ended: Callable[[Record], None]) -> None:
         time.sleep(_POLL_S)
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as sbatch takes them: 0-3,7."""
-    texts, first = [], numbers[0]
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-        if following != number + 1:
-            texts.append(str(first) if first == number else f"{first}-{number}")
-            first = following if following is not None else first
-    return ",".join(texts)
+def queued(jobs: Sequence[str]) -> list[str]:
+    """Return the tasks of these jobs that wait or run. Slurm that does not answer counts as all.
 
-
-def _is_queued(job: str) -> bool:
-    """Return True while a task of the array waits or runs; a Slurm that does not answer counts."""
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%i"]
+    A job whose dependency failed would wait forever: it is cancelled.
+    """
+    if not jobs:
+        return []
+    command = ["squeue", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i %r"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode and "Invalid job id" not in done.stderr:
-        return True
-    return bool(done.stdout.strip())
+        return [*jobs]
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.strip()]
+    never = [words[0] for words in lines if words[-1] == "DependencyNeverSatisfied"]
+    if never:
+        numbers = sorted({name.partition("_")[0] for name in never})
+        subprocess.run(["scancel", *numbers], capture_output=True, check=False)
+    return [words[0] for words in lines if words[0] not in never]

@@ -18,8 +18,7 @@ _DIGITS = 4  # of a rate that is drawn: more tell trials apart, and nobody reads
 class Values:
     """A list of values."""
 
-    values: tuple[str, ...]
-    """As they are written on the command line."""
+    values: tuple[str, ...]  # as they are written on the command line
 
     def grid(self) -> list[str]:
         """Return every value."""
@@ -41,10 +40,8 @@ class Range:
 
     from_: float
     to: float
-    log: bool = False
-    """Even in the logarithm."""
-    points: int | None = None
-    """Numbers of a grid, both ends among them."""
+    log: bool = False  # even in the logarithm
+    points: int | None = None  # numbers of a grid, both ends among them
 
     @property
     def is_whole(self) -> bool:
@@ -80,8 +77,7 @@ class Range:
 
 Dimension = Values | Range
 Space = Mapping[str, Dimension]
-Choice = dict[str, str]
-"""A value for every key, as text."""
+Choice = dict[str, str]  # a value for every key, as text
 
 
 def read_space(tree: Any, grid: bool, origin: str, problems: list[str]) -> dict[str, Dimension]:

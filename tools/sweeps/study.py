@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +17,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from tools.sweeps.cost import Record, Used
 from tools.sweeps.space import Choice, Dimension, Values
 from tools.sweeps.spec import Sweep
-
-
-@dataclass(frozen=True)
-class Used:
-    """Steps, tokens and hours of a trial."""
-
-    steps: int = 0
-    tokens: int = 0
-    hours: float = 0.0
-    """Time that its processes ran."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """A trial as the journal has it."""
-
-    number: int
-    state: str
-    """waiting, running, done, pruned, diverged or failed."""
-    choice: Choice
-    """Its values; empty until they are decided."""
-    value: float
-    """Its metric, at the end or when it was last evaluated; infinite without one."""
-    used: Used
-    reason: str
-    """Why it failed, diverged or was stopped."""
-
-    @property
-    def has_ended(self) -> bool:
-        """True if it is not to go on."""
-        return self.state not in ("waiting", "running")
-
 
 JOURNAL = "study.journal"
 _NAME = "sweep"
@@ -87,7 +55,7 @@ class Study:
         return [self._record(number, trial) for number, trial in self._trials().items()]
 
     def take(self, number: int) -> OpenTrial:
-        """Start a trial, or go on with one that was interrupted; its values are decided now."""
+        """Start a trial, or resume an interrupted one; its values are decided now."""
         frozen, space = self._trials()[number], self._sweep.space
         if frozen.state == TrialState.WAITING:
             self._storage.set_trial_state_values(frozen._trial_id, TrialState.RUNNING)
@@ -102,7 +70,7 @@ class Study:
         return OpenTrial(self._study, trial, number, choice, self._record(number, frozen).used)
 
     def put_back(self, number: int) -> None:
-        """Let a trial wait that was taken; it keeps its values."""
+        """Let a trial wait again that was taken; it keeps its values."""
         trial_id = self._trials()[number]._trial_id
         self._storage.set_trial_state_values(trial_id, TrialState.WAITING)
 
@@ -150,8 +118,7 @@ class OpenTrial:
         self, study: optuna.Study, trial: Trial, number: int, choice: Choice, used: Used
     ) -> None:
         self.number, self.choice = number, choice
-        self.used_before = used
-        """What earlier attempts at it took."""
+        self.used_before = used  # what earlier attempts at it took
         self._study, self._trial = study, trial
         self._reported = {*study._storage.get_trial(trial._trial_id).intermediate_values}
 

@@ -1,4 +1,4 @@
-"""A sweep as text: lines that stay, its trials, their ranking, the command of the best."""
+"""A sweep as text: its trials, their ranking, the command of the best, lines on a terminal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from harness import terminal
-from tools.sweeps.cost import Cost
+from tools.sweeps.cost import Cost, Record
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep
-from tools.sweeps.study import Record
+
+if TYPE_CHECKING:  # Optuna
+    from tools.sweeps.running import Running
 
 _ENDS = {"done": "", "pruned": "stopped early", "diverged": "diverged", "failed": "failed"}
 
@@ -124,23 +126,6 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-class Progress(Protocol):
-    """The line of a trial that runs."""
-
-    step: int
-    value: float
-
-    @property
-    def number(self) -> int:
-        """Its number."""
-        ...
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of its whole run."""
-        ...
-
-
 class Screen:
     """Standard output."""
 
@@ -153,14 +138,13 @@ class Screen:
         self._replace("")
         terminal.say(text)
 
-    def show(self, running: Iterable[Progress]) -> None:
+    def show(self, running: Iterable[Running]) -> None:
         """Replace the line that changes: each trial's step and metric."""
-        self._replace(
-            " | ".join(
-                f"{of.number:03} step {of.step}/{of.total_steps} {shown(of.value)}"
-                for of in running
-            )
+        texts = (
+            f"{of.trial.number:03} step {of.step}/{of.cost.steps} {shown(of.value)}"
+            for of in running
         )
+        self._replace(" | ".join(texts))
 
     def _replace(self, line: str) -> None:
         if not self._is_terminal or line == self._line:

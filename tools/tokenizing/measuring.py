@@ -18,7 +18,7 @@ from harness.data.tokenizer import encode, vocab_size
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
 from harness.files.pieces import Ids
-from tools.language_model import packaged_model
+from tools.cleaning.recipe import packaged_model
 
 ALL = "all"
 CODE = "code"
@@ -26,8 +26,7 @@ _WORD = re.compile(r"\w+(?:['\u2019]\w+)*")
 _OF_CODE = re.compile(
     r"[{};]\s*$|^\s*(?:def |class |import |from \S+ import |return\b|#include|//|@)"
 )
-_CODE_SHARE = 0.15
-"""Of lines that look like code, from which a text counts as code."""
+_CODE_SHARE = 0.15  # of lines that look like code, from which a text counts as code
 _BATCH = 64
 
 
@@ -49,8 +48,7 @@ class Counts:
     words: int = 0
     tokens: int = 0
     unknown: int = 0
-    changed: int = 0
-    """Texts that decoding does not give back."""
+    changed: int = 0  # texts that decoding does not give back
 
     @property
     def bytes_per_token(self) -> float:
@@ -79,10 +77,8 @@ class Measured:
     name: str
     vocab_size: int
     by_group: dict[str, Counts] = field(default_factory=lambda: defaultdict(Counts))
-    used: set[int] = field(default_factory=set)
-    """Ids that occurred."""
-    seconds: float = 0.0
-    """In the tokenizer."""
+    used: set[int] = field(default_factory=set)  # ids that occurred
+    seconds: float = 0.0  # in the tokenizer
 
     @property
     def all(self) -> Counts:

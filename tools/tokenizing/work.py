@@ -31,8 +31,7 @@ class TextSource:
     name: str
     spec: DataSpec
     tokens: ShardedTokens
-    key: str
-    """Of its tokens in the cache."""
+    key: str  # of its tokens in the cache
 
 
 class Work:

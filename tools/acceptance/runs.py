@@ -1,10 +1,12 @@
-"""Saves: in the foreground and in the background, resumed, and resumed in another layout."""
+"""Whole runs. Saving: nothing is lost. Faults: every end has its exit code on all ranks."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
+from harness.errors import ExitCode
 from harness.run.verify import TOLERANCES
 from harness.runfolder import RunFolder
 from tools.acceptance.bench import Bench, Failed, expect
@@ -12,10 +14,11 @@ from tools.rehearsal.compare import apart, differing, done_twice
 
 _STEPS, _SAVED_AT = 6, 3
 _REPLICAS = "guard.replicas_every"
+_HANG_FLOOR_S = 6.0
 
 
-def look(bench: Bench) -> str:
-    """Compare an uninterrupted run with one in two parts, and with one elsewhere."""
+def save(bench: Bench) -> str:
+    """Compare an uninterrupted run with one in two parts, and with one on other ranks."""
     whole, halves, moved = (RunFolder(bench.folder / n) for n in ("whole", "halves", "moved"))
     every = tuple(f"{key}={_SAVED_AT}" for key in ("save.every", "eval.every", _REPLICAS))
 
@@ -36,22 +39,21 @@ def look(bench: Bench) -> str:
         bench.train(halves, *every, f"train.steps={_STEPS}", name="second", json_name="zero2")
         lines, expected = halves.read_metrics(), whole.read_metrics()
         if twice := done_twice(lines, _SAVED_AT):
-            raise Failed(f"not taken once, by the attempt whose turn it was: steps {twice}")
+            raise Failed(f"not taken once, by the right attempt: steps {twice}")
         if not (problems := differing(lines, expected)):
             return "steps after it equal the uninterrupted run's bit for bit"
         if not bench.on_cuda:
             raise Failed("; ".join(problems[:3]))
-        return _close(lines, expected, [*range(_SAVED_AT + 1, _STEPS + 1)], _precision(halves))
+        return _close(halves, lines, expected, [*range(_SAVED_AT + 1, _STEPS + 1)])
 
     def elsewhere() -> str:
-        """Go on with the first checkpoint of the uninterrupted run: ZeRO 3, on half the ranks."""
+        """Resume the first checkpoint of the uninterrupted run: ZeRO 3, on half the ranks."""
         bench.two_ranks()
         ranks = bench.power_of_two // 2
         settings = [f"resume.from={whole.path}@{_SAVED_AT}", f"train.steps={_STEPS}"]
-        name = {"name": "moved", "json_name": "zero3", "ranks": ranks}
-        bench.train(moved, *settings, **name)
+        bench.train(moved, *settings, name="moved", json_name="zero3", ranks=ranks)
         steps = [_SAVED_AT + 1, _SAVED_AT + 2]  # differences of rounding grow
-        close = _close(moved.read_metrics(), whole.read_metrics(), steps, _precision(moved))
+        close = _close(moved, moved.read_metrics(), whole.read_metrics(), steps)
         return f"ZeRO 3 on {ranks} of {bench.ranks} ranks: {close}"
 
     def replicas() -> str:
@@ -85,18 +87,60 @@ def _saves(bench: Bench, run: RunFolder, how: str) -> str:
     )
 
 
-def _precision(run: RunFolder) -> str:
-    return str((run.read_plan() or {})["precision"])
-
-
 def _close(
-    lines: list[dict[str, Any]], expected: list[dict[str, Any]], steps: list[int], precision: str
+    run: RunFolder, lines: list[dict[str, Any]], expected: list[dict[str, Any]], steps: list[int]
 ) -> str:
     loss, norm = (apart(lines, expected, steps, key) for key in ("loss", "grad_norm"))
-    allowed = TOLERANCES[precision]
+    allowed = TOLERANCES[str((run.read_plan() or {})["precision"])]
     text = (
         f"loss and norm of steps {steps[0]} to {steps[-1]} within {loss:.0e} and {norm:.0e} "
         f"(allowed {allowed[0]:.0e} and {allowed[1]:.0e})"
     )
     expect(loss <= allowed[0] and norm <= allowed[1], text)
     return text
+
+
+def fail(bench: Bench) -> str:
+    """Raise, stop, hang and run out of memory, each on the last rank alone."""
+    rank, slowest_s = bench.ranks - 1, [0.0]
+
+    def run(do: str, code: int, *settings: str, step: int = 3) -> tuple[RunFolder, str]:
+        folder = RunFolder(bench.folder / do / "run")
+        began, fault = time.monotonic(), {"rank": rank, "step": step, "do": do}
+        words = ("train.steps=6", "save.every=0", *settings)
+        ended = bench.train(folder, *words, name=do, json_name="zero1", code=code, fault=fault)
+        slowest_s[0] = max(slowest_s[0], time.monotonic() - began)
+        return folder, ended.outputs[rank]
+
+    def failing() -> str:
+        _, output = run("raise", 1)
+        expect("a failure that the acceptance planted" in output, "its traceback is not shown")
+        return f"all ranks ended with code 1, rank {rank} with its traceback"
+
+    def stopping() -> str:
+        folder, _ = run("usr1", ExitCode.STOPPED)
+        status = folder.read_status() or {}
+        saved = folder.checkpoints_dir / f"step-{status.get('step', 0):08}"
+        expect(saved.is_dir(), f"there is no {saved}")
+        return f"saved at step {status['step']}, code 75"
+
+    def hanging() -> str:
+        floor = f"guard.hang_floor_s={_HANG_FLOOR_S:g}"
+        # The first three steps may take as long as a compilation: the hang comes after them.
+        folder, _ = run("sleep", ExitCode.HANG, floor, "guard.hang_first_s=600", step=5)
+        message = (folder.read_status() or {}).get("message") or ""
+        expect("plant.py" in message, f"the report does not show where it sleeps: {message}")
+        return "code 78, with the line that it sleeps in"
+
+    def out_of_memory() -> str:
+        _, output = run("oom", 1)
+        expect("ran out of memory" in output, "no advice is shown")
+        expect("expected:" in output, "the estimate is not shown")
+        return "the estimate and advice are shown, code 1"
+
+    bench.check("a rank that raises", failing)
+    bench.check("SIGUSR1 to a rank", stopping)
+    bench.check("a rank that sleeps", hanging)
+    bench.check("out of memory", out_of_memory)
+    bench.values["slowest_s"] = slowest_s[0]
+    return f"{len(bench.checks)} ends, the slowest run {slowest_s[0]:.0f} s"

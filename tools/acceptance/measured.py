@@ -1,0 +1,242 @@
+"""Measured steps. Waits: the host waits for the device only where DeepSpeed makes it. Memory: runs
+hold what the estimate says. Speed: a ladder of a Llama of four layers, whose loss stays the same.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.launch.ranks import REPOSITORY
+from tools.acceptance.bench import Bench, Failed, Skipped, expect
+from tools.acceptance.report import readable
+from tools.benchmark_gpu import losses_apart
+from tools.speed.cases import Case, measured
+
+DS_CONFIGS = REPOSITORY / "ds_configs"
+
+# --- waits ---
+
+_JSONS = ("zero1", "zero2", "zero3")
+_SIMULATED = ("zero1", "zero3")
+_OWN = "harness/"
+MOST = {"zero1": 4, "zero2": 9, "zero3": 5}
+"""Waits of a step with one micro-batch beside RUN_AHEAD, as simulated (docs/host_waits.md)."""
+RUN_AHEAD = (
+    "deepspeed/runtime/zero/partition_parameters.py:84",  # these two of a rank alone
+    "deepspeed/runtime/zero/partition_parameters.py:114",
+    "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+    "deepspeed/runtime/zero/stage3.py:1667",
+)
+"""Waits by which ZeRO 3 bounds its look-ahead, for work done: as many as a model has weights, of a
+rank alone twice as many."""
+
+
+def wait(bench: Bench) -> str:
+    """Count the waits of one step for each JSON: on GPUs as torch reports them, else simulated."""
+    counts: dict[str, int] = {}
+    for name in _JSONS:
+        bench.check(name, _counted, bench, name, counts)
+    if not bench.on_cuda:
+        bench.check("a simulated device", _simulated, bench)
+        return str(bench.values.get("simulated", [""])[-1])
+    return ", ".join(f"{name} {count} waits a step" for name, count in counts.items())
+
+
+def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
+    bench.cuda_only()
+    # A log line is the one place where the host is to wait.
+    case = Case(name, bench.timed_settings("log.every"))
+    line = measured(case, DS_CONFIGS / f"{name}.json", bench.ranks, 3, 4)
+    if "host_waits" not in line:
+        raise Failed(line.get("refused") or line.get("error") or "nothing was measured")
+    places = bench.values[name] = line["host_waits"]
+    own = [place for place in places if place.startswith(_OWN)]
+    expect(not own, f"the harness waits in {', '.join(own)}")
+    counts[name] = line["host_waits_per_step"]
+    text = f"{counts[name]} waits a step: {', '.join(places)}"
+    drains = sum(count for place, count in places.items() if not place.startswith(RUN_AHEAD))
+    expect(drains <= MOST[name], f"{drains} of them drain the device, not {MOST[name]}: {text}")
+    return text
+
+
+def _simulated(bench: Bench) -> str:
+    """Run CPU ranks whose device has streams: races and needless waits fail."""
+    bench.two_ranks()
+    tool = REPOSITORY / "tools" / "proofs" / "check_streams.py"
+    command = [sys.executable, str(tool), "--cells", *_SIMULATED]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        errors="replace", check=False,
+    )  # fmt: skip
+    lines = bench.values["simulated"] = [readable(line) for line in done.stdout.splitlines()]
+    expect(done.returncode == 0, f"it ended with code {done.returncode}: {'; '.join(lines)}")
+    return "; ".join(lines)
+
+
+# --- memory ---
+
+# Of measure_memory.py.
+_CPU_CASES = ("zero2-bf16-4", "zero3-bf16_fp32_sums-1")
+_LAYERS = "model.overrides.num_hidden_layers=4"
+_EXACT, _PEAK = 0.01, 0.1
+"""Relative errors allowed: of counted tensors, and of the peak of a whole run on a GPU."""
+
+
+def hold(bench: Bench) -> str:
+    """Count live tensors on CPU ranks; measure the peaks of whole runs on GPUs."""
+    return _on_gpus(bench) if bench.on_cuda else _on_cpu(bench)
+
+
+def _on_cpu(bench: Bench) -> str:
+    errors: dict[str, dict[str, float]] = {name: {} for name in _CPU_CASES}
+
+    def counted() -> str:
+        from tools.proofs.measure_memory import measure
+        from tools.proofs.memory.cases import all_cases
+        from tools.proofs.memory.compare import PEAKS
+
+        cases = [case for case in all_cases() if case.name in _CPU_CASES]
+        if bench.ranks < max(case.ranks for case in cases):
+            bench.two_ranks()
+        try:
+            rows = measure(cases, bench.folder / "memory")
+        except SystemExit as ended:
+            raise Failed(str(ended).strip().rpartition("\n")[2]) from ended
+        for row in rows:
+            if row.point not in PEAKS:
+                errors[row.case.name][f"{row.point} of rank {row.rank}"] = row.error
+        return f"{len(rows)} points"
+
+    def compared(name: str) -> str:
+        point = max(errors[name], key=lambda key: abs(errors[name][key]))
+        off = abs(errors[name][point])
+        expect(off <= _EXACT, f"{point}: predicted {errors[name][point]:+.1%}")
+        return f"{len(errors[name])} counts, at most {off:.2%} off"
+
+    bench.check("live tensors", counted)
+    for name in filter(errors.get, errors):
+        bench.check(name, compared, name)
+    bench.not_on_cpu("allocated, reserved and pinned memory")
+    bench.values["errors"] = errors
+    worst = max((abs(e) for of_case in errors.values() for e in of_case.values()), default=None)
+    return "" if worst is None else f"estimate at most {worst:.2%} off"
+
+
+def _on_gpus(bench: Bench) -> str:
+    from tools.proofs.memory.gpu import GpuCase, error_of, measure_gpu
+
+    worst, reserved = [0.0], [0.0]
+
+    def peaks(case: GpuCase) -> str:
+        row: dict[str, Any]
+        (row,) = measure_gpu([case], bench.folder / "memory", bench.ranks)
+        bench.values[case.name] = row
+        if refusal := row.get("refused"):
+            raise Skipped(refusal)
+        error = error_of(row)
+        if error is None:
+            raise Failed(row.get("error", "nothing was measured"))
+        worst[0] = max(worst[0], abs(error))
+        reserved[0] = max(reserved[0], row["peak_reserved_gib"] / row["peak_allocated_gib"])
+        text = (
+            f"allocated {row['peak_allocated_gib']:.2f} GiB, predicted {error:+.1%}; reserved "
+            f"{row['peak_reserved_gib']:.2f}, process {row['peak_process_gib']:.2f}"
+        )
+        expect(math.isfinite(error) and abs(error) <= _PEAK, text)
+        return text
+
+    jsons = ("zero1", "zero3", "zero2_offload")
+    cases = {name: GpuCase("llama-1b", name, 2048, 1, (_LAYERS,)) for name in jsons}
+    recomputed = (_LAYERS, "model.checkpointing=full")
+    cases["zero1, 8,192 tokens"] = GpuCase("llama-1b", "zero1", 8192, 1, recomputed)
+    for name, case in cases.items():
+        bench.check(name, peaks, case)
+    return f"estimate at most {worst[0]:.1%} off; reserved up to {reserved[0]:.2f} x allocated"
+
+
+# --- speed ---
+
+_ON_GPUS = {
+    "model.name": "llama-1b",
+    "model.overrides.num_hidden_layers": "4",
+    "data.seq_len": "4096",
+    "train.micro_batch": "1",
+}
+_RUNGS = {
+    "cuda": ("sdpa", "flash", "fused optimizer", "liger", "compile"),
+    "cpu": ("eager", "sdpa"),
+}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A change that is measured on top of the highest rung, and not kept."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    json: str = "zero1"
+    env: dict[str, str] = field(default_factory=dict)
+
+
+BESIDE = {
+    "with DeepSpeed's timers": Beside({"ds.timers.throughput.enabled": "true"}),
+    "without expandable segments": Beside(env={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
+    "ZeRO 3": Beside(json="zero3"),
+}
+_STEPS = {"cuda": (3, 12), "cpu": (1, 2)}
+
+
+def climb(bench: Bench) -> str:
+    """Climb as far as this machine goes; a rung that fails is left out of the next."""
+    warmup, steps = _STEPS[bench.accelerator]
+    own = _ON_GPUS if bench.on_cuda else {}
+    case = Case("base", {**bench.timed_settings(), **own})
+    lines: list[dict[str, Any]] = []
+    longest_s = 0.0
+
+    def taken(name: str, tried: Case, beside: Beside) -> str:
+        """Measure a case, and compare its losses with the lowest rung's."""
+        nonlocal longest_s
+        began = time.monotonic()
+        bench.time_for(longest_s)
+        json_path = DS_CONFIGS / f"{beside.json}.json"
+        line = measured(tried, json_path, bench.ranks, warmup, steps, env=beside.env)
+        longest_s = max(longest_s, time.monotonic() - began)
+        bench.values[name] = line
+        if refusal := line.get("refused"):
+            raise Skipped(refusal)
+        if "step_time_s" not in line:
+            raise Failed(line.get("error", "nothing was measured"))
+        apart = losses_apart(line, lines[0] if lines else {})
+        expect(apart is None, str(apart))
+        lines.append(line)
+        return _rates(line)
+
+    def climbed(rung: str) -> str:
+        nonlocal case
+        rates = taken(rung, case.on_top(rung), Beside())
+        case = case.on_top(rung)
+        return rates
+
+    rungs = _RUNGS[bench.accelerator]
+    for rung in rungs:
+        bench.check(rung, climbed, rung)
+    for name, beside in BESIDE.items() if bench.on_cuda else ():
+        tried = Case(name, {**case.settings, **beside.settings})
+        bench.check(name, taken, name, tried, beside)
+    left_out = [rung for rung in _RUNGS["cuda"] if rung not in rungs]
+    bench.not_on_cpu(*BESIDE, *left_out, "MFU and host waits")
+    best = max(lines, key=lambda line: float(line["tokens_per_s_per_gpu"]), default=None)
+    return _rates(best) if best else ""
+
+
+def _rates(line: dict[str, Any]) -> str:
+    links, mfu = line.get("all_reduce_gb_per_s"), line.get("mfu")
+    parts = [f"{line['tokens_per_s_per_gpu']:,.0f} tokens/s a rank"]
+    parts += [f"MFU {mfu:.1%}"] if mfu and math.isfinite(mfu) else []
+    parts += [f"all-reduce {links:.2f} GB/s"] if links else []
+    return ", ".join(parts)
