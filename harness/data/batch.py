@@ -68,8 +68,7 @@ class Batch:
     """(micro_batch,) int64: index of each sample's source in a mixture; None without a mixture."""
     windows: torch.Tensor | None = None
     """(micro_batch,) int64: index of each sample's window in the text if state is carried from
-    window to window; otherwise None.
-    """
+    window to window; otherwise None."""
     goes_on: torch.Tensor | None = None
     """(micro_batch,) bool: the window starts inside a document; None without carried state."""
 

@@ -71,8 +71,7 @@ class Corpus(CorpusFiles):
     """Byte range of its only file from which lines are read; None: whole files."""
     leading: tuple[str, str] | None = None
     """For a part of a corpus: kind and location of the whole corpus's first document. None: these
-    files contain the first document.
-    """
+    files contain the first document."""
 
     def identity(self) -> list[object]:
         """Return names, sizes and modification times, which change whenever documents do."""

@@ -34,8 +34,7 @@ class DataSpec:
     """False: no document is held out."""
     stride: int | None = None
     """Tokens from one window to the next if a run's kept samples are read as it read them; None:
-    data.seq_len.
-    """
+    data.seq_len."""
     pad_to: int = PAD_TO
     """Padded micro-batches have lengths that are multiples of this."""
     rows: int | None = None

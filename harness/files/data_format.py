@@ -178,22 +178,19 @@ class DataFormat:
     """Lower-case suffixes that name the format, such as ".jsonl" or ".jsonl.gz"; "": no suffix."""
     begin: Callable[[Path], str] | None = None
     """Returns how the first document begins, worded as begins() does; None: its first record tells.
-    Raises Unusable.
-    """
+    Raises Unusable."""
     pieces: Callable[[Path, BadLines], Iterator[Piece]] | None = None
     """Yields the documents and adds unreadable lines to the BadLines. Raises UnicodeDecodeError."""
     records: Callable[[Path, BadLines], Records] | None = None
     """Yields (line, record); forms.py determines which columns are the document."""
     bounds: Callable[[Path, int], list[int]] = lambda file, least_bytes: []
     """Returns the bounds of ranges of at least the given number of bytes, ascending, whose records
-    can be read separately; empty if the file cannot be divided. Raises OSError.
-    """
+    can be read separately; empty if the file cannot be divided. Raises OSError."""
     records_between: Callable[[Path, BadLines, int, int], Records] | None = None
     """Yields the records that begin in a byte range (start, stop)."""
     lines_before: Callable[[Path, int], int] | None = None
     """Returns the number of lines before a range, if `records_between` counts from the range's
-    first line; None: it counts from the start of the file. Raises OSError.
-    """
+    first line; None: it counts from the start of the file. Raises OSError."""
     count: Callable[[Path, int], tuple[int, int]] | None = None
     """Returns the documents in some bytes, and the bytes left; None: a file is a document."""
     why_not: Callable[[Path, bool], str] = _why_not

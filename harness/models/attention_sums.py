@@ -36,8 +36,7 @@ class AttentionSums:
         self._counted = counted
         self.sums = torch.zeros(layers, 3, dtype=torch.float64, device=counted.device)
         """(layers, 3): entropy, coverage, and the number of terms in each sum. NaN if attention
-        uses more than queries and keys.
-        """
+        uses more than queries and keys."""
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:

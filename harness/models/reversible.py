@@ -40,8 +40,7 @@ _MLP = (
     ("resid_mlp_dropout", "post_mlp_dropout"),
 )
 """Module names, in different families, of a layer's two halves: a norm, its reader, and the dropout
-of the output, if any.
-"""
+of the output, if any."""
 
 
 def reverse_layers(model: PreTrainedModel) -> None:
@@ -104,8 +103,7 @@ class Streams:
         self.other = self.last = embedding.float()
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
         """Both streams without a graph, once the forward pass has ended: their values after the
-        half of a layer that the backward pass reaches next.
-        """
+        half of a layer that the backward pass reaches next."""
 
     def add(self, half: Add, reversible: bool) -> None:
         """Add to one stream what half a layer computes from the other, and swap them."""

@@ -50,8 +50,7 @@ _STATES = re.compile(
     "LSTMLayer|RecurrentBlock|RgLru|RecurrentCell"
 )
 """Class names of modules by which tokens see earlier ones: attention, whose work grows with the
-square of the length, and a state carried along, whose work does not.
-"""
+square of the length, and a state carried along, whose work does not."""
 _SLIDING = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Config keys for the window size in tokens, by the layer's name in `layer_types`."""
 

@@ -17,8 +17,7 @@ _LEAST = 1e-6
 
 Past = tuple[torch.Tensor, torch.Tensor]
 """Sums over the tokens before a chunk, (key heads, features, head_dim + 1), times exp(-largest);
-and the largest logarithm of a feature, (key heads,).
-"""
+and the largest logarithm of a feature, (key heads,)."""
 
 
 @dataclass(frozen=True)
